@@ -1,0 +1,70 @@
+"""One engine inside the test process, small enough in memory that requests compete for blocks."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from vllm_kvmerge import demo
+
+BLOCK_SIZE = 32
+NUM_BLOCKS = 230
+MAX_MODEL_LEN = 4096
+BYTES_PER_BLOCK = 3 * 3 * BLOCK_SIZE * (2 * 32 * 4 + 16)  # layers, KV heads, tokens, K and V in float32 and metadata
+
+
+def engine_arguments() -> dict:
+    """Arguments common to the stock engine and ours, apart from the size of the pool."""
+    return dict(
+        model=demo.model_path(),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=32,
+        max_num_batched_tokens=1024,  # so that longer prompts are computed in chunks
+        block_size=BLOCK_SIZE,
+        seed=0,
+    )
+
+
+class Engine:
+    """vLLM with compression, and a look inside its scheduler."""
+
+    def __init__(self, llm) -> None:
+        self.llm = llm
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.manager = self.scheduler._manager
+
+    def generate(self, prompts: list[list[int]], params) -> list:
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    def tokens(self, prompts: list[list[int]], params) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in self.generate(prompts, params)]
+
+    def assert_empty(self) -> None:
+        """Every block but the null block is free, none is referenced, and nothing is remembered of any request."""
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+        assert [b.block_id for b in self.pool.blocks if b.ref_cnt and not b.is_null] == []
+        assert self.manager.segments == {}
+        assert self.manager._retired == []
+        runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        held = set(runner._compressed) | set(runner._prompt_scores)
+        assert held <= self.scheduler.finished_req_ids
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from vllm_kvmerge import kvmerge_engine_args
+
+    llm = LLM(**kvmerge_engine_args(**engine_arguments(), kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK))
+    yield Engine(llm)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def random_prompt(rng: np.random.Generator, length: int) -> list[int]:
+    return [2, *rng.integers(19, 780, length - 1).tolist()]

@@ -1,0 +1,167 @@
+"""Blocks: what compression frees, what it never touches, and that nothing leaks."""
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.conftest import random_prompt
+from vllm_kvmerge import compression
+
+POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
+
+
+def greedy(max_tokens: int, policy: str | None = None, **parameters) -> SamplingParams:
+    extra = compression(policy, **parameters) if policy else None
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+
+
+def run_steps(engine, watch) -> None:
+    """Steps the engine until nothing is left, calling ``watch`` after each step."""
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
+        watch()
+
+
+def add(engine, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_usage_drops_to_the_budget_after_the_prompt(engine, policy):
+    prompt = random_prompt(np.random.default_rng(5), 3000)
+    assert engine.llm.reset_prefix_cache()
+    add(engine, "long", prompt, greedy(120, policy, budget=256))
+    held, live = [], []
+
+    def watch():
+        held.append(engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks())
+        for request in engine.scheduler.running:
+            segments = engine.manager.segments.get(request.request_id)
+            if segments:
+                live.append(segments.front + request.num_computed_tokens - segments.tail)
+
+    run_steps(engine, watch)
+    assert held[:2] == [32, 64]  # two chunks of the prompt; the third ends with the compression
+    settled = held[2:-1]
+    grown = 120 if policy == "snapkv" else 32
+    assert len(settled) > 100
+    assert max(settled) <= 8 + -(-grown // 32) + 1
+    assert max(live) <= 256 + grown
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_prefix_cache_stays_as_full_attention_left_it(engine, policy):
+    """After compressed requests on a prompt, a plain one hits the cache and answers as a cold engine does."""
+    prompt = random_prompt(np.random.default_rng(6), 1500)
+    assert engine.llm.reset_prefix_cache()
+    cold = engine.generate([prompt], greedy(40))[0]
+    assert cold.num_cached_tokens == 0
+    for reset in (True, False):
+        if reset:  # blocks hashed by the compressed request itself; otherwise by the plain one before
+            assert engine.llm.reset_prefix_cache()
+        engine.generate([prompt], greedy(60, policy, budget=200))
+        warm = engine.generate([prompt], greedy(40))[0]
+        assert warm.num_cached_tokens == 1472
+        assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
+    engine.assert_empty()
+
+
+def test_eight_compressed_requests_share_a_pool_of_two(engine):
+    """The pool holds two uncompressed requests of this length; eight compressed ones run at once, none preempted."""
+    rng = np.random.default_rng(7)
+    num_tokens = 150
+    assert engine.pool.num_gpu_blocks - 1 < 3 * -(-(3000 + num_tokens) // 32)
+    for i in range(8):
+        add(engine, f"r{i}", random_prompt(rng, 3000), greedy(num_tokens, "keepkv", budget=256))
+    running, preempted = [], []
+
+    def watch():
+        running.append(len(engine.scheduler.running))
+        preempted.extend(r.request_id for r in engine.scheduler.requests.values() if r.num_preemptions)
+
+    run_steps(engine, watch)
+    assert max(running) == 8
+    assert preempted == []
+    engine.assert_empty()
+
+
+def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
+    """Its prompt and generated tokens are computed again, through the same compressions."""
+    rng = np.random.default_rng(8)
+    prompts = [random_prompt(rng, 700) for _ in range(7)]
+    policies = ["h2o", "keepkv", "zsmerge", "streaming_llm", "snapkv", "keepkv", "zsmerge"]
+    params = [greedy(200, policy, budget=600) for policy in policies]
+    alone = [engine.tokens([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    seen: dict[str, int] = {}
+    outputs: dict[str, list[int]] = {}
+    plain = [random_prompt(rng, 1000) for _ in range(3)]
+    for i, prompt in enumerate(plain):  # these only grow, and push the others out
+        add(engine, f"plain{i}", prompt, greedy(900))
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        add(engine, f"r{i}", prompt, p)
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for request in engine.scheduler.requests.values():
+            seen[request.request_id] = max(seen.get(request.request_id, 0), request.num_preemptions)
+        for output in engine.llm.llm_engine.step():
+            outputs[output.request_id] = list(output.outputs[0].token_ids)
+    preempted = [name for name, count in seen.items() if count and name.split("-")[0].startswith("r")]
+    assert preempted, "nothing was preempted: the pool is too large for this test"
+    assert [outputs[f"r{i}"] for i in range(len(prompts))] == alone
+    engine.assert_empty()
+
+
+def test_a_prompt_that_fills_the_pool_is_compressed_in_place(engine):
+    """No room for a copy: the prompt's blocks lose their hash, and the request goes on."""
+    rng = np.random.default_rng(9)
+    assert engine.llm.reset_prefix_cache()
+    add(engine, "plain", random_prompt(rng, 3500), greedy(6))
+    num_left = engine.pool.num_gpu_blocks - 1 - 110
+    add(engine, "full", random_prompt(rng, num_left * 32 - 1), greedy(8, "keepkv", budget=1000))
+    least = engine.pool.num_gpu_blocks
+
+    def watch():
+        nonlocal least
+        if "full" in engine.manager.segments and least > num_left:
+            front = engine.manager.req_to_blocks["full"][: 1000 // 32]
+            assert all(block.block_hash is None and block.ref_cnt == 1 for block in front)
+        least = min(least, engine.pool.get_num_free_blocks())
+
+    run_steps(engine, watch)
+    engine.assert_empty()
+
+
+def test_requests_that_share_everything_in_a_full_pool_do_not_wait_for_each_other(engine):
+    """Neither can copy the blocks it shares with the other: one is preempted, and both end as if alone."""
+    prompt = random_prompt(np.random.default_rng(11), 3500)
+    params = greedy(8, "keepkv", budget=1000)
+    alone = engine.tokens([prompt], params)[0]
+    outputs = {}
+    taken = engine.pool.get_new_blocks(engine.pool.num_gpu_blocks - 1 - 115)
+    try:
+        for name in "01":
+            add(engine, name, prompt, params)
+        for _ in range(100):
+            if not engine.llm.llm_engine.has_unfinished_requests():
+                break
+            for output in engine.llm.llm_engine.step():
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+    finally:
+        engine.pool.free_blocks(taken)
+        engine.llm.llm_engine.abort_request(list(engine.scheduler.requests), internal=True)
+    assert outputs == {"0": alone, "1": alone}
+    engine.assert_empty()
+
+
+def test_parallel_samples_of_one_prompt(engine):
+    """n > 1: the samples share the prompt's blocks, and each compresses a copy of its own."""
+    prompt = random_prompt(np.random.default_rng(10), 900)
+    params = greedy(40, "keepkv", budget=200)
+    assert engine.tokens([prompt] * 4, params) == engine.tokens([prompt], params) * 4
+    sampled = SamplingParams(
+        n=4, temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, extra_args=compression("keepkv", budget=200)
+    )
+    first, second = (engine.generate([prompt], sampled)[0] for _ in range(2))
+    assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
+    assert len({tuple(o.token_ids) for o in first.outputs}) > 1
+    engine.assert_empty()

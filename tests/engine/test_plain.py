@@ -1,0 +1,86 @@
+"""Requests without a policy get what stock vLLM gives, and policies with room to spare change nothing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
+from vllm_kvmerge import compression
+
+STOCK = """
+import json, sys
+from vllm import LLM, SamplingParams
+arguments, prompts, max_tokens = json.load(sys.stdin)
+llm = LLM(**arguments)
+outputs = llm.generate(
+    [{"prompt_token_ids": p} for p in prompts],
+    SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
+print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+"""
+MAX_TOKENS = 24
+
+
+def prompts_of_many_lengths() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    lengths = np.geomspace(10, 3000, 32).astype(int)
+    return [random_prompt(rng, int(n)) for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def stock_tokens() -> list[list[int]]:
+    """Tokens from stock vLLM, in a process of its own into which no plugin is loaded."""
+    arguments = engine_arguments() | {"kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK}
+    job = json.dumps([arguments, prompts_of_many_lengths(), MAX_TOKENS])
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", STOCK], input=job, env=environment, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.split("TOKENS", 1)[1])
+
+
+def greedy(**extra):
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, **extra)
+
+
+def test_plain_requests_equal_stock_vllm(engine, stock_tokens):
+    prompts = prompts_of_many_lengths()
+    assert engine.llm.reset_prefix_cache()
+    assert engine.tokens(prompts, greedy()) == stock_tokens
+    engine.assert_empty()
+
+
+def test_plain_requests_equal_stock_vllm_with_prefix_hits(engine, stock_tokens):
+    prompts = prompts_of_many_lengths()
+    assert engine.llm.reset_prefix_cache()
+    for prompt, expected in zip(prompts, stock_tokens, strict=True):
+        first, again = (engine.generate([prompt], greedy())[0] for _ in range(2))
+        assert list(first.outputs[0].token_ids) == list(again.outputs[0].token_ids) == expected
+        assert again.num_cached_tokens == (len(prompt) - 1) // 32 * 32
+
+
+@pytest.mark.parametrize("policy", ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"])
+@pytest.mark.parametrize("budget", [3000 + MAX_TOKENS, 3000])
+def test_a_budget_that_is_never_exceeded_changes_nothing(engine, stock_tokens, policy, budget):
+    """With 3000 the longest requests could outgrow the budget: they are scored, but still lose nothing."""
+    prompts = prompts_of_many_lengths()
+    extra = compression(policy, budget=budget, interval=MAX_TOKENS)
+    assert engine.tokens(prompts, greedy(extra_args=extra)) == stock_tokens
+    engine.assert_empty()
+
+
+def test_rows_with_different_policies_and_none_share_a_batch(engine, stock_tokens):
+    prompts = prompts_of_many_lengths()
+    names = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
+    params = [
+        greedy(extra_args=compression(names[i // 2 % 5], budget=128)) if i % 2 else greedy() for i in range(len(prompts))
+    ]
+    together = engine.tokens(prompts, params)
+    assert [t for i, t in enumerate(together) if i % 2 == 0] == stock_tokens[::2]
+    engine.assert_empty()

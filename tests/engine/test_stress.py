@@ -1,0 +1,86 @@
+"""Two hundred requests of every kind at once: no crash, no leak, no cross-talk."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from vllm import SamplingParams
+
+from tests.engine.conftest import random_prompt
+from vllm_kvmerge import compression
+
+NUM_REQUESTS = 200
+POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
+
+
+@dataclass
+class Job:
+    prompt: list[int]
+    params: SamplingParams
+    abort_after: int | None  # generated tokens
+
+
+def draw_jobs(rng: np.random.Generator) -> list[Job]:
+    shared = [random_prompt(rng, 3500) for _ in range(5)]
+    jobs = []
+    for _ in range(NUM_REQUESTS):
+        length = int(np.exp(rng.uniform(np.log(50), np.log(3500))))
+        prompt = random_prompt(rng, length)
+        if rng.random() < 0.5:
+            common = int(rng.integers(1, length))
+            prompt = [*shared[rng.integers(5)][:common], *prompt[common:]]
+        extra = None
+        if rng.random() < 0.75:
+            policy = POLICIES[rng.integers(len(POLICIES))]
+            budget = [64, 128, 300, 700, 0.1, 0.3, 0.9][rng.integers(7)]
+            extra = compression(policy, budget=budget, interval=int(rng.integers(1, 50)))
+        num_tokens = int(rng.integers(2, 60))
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2, extra_args=extra)
+        jobs.append(Job(prompt, params, int(rng.integers(1, num_tokens)) if rng.random() < 0.2 else None))
+    return jobs
+
+
+def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[list[list[int]], int]:
+    """Generated tokens of each job, and how often requests were preempted. Requests arrive while others run."""
+    core = engine.llm.llm_engine
+    tokens: list[list[int]] = [[] for _ in jobs]
+    preempted: set[tuple[str, int]] = set()
+    waiting = list(range(len(jobs)))
+    while waiting or core.has_unfinished_requests():
+        for _ in range(int(rng.integers(0, 8))):
+            if waiting:
+                index = waiting.pop(0)
+                core.add_request(str(index), {"prompt_token_ids": jobs[index].prompt}, jobs[index].params)
+        for output in core.step():
+            index = int(output.request_id)
+            tokens[index] = list(output.outputs[0].token_ids)
+            stop = jobs[index].abort_after
+            if stop is not None and len(tokens[index]) >= stop and not output.finished:
+                core.abort_request([output.request_id])
+        preempted |= {(r.request_id, r.num_preemptions) for r in engine.scheduler.requests.values() if r.num_preemptions}
+    return tokens, len(preempted)
+
+
+def assert_same_or_tied(together: list[int], alone, name: str) -> None:
+    """Equal up to the first difference, if any, where the two candidates must be as good as tied."""
+    for position, (token, expected) in enumerate(zip(together, alone.token_ids, strict=False)):
+        if token != expected:
+            candidates = alone.logprobs[position]
+            assert token in candidates, f"{name}: token {position} is not among the two best"
+            gap = candidates[expected].logprob - candidates[token].logprob
+            assert gap < 1e-3, f"{name}: token {position} differs by {gap} in log-probability"
+            return
+
+
+def test_two_hundred_requests(engine):
+    rng = np.random.default_rng(20)
+    jobs = draw_jobs(rng)
+    together, num_preemptions = run_together(engine, jobs, rng)
+    engine.assert_empty()
+    assert num_preemptions > 0, "the pool is too large to test preemption"
+    for index, (job, tokens) in enumerate(zip(jobs, together, strict=True)):
+        alone = engine.generate([job.prompt], job.params)[0].outputs[0]
+        if job.abort_after is None:
+            assert len(tokens) == len(alone.token_ids)
+        assert tokens, f"request {index} generated nothing"
+        assert_same_or_tied(tokens, alone, f"request {index} ({job.params.extra_args}, {len(job.prompt)} tokens)")
+    engine.assert_empty()

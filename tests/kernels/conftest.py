@@ -1,0 +1,76 @@
+"""Random paged caches and the dense sequences they stand for."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.kernels import Pages, cell_bytes, write_front, write_tokens
+from vllm_kvmerge.policies.base import DEAD, Entries
+
+
+@dataclass
+class Sequence:
+    """One request: its segments, its blocks, and its live entries in float64 (``[H, n, d]`` and ``[H, n]``)."""
+
+    front: int
+    tail: int
+    seq_len: int
+    blocks: Tensor
+    keys: Tensor
+    values: Tensor
+    log_votes: Tensor
+
+
+class CacheMaker:
+    """Fills a paged cache with random sequences in shuffled blocks; everything else in it is poison."""
+
+    def __init__(self, seed: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.num_kv_heads, self.head_size, self.block_size, self.dtype = num_kv_heads, head_size, block_size, dtype
+        num_blocks = 256
+        elements = cell_bytes(head_size, dtype) // dtype.itemsize
+        self.cache = torch.full((num_blocks, num_kv_heads, block_size, elements), torch.nan, dtype=dtype)
+        self.pages = Pages.of(self.cache, head_size)
+        self._free = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def sequence(self, front: int, tail: int, seq_len: int, num_dead: int = 0) -> Sequence:
+        bs, heads, d = self.block_size, self.num_kv_heads, self.head_size
+        num_blocks = -(-seq_len // bs)
+        blocks = torch.zeros(num_blocks, dtype=torch.int32)
+        used = set(range(-(-front // bs))) | set(range(tail // bs, num_blocks))
+        for index in used:
+            blocks[index] = self._free.pop()
+        entries = Entries(
+            keys=self.randn(heads, front, d),
+            values=self.randn(heads, front, d),
+            log_votes=self.randn(heads, front).abs(),
+            scores=torch.zeros(heads, front),
+            aux=torch.zeros(heads, front),
+            positions=torch.arange(front).expand(heads, -1).clone(),
+        )
+        dead = torch.zeros(heads, front, dtype=torch.bool)
+        dead[:, :num_dead] = True
+        entries.kill(dead)
+        write_front(self.pages, blocks, entries)
+        key, value = self.randn(seq_len - tail, heads, d), self.randn(seq_len - tail, heads, d)
+        slots = torch.arange(tail, seq_len)
+        write_tokens(self.pages, blocks[slots // bs].long() * bs + slots % bs, key, value)
+        stored_keys = torch.cat([entries.keys, key.transpose(0, 1)], 1).to(self.dtype).double()
+        stored_values = torch.cat([entries.values, value.transpose(0, 1)], 1).to(self.dtype).double()
+        log_votes = torch.cat([entries.log_votes, torch.zeros(heads, seq_len - tail)], 1).double()
+        assert (entries.positions[:, :num_dead] == DEAD).all()
+        return Sequence(front, tail, seq_len, blocks, stored_keys, stored_values, log_votes)
+
+
+@pytest.fixture
+def make_cache():
+    return CacheMaker
+
+
+def block_table(sequences: list[Sequence]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([s.blocks for s in sequences], batch_first=True)

@@ -1,0 +1,87 @@
+"""Random entries, and what attention makes of them."""
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_kvmerge.policies import DEAD, Entries
+
+torch.set_num_threads(1)
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def random_entries(
+    seed: int,
+    num_heads: int = 2,
+    n: int = 16,
+    head_size: int = 8,
+    num_dead: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Entries:
+    """Ordinary tokens at shuffled positions, with random scores; ``num_dead`` entries of each head are dead.
+
+    Dead entries hold NaN, so that whatever reads one shows it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    shuffled = torch.stack([torch.randperm(n, generator=generator) for _ in range(num_heads)])
+    entries = Entries(
+        keys=randn(num_heads, n, head_size),
+        values=randn(num_heads, n, head_size),
+        log_votes=torch.zeros(num_heads, n, dtype=dtype),
+        scores=randn(num_heads, n).abs(),
+        aux=torch.zeros(num_heads, n, dtype=dtype),
+        positions=shuffled,
+    )
+    dead = torch.rand(num_heads, n, generator=generator).argsort(dim=1) < num_dead
+    entries.kill(dead)
+    for tensor in (entries.keys, entries.values, entries.scores, entries.aux):
+        tensor[dead] = torch.nan
+    return entries
+
+
+def logits(entries: Entries, query: Tensor) -> Tensor:
+    """``[H, n]``: scale * q.k for one query per head, ``[H, d]``; without the votes' bias."""
+    return torch.einsum("hnd,hd->hn", entries.keys, query) / query.shape[-1] ** 0.5
+
+
+def probabilities(entries: Entries, query: Tensor) -> Tensor:
+    """``[H, n]``: attention with votes (KeepKV eq. 20, ZSMerge eq. 8); dead entries have none."""
+    biased = torch.where(entries.is_live, logits(entries, query) + entries.log_votes, -torch.inf)
+    return biased.softmax(dim=-1)
+
+
+def attend(entries: Entries, query: Tensor) -> Tensor:
+    """``[H, d]``: attention's output."""
+    values = torch.where(entries.is_live.unsqueeze(-1), entries.values, 0.0)
+    return torch.einsum("hn,hnd->hd", probabilities(entries, query), values)
+
+
+def random_query(seed: int, entries: Entries, size: float = 1.0) -> Tensor:
+    """``[H, d]``."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (entries.keys.shape[0], entries.keys.shape[2])
+    return size * torch.randn(shape, generator=generator, dtype=entries.keys.dtype)
+
+
+def assert_sound(entries: Entries, budget: int) -> None:
+    """Exactly ``budget`` entries per head, dead ones marked, no NaN anywhere, no position twice."""
+    assert entries.positions.shape[1] == len(entries) == budget
+    dead = ~entries.is_live
+    for name in ("keys", "values", "scores", "aux"):
+        assert getattr(entries, name).isfinite().all(), name
+    assert (entries.log_votes[dead] == -torch.inf).all()
+    assert entries.log_votes[~dead].isfinite().all()
+    for row in entries.positions.tolist():
+        live = [position for position in row if position != DEAD]
+        assert len(set(live)) == len(live)
+
+
+def assert_same(one: Entries, other: Entries) -> None:
+    """Equal bit for bit, NaN included."""
+    for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,194 @@
+"""ZSMerge: prompt averaging, algorithm 1 and theorem 3.1."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.policies.sampling import SEEDS, assert_sound, probabilities, random_entries, random_query
+from vllm_kvmerge.policies import DEAD, PRESETS, CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.policies.mergers import ResidualMerger
+from vllm_kvmerge.policies.selectors import HeavyHitter
+from vllm_kvmerge.policies.trackers import SumTracker
+
+
+def policy(num_sinks: int = 0, recent: int | None = None, share: float = 0.25, **merger: object) -> CompressionPolicy:
+    return CompressionPolicy(
+        tracker=SumTracker(decay=0.98),
+        selector=HeavyHitter(num_sink_tokens=num_sinks, recent_window=recent, recent_share=share),
+        merger=ResidualMerger(**merger),
+    )
+
+
+def append(entries: Entries, other: Entries, position: int) -> Entries:
+    """``entries`` and the first entry of ``other``, as the token at ``position``."""
+    token = other.take(torch.zeros(len(other.positions), 1, dtype=torch.int64))
+    token.positions.fill_(position)
+    return entries.concatenate(token)
+
+
+@settings(max_examples=80, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(8, 40), st.floats(0.0, 1.0), st.data())
+def test_prompt_end_averages_runs(seed, num_heads, n, alpha, data):
+    num_dead = data.draw(st.integers(0, n))
+    entries = random_entries(seed, num_heads, n, num_dead=num_dead, dtype=torch.float64)
+    budget = data.draw(st.integers(4, n - 1))
+    share = data.draw(st.sampled_from([0.125, 0.5, 0.9]))
+    result = policy(alpha=alpha, residual_share=share).compress(entries, CompressionContext(budget, n, True))
+    assert_sound(result.entries, budget)
+    assert result.num_evicted == 0
+
+    num_slots = min(max(1, round(share * budget)), budget - 2)
+    num_kept = budget - num_slots
+    for head in range(num_heads):
+        live = entries.is_live[head].nonzero().flatten().tolist()
+        live.sort(key=lambda i: entries.positions[head, i].item())
+        num_recent = max(1, min(int(0.25 * budget), num_kept - 1))
+        older = sorted(live[:-num_recent], key=lambda i: -entries.scores[head, i].item())
+        rest = sorted(older[num_kept - len(live[-num_recent:]) :], key=lambda i: entries.positions[head, i].item())
+        runs = runs_of(rest, num_slots)
+        assert {len(run) for run in runs} <= {len(rest) // max(1, len(runs)), len(rest) // max(1, len(runs)) + 1}
+        for slot, run in enumerate(runs, start=num_kept):
+            torch.testing.assert_close(result.entries.keys[head, slot], entries.keys[head, run].mean(0))
+            torch.testing.assert_close(result.entries.values[head, slot], entries.values[head, run].mean(0))
+            torch.testing.assert_close(result.entries.scores[head, slot], entries.scores[head, run].sum())
+            assert result.entries.aux[head, slot] == len(run)
+            assert math.isclose(result.entries.log_votes[head, slot], alpha * math.log(len(run)), abs_tol=1e-12)
+            assert result.entries.positions[head, slot] == entries.positions[head, run[-1]]
+        assert (result.entries.positions[head, num_kept + len(runs) :] == DEAD).all()
+
+
+def runs_of(rest: list[int], num_slots: int) -> list[list[int]]:
+    """The cut in ``num_slots`` runs at i * len / num_slots."""
+    count = min(num_slots, len(rest))
+    runs: list[list[int]] = [[] for _ in range(count)]
+    for rank, index in enumerate(rest):
+        runs[rank * count // len(rest)].append(index)
+    return runs
+
+
+class Algorithm1:
+    """ZSMerge algorithm 1 for one head, token by token, with lists; from a full cache on."""
+
+    def __init__(self, num_recent: int, num_context: int, entries: Entries, head: int) -> None:
+        self.num_recent, self.num_context = num_recent, num_context
+        is_slot = entries.aux[head] >= 1
+        ordinary = sorted(entries.positions[head][~is_slot].tolist())
+        self.recent, self.context = ordinary[-num_recent:], ordinary[:-num_recent]
+        planes = (entries.keys[head][is_slot], entries.values[head][is_slot], entries.aux[head][is_slot].tolist())
+        self.slots = [list(slot) for slot in zip(*planes, strict=True)]
+
+    def add(self, token: int, keys: Tensor, values: Tensor, scores: dict[int, float]) -> None:
+        self.recent.append(token)
+        if len(self.recent) <= self.num_recent:
+            return
+        self.context.append(self.recent.pop(0))
+        if len(self.context) <= self.num_context:
+            return
+        leaving = min(self.context, key=lambda t: scores[t])
+        self.context.remove(leaving)
+        key, value = keys[leaving], values[leaving]
+        slot = max(self.slots, key=lambda s: float(s[0] @ key))
+        w = slot[2]
+        slot[:] = [(w * slot[0] + key) / (w + 1), (w * slot[1] + value) / (w + 1), w + 1]
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS, st.sampled_from([0.0, 0.6, 1.0]))
+def test_decoding_token_by_token_is_algorithm_1(seed, alpha):
+    num_heads, budget, steps = 2, 12, 40
+    parts = policy(recent=3, residual_share=0.25, alpha=alpha)  # B_p = 3, B_c = 6, B_r = 3
+    stream = random_entries(seed, num_heads, steps, dtype=torch.float64)
+    stream.positions.copy_(torch.arange(steps))
+    entries = stream.take(torch.arange(budget + 1).expand(num_heads, -1))
+    entries = parts.compress(entries, CompressionContext(budget, budget + 1, False)).entries
+    # Slots were founded by the first that left, each alone.
+    assert (entries.aux >= 1).sum(1).tolist() == [3, 3]
+    reference = [Algorithm1(3, 6, entries, head) for head in range(num_heads)]
+    for step in range(budget + 1, steps):
+        entries = append(entries, stream.take(torch.full((num_heads, 1), step)), step)
+        # The scores of ordinary entries stay those of the stream.
+        entries = parts.compress(entries, CompressionContext(budget, step + 1, False)).entries
+        for head, algorithm in enumerate(reference):
+            algorithm.add(step, stream.keys[head], stream.values[head], dict(enumerate(stream.scores[head].tolist())))
+            ordinary = entries.positions[head][entries.aux[head] == 0]
+            assert set(ordinary.tolist()) == set(algorithm.recent + algorithm.context)
+            is_slot = entries.aux[head] >= 1
+            assert sorted(entries.aux[head][is_slot].tolist()) == sorted(w for _, _, w in algorithm.slots)
+            for key, value, w in algorithm.slots:
+                match = (entries.keys[head] - key).abs().sum(1).argmin()
+                torch.testing.assert_close(entries.keys[head, match], key)
+                torch.testing.assert_close(entries.values[head, match], value)
+                assert math.isclose(entries.log_votes[head, match], alpha * math.log(w), abs_tol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(8, 60), st.floats(0.0, 1.0), st.booleans(), st.data())
+def test_theorem_3_1_uncompressed_entries_gain_attention(seed, num_heads, n, alpha, at_prompt_end, data):
+    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n // 2)), dtype=torch.float64)
+    budget = data.draw(st.integers(4, n - 1))
+    result = policy(alpha=alpha).compress(entries, CompressionContext(budget, n, at_prompt_end)).entries
+    query = random_query(seed, entries, size=data.draw(st.sampled_from([0.1, 1.0, 10.0])))
+    assert_uncompressed_gain(entries, result, query)
+
+
+def assert_uncompressed_gain(full: Entries, compressed: Entries, query: Tensor) -> None:
+    """a_hat >= a (ZSMerge theorem 3.1)."""
+    before, after = probabilities(full, query), probabilities(compressed, query)
+    for head in range(len(before)):
+        where = {position: i for i, position in enumerate(full.positions[head].tolist()) if position != DEAD}
+        for i in (compressed.is_live & (compressed.aux == 0))[head].nonzero().flatten().tolist():
+            original = before[head, where[int(compressed.positions[head, i])]]
+            assert after[head, i] >= original * (1 - 1e-9)
+
+
+def test_decoding_200_steps_keeps_size_and_counts_tokens():
+    num_heads, prompt, steps, budget, interval = 3, 60, 200, 24, 5
+    stream = random_entries(7, num_heads, prompt + steps, dtype=torch.float64)
+    stream.positions.copy_(torch.arange(prompt + steps))
+    preset = PRESETS["zsmerge"]
+    parts = CompressionPolicy(
+        tracker=SumTracker(decay=0.98),
+        selector=HeavyHitter(num_sink_tokens=0, recent_share=preset.defaults["recent_share"]),
+        merger=ResidualMerger(),
+    )
+    entries = stream.take(torch.arange(prompt).expand(num_heads, -1))
+    entries = parts.compress(entries, CompressionContext(budget, prompt, True)).entries
+    for seen in range(prompt + 1, prompt + steps + 1):
+        token = stream.take(torch.full((num_heads, 1), seen - 1))
+        entries = append(entries, token, seen - 1)
+        query = random_query(seen, entries)
+        entries.scores = torch.where(entries.is_live, 0.98 * entries.scores + probabilities(entries, query), 0.0)
+        if len(entries) < budget + interval:
+            continue
+        result = parts.compress(entries, CompressionContext(budget, seen, False))
+        assert_sound(result.entries, budget)
+        assert (result.num_merged, result.num_evicted) == (num_heads * interval, 0)
+        entries = result.entries
+        represented = torch.where(entries.is_live, entries.aux.clamp(min=1), 0).sum(1)
+        assert (represented == seen).all()
+        assert ((entries.aux >= 1).sum(1) == 3).all()
+        assert (
+            entries.positions[entries.aux == 0].view(num_heads, -1).topk(6).values
+            == torch.arange(seen - 1, seen - 7, -1)
+        ).all()
+        assert_uncompressed_gain(stream.take(torch.arange(seen).expand(num_heads, -1)), entries, query)
+
+
+def test_slots_in_excess_join_with_their_weight():
+    entries = random_entries(0, num_heads=2, n=20, dtype=torch.float64)
+    entries.aux[:, :6] = 4.0
+    entries.log_votes[:, :6] = 0.6 * math.log(4.0)
+    result = policy(recent=2, residual_share=0.2).compress(entries, CompressionContext(10, 20, at_prompt_end=False))
+    assert_sound(result.entries, 10)
+    assert (result.entries.aux >= 1).sum(1).tolist() == [2, 2]
+    assert result.entries.aux.clamp(min=1).sum(1).tolist() == [14 + 24, 14 + 24]
+
+
+def test_without_dead_entries_all_heads_use_all_slots():
+    entries = random_entries(3, num_heads=4, n=50)
+    result = policy().compress(entries, CompressionContext(16, 50, at_prompt_end=True))
+    assert result.entries.is_live.all()
+    assert (result.entries.aux >= 1).sum(1).tolist() == [2] * 4

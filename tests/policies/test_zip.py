@@ -1,0 +1,335 @@
+"""KeepKV's theorems, and what the zip merger does with the entries it is given."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.policies.sampling import (
+    SEEDS,
+    assert_same,
+    assert_sound,
+    attend,
+    logits,
+    probabilities,
+    random_entries,
+    random_query,
+)
+from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.policies.mergers import ZipMerger, zip_merge
+from vllm_kvmerge.policies.selectors import HeavyHitter
+from vllm_kvmerge.policies.trackers import LogEmaTracker
+
+TRACKER = LogEmaTracker()
+MODES = st.sampled_from(["scale", "votes", "auto"])
+
+
+def scored_entries(
+    seed: int, num_heads: int, n: int, num_dead: int = 0, dtype: torch.dtype = torch.float64, size: float = 1.0
+) -> tuple[Entries, Tensor]:
+    """Entries with arbitrary votes whose log-scores are exactly the logits of one query; and that query, ``[H, d]``."""
+    entries = random_entries(seed, num_heads, n, num_dead=num_dead, dtype=dtype)
+    query = random_query(seed, entries, size)
+    generator = torch.Generator().manual_seed(seed + 2)
+    live = entries.is_live
+    votes = torch.rand(live.shape, generator=generator, dtype=dtype) * 7 + 0.1
+    queries = torch.randint(1, 50, live.shape, generator=generator).to(dtype)
+    entries.log_votes[live] = votes.log()[live]
+    entries.aux[live] = queries[live]
+    entries.scores[live] = TRACKER.uncorrected(logits(entries, query), queries)[live]
+    return entries, query
+
+
+def policy(num_sinks: int = 1, recent: int | None = None, **merger: object) -> CompressionPolicy:
+    return CompressionPolicy(
+        tracker=TRACKER,
+        selector=HeavyHitter(num_sink_tokens=num_sinks, recent_window=recent),
+        merger=ZipMerger(**merger),
+    )
+
+
+def absorb(merger: ZipMerger, entries: Entries, carrier: int, members: list[int]) -> Entries:
+    """``entries`` after ``members`` joined ``carrier`` in every head; the members are dead."""
+    shape = (len(entries.positions), len(members))
+    joins = torch.ones(shape, dtype=torch.bool)
+    index = torch.tensor(members).expand(shape)
+    protected = torch.zeros_like(entries.is_live)
+    importance = TRACKER.importance(entries)
+    merged = merger._absorb(entries, importance, index, torch.full(shape, carrier), joins, protected)
+    merged.kill(torch.zeros_like(protected).scatter_(1, index, True))
+    return merged
+
+
+def is_scaled(before: Entries, after: Entries, carrier: int, members: list[int]) -> Tensor:
+    """``[H]`` bool: whether the merge added up the votes."""
+    votes = before.log_votes[:, [carrier, *members]].logsumexp(dim=1)
+    return (after.log_votes[:, carrier] - votes).abs() < 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEEDS, st.integers(1, 4), st.integers(4, 40), MODES, st.booleans(), st.booleans(), st.data())
+def test_theorem_3_output_is_unchanged_for_exact_scores(seed, num_heads, n, mode, merge_first, at_prompt_end, data):
+    num_dead = data.draw(st.integers(0, n // 4))
+    entries, query = scored_entries(seed, num_heads, n, num_dead, size=data.draw(st.sampled_from([0.01, 1.0, 30.0])))
+    budget = data.draw(st.integers(3, n))
+    parts = policy(zip_mode=mode, merge_threshold=-1.0, merge_first=merge_first)
+    result = parts.compress(entries, CompressionContext(budget, n, at_prompt_end))
+    assert_sound(result.entries, budget)
+    assert result.num_evicted == 0
+    torch.testing.assert_close(attend(result.entries, query), attend(entries, query), rtol=1e-7, atol=1e-7)
+    # What the tracker now holds is again the logit of each key.
+    live = result.entries.is_live
+    expected = logits(result.entries, query)[live]
+    torch.testing.assert_close(TRACKER.corrected(result.entries)[live], expected, rtol=1e-6, atol=1e-7)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, st.integers(4, 64), MODES, st.booleans())
+def test_theorem_3_in_float32(seed, n, mode, at_prompt_end):
+    entries, query = scored_entries(seed, 2, n, dtype=torch.float32)
+    result = policy(zip_mode=mode, merge_threshold=-1.0).compress(entries, CompressionContext(3, n, at_prompt_end))
+    torch.testing.assert_close(attend(result.entries, query), attend(entries, query), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(2, 12), MODES, st.floats(0.001, 0.3), st.data())
+def test_theorem_5_bounds_the_perturbation_at_another_query(seed, num_heads, n, mode, change, data):
+    entries, query = scored_entries(seed, num_heads, n)
+    members = list(range(1, data.draw(st.integers(2, n))))
+    merged = absorb(ZipMerger(zip_mode=mode), entries, 0, members)
+    later = query + change * random_query(seed + 3, entries)
+
+    joined = [0, *members]
+    predicted = torch.cat([TRACKER.corrected(entries)[:, joined], TRACKER.corrected(merged)[:, :1]], 1)
+    actual = torch.cat([logits(entries, later)[:, joined], logits(merged, later)[:, :1]], 1)
+    error = (1 - (predicted - actual).exp()).abs().amax(dim=1)  # epsilon
+    distance = torch.cdist(entries.values, entries.values[:, joined]).amax(dim=(1, 2))  # gamma
+    bound = 2 * error * (1 + error) * distance / (1 - error) ** 2
+    perturbation = (attend(entries, later) - attend(merged, later)).norm(dim=-1)
+    assert ((perturbation <= bound + 1e-9) | (error >= 1)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(3, 12), MODES, st.data())
+def test_lemma_6_identical_entries_merge_without_any_loss(seed, num_heads, n, mode, data):
+    entries, _ = scored_entries(seed, num_heads, n)
+    members = list(range(1, data.draw(st.integers(2, n))))
+    for tensor in (entries.keys, entries.values, entries.scores, entries.aux):
+        tensor[:, members] = tensor[:, :1].clone()
+    merged = absorb(ZipMerger(zip_mode=mode), entries, 0, members)
+    for later in (random_query(seed + 3, entries), random_query(seed + 4, entries, size=10.0)):
+        torch.testing.assert_close(attend(merged, later), attend(entries, later), rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, st.integers(3, 12), MODES, st.data())
+def test_theorem_2_a_convex_merge_without_votes_loses_mass(seed, n, mode, data):
+    entries, query = scored_entries(seed, 2, n)
+    entries.log_votes.zero_()
+    members = list(range(1, data.draw(st.integers(2, n - 1))))
+    joined = [0, *members]
+    mass = probabilities(entries, query)[:, joined].sum(1)
+
+    weights = torch.rand(len(joined), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).softmax(0)
+    convex = entries.clone()
+    convex.keys[:, 0] = torch.einsum("m,hmd->hd", weights, entries.keys[:, joined])
+    dead = torch.zeros_like(entries.is_live)
+    dead[:, members] = True
+    convex.kill(dead)
+    assert (probabilities(convex, query)[:, 0] < mass).all()
+
+    zipped = absorb(ZipMerger(zip_mode=mode), entries, 0, members)
+    torch.testing.assert_close(probabilities(zipped, query)[:, 0], mass)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, st.integers(2, 8))
+def test_merging_two_by_two_agrees_with_equation_7(seed, num_heads):
+    entries, query = scored_entries(seed, num_heads, 2)
+    merged = absorb(ZipMerger(zip_mode="scale"), entries, 0, [1])
+    votes, score = entries.log_votes.exp(), logits(entries, query).exp()
+    w_c, w_e = (votes * score).unbind(1)
+    p_c, p_e = votes.unbind(1)
+    numerator = (w_e * entries.keys[:, 1].T + w_c * entries.keys[:, 0].T) * ((w_e + w_c) / (p_e + p_c)).log()
+    expected = (numerator / (w_e * score[:, 1].log() + w_c * score[:, 0].log())).T
+    scaled = is_scaled(entries, merged, 0, [1])
+    torch.testing.assert_close(merged.keys[scaled, 0], expected[scaled])
+    torch.testing.assert_close(merged.log_votes[scaled, 0], (p_e + p_c).log()[scaled])
+    torch.testing.assert_close(
+        merged.values[:, 0], ((w_e * entries.values[:, 1].T + w_c * entries.values[:, 0].T) / (w_e + w_c)).T
+    )
+
+
+def entries_with_log_scores(first: float, second: float) -> Entries:
+    """One head, two entries with one vote each."""
+    entries = random_entries(0, num_heads=1, n=2, dtype=torch.float64)
+    entries.aux.fill_(1000.0)
+    entries.scores[:] = torch.tensor([[first, second]], dtype=torch.float64)
+    return entries
+
+
+@pytest.mark.parametrize(
+    ("mode", "log_scores", "scaled"),
+    [
+        ("scale", (5.0, 4.0), True),
+        ("scale", (0.3, -10.0), False),  # L_r / L_bar < 0: eq. 25 would turn the key around
+        ("scale", (0.0, 0.0), False),  # 0 / 0
+        ("scale", (-0.001, -8.0), False),  # L_bar near 0: a factor of 187
+        ("auto", (5.0, 4.9), True),
+        ("auto", (5.0, 2.0), False),
+        ("auto", (0.0, 0.0), False),
+        ("votes", (5.0, 4.9), False),
+    ],
+)
+def test_modes(mode, log_scores, scaled):
+    entries = entries_with_log_scores(*log_scores)
+    merged = absorb(ZipMerger(zip_mode=mode), entries, 0, [1])
+    total = entries.scores.logsumexp(1)
+    weights = entries.scores.softmax(1)
+    mean_key = torch.einsum("hn,hnd->hd", weights, entries.keys)
+    if scaled:
+        factor = (total - torch.tensor(2.0).log()) / (weights * entries.scores).sum(1)
+        torch.testing.assert_close(merged.keys[:, 0], mean_key * factor)
+        torch.testing.assert_close(merged.log_votes[0, 0].exp().item(), 2.0)
+    else:
+        torch.testing.assert_close(merged.keys[:, 0], mean_key)
+    mass = merged.log_votes[:, 0] + TRACKER.corrected(merged)[:, 0]
+    torch.testing.assert_close(mass, total)
+    assert merged.keys.norm() < 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(4, 30), st.floats(-1.0, 1.0), MODES, st.data())
+def test_each_entry_joins_its_most_similar_carrier_or_goes(seed, num_heads, n, threshold, mode, data):
+    entries, _ = scored_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n // 2)))
+    budget = data.draw(st.integers(3, n - 1))
+    parts = policy(recent=0, merge_threshold=threshold, zip_mode=mode, merge_first=False)
+    result = parts.compress(entries, CompressionContext(budget, n, at_prompt_end=True))
+    assert_sound(result.entries, budget)
+
+    num_merged = 0
+    importance = TRACKER.importance(entries)
+    for head in range(num_heads):
+        live = entries.is_live[head].nonzero().flatten().tolist()
+        sinks = [i for i in live if entries.positions[head, i] < 1]
+        ranked = sinks + sorted((i for i in live if i not in sinks), key=lambda i: -importance[head, i].item())
+        kept, evicted = ranked[:budget], ranked[budget:]
+        groups = {i: [i] for i in kept}
+        for e in evicted:
+            cosine = torch.cosine_similarity(entries.keys[head, kept], entries.keys[head, e], dim=-1)
+            if cosine.max() > threshold:
+                groups[kept[int(cosine.argmax())]].append(e)
+                num_merged += 1
+        for slot, c in enumerate(kept):
+            weights = importance[head, groups[c]].softmax(0)
+            mean_value = torch.einsum("m,md->d", weights, entries.values[head, groups[c]])
+            torch.testing.assert_close(result.entries.values[head, slot], mean_value)
+            newest = max(int(entries.positions[head, i]) for i in groups[c])
+            assert result.entries.positions[head, slot] == (0 if c in sinks else newest)
+            if len(groups[c]) == 1:
+                assert_same_entry(result.entries, slot, entries, c, head)
+    assert result.num_merged == num_merged
+
+
+def assert_same_entry(one: Entries, i: int, other: Entries, j: int, head: int) -> None:
+    for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
+        assert torch.equal(getattr(one, name)[head, i], getattr(other, name)[head, j]), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(6, 30), st.floats(-1.0, 1.0), st.data())
+def test_merge_first(seed, num_heads, n, threshold, data):
+    num_dead = data.draw(st.integers(0, n // 2))
+    entries, _ = scored_entries(seed, num_heads, n, num_dead)
+    budget = data.draw(st.integers(3, n - 1))
+    context = CompressionContext(budget, n, at_prompt_end=True)
+    merger, selector = ZipMerger(merge_threshold=threshold), HeavyHitter(num_sink_tokens=1)
+    importance, protected = TRACKER.importance(entries), selector.protected(entries, context)
+    merged, count = merger.before_selection(entries, importance, protected, context)
+
+    gone = entries.is_live & ~merged.is_live
+    assert gone.sum() == count
+    for head in range(num_heads):
+        free = (entries.is_live & ~protected)[head].nonzero().flatten().tolist()
+        free.sort(key=lambda i: importance[head, i].item())
+        lower, upper = free[: len(free) // 2], free[len(free) // 2 :]
+        pairs = []
+        for i in lower:
+            cosine = torch.cosine_similarity(entries.keys[head, upper], entries.keys[head, i], dim=-1)
+            if cosine.max() > threshold:
+                pairs.append((-cosine.max().item(), i, upper[int(cosine.argmax())]))
+        pairs = sorted(pairs)[: max(0, n - num_dead - budget)]
+        assert set(gone[head].nonzero().flatten().tolist()) == {member for _, member, _ in pairs}
+        carriers = {carrier for _, _, carrier in pairs}
+        for i in set(range(n)) - carriers - {member for _, member, _ in pairs}:
+            if entries.is_live[head, i]:
+                assert_same_entry(merged, i, entries, i, head)
+        for c in carriers:
+            group = [c, *(member for _, member, carrier in pairs if carrier == c)]
+            torch.testing.assert_close(
+                TRACKER.importance(merged)[head, c], importance[head, group].logsumexp(0), rtol=1e-9, atol=1e-9
+            )
+
+
+def test_merge_first_is_for_the_prompt():
+    entries, _ = scored_entries(0, 2, 20)
+    context = CompressionContext(budget=10, num_tokens=20, at_prompt_end=False)
+    nothing = torch.zeros_like(entries.is_live)
+    same, count = ZipMerger().before_selection(entries, TRACKER.importance(entries), nothing, context)
+    assert same is entries and count == 0
+
+
+@pytest.mark.parametrize("at_prompt_end", [True, False])
+def test_similarity_in_pieces_changes_nothing(monkeypatch, at_prompt_end):
+    entries, _ = scored_entries(5, 3, 50)
+    context = CompressionContext(12, 50, at_prompt_end)
+    whole = policy(merge_threshold=0.2).compress(entries, context)
+    monkeypatch.setattr(zip_merge, "MAX_SIMILARITY_BYTES", 3 * 12 * 8 * 7)
+    pieces = policy(merge_threshold=0.2).compress(entries, context)
+    assert_same(whole.entries, pieces.entries)
+    assert whole.num_merged == pieces.num_merged > 0
+
+
+def test_entries_without_a_score_neither_join_nor_are_joined():
+    entries, _ = scored_entries(0, 2, 20)
+    entries.aux[:, ::2] = 0
+    entries.scores[:, ::2] = torch.nan
+    result = policy(merge_threshold=-1.0).compress(entries, CompressionContext(14, 20, at_prompt_end=False))
+    unscored = result.entries.aux == 0
+    assert unscored.any() and (result.entries.log_votes[unscored].isfinite()).all()
+    for name in ("keys", "values", "log_votes"):
+        assert getattr(result.entries, name).isfinite().all()
+    scored = result.entries.scores[~unscored]
+    assert scored.isfinite().all()
+
+
+def test_a_threshold_of_one_merges_nothing():
+    entries, _ = scored_entries(0, 2, 20, dtype=torch.float32)
+    entries.keys[:] = entries.keys[:, :1]
+    result = policy(merge_threshold=1.0).compress(entries, CompressionContext(10, 20, at_prompt_end=True))
+    assert (result.num_merged, result.num_evicted) == (0, 20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, st.floats(0.001, 0.999))
+def test_tracker_follows_equation_8(seed, ema_decay):
+    """The log-domain average, updated query by query, is eq. 8's; ``corrected`` and ``uncorrected`` undo each other."""
+    tracker = LogEmaTracker(ema_decay=ema_decay)
+    entries = random_entries(seed, 1, 4, dtype=torch.float64)
+    average = torch.zeros(1, 4, dtype=torch.float64)
+    log_average = torch.full((1, 4), -torch.inf, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    for t in range(1, 8):
+        logit = torch.randn(1, 4, generator=generator, dtype=torch.float64)
+        average = ema_decay * average + (1 - ema_decay) * logit.exp()
+        log_decay, log_rest = torch.tensor([ema_decay, 1 - ema_decay], dtype=torch.float64).log()
+        log_average = torch.logaddexp(log_average + log_decay, logit + log_rest)
+        entries.scores, entries.aux = log_average, torch.full_like(log_average, t)
+        torch.testing.assert_close(tracker.corrected(entries), (average / (1 - ema_decay**t)).log())
+        torch.testing.assert_close(tracker.uncorrected(tracker.corrected(entries), entries.aux), log_average)
+    entries.aux[:, 1] = 0
+    entries.log_votes[:, 2] = 3.0
+    importance = tracker.importance(entries)
+    assert importance[0, 1] == -torch.inf
+    torch.testing.assert_close(importance[:, 2], tracker.corrected(entries)[:, 2] + 3.0)

@@ -1,0 +1,210 @@
+"""The command line: every fault is one line and status 2, and no engine is started for it."""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_kvmerge import __version__
+from vllm_kvmerge.config import REQUEST_MODELS
+from vllm_kvmerge.engine_args import SCHEDULER_CLS, VALIDATOR, WORKER_CLS
+from vllm_kvmerge.server import cli
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[argparse.Namespace]]:
+    """The arguments of servers that would have been started; the process's own state is put back."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
+    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setattr(cli, "_announce", lambda args: None)
+    calls: list[argparse.Namespace] = []
+    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(calls.append))
+    handler = signal.getsignal(signal.SIGTERM)
+    yield calls
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return str(folder)
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def fault(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What the command says on stderr when it refuses to run."""
+    capsys.readouterr()
+    assert cli.main(list(argv)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("vllm-kvmerge: ")
+    return lines[0]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"vllm-kvmerge {__version__}\n"
+
+
+def test_policies_names_them_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["policies"]) == 0
+    printed = capsys.readouterr().out
+    for name in REQUEST_MODELS:
+        assert name in printed
+
+
+def test_command_alone_needs_no_vllm() -> None:
+    code = "import sys; from vllm_kvmerge.server import cli; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str], started: list[argparse.Namespace]) -> None:
+    assert "invalid choice: 'sevre'" in fault(capsys, "sevre")
+    assert "required: COMMAND" in fault(capsys)
+
+
+def test_unknown_option(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert "unrecognized arguments: --prot 1" in fault(capsys, "serve", model, "--prot", "1")
+
+
+def test_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "vllm-kvmerge serve demo" in fault(capsys, "serve")
+
+
+def test_missing_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "/no/such/model" in fault(capsys, "serve", "/no/such/model")
+
+
+def test_folder_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: str) -> None:
+    assert str(tmp_path) in fault(capsys, "serve", str(tmp_path), "--port", port)
+
+
+def test_taken_port(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert f"127.0.0.1:{port}" in fault(capsys, "serve", model, "--port", port)
+
+
+def test_bad_host_and_port(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert "cannot listen on" in fault(capsys, "serve", model, "--port", "123456")
+    assert "cannot listen on" in fault(capsys, "serve", model, "--host", "203.0.113.1")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ('{"policy": "nope"}', "unknown policy 'nope'; allowed: "),
+        ('{"policy": "streaming_llm", "budget": 0}', "kv_compression.budget: "),
+        ('{"policy": ', "--kv-compression"),
+        ("keepkv", "neither a JSON object nor the name of a .json or .yaml file"),
+        ("no-such-file.yaml", "no such file"),
+    ],
+)
+def test_bad_compression(capsys: pytest.CaptureFixture[str], model: str, port: str, value: str, said: str) -> None:
+    assert said in fault(capsys, "serve", model, "--port", port, "--kv-compression", value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("list.json", "[1]"), ("text.yaml", "keepkv"), ("broken.yaml", "a: [1")])
+def test_bad_compression_file(
+    capsys: pytest.CaptureFixture[str], model: str, port: str, tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert name in fault(capsys, "serve", model, "--port", port, "--kv-compression", str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "speculative_config="),
+        (["--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'], "kv_transfer_config="),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype=fp8 is not supported: allowed: auto"),
+        (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported: allowed: 1"),
+        (["--block-size", "48"], "block_size=48 is not supported: allowed on CPU: multiples of 32"),
+        (["--hf-overrides", '{"head_dim": 48}'], "its head size is 48"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_unsupported_option(
+    capsys: pytest.CaptureFixture[str], model: str, port: str, options: list[str], said: str
+) -> None:
+    assert said in fault(capsys, "serve", model, "--port", port, *options)
+
+
+def test_vllm_that_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_kvmerge.support._vllm_version", lambda: "0.31.0")
+    assert "vllm 0.31.0 is not supported" in fault(capsys, "serve", "demo")
+
+
+def test_server_is_started_with_the_plugin(
+    started: list[argparse.Namespace], model: str, port: str, tmp_path: Path
+) -> None:
+    (tmp_path / "default.yaml").write_text("policy: streaming_llm\nbudget: 64\n")
+    compression = str(tmp_path / "default.yaml")
+    assert cli.main(["serve", model, "--port", port, "--seed", "5", "--kv-compression", compression]) == 0
+    (args,) = started
+    assert (args.model, args.host, args.port, args.seed) == (model, "127.0.0.1", int(port), 5)
+    assert (args.worker_cls, args.scheduler_cls, args.block_size) == (WORKER_CLS, SCHEDULER_CLS, 32)
+    assert args.logits_processors == [VALIDATOR]
+    assert args.additional_config == {"kvmerge": {"default": {"policy": "streaming_llm", "budget": 64}}}
+    assert not hasattr(args, "kv_compression")
+    assert "kvmerge" in os.environ[cli.ALLOWED_PLUGINS].split(",")
+
+
+def test_users_options_win(started: list[argparse.Namespace], model: str, port: str) -> None:
+    options = ["--block-size", "64", "--host", "localhost", "--additional-config", '{"other": 1}']
+    assert cli.main(["serve", model, "--port", port, "--kv-compression.policy", "full", *options]) == 0
+    (args,) = started
+    assert (args.block_size, args.host) == (64, "localhost")
+    assert args.additional_config == {"other": 1, "kvmerge": {"default": {"policy": "full"}}}
+
+
+def test_allowed_plugins() -> None:
+    unset = cli._allowed_plugins(None)
+    assert "kvmerge" in unset and "lora_filesystem_resolver" in unset  # one of vLLM's own general plugins
+    assert cli._allowed_plugins("mine,kvmerge") == ["mine", "kvmerge"]
+    assert cli._allowed_plugins("mine") == ["mine", "kvmerge"]
+
+
+def test_metrics_folder_goes_with_the_process(tmp_path: Path) -> None:
+    code = "from vllm_kvmerge.server import cli; cli._set_environment(); import os; print(os.environ[cli.METRICS_DIR])"
+    environment = {name: value for name, value in os.environ.items() if name != cli.METRICS_DIR}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert Path(done.stdout.strip()).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,263 @@
+"""The body field: moved, refused, or left alone; on a small application that echoes what reaches it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from starlette.responses import Response
+
+from vllm_kvmerge.server import middleware
+from vllm_kvmerge.server.middleware import CARRIERS, CompressionFieldMiddleware
+
+VALID = {"policy": "streaming_llm", "budget": 64}
+XARGS_ROUTES = [route for route, carrier in CARRIERS.items() if carrier == ("vllm_xargs",)]
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+def rejections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    reasons: list[str] = []
+    monkeypatch.setattr(middleware, "count_rejection", reasons.append)
+    return reasons
+
+
+def echo_app() -> FastAPI:
+    """Answers a POST with the body that it got, and its framing headers as response headers."""
+    app = FastAPI()
+
+    @app.post("/stream")
+    async def stream(request: Request) -> StreamingResponse:
+        async def chunks() -> AsyncIterator[bytes]:
+            for number in range(3):
+                yield f"data: {number}\n\n".encode()
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def echo(request: Request) -> Response:
+        seen = {f"x-seen-{name}": request.headers.get(name, "") for name in ("content-length", "transfer-encoding")}
+        return Response(await request.body(), headers=seen)
+
+    app.add_middleware(CompressionFieldMiddleware)
+    return app
+
+
+def post(route: str, *, app: FastAPI | None = None, **request: Any) -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app or echo_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(route, **request)
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize("route", XARGS_ROUTES)
+def test_field_moves_into_vllm_xargs(route: str) -> None:
+    body = {"model": "m", "prompt": "héllo 😀", "kv_compression": VALID, "vllm_xargs": {"other": 1}}
+    response = post(route, json=body)
+    received = response.json()
+    assert json.loads(received["vllm_xargs"].pop("kv_compression")) == VALID
+    assert received == {"model": "m", "prompt": "héllo 😀", "vllm_xargs": {"other": 1}}
+    assert int(response.headers["x-seen-content-length"]) == len(response.content)
+
+
+def test_field_moves_into_sampling_params_of_the_token_route() -> None:
+    response = post("/inference/v1/generate", json={"sampling_params": {"max_tokens": 1}, "kv_compression": VALID})
+    received = response.json()
+    assert json.loads(received["sampling_params"]["extra_args"]["kv_compression"]) == VALID
+    assert received["sampling_params"]["max_tokens"] == 1 and "kv_compression" not in received
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "reason"),
+    [
+        ("keepkv", "kv_compression", "wrong_type"),
+        (json.dumps(VALID), "kv_compression", "wrong_type"),
+        ([VALID], "kv_compression", "wrong_type"),
+        (True, "kv_compression", "wrong_type"),
+        ({}, "kv_compression.policy", "unknown_policy"),
+        ({"policy": "keepvk"}, "kv_compression.policy", "unknown_policy"),
+        ({"policy": "streaming_llm", "budget": 0}, "kv_compression.budget", "invalid_value"),
+        ({"policy": "streaming_llm", "bugdet": 64}, "kv_compression.bugdet", "unknown_field"),
+    ],
+)
+def test_invalid_field_is_refused_and_counted(field: Any, param: str, reason: str, rejections: list[str]) -> None:
+    response = post("/v1/completions", json={"prompt": "x", "kv_compression": field})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("BadRequestError", 400, param)
+    assert error["message"].startswith(param)
+    assert rejections == [reason]
+
+
+@pytest.mark.parametrize("inner", [VALID, json.dumps(VALID)])
+def test_both_places_are_refused(inner: Any, rejections: list[str]) -> None:
+    body = {"kv_compression": VALID, "vllm_xargs": {"kv_compression": inner}}
+    response = post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "kv_compression"
+    assert rejections == ["given_twice"]
+
+
+def test_vllm_xargs_alone_is_checked_and_passes_unchanged(rejections: list[str]) -> None:
+    body = json.dumps({"vllm_xargs": {"kv_compression": json.dumps(VALID)}}, indent=3)
+    assert post("/v1/completions", content=body, headers=JSON).text == body
+    response = post("/v1/completions", json={"vllm_xargs": {"kv_compression": '{"policy": "nope"}'}})
+    assert response.status_code == 400
+    assert rejections == ["unknown_policy"]
+
+
+def test_object_in_vllm_xargs_becomes_text() -> None:
+    received = post("/v1/completions", json={"vllm_xargs": {"kv_compression": VALID}}).json()
+    assert json.loads(received["vllm_xargs"]["kv_compression"]) == VALID
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":  "no field",\n "n": 1}',
+        b'{"prompt": "the words kv_compression in a text"}',
+        b'{"prompt": "x", "kv_compression": null}',
+        b'{"kv_compression": broken',
+        b'["kv_compression"]',
+        b'"kv_compression"',
+        b'{"kv_compression": {"policy": "full"}, "vllm_xargs": "not an object"}',
+        b'{"kv_compression": ' + b"[" * 100_000,
+        b"",
+        b"\xff\xfe kv_compression",
+    ],
+    ids=range(10),
+)
+def test_everything_else_is_byte_identical(body: bytes, rejections: list[str]) -> None:
+    response = post("/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 200 and response.content == body
+    assert int(response.headers["x-seen-content-length"] or 0) == len(body)
+    assert rejections == []
+
+
+def test_other_content_types_and_methods_pass() -> None:
+    body = b'{"kv_compression": 1}'
+    assert post("/v1/completions", content=body, headers={"content-type": "text/plain"}).content == body
+
+    async def get() -> httpx.Response:
+        transport = httpx.ASGITransport(echo_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request("GET", "/v1/completions", content=body, headers=JSON)
+
+    assert asyncio.run(get()).content == body
+
+
+@pytest.mark.parametrize("route", ["/v1/embeddings", "/v1/chat/completions/batch", "/v1/systemone"])
+def test_field_on_other_routes_is_refused(route: str, rejections: list[str]) -> None:
+    response = post(route, json={"kv_compression": VALID})
+    assert response.status_code == 400
+    assert "/v1/chat/completions" in response.json()["error"]["message"]
+    assert rejections == ["wrong_route"]
+    assert post(route, json={"input": "kv_compression"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kv\\u005fcompression": {"policy": "nope"}}',
+        '{"kv_compression": {"policy": "nope"}}'.encode("utf-16"),
+    ],
+)
+def test_other_spellings_of_the_name_are_seen(body: bytes, rejections: list[str]) -> None:
+    assert post("/v1/completions", content=body, headers=JSON).status_code == 400
+
+
+def test_chunked_body_is_joined_and_gets_a_length() -> None:
+    text = json.dumps({"prompt": "x" * 1000, "kv_compression": VALID}).encode()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(text), 7):
+            yield text[start : start + 7]
+
+    response = post("/v1/completions", content=chunks(), headers=JSON)
+    assert json.loads(response.json()["vllm_xargs"]["kv_compression"]) == VALID
+    assert int(response.headers["x-seen-content-length"]) == len(response.content)
+    assert response.headers["x-seen-transfer-encoding"] == ""
+
+
+def test_big_body() -> None:
+    prompt = "ab" * 4_000_000
+    received = post("/v1/completions", json={"prompt": prompt, "kv_compression": VALID}).json()
+    assert received["prompt"] == prompt
+
+
+def test_root_path_is_not_part_of_the_route() -> None:
+    app = echo_app()
+    app.root_path = "/proxy"
+    middleware_app = CompressionFieldMiddleware(app)
+
+    async def with_root_path(scope: Any, receive: Any, send: Any) -> None:
+        await middleware_app({**scope, "root_path": "/proxy"}, receive, send)
+
+    response = post("/proxy/v1/completions", app=with_root_path, json={"kv_compression": VALID})  # type: ignore[arg-type]
+    assert "vllm_xargs" in response.json()
+
+
+def test_response_is_not_buffered() -> None:
+    """Each piece of the answer leaves before the next one is asked for, and the client's leaving is seen."""
+    sent: list[bytes] = []
+    seen_by_app: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen_by_app.append((await receive())["type"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(3):
+            await send({"type": "http.response.body", "body": b"%d" % number, "more_body": True})
+            assert len(sent) == number + 1
+        seen_by_app.append((await receive())["type"])
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop(0)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    body = json.dumps({"kv_compression": VALID, "stream": True}).encode()
+    incoming: list[dict[str, Any]] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"content-type", b"application/json; charset=utf-8")],
+    }
+    asyncio.run(CompressionFieldMiddleware(app)(scope, receive, send))
+    assert sent == [b"0", b"1", b"2"]
+    assert seen_by_app == ["http.request", "http.disconnect"]
+
+
+def test_client_that_leaves_before_the_end_of_its_body_reaches_nobody() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("reached")
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop(0)
+
+    async def send(message: Any) -> None:
+        raise AssertionError("answered")
+
+    incoming: list[dict[str, Any]] = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    asyncio.run(CompressionFieldMiddleware(app)(scope, receive, send))
+
+
+def test_streaming_answer_passes() -> None:
+    assert post("/stream", json={"prompt": "x"}).text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"

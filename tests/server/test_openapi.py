@@ -1,0 +1,81 @@
+"""The OpenAPI schema describes the body field."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from vllm_kvmerge.config import REQUEST_MODELS
+from vllm_kvmerge.server.endpoint import KVMergeEndpoint
+
+
+class CompletionRequest(BaseModel):
+    prompt: str
+
+
+class ChatCompletionRequest(BaseModel):
+    messages: list[str]
+
+
+class EmbeddingRequest(BaseModel):
+    input: str
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    app = FastAPI()
+    app.state.args = Namespace(scheduler_cls="some.Scheduler")
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest) -> None: ...
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatCompletionRequest) -> None: ...
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest) -> None: ...
+
+    return app
+
+
+def references(node: Any) -> set[str]:
+    """Every ``$ref`` and discriminator target below ``node``."""
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        own |= set(node.get("discriminator", {}).get("mapping", {}).values())
+        return own.union(*(references(child) for child in node.values()))
+    return set().union(*(references(child) for child in node)) if isinstance(node, list) else set()
+
+
+def test_generation_bodies_have_the_field(app: FastAPI) -> None:
+    KVMergeEndpoint().attach_router(app)
+    schema = app.openapi()
+    models = schema["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        field = models[name]["properties"]["kv_compression"]
+        assert "$defs" not in field
+        assert {ref.rsplit("/", 1)[1] for ref in references(field)} == {m.__name__ for m in REQUEST_MODELS.values()}
+    assert "kv_compression" not in models["EmbeddingRequest"]["properties"]
+
+
+def test_every_reference_resolves_and_a_second_look_changes_nothing(app: FastAPI) -> None:
+    KVMergeEndpoint().attach_router(app)
+    schema = app.openapi()
+    for ref in references(schema):
+        assert ref.removeprefix("#/components/schemas/") in schema["components"]["schemas"]
+    assert app.openapi() == schema
+
+
+def test_plugin_adds_no_route(app: FastAPI) -> None:
+    before = list(app.routes)
+    KVMergeEndpoint().attach_router(app)
+    assert list(app.routes) == before
+
+
+def test_server_with_vllms_scheduler_stays_stock(app: FastAPI) -> None:
+    app.state.args.scheduler_cls = None
+    KVMergeEndpoint().attach_router(app)
+    assert app.user_middleware == []
+    assert "kv_compression" not in str(app.openapi())

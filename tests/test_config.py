@@ -1,0 +1,162 @@
+"""A request's ``kv_compression``: what is accepted, and what is said about what is not."""
+
+import json
+
+import jsonschema
+import pytest
+
+from vllm_kvmerge.config import (
+    EXTRA_ARGS_KEY,
+    FULL,
+    REQUEST_MODELS,
+    CompressionError,
+    compression,
+    parse_compression,
+    request_schema,
+)
+from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies.mergers import ResidualMerger, ZipMerger
+from vllm_kvmerge.policies.selectors import HeavyHitter, WindowTopK
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_policy_alone_gets_its_preset(name):
+    config = parse_compression({"policy": name})
+    preset = PRESETS[name]
+    assert (config.name, config.budget, config.interval, config.decode) == (name, 0.2, None, preset.decode)
+    parts = (config.policy.tracker, config.policy.selector, config.policy.merger)
+    assert tuple(type(part) for part in parts) == (preset.tracker, preset.selector, preset.merger)
+    for field, value in preset.defaults.items():
+        assert {getattr(part, field) for part in parts if field in type(part).model_fields} == {value}
+
+
+def test_none_and_full_compress_nothing():
+    assert parse_compression(None) is None
+    assert parse_compression({"policy": FULL}) is None
+
+
+def test_fields_reach_the_parts():
+    config = parse_compression(
+        {"policy": "keepkv", "budget": 128, "interval": 8, "ema_decay": 0.5, "zip_mode": "votes", "recent_window": 16}
+    )
+    assert (config.budget, config.interval, config.policy.tracker.ema_decay) == (128, 8, 0.5)
+    assert config.policy.selector == HeavyHitter(recent_window=16)
+    assert config.policy.merger == ZipMerger(zip_mode="votes")
+    config = parse_compression({"policy": "zsmerge", "alpha": 1, "residual_share": 0.5})
+    assert config.policy.merger == ResidualMerger(alpha=1.0, residual_share=0.5)
+    assert config.policy.selector == HeavyHitter(num_sink_tokens=0, recent_share=0.25)
+    assert parse_compression({"policy": "snapkv", "window_size": 8}).policy.selector == WindowTopK(window_size=8)
+
+
+def test_json_text_is_parsed():
+    value = {"policy": "h2o", "budget": 64, "recent_window": None}
+    assert parse_compression(json.dumps(value)) == parse_compression(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "reason", "said"),
+    [
+        ({"policy": "h3o"}, "policy", "unknown_policy", ["'h3o'", "h2o", "keepkv", "full"]),
+        ({}, "policy", "unknown_policy", ["None", "keepkv"]),
+        ({"policy": ["h2o"]}, "policy", "unknown_policy", ["['h2o']", "h2o"]),
+        ({"policy": "h2o", "bugdet": 5}, "bugdet", "unknown_field", ["h2o", "budget", "recent_window"]),
+        ({"policy": "h2o", "zip_mode": "auto"}, "zip_mode", "unknown_field", ["decay"]),
+        ({"policy": "full", "budget": 5}, "budget", "unknown_field", ["full", "policy"]),
+        ({"policy": "h2o", "budget": 0}, "budget", "invalid_value", ["0", "integer >= 1", "(0, 1]"]),
+        ({"policy": "h2o", "budget": -3}, "budget", "invalid_value", ["-3", "integer >= 1"]),
+        ({"policy": "h2o", "budget": 0.0}, "budget", "invalid_value", ["0.0", "(0, 1]"]),
+        ({"policy": "h2o", "budget": 1.5}, "budget", "invalid_value", ["1.5", "(0, 1]"]),
+        ({"policy": "h2o", "budget": True}, "budget", "wrong_type", ["True", "integer", "number"]),
+        ({"policy": "h2o", "budget": "0.2"}, "budget", "wrong_type", ["'0.2'", "integer", "number"]),
+        ({"policy": "h2o", "budget": None}, "budget", "wrong_type", ["None", "integer"]),
+        ({"policy": "h2o", "budget": [1]}, "budget", "wrong_type", ["[1]", "integer"]),
+        ({"policy": "h2o", "budget": 5}, "budget", "budget_too_small", ["5 entries", "h2o", ">= 6"]),
+        ({"policy": "snapkv", "budget": 32}, "budget", "budget_too_small", ["32 entries", ">= 33"]),
+        ({"policy": "zsmerge", "budget": 2}, "budget", "budget_too_small", ["2 entries", ">= 3"]),
+        ({"policy": "h2o", "interval": 0}, "interval", "invalid_value", ["0", "equal to 1"]),
+        ({"policy": "h2o", "interval": True}, "interval", "wrong_type", ["True", "integer"]),
+        ({"policy": "h2o", "interval": 1.0}, "interval", "wrong_type", ["1.0", "integer"]),
+        ({"policy": "h2o", "decode": "never"}, "decode", "invalid_value", ["'never'", "bounded", "grow"]),
+        ({"policy": "h2o", "decay": 1.01}, "decay", "invalid_value", ["1.01", "less than or equal to 1"]),
+        ({"policy": "h2o", "decay": "1"}, "decay", "wrong_type", ["'1'", "number"]),
+        ({"policy": "h2o", "score_window": 0}, "score_window", "invalid_value", ["0", "equal to 1", "'all'"]),
+        ({"policy": "h2o", "score_window": "most"}, "score_window", "wrong_type", ["'most'", "integer", "'all'"]),
+        ({"policy": "h2o", "num_sink_tokens": -1}, "num_sink_tokens", "invalid_value", ["-1", "equal to 0"]),
+        ({"policy": "keepkv", "ema_decay": 1.0}, "ema_decay", "invalid_value", ["1.0", "less than 1"]),
+        ({"policy": "keepkv", "zip_mode": "zap"}, "zip_mode", "invalid_value", ["'zap'", "scale", "votes", "auto"]),
+        ({"policy": "keepkv", "merge_first": 1}, "merge_first", "wrong_type", ["1", "boolean"]),
+        ({"policy": "snapkv", "kernel_size": 4}, "kernel_size", "invalid_value", ["4", "odd"]),
+        ({"policy": "zsmerge", "residual_share": 1.0}, "residual_share", "invalid_value", ["1.0", "less than 1"]),
+        ({"policy": "h2o", "decay": float("nan")}, "", "wrong_type", ["JSON"]),
+        ([1], "", "wrong_type", ["object", "list"]),
+        (7, "", "wrong_type", ["object", "int"]),
+        ('{"policy":', "", "wrong_type", ["JSON"]),
+        ({"policy": "h2o", "budget": object()}, "", "wrong_type", ["JSON"]),
+    ],
+)
+def test_refusals_name_field_value_and_what_is_allowed(value, param, reason, said):
+    with pytest.raises(CompressionError) as caught:
+        parse_compression(value)
+    assert caught.value.param == ".".join(filter(None, [EXTRA_ARGS_KEY, param]))
+    assert caught.value.reason == reason
+    message = str(caught.value)
+    assert message.startswith(f"{caught.value.param}: ")
+    for words in said:
+        assert words in message
+
+
+def test_a_share_is_rounded_up_and_raised_to_what_the_policy_protects():
+    config = parse_compression({"policy": "h2o", "budget": 0.2})
+    assert [config.resolve_budget(n) for n in (1000, 1001, 10, 1)] == [200, 201, 6, 6]
+    assert parse_compression({"policy": "h2o", "budget": 77}).resolve_budget(5) == 77
+    assert parse_compression({"policy": "local", "budget": 1.0}).resolve_budget(9) == 9
+    assert parse_compression({"policy": "local", "budget": 1}).resolve_budget(9) == 1
+
+
+def test_what_is_tracked():
+    tracked = {name: parse_compression({"policy": name}) for name in PRESETS}
+    assert {name: config.prompt_window for name, config in tracked.items()} == {
+        "local": 0,
+        "streaming_llm": 0,
+        "h2o": 64,
+        "snapkv": 32,
+        "keepkv": 64,
+        "zsmerge": 64,
+    }
+    assert {name for name, config in tracked.items() if config.tracks_decode} == {"h2o", "keepkv", "zsmerge"}
+    assert parse_compression({"policy": "h2o", "score_window": "all"}).prompt_window == "all"
+
+
+def test_compression_round_trip():
+    extra_args = compression("keepkv", budget=0.1, merge_threshold=0.9)
+    config = parse_compression(extra_args[EXTRA_ARGS_KEY])
+    assert (config.name, config.budget, config.policy.merger) == ("keepkv", 0.1, ZipMerger(merge_threshold=0.9))
+    with pytest.raises(ValueError, match=r"kv_compression\.budget"):
+        compression("keepkv", budget=-1)
+
+
+def test_request_schema_accepts_what_the_parser_accepts():
+    schema = request_schema()
+    # References point into OpenAPI's components; here they stand beside the schema.
+    text = json.dumps(schema).replace("#/components/schemas/", "#/$defs/")
+    validator = jsonschema.Draft202012Validator(json.loads(text))
+    validator.check_schema(validator.schema)
+    mapping = schema["discriminator"]["mapping"]
+    assert schema["discriminator"]["propertyName"] == "policy"
+    assert set(mapping) == set(REQUEST_MODELS) == {"full", *PRESETS}
+    assert {ref.rpartition("/")[2] for ref in mapping.values()} == set(schema["$defs"])
+    for name in mapping:
+        assert validator.is_valid({"policy": name})
+    assert validator.is_valid({"policy": "keepkv", "budget": 64, "score_window": "all", "zip_mode": "votes"})
+    for wrong in ({"policy": "h3o"}, {"policy": "h2o", "zip_mode": "auto"}, {"policy": "h2o", "decay": 2}, {}):
+        assert not validator.is_valid(wrong)
+
+
+def test_every_field_is_described_in_the_schema():
+    undescribed = [
+        f"{model}.{name}"
+        for model, definition in request_schema()["$defs"].items()
+        for name, field in definition["properties"].items()
+        if name not in ("policy", "decode") and "description" not in field
+    ]
+    assert undescribed == []

@@ -1,0 +1,334 @@
+"""vLLM's compute side: the attention backend over pages that carry their own metadata.
+
+Requests without a compressed front run on vLLM's own CPU operators over strided views of our pages; the others on ours.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from vllm_kvmerge.cache.manager import MergeableAttentionSpec
+from vllm_kvmerge.kernels import Pages, ScoreUpdate, column_scores, paged_attention
+from vllm_kvmerge.support import UnsupportedConfigError
+
+
+@dataclass
+class PromptScores:
+    """Statistics of a prompt that is being computed: ``[layers, H, capacity]`` float32 each."""
+
+    scores: Tensor
+    aux: Tensor
+
+    @classmethod
+    def empty(cls, num_layers: int, num_kv_heads: int, capacity: int) -> "PromptScores":
+        return cls(*torch.zeros(2, num_layers, num_kv_heads, capacity).unbind())
+
+    def grow(self, capacity: int) -> None:
+        missing = capacity - self.scores.shape[2]
+        if missing > 0:
+            self.scores = torch.nn.functional.pad(self.scores, (0, missing))
+            self.aux = torch.nn.functional.pad(self.aux, (0, missing))
+
+
+@dataclass(frozen=True)
+class CompressedRow:
+    """A request in the batch whose cache has a compressed front. update: how its scores are kept, if they are."""
+
+    front: int
+    tail: int
+    update: ScoreUpdate | None
+
+
+@dataclass(frozen=True)
+class WindowRow:
+    """A request in the batch, not compressed yet, of whose tokens the queries of the last ``num_queries`` are scored."""
+
+    num_queries: int
+    update: ScoreUpdate
+    prompt_scores: PromptScores
+
+
+BatchRow = CompressedRow | WindowRow | None
+"""What is special about a request in the batch; None: nothing."""
+
+
+@dataclass
+class CompressedBatch:
+    """The compressed rows of a batch, as ``paged_attention`` takes them; ``tokens`` are their places in the batch."""
+
+    tokens: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    fronts: Tensor
+    tails: Tensor
+    updates: list[ScoreUpdate | None]
+
+
+@dataclass
+class PromptWindowBatch:
+    """One window row: where its scored queries are, and what ``column_scores`` needs of it."""
+
+    tokens: slice
+    blocks: Tensor
+    seq_len: int
+    row: WindowRow
+
+
+@dataclass
+class MergeableAttentionMetadata(CPUAttentionMetadata):
+    """vLLM's metadata for the plain rows, and the others beside it.
+
+    plain_tokens: places of the plain rows' tokens in the batch; None where all rows are plain.
+    """
+
+    plain_tokens: Tensor | None = None
+    compressed: CompressedBatch | None = None
+    windows: list[PromptWindowBatch] = field(default_factory=list)
+
+
+def _select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[CommonAttentionMetadata, Tensor]:
+    """The batch's metadata reduced to ``rows``, and the places of their tokens."""
+    index = torch.tensor(rows)
+    starts, lengths = common.query_start_loc[:-1][index], common.query_start_loc.diff()[index]
+    selected = copy.copy(common)
+    selected.num_reqs = len(rows)
+    selected.num_actual_tokens = int(lengths.sum())
+    selected.max_query_len = int(lengths.max())
+    selected.query_start_loc = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    selected.seq_lens = common.seq_lens[index]
+    selected.block_table_tensor = common.block_table_tensor[index]
+    tokens = torch.cat([torch.arange(a, a + n) for a, n in zip(starts.tolist(), lengths.tolist(), strict=True)])
+    selected.slot_mapping = common.slot_mapping[tokens]
+    return selected, tokens
+
+
+class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
+    """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rows: list[BatchRow] = []
+
+    def _set_isa_to_layers(self, layer_names: list[str]) -> None:
+        # "amx" packs K in tiles of its own; the pages hold K as "vec" and "vec16" pack it.
+        if self.isa == "amx":
+            self.isa = "vec"
+        if self.isa not in ("vec", "vec16"):
+            raise UnsupportedConfigError(f"CPU attention kernel {self.isa!r}: its layout of K is not known; x86 only")
+        super()._set_isa_to_layers(layer_names)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MergeableAttentionMetadata:
+        common = common_attn_metadata
+        compressed = [i for i, row in enumerate(self.rows) if isinstance(row, CompressedRow)]
+        plain_tokens = None
+        plain = common
+        if compressed:
+            plain_rows = [i for i in range(common.num_reqs) if i not in set(compressed)]
+            if plain_rows:
+                plain, plain_tokens = _select_rows(common, plain_rows)
+            else:
+                plain_tokens = torch.empty(0, dtype=torch.int64)
+        stock = super().build(common_prefix_len, plain, fast_build)
+        return MergeableAttentionMetadata(
+            **vars(stock),
+            plain_tokens=plain_tokens,
+            compressed=self._compressed_batch(common, compressed) if compressed else None,
+            windows=self._window_batches(common),
+        )
+
+    def _compressed_batch(self, common: CommonAttentionMetadata, rows: list[int]) -> CompressedBatch:
+        selected, tokens = _select_rows(common, rows)
+        picked = [self.rows[i] for i in rows]
+        return CompressedBatch(
+            tokens=tokens,
+            block_table=selected.block_table_tensor,
+            query_start_loc=selected.query_start_loc,
+            seq_lens=selected.seq_lens,
+            fronts=torch.tensor([row.front for row in picked]),  # type: ignore[union-attr]
+            tails=torch.tensor([row.tail for row in picked]),  # type: ignore[union-attr]
+            updates=[row.update for row in picked],  # type: ignore[union-attr]
+        )
+
+    def _window_batches(self, common: CommonAttentionMetadata) -> list[PromptWindowBatch]:
+        batches = []
+        for i, row in enumerate(self.rows):
+            if isinstance(row, WindowRow):
+                stop = int(common.query_start_loc[i + 1])
+                batches.append(
+                    PromptWindowBatch(
+                        slice(stop - row.num_queries, stop), common.block_table_tensor[i], int(common.seq_lens[i]), row
+                    )
+                )
+        return batches
+
+
+class MergeableAttentionImpl(CPUAttentionBackendImpl):
+    """Attention over mergeable pages."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for feature, value, absent in (
+            ("ALiBi", self.alibi_slopes, None),
+            ("sliding-window attention", self.sliding_window, -1),
+            ("logits soft cap", self.logits_soft_cap, 0),
+            ("attention sinks", self.sinks, None),
+            ("sharing KV between layers", self.kv_sharing_target_layer_name, None),
+        ):
+            if value != absent:
+                raise UnsupportedConfigError(f"model uses {feature}: not supported with KV cache compression")
+        if self.attn_type != AttentionType.DECODER:
+            raise UnsupportedConfigError(f"attention type {self.attn_type}: only decoder attention is supported")
+        self._pages: tuple[int, Pages] | None = None
+        self._layer_index: int | None = None
+
+    def pages(self, kv_cache: Tensor) -> Pages:
+        """Views of this layer's cache; made once per allocation."""
+        if self._pages is None or self._pages[0] != kv_cache.data_ptr():
+            self._pages = (kv_cache.data_ptr(), Pages.of(kv_cache, self.head_size))
+        return self._pages[1]
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        pages = self.pages(kv_cache)
+        ops.cpu_attn_reshape_and_cache(
+            key,
+            value,
+            pages.stock_key_view(),
+            pages.values,
+            slot_mapping,
+            layer.isa,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: MergeableAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantisation is not supported by this backend")
+        if attn_metadata is None:  # warm-up
+            return output
+        pages, metadata = self.pages(kv_cache), attn_metadata
+        for window in metadata.windows:
+            self._score_window(layer, query, pages, window)
+        if metadata.plain_tokens is None:
+            num_tokens = metadata.num_actual_tokens
+            self._plain_attention(layer, query[:num_tokens], pages, metadata, output[:num_tokens])
+            return output
+        if len(metadata.plain_tokens):
+            plain_output = torch.empty_like(output[: len(metadata.plain_tokens)])
+            self._plain_attention(layer, query[metadata.plain_tokens], pages, metadata, plain_output)
+            output[metadata.plain_tokens] = plain_output
+        batch = metadata.compressed
+        assert batch is not None
+        compressed_output = torch.empty_like(output[: len(batch.tokens)])
+        paged_attention(
+            query[batch.tokens],
+            pages,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.fronts,
+            batch.tails,
+            batch.updates,
+            self.scale,
+            compressed_output,
+        )
+        output[batch.tokens] = compressed_output
+        return output
+
+    def _plain_attention(
+        self, layer: Any, query: Tensor, pages: Pages, metadata: MergeableAttentionMetadata, output: Tensor
+    ) -> None:
+        """vLLM's own operator over strided views of our pages."""
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=pages.stock_key_view(),
+            value_cache=pages.values,
+            output=output,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            scale=self.scale,
+            causal=metadata.causal,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=metadata.block_table,
+            softcap=0,
+            scheduler_metadata=metadata.scheduler_metadata,
+            s_aux=None,
+            dynamic_causal=metadata.dynamic_causal,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    def _score_window(self, layer: Any, query: Tensor, pages: Pages, window: PromptWindowBatch) -> None:
+        row, index = window.row, layer.kvmerge_index
+        column_scores(
+            query[window.tokens],
+            pages,
+            window.blocks,
+            window.seq_len,
+            row.update,
+            self.scale,
+            row.prompt_scores.scores[index, :, : window.seq_len],
+            row.prompt_scores.aux[index, :, : window.seq_len],
+        )
+
+
+class MergeableAttentionBackend(CPUAttentionBackend):
+    """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the page."""
+
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+            raise UnsupportedConfigError(f"attention layer of type {type(spec).__name__}: only full attention works")
+        return MergeableAttentionSpec.of(spec)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @staticmethod
+    def get_impl_cls() -> type[MergeableAttentionImpl]:
+        return MergeableAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MergeableAttentionBuilder]:
+        return MergeableAttentionBuilder

@@ -1,0 +1,37 @@
+"""What the scheduler tells the workers: which caches to compress after this step, and which queries to score."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class CompressionPlan:
+    """Compress one request after the step's forward pass.
+
+    Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
+    slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.
+    compression: the request's ``kv_compression`` as JSON text.
+    """
+
+    request_id: str
+    compression: str
+    front: int
+    tail: int
+    num_tokens: int
+    new_front: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True)
+class PromptWindow:
+    """Score the queries of a not yet compressed request from position ``start`` on."""
+
+    start: int
+    compression: str
+
+
+@dataclass
+class CompressionStep:
+    """Attached to vLLM's SchedulerOutput as ``kvmerge``."""
+
+    plans: list[CompressionPlan] = field(default_factory=list)
+    windows: dict[str, PromptWindow] = field(default_factory=dict)

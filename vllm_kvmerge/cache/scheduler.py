@@ -1,0 +1,200 @@
+"""The scheduler's side of compression: decides when a request's cache is compressed, and into which blocks."""
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_kvmerge.cache.manager import MergeableAttentionManager, Segments, register_spec
+from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep, PromptWindow
+from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, parse_compression
+from vllm_kvmerge.metrics import CacheGauges, count_compression, count_request
+from vllm_kvmerge.support import UnsupportedConfigError, check_config
+
+register_spec()
+
+
+@dataclass(frozen=True)
+class RequestCompression:
+    """A request's policy, kept on the request as ``kv_compression``. budget: entries per KV head."""
+
+    config: CompressionConfig
+    text: str
+    budget: int
+
+
+class CompressionSchedulerMixin(Scheduler):
+    """Adds compression to vLLM's scheduler.
+
+    Decisions depend on counts alone, never on data, so that they hold for every tensor-parallel worker and under
+    asynchronous scheduling.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_config(self.vllm_config)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        if len(managers) != 1 or not isinstance(managers[0], MergeableAttentionManager):
+            raise UnsupportedConfigError(
+                "model layers: all must be full attention with one KV head count and size, "
+                f"got {[type(manager.kv_cache_spec).__name__ for manager in managers]}"
+            )
+        self._manager = managers[0]
+        self._default = self.vllm_config.additional_config.get("kvmerge", {}).get("default")
+        bytes_per_block = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors) // (
+            self.kv_cache_config.num_blocks
+        )
+        self._bytes_per_block = bytes_per_block * self.parallel_config.tensor_parallel_size
+        self._gauges = CacheGauges(self._bytes_per_block)
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            request.kv_compression = self._resolve(request)  # type: ignore[attr-defined]
+        super().add_request(request)
+
+    def _resolve(self, request: Request) -> RequestCompression | None:
+        extra_args = (request.sampling_params.extra_args if request.sampling_params else None) or {}
+        value = extra_args.get(EXTRA_ARGS_KEY, self._default)
+        config = parse_compression(value)
+        count_request(config.name if config else FULL)
+        if config is None:
+            return None
+        budget = config.resolve_budget(request.num_prompt_tokens)
+        if budget >= request.num_prompt_tokens + request.max_tokens:
+            # It can never hold more entries than the budget: plain attention is exact and cheaper.
+            return None
+        text = value if isinstance(value, str) else json.dumps(value)
+        return RequestCompression(config, text, budget)
+
+    def _next_compression(self, request: Request, state: RequestCompression) -> int | None:
+        """The number of computed tokens at which the request is to be compressed next; None: never."""
+        config, num_prompt_tokens = state.config, request.num_prompt_tokens
+        bounded = config.decode == "bounded"
+        segments = self._manager.segments.get(request.request_id)
+        if segments is not None:
+            return segments.tail + state.budget + self._interval(config) - segments.front if bounded else None
+        # Attention writes scores into the blocks it reads, so a policy that tracks them moves to blocks of its own at
+        # the end of the prompt even if nothing has to go yet.
+        if num_prompt_tokens > state.budget or config.tracks_decode:
+            return num_prompt_tokens
+        return state.budget + self._interval(config) if bounded else None
+
+    @staticmethod
+    def _window_start(request: Request, state: RequestCompression) -> int:
+        """Position of the first query that the policy scores before the first compression."""
+        window = state.config.prompt_window
+        return 0 if window == "all" else max(0, request.num_prompt_tokens - window)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        state = request.kv_compression  # type: ignore[attr-defined]
+        compression = self._next_compression(request, state) if state is not None else None
+        if compression is not None:
+            limit = compression - 1  # a compression follows a step that computes something
+            if state.config.prompt_window:
+                # A cached token's query is gone, and the policy scores the last queries of the prompt.
+                limit = min(limit, self._window_start(request, state))
+            allowed = limit // self.block_size * self.block_size
+            if num_hit_tokens > allowed:
+                blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, allowed)
+                num_hit_tokens = allowed
+        return blocks, num_hit_tokens, boundary, diverged
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        # vLLM asks here where a chunk may end. A preempted request computes its prompt and the tokens that it had
+        # generated again: chunks end where it was compressed the first time, so that its cache comes out the same.
+        num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        state = request.kv_compression  # type: ignore[attr-defined]
+        compression = self._next_compression(request, state) if state is not None else None
+        if compression is None:
+            return num_new_tokens
+        # A request whose compression is due but found no room computes nothing until it has been compressed.
+        return min(num_new_tokens, max(0, compression - num_computed_tokens))
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        step = CompressionStep()
+        waiting = self._plan_due(step)
+        while waiting and not output.num_scheduled_tokens and not step.plans:
+            # Nothing moves any more: requests that share their blocks wait for room to copy them. One has to go.
+            self.running.remove(waiting[-1])
+            self._preempt_request(waiting[-1], time.monotonic())
+            waiting = self._plan_due(step)
+        self._manager.release_retired()
+        output.kvmerge = step  # type: ignore[attr-defined]
+        if self.log_stats:
+            self._gauges.update(self._live_sizes())
+        return output
+
+    def _plan_due(self, step: CompressionStep) -> list[Request]:
+        """Adds to ``step`` the compressions that are due after it; returns the requests that found no room for theirs."""
+        waiting = []
+        for request in self.running:
+            state = request.kv_compression  # type: ignore[attr-defined]
+            compression = self._next_compression(request, state) if state is not None else None
+            if compression is None:
+                continue
+            if state.config.prompt_window and request.request_id not in self._manager.segments:
+                step.windows[request.request_id] = PromptWindow(self._window_start(request, state), state.text)
+            if request.num_computed_tokens >= compression and not self._plan(request, state, step):
+                waiting.append(request)
+        return waiting
+
+    def _plan(self, request: Request, state: RequestCompression, step: CompressionStep) -> bool:
+        """Adds the request's compression to ``step``; False if there is no room to copy blocks that others share."""
+        num_tokens = request.num_computed_tokens
+        segments = self._manager.segments.get(request.request_id, Segments(front=0, tail=0))
+        new_front = min(segments.front + num_tokens - segments.tail, state.budget)
+        relocation = self._manager.relocate(request.request_id, num_tokens, new_front)
+        if relocation is None:
+            return False
+        step.plans.append(
+            CompressionPlan(
+                request.request_id,
+                state.text,
+                segments.front,
+                segments.tail,
+                num_tokens,
+                new_front,
+                relocation.blocks,
+            )
+        )
+        count_compression(state.config.name, relocation.num_freed, relocation.num_freed * self._bytes_per_block)
+        return True
+
+    def _interval(self, config: CompressionConfig) -> int:
+        return config.interval or self.block_size
+
+    def _live_sizes(self) -> list[tuple[str, int, int, int]]:
+        """(policy, live entries per KV head, represented tokens, blocks held) of each running request."""
+        sizes = []
+        for request in self.running:
+            state = request.kv_compression  # type: ignore[attr-defined]
+            segments = self._manager.segments.get(request.request_id)
+            hidden = segments.tail - segments.front if segments else 0
+            num_tokens = request.num_computed_tokens
+            name = state.config.name if state else FULL
+            sizes.append(
+                (name, num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id))
+            )
+        return sizes
+
+
+class SyncCompressionScheduler(CompressionSchedulerMixin, Scheduler):
+    """For vLLM without asynchronous scheduling."""
+
+
+class AsyncCompressionScheduler(CompressionSchedulerMixin, AsyncScheduler):
+    """For vLLM with asynchronous scheduling."""
+
+
+def KVMergeScheduler(vllm_config: Any, **kwargs: Any) -> CompressionSchedulerMixin:  # noqa: N802
+    """What ``scheduler_cls`` names: vLLM calls it as a class, once it is settled whether scheduling is asynchronous."""
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    return (AsyncCompressionScheduler if asynchronous else SyncCompressionScheduler)(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,8 @@
+"""The small model that ships with the package, and how it was trained."""
+
+from pathlib import Path
+
+
+def model_path() -> str:
+    """Folder of the demo model: weights, configuration, tokenizer and chat template."""
+    return str(Path(__file__).parent / "model")

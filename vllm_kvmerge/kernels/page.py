@@ -1,0 +1,75 @@
+"""Layout of one KV page: the planes that a (block, head) region is made of.
+
+A region of ``block_size`` cells holds, one after the other:
+
+    K          [head_size, block_size]  cache dtype (transposed, as vLLM's CPU operators keep it)
+    V          [block_size, head_size]  cache dtype
+    log_votes  [block_size]             float32, added to the entry's logit; -inf where the entry is dead
+    scores     [block_size]             float32, the tracker's statistic
+    aux        [block_size]             float32, a second statistic
+    positions  [block_size]             int32, of the newest token merged into the entry; -1 where dead
+
+``log_votes`` and ``positions`` are meaningful only for the entries of a compressed front: an ordinary token has no bias
+and its slot is its position, so requests without a policy never write metadata.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+METADATA_BYTES = 16
+
+
+def cell_bytes(head_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one cell: one token's key, value and metadata for one KV head."""
+    return 2 * head_size * dtype.itemsize + METADATA_BYTES
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Views of one layer's cache; ``B`` blocks, ``H`` KV heads, ``bs`` slots per block, ``d`` head size."""
+
+    keys: Tensor  # [B, H, d, bs] cache dtype
+    values: Tensor  # [B, H, bs, d] cache dtype
+    log_votes: Tensor  # [B, H, bs] float32
+    scores: Tensor  # [B, H, bs] float32
+    aux: Tensor  # [B, H, bs] float32
+    positions: Tensor  # [B, H, bs] int32
+
+    @classmethod
+    def of(cls, cache: Tensor, head_size: int) -> "Pages":
+        """Views of ``cache``, ``[B, H, bs, cell]`` in the cache dtype with each (block, head) region contiguous."""
+        num_blocks, num_heads, block_size, cell = cache.shape
+        if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache[0, 0].is_contiguous():
+            raise ValueError(
+                f"cache of shape {tuple(cache.shape)} and {cache.dtype} does not hold {cell_bytes(head_size, cache.dtype)} "
+                f"contiguous bytes per cell (head size {head_size})"
+            )
+        regions = cache.view(num_blocks, num_heads, block_size * cell)
+        plane = block_size * head_size
+        metadata = regions[..., 2 * plane :].view(torch.float32).unflatten(-1, (4, block_size))
+        return cls(
+            keys=regions[..., :plane].unflatten(-1, (head_size, block_size)),
+            values=regions[..., plane : 2 * plane].unflatten(-1, (block_size, head_size)),
+            log_votes=metadata[:, :, 0],
+            scores=metadata[:, :, 1],
+            aux=metadata[:, :, 2],
+            positions=metadata[:, :, 3].view(torch.int32),
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        return self.values.shape[3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.values.shape[1]
+
+    def stock_key_view(self) -> Tensor:
+        """The key plane under the shape that vLLM's CPU operators expect, ``[B, H, bs, d]`` (they know it is packed)."""
+        return self.keys.flatten(2).unflatten(2, (self.block_size, self.head_size))

@@ -1,0 +1,189 @@
+"""PyTorch reference of every operator: what the native ones are checked against, and what runs without them.
+
+A sequence has two segments of logical slots, ``[0, front)`` (compressed entries) and ``[tail, seq_len)`` (ordinary
+tokens); slot ``s`` lies in block ``block_table[s // block_size]``. Never compressed: ``front = tail = 0``. All
+arithmetic is in float32.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.kernels.page import Pages
+from vllm_kvmerge.policies.base import Entries, TrackerMode
+
+
+@dataclass(frozen=True)
+class ScoreUpdate:
+    """How attention updates the statistics of the entries it reads.
+
+    mode ``sum``: ``s <- decay * s + sum over the query heads of p`` for each query in order.
+    mode ``log_ema``: ``S <- logaddexp(S + ln decay, l + ln(1 - decay))`` with ``l`` the log-mean-exp over the query
+    heads of the logits without vote bias (KeepKV eq. 8 in the log domain); ``aux`` counts the queries.
+    """
+
+    mode: TrackerMode
+    decay: float
+
+
+def _segment(plane: Tensor, blocks: Tensor, start: int, stop: int, slot_dim: int) -> Tensor:
+    """Slots ``[start, stop)`` of a plane as ``[H, ..., stop - start, ...]``; ``slot_dim`` is the slots' place in it."""
+    block_size = plane.shape[slot_dim + 1]
+    first = start // block_size
+    picked = plane[blocks[first : -(-stop // block_size)].long()].movedim(0, slot_dim)
+    flat = picked.flatten(slot_dim, slot_dim + 1)
+    return flat.narrow(slot_dim, start - first * block_size, stop - start)
+
+
+def _segments(plane: Tensor, blocks: Tensor, front: int, tail: int, seq_len: int, slot_dim: int = 1) -> Tensor:
+    parts = [_segment(plane, blocks, a, b, slot_dim) for a, b in ((0, front), (tail, seq_len)) if b > a]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, slot_dim)
+
+
+def _scatter(plane: Tensor, blocks: Tensor, start: int, values: Tensor) -> None:
+    """Writes ``values`` (``[H, m]``) to the slots from ``start`` on of a ``[B, H, bs]`` plane."""
+    slots = torch.arange(start, start + values.shape[1])
+    plane[blocks[slots // plane.shape[2]].long(), :, slots % plane.shape[2]] = values.t().to(plane.dtype)
+
+
+def accumulate_scores(
+    update: ScoreUpdate, logits: Tensor, probabilities: Tensor, visible: Tensor, scores: Tensor, aux: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Statistics after ``q`` more queries.
+
+    logits, probabilities: ``[H, G, q, n]``, logits without vote bias. visible: ``[q, n]`` bool, or ``[H, q, n]``.
+    scores, aux: ``[H, n]`` float32. Returns the new (scores, aux).
+    """
+    num_queries = logits.shape[2]
+    age = torch.arange(num_queries - 1, -1, -1, dtype=torch.float32)
+    if update.mode == "sum":
+        weights = update.decay**age
+        added = (probabilities.sum(1) * weights[:, None]).sum(1)
+        return scores * update.decay**num_queries + added, aux
+    log_decay, log_share = math.log(update.decay), math.log1p(-update.decay)
+    level = torch.logsumexp(logits, 1) - math.log(logits.shape[1])
+    weighted = (level + log_share + (age * log_decay)[:, None]).masked_fill(~visible, -torch.inf)
+    previous = torch.where(aux > 0, scores + num_queries * log_decay, -torch.inf)
+    total = torch.logsumexp(torch.cat([previous.unsqueeze(1), weighted], 1), 1)
+    counted = visible.sum(-2).to(aux.dtype)
+    # An entry that no query has seen keeps a finite score; aux == 0 says that it means nothing.
+    return torch.where(aux + counted > 0, total, 0.0), aux + counted
+
+
+def _attend(
+    query: Tensor, keys: Tensor, bias: Tensor | None, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(logits without bias, probabilities), both ``[H, G, q, n]``; query ``[q, H * G, d]``, keys ``[H, d, n]``."""
+    num_queries, num_heads, head_size = query.shape
+    num_kv_heads = keys.shape[0]
+    grouped = query.float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_size).permute(1, 2, 0, 3)
+    logits = torch.matmul(grouped * scale, keys.float().unsqueeze(1))
+    biased = logits if bias is None else logits + bias[:, None, None, :]
+    return logits, torch.softmax(biased.masked_fill(~visible, -torch.inf), -1)
+
+
+def paged_attention(
+    query: Tensor,
+    pages: Pages,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    fronts: Tensor,
+    tails: Tensor,
+    updates: list[ScoreUpdate | None],
+    scale: float,
+    output: Tensor,
+) -> None:
+    """Causal attention over front and tail, with vote bias, and the score update of the rows that have one.
+
+    query, output: ``[num_tokens, H * G, d]``; row ``r`` owns tokens ``query_start_loc[r] : query_start_loc[r + 1]``,
+    its newest tokens, whose keys and values are in the cache already. block_table: ``[rows, max_blocks]`` int32.
+    seq_lens, fronts, tails: ``[rows]``. Scores of tokens that are new in this call start from nothing.
+    """
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    for row, (front, tail, update) in enumerate(zip(fronts.tolist(), tails.tolist(), updates, strict=True)):
+        rows = slice(starts[row], starts[row + 1])
+        num_queries, seq_len, blocks = rows.stop - rows.start, lengths[row], block_table[row]
+        keys = _segments(pages.keys, blocks, front, tail, seq_len, slot_dim=2)
+        values = _segments(pages.values, blocks, front, tail, seq_len).float()
+        num_entries = keys.shape[2]
+        bias = None
+        visible = torch.ones(num_queries, num_entries, dtype=torch.bool).tril_(num_entries - num_queries)
+        if front > 0:
+            votes = _segment(pages.log_votes, blocks, 0, front, 1)
+            bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - front)], 1)
+        logits, probabilities = _attend(query[rows], keys, bias, visible, scale)
+        attended = torch.matmul(probabilities, values.unsqueeze(1))
+        output[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
+        if update is not None:
+            scores = _segments(pages.scores, blocks, front, tail, seq_len).clone()
+            aux = _segments(pages.aux, blocks, front, tail, seq_len).clone()
+            scores[:, num_entries - num_queries :] = 0.0
+            aux[:, num_entries - num_queries :] = 0.0
+            scores, aux = accumulate_scores(update, logits, probabilities, visible, scores, aux)
+            for plane, statistic in ((pages.scores, scores), (pages.aux, aux)):
+                _scatter(plane, blocks, 0, statistic[:, :front])
+                _scatter(plane, blocks, tail, statistic[:, front:])
+
+
+def column_scores(
+    query: Tensor,
+    pages: Pages,
+    blocks: Tensor,
+    seq_len: int,
+    update: ScoreUpdate,
+    scale: float,
+    scores: Tensor,
+    aux: Tensor,
+) -> None:
+    """Adds the statistics of some newest queries of a never compressed sequence to ``scores`` and ``aux``, in place.
+
+    query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``. blocks: the sequence's block ids.
+    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen.
+    """
+    keys = _segment(pages.keys, blocks, 0, seq_len, 2)
+    visible = torch.ones(query.shape[0], seq_len, dtype=torch.bool).tril_(seq_len - query.shape[0])
+    # Queries in small groups, so that the matrix of probabilities stays small whatever the window.
+    group = max(1, (1 << 22) // (query.shape[1] * seq_len))
+    for rows in torch.arange(query.shape[0]).split(group):
+        logits, probabilities = _attend(query[rows], keys, None, visible[rows], scale)
+        new_scores, new_aux = accumulate_scores(update, logits, probabilities, visible[rows], scores, aux)
+        scores.copy_(new_scores)
+        aux.copy_(new_aux)
+
+
+def gather_entries(pages: Pages, blocks: Tensor, front: int, tail: int, seq_len: int) -> Entries:
+    """Live entries of one layer as float32 copies; statistics as attention left them in the pages."""
+    positions = torch.arange(tail, seq_len).expand(pages.num_kv_heads, -1)
+    log_votes = torch.zeros(pages.num_kv_heads, seq_len - tail)
+    if front > 0:
+        positions = torch.cat([_segment(pages.positions, blocks, 0, front, 1).long(), positions], 1)
+        log_votes = torch.cat([_segment(pages.log_votes, blocks, 0, front, 1), log_votes], 1)
+    return Entries(
+        keys=_segments(pages.keys, blocks, front, tail, seq_len, slot_dim=2).float().transpose(1, 2).contiguous(),
+        values=_segments(pages.values, blocks, front, tail, seq_len).float(),
+        log_votes=log_votes,
+        scores=_segments(pages.scores, blocks, front, tail, seq_len).clone(),
+        aux=_segments(pages.aux, blocks, front, tail, seq_len).clone(),
+        positions=positions.clone(),
+    )
+
+
+def write_front(pages: Pages, blocks: Tensor, entries: Entries) -> None:
+    """Writes entries to slots ``[0, len(entries))`` of ``blocks``; the other slots of the last block stay as they are."""
+    slots = torch.arange(len(entries))
+    block, offset = blocks[slots // pages.block_size].long(), slots % pages.block_size
+    pages.keys[block, :, :, offset] = entries.keys.transpose(0, 1).to(pages.keys.dtype)
+    pages.values[block, :, offset] = entries.values.transpose(0, 1).to(pages.values.dtype)
+    for name in ("log_votes", "scores", "aux", "positions"):
+        _scatter(getattr(pages, name), blocks, 0, getattr(entries, name))
+
+
+def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+    """Stores new tokens: key, value ``[num_tokens, H, d]`` at flat slots ``block * block_size + offset`` (negative: none)."""
+    wanted = slot_mapping >= 0
+    block, offset = slot_mapping[wanted] // pages.block_size, slot_mapping[wanted] % pages.block_size
+    pages.keys[block, :, :, offset] = key[wanted].to(pages.keys.dtype)
+    pages.values[block, :, offset] = value[wanted].to(pages.values.dtype)

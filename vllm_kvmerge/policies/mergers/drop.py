@@ -1,0 +1,23 @@
+"""Merger that evicts."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class DropMerger(Merger):
+    """Entries that are not kept are lost."""
+
+    name: ClassVar[str] = "drop"
+    source: ClassVar[str] = "eviction"
+    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "log_ema"})
+
+    def merge(
+        self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
+    ) -> tuple[Entries, Tensor]:
+        return entries.take(kept), torch.zeros((), dtype=torch.int64, device=kept.device)

@@ -1,0 +1,46 @@
+"""Selector that keeps sinks, the newest entries and, of the others, those that attention used most."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.indexing import newest, sinks, top
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class HeavyHitter(Selector):
+    """Recent tokens and heavy hitters (H2O algorithm 1); with other shares, ZSMerge's B_p and B_c (eq. 3-4).
+
+    The recent window gives way where sinks and at least one heavy hitter would not fit beside it.
+    """
+
+    name: ClassVar[str] = "h2o"
+    source: ClassVar[str] = "H2O, arXiv:2306.14048"
+    needs_scores: ClassVar[bool] = True
+
+    num_sink_tokens: int = Field(4, ge=0, description="First tokens of the sequence that are always kept.")
+    recent_window: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Newest entries that are always kept; default: recent_share of the budget."
+    )
+    recent_share: float = Field(
+        0.5, gt=0.0, lt=1.0, description="Share of the budget for the newest entries, unless recent_window is given."
+    )
+
+    @property
+    def min_budget(self) -> int:
+        return self.num_sink_tokens + (1 if self.recent_window is None else self.recent_window) + 1
+
+    def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
+        return sinks(entries, self.num_sink_tokens) | newest(entries, self._num_recent(context))
+
+    def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        return top(importance, protected, entries, context.num_kept)
+
+    def _num_recent(self, context: CompressionContext) -> int:
+        if self.recent_window is not None:
+            return self.recent_window
+        room = context.num_kept - self.num_sink_tokens - 1
+        return max(1, min(int(self.recent_share * context.budget), room))

@@ -1,0 +1,24 @@
+"""Selector that keeps the newest entries."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class Recent(Selector):
+    """A sliding window: the newest entries ("Local" of KeepKV table 2)."""
+
+    name: ClassVar[str] = "local"
+    source: ClassVar[str] = "sliding-window attention; KeepKV table 2"
+    needs_scores: ClassVar[bool] = False
+
+    @property
+    def min_budget(self) -> int:
+        return 1
+
+    def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        return entries.positions.argsort(dim=1, descending=True, stable=True)[:, : context.num_kept]

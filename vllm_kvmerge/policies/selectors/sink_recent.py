@@ -1,0 +1,33 @@
+"""Selector that keeps the sequence's first tokens, and the newest entries."""
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.indexing import sinks
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class SinkRecent(Selector):
+    """Attention sinks and a sliding window (StreamingLLM section 3.2)."""
+
+    name: ClassVar[str] = "streaming_llm"
+    source: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
+    needs_scores: ClassVar[bool] = False
+
+    num_sink_tokens: int = Field(4, ge=0, description="First tokens of the sequence that are always kept.")
+
+    @property
+    def min_budget(self) -> int:
+        return self.num_sink_tokens + 1
+
+    def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
+        return sinks(entries, self.num_sink_tokens)
+
+    def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        ranking = entries.positions.masked_fill(protected, torch.iinfo(torch.int64).max)
+        return ranking.argsort(dim=1, descending=True, stable=True)[:, : context.num_kept]

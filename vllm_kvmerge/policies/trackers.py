@@ -1,0 +1,78 @@
+"""What attention accumulates per cache entry, and how it ranks entries."""
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import Entries, Tracker, TrackerMode
+from vllm_kvmerge.policies.registry import register
+
+ScoreWindow = Annotated[int, Field(ge=1)] | Literal["all"]
+"""How many of the prompt's last queries are scored."""
+
+SCORE_WINDOW_TEXT = "How many of the prompt's last tokens are scored as queries, or 'all'."
+
+
+@register
+class NoTracker(Tracker):
+    """Attention accumulates nothing."""
+
+    name: ClassVar[str] = "none"
+    source: ClassVar[str] = "positions alone decide"
+    mode: ClassVar[TrackerMode] = "none"
+
+    def importance(self, entries: Entries) -> Tensor:
+        return torch.zeros_like(entries.scores)
+
+
+@register
+class SumTracker(Tracker):
+    """Attention probability accumulated over queries: ``s <- decay * s + a`` (ZSMerge eq. 5; H2O has decay 1).
+
+    ``scores`` holds s. ``aux`` is left to the merger.
+    """
+
+    name: ClassVar[str] = "sum"
+    source: ClassVar[str] = "H2O; ZSMerge eq. 5"
+    mode: ClassVar[TrackerMode] = "sum"
+
+    score_window: ScoreWindow = Field(64, description=SCORE_WINDOW_TEXT)
+    decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor on the accumulated score at each query.")
+
+    def importance(self, entries: Entries) -> Tensor:
+        return entries.scores
+
+
+@register
+class LogEmaTracker(Tracker):
+    """Moving average of the *unnormalised* attention score s = exp(logit), kept as its logarithm (KeepKV eq. 8).
+
+    ``scores`` holds S, the logarithm of the average before bias correction: with ``a = ema_decay``,
+    ``S <- logaddexp(S + ln a, logit + ln(1 - a))``. ``aux`` holds t, the number of queries that updated the entry;
+    where it is 0, S means nothing.
+    """
+
+    name: ClassVar[str] = "log_ema"
+    source: ClassVar[str] = "KeepKV eq. 8"
+    mode: ClassVar[TrackerMode] = "log_ema"
+
+    score_window: ScoreWindow = Field(64, description=SCORE_WINDOW_TEXT)
+    ema_decay: float = Field(0.9, gt=0.0, lt=1.0, description="Weight of the past in the moving average.")
+
+    def corrected(self, entries: Entries) -> Tensor:
+        """``[H, n]``: L = ln s_hat = S - ln(1 - a^t) (KeepKV eq. 8); -inf for an entry that was never scored."""
+        return torch.where(entries.aux > 0, entries.scores - self._log_correction(entries.aux), -torch.inf)
+
+    def uncorrected(self, log_scores: Tensor, aux: Tensor) -> Tensor:
+        """``[H, n]``: the S whose bias-corrected value after ``aux`` queries is L; the inverse of ``corrected``."""
+        return log_scores + self._log_correction(aux)
+
+    def importance(self, entries: Entries) -> Tensor:
+        """ln(p s_hat): what the entry contributes to attention's denominator."""
+        return entries.log_votes + self.corrected(entries)
+
+    def _log_correction(self, aux: Tensor) -> Tensor:
+        return torch.log(-torch.expm1(aux * math.log(self.ema_decay)))

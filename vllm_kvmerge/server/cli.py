@@ -1,0 +1,315 @@
+"""The command ``vllm-kvmerge``: vLLM's server with compression switched on, and the list of policies."""
+
+import argparse
+import atexit
+import http.client
+import importlib
+import json
+import logging
+import os
+import shutil
+import signal
+import ssl
+import sys
+import tempfile
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import yaml
+
+from vllm_kvmerge import __version__
+from vllm_kvmerge.support import UnsupportedConfigError, check_config, check_vllm_version
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+DEMO = "demo"
+DEFAULT_HOST = "127.0.0.1"
+PLUGIN = "kvmerge"
+METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
+ALLOWED_PLUGINS = "VLLM_PLUGINS"
+
+LISTED_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Entry point groups of which vLLM loads everything as long as VLLM_PLUGINS is unset."""
+
+
+class Fault(Exception):
+    """Something that the user can put right; the message is one line that says how."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Fault(f"{message}; see vllm-kvmerge --help")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status. A fault is one line on stderr and status 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv[:1] == ["serve"]:
+            # Until vLLM sets its own handler, SIGTERM would end the process without running what atexit holds.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+            return serve(argv)
+        parser = _Parser(prog="vllm-kvmerge", description=__doc__)
+        parser.add_argument("--version", action="version", version=f"vllm-kvmerge {__version__}")
+        commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+        commands.add_parser(
+            "serve", help="serve a model over HTTP: vllm-kvmerge serve MODEL [any option of vllm serve]"
+        )
+        commands.add_parser("policies", help="list the policies that a request can name")
+        parser.parse_args(argv)
+        print_policies()
+        return 0
+    except Fault as fault:
+        print("vllm-kvmerge:", " ".join(str(fault).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def print_policies() -> None:
+    """A table of the presets."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_kvmerge.config import REQUEST_MODELS
+    from vllm_kvmerge.policies import PRESETS
+
+    table = Table("policy", "source", "parameters and defaults")
+    table.add_row("full", "vLLM", "(compresses nothing)")
+    for name, preset in PRESETS.items():
+        fields = REQUEST_MODELS[name].model_fields
+        defaults = (f"{field}={info.default}" for field, info in fields.items() if field != "policy")
+        table.add_row(name, preset.source, ", ".join(defaults))
+    Console().print(table)
+
+
+def serve(argv: list[str]) -> int:
+    """Runs vLLM's server with the plugin's engine arguments. ``argv`` starts with the word ``serve``.
+
+    Raises:
+        Fault: the server cannot be started as asked.
+    """
+    _set_environment()
+    parser, options = _serve_parser()
+    args = _parse(parser, argv)
+    _check_model(args)
+    _check_port(args)
+    _set_engine_args(args, options)
+    _check_engine_config(args)
+    threading.Thread(target=_announce, args=(args,), daemon=True).start()
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    try:
+        ServeSubcommand.cmd(args)
+    except Exception as error:
+        # The engine's processes have logged their traceback by now.
+        print("vllm-kvmerge: the server stopped:", _one_line(error), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _set_environment() -> None:
+    """What has to be in the environment before vLLM, or prometheus_client, is imported."""
+    if METRICS_DIR not in os.environ:
+        os.environ[METRICS_DIR] = tempfile.mkdtemp(prefix="vllm-kvmerge-metrics-")
+        # Processes that this one spawns inherit the variable and leave the folder alone.
+        atexit.register(shutil.rmtree, os.environ[METRICS_DIR], ignore_errors=True)
+    os.environ[ALLOWED_PLUGINS] = ",".join(_allowed_plugins(os.environ.get(ALLOWED_PLUGINS)))
+
+
+def _allowed_plugins(given: str | None) -> list[str]:
+    """vLLM loads an endpoint plugin only where VLLM_PLUGINS names it, and then nothing that is not named."""
+    if given is None:
+        names = [entry.name for group in LISTED_GROUPS for entry in metadata.entry_points(group=group)]
+    else:
+        names = given.split(",")
+    return list(dict.fromkeys([*names, PLUGIN]))
+
+
+def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]:
+    """The whole parser and that of ``serve``, which has vLLM's options and ``--kv-compression``."""
+    try:
+        check_vllm_version()
+        vllm_serve = importlib.import_module("vllm.entrypoints.cli.serve")
+        api_utils = importlib.import_module("vllm.entrypoints.serve.utils.api_utils")
+        argparse_utils = importlib.import_module("vllm.utils.argparse_utils")
+    except UnsupportedConfigError as error:
+        raise Fault(str(error)) from None
+    except Exception as error:
+        raise Fault(
+            f"vLLM cannot be imported ({_one_line(error)}): pip install 'vllm-kvmerge[cpu]', or [cuda]; with a CPU "
+            "build also pip uninstall torchvision torchaudio torchcodec"
+        ) from error
+    api_utils.cli_env_setup()
+
+    class ServeParser(argparse_utils.FlexibleArgumentParser):  # type: ignore[misc,name-defined]
+        def error(self, message: str) -> NoReturn:
+            raise Fault(f"{message}; see vllm-kvmerge serve --help")
+
+    parser = ServeParser(prog="vllm-kvmerge")
+    options = vllm_serve.ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    options.usage = "vllm-kvmerge serve MODEL [options]"
+    options.description = "Serves MODEL (the word demo: the model that comes with vllm-kvmerge) as vllm serve does."
+    options.epilog = options.epilog.replace("vllm serve", "vllm-kvmerge serve")
+    options.add_argument_group("KV compression").add_argument(
+        "--kv-compression",
+        metavar="JSON|FILE",
+        help="Compression of requests that do not bring their own: an object such as "
+        '{"policy": "keepkv", "budget": 0.2}, or a .json or .yaml file that holds one.',
+    )
+    options.set_defaults(host=DEFAULT_HOST)
+    return parser, options
+
+
+def _parse(parser: "FlexibleArgumentParser", argv: list[str]) -> argparse.Namespace:
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
+
+    try:
+        args = parser.parse_args(argv)
+        configure_logging_from_args(args)
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise Fault(_one_line(error)) from error
+    return args
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Resolves the word ``demo``, and refuses a folder that is not there before vLLM asks the Hugging Face hub."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_kvmerge.demo import model_path
+
+    model = args.model_tag or args.model
+    if args.model_tag is None and model == EngineArgs.model:
+        raise Fault("name a model: vllm-kvmerge serve demo, or a folder, or a name on the Hugging Face hub")
+    if model == DEMO:
+        model, args.served_model_name = model_path(), args.served_model_name or [DEMO]
+    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    if is_path and "://" not in model and not Path(model).exists():
+        raise Fault(f"no model in {model}: there is no such folder")
+    args.model = args.model_tag = model
+
+
+def _check_port(args: argparse.Namespace) -> None:
+    if args.uds or args.headless:
+        return
+    from vllm.entrypoints.launchers.launcher import create_server_socket
+
+    try:
+        create_server_socket((args.host or "", args.port), reuse_port=False).close()
+    except (OSError, OverflowError) as error:
+        raise Fault(
+            f"cannot listen on {args.host}:{args.port} ({_one_line(error)}): choose another with --port"
+        ) from None
+
+
+def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser") -> None:
+    """Puts the plugin's engine arguments under what the command line says."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from vllm_kvmerge.engine_args import kvmerge_engine_args
+
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name in AsyncEngineArgs.__dataclass_fields__ and value != options.get_default(name)
+    }
+    try:
+        engine_args = kvmerge_engine_args(_read_compression(args.kv_compression), **given)
+    except ValueError as error:
+        raise Fault(str(error)) from None
+    del args.kv_compression  # vLLM takes the other attributes for its own
+    for name, value in engine_args.items():
+        setattr(args, name, value)
+
+
+def _read_compression(text: str | None) -> dict[str, Any] | None:
+    """The object that ``--kv-compression`` gives or names."""
+    if text is None:
+        return None
+    try:
+        if text.lstrip().startswith("{"):
+            value = json.loads(text)
+        elif text.endswith(".json"):
+            value = json.loads(Path(text).read_text())
+        elif text.endswith((".yaml", ".yml")):
+            value = yaml.safe_load(Path(text).read_text())
+        else:
+            raise ValueError("neither a JSON object nor the name of a .json or .yaml file")
+    except FileNotFoundError:
+        raise Fault(f"--kv-compression {text}: no such file") from None
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise Fault(f"--kv-compression {text}: {_one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise Fault(f"--kv-compression {text}: must be an object, got {type(value).__name__}")
+    return value
+
+
+def _check_engine_config(args: argparse.Namespace) -> None:
+    """Builds the engine's configuration here first: what is wrong with it would surface in a child process."""
+    from vllm import AsyncEngineArgs
+
+    logging.disable(logging.WARNING)  # vLLM logs all of it when it builds the configuration itself
+    try:
+        check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=args.headless))
+    except Exception as error:
+        raise Fault(_one_line(error)) from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _announce(args: argparse.Namespace) -> None:
+    """Waits for the server, then prints where it listens and a request to try."""
+    if args.uds or args.headless:
+        return
+    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else DEFAULT_HOST
+    url_host = f"[{host}]" if ":" in host else host
+    is_tls = bool(args.ssl_keyfile and args.ssl_certfile)
+    while not _is_healthy(host, args.port, is_tls):
+        time.sleep(0.5)
+    url = f"http{'s' if is_tls else ''}://{url_host}:{args.port}"
+    name = (args.served_model_name or [args.model])[0]
+    body = {"model": name, "prompt": "Hello", "max_tokens": 16, "kv_compression": {"policy": "keepkv", "budget": 0.5}}
+    print(
+        f"vllm-kvmerge: ready on {url} (model {name}, vllm-kvmerge {__version__}). Try:\n"
+        f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        flush=True,
+    )
+
+
+def _is_healthy(host: str, port: int, is_tls: bool) -> bool:
+    connection: http.client.HTTPConnection
+    if is_tls:
+        # The certificate is the server's own business here: it may be for another name.
+        connection = http.client.HTTPSConnection(host, port, timeout=2, context=ssl._create_unverified_context())
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _one_line(error: BaseException) -> str:
+    """The gist of an exception: pydantic's own messages are lists over several lines."""
+    if hasattr(error, "errors") and callable(error.errors) and (errors := error.errors()):
+        return str(errors[0]["msg"]).removeprefix("Value error, ")
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

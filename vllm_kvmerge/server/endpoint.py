@@ -1,0 +1,69 @@
+"""The endpoint plugin: adds the body field ``kv_compression`` to vLLM's HTTP server."""
+
+import logging
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
+from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+
+logger = logging.getLogger(__name__)
+
+BODY_MODELS = (
+    "CompletionRequest",
+    "ChatCompletionRequest",
+    "ResponsesRequest",
+    "AnthropicMessagesRequest",
+    "GenerateRequest",
+)
+"""Schemas of the bodies that take the field."""
+
+
+class KVMergeEndpoint:
+    """Entry point ``kvmerge`` of ``vllm.endpoint_plugins`` (see vLLM's ``EndpointPlugin``)."""
+
+    name = "kvmerge"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Adds middleware and schema; no routes."""
+        if app.state.args.scheduler_cls is None:
+            logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
+            return
+        # add_middleware would put it around the one that counts HTTP responses, which would then miss the refusals.
+        app.user_middleware.append(Middleware(CompressionFieldMiddleware))
+        document_field(app)
+
+    async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
+        """Nothing to prepare."""
+
+
+def document_field(app: FastAPI) -> None:
+    """Makes ``app.openapi`` describe the field."""
+    build_schema = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = build_schema()
+        add_field(schema)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def add_field(schema: dict[str, Any]) -> None:
+    """Adds the field to the bodies of an OpenAPI ``schema``, in place; doing it again changes nothing."""
+    models = schema.get("components", {}).get("schemas", {})
+    field = request_schema()
+    definitions = field.pop("$defs", {})
+    field["description"] = "Compression of this request's KV cache; default: the server's."
+    for name in BODY_MODELS:
+        if name in models:
+            models[name].setdefault("properties", {})[EXTRA_ARGS_KEY] = field
+            models.update(definitions)

@@ -1,0 +1,29 @@
+"""The worker class that turns compression on in a worker process."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_kvmerge.cache.manager import register_spec
+from vllm_kvmerge.support import check_config
+from vllm_kvmerge.worker.runner import CompressionCPUModelRunner
+
+# vLLM's CPU platform ignores a custom backend's name but honours an override of its own backend.
+register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvmerge.attention.backend.MergeableAttentionBackend")
+register_spec()
+
+
+class KVMergeWorker(CPUWorker):
+    """vLLM's CPU worker with our model runner and attention backend."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        check_config(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        super().init_device()
+        # vLLM names its runner class inside init_device; replacing the runner before anything is loaded into it costs
+        # a few buffers. A class attribute for it in vLLM would make this unnecessary.
+        self.model_runner = CompressionCPUModelRunner(self.vllm_config, self.device)
