@@ -1,9 +1,11 @@
 """A request's ``kv_compression``: what is accepted, and what is said about what is not."""
 
 import json
+from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from vllm_kvmerge.config import (
     EXTRA_ARGS_KEY,
@@ -160,3 +162,11 @@ def test_every_field_is_described_in_the_schema():
         if name not in ("policy", "decode") and "description" not in field
     ]
     assert undescribed == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_shipped_configurations_are_valid(path):
+    config = parse_compression(yaml.safe_load(path.read_text()))
+    assert config.name == path.stem

@@ -16,16 +16,16 @@ BYTES_PER_BLOCK = 3 * 3 * BLOCK_SIZE * (2 * 32 * 4 + 16)  # layers, KV heads, to
 
 def engine_arguments() -> dict:
     """Arguments common to the stock engine and ours, apart from the size of the pool."""
-    return dict(
-        model=demo.model_path(),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=32,
-        max_num_batched_tokens=1024,  # so that longer prompts are computed in chunks
-        block_size=BLOCK_SIZE,
-        seed=0,
-    )
+    return {
+        "model": demo.model_path(),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 1024,  # so that longer prompts are computed in chunks
+        "block_size": BLOCK_SIZE,
+        "seed": 0,
+    }
 
 
 class Engine:

@@ -79,7 +79,8 @@ def test_rows_with_different_policies_and_none_share_a_batch(engine, stock_token
     prompts = prompts_of_many_lengths()
     names = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
     params = [
-        greedy(extra_args=compression(names[i // 2 % 5], budget=128)) if i % 2 else greedy() for i in range(len(prompts))
+        greedy(extra_args=compression(names[i // 2 % 5], budget=128)) if i % 2 else greedy()
+        for i in range(len(prompts))
     ]
     together = engine.tokens(prompts, params)
     assert [t for i, t in enumerate(together) if i % 2 == 0] == stock_tokens[::2]

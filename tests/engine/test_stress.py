@@ -56,7 +56,9 @@ def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[lis
             stop = jobs[index].abort_after
             if stop is not None and len(tokens[index]) >= stop and not output.finished:
                 core.abort_request([output.request_id])
-        preempted |= {(r.request_id, r.num_preemptions) for r in engine.scheduler.requests.values() if r.num_preemptions}
+        preempted |= {
+            (r.request_id, r.num_preemptions) for r in engine.scheduler.requests.values() if r.num_preemptions
+        }
     return tokens, len(preempted)
 
 

@@ -33,17 +33,19 @@ LLAMA = {
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[argparse.Namespace]]:
     """The arguments of servers that would have been started; the process's own state is put back."""
-    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.cli import serve as vllm_serve
 
+    monkeypatch.setattr(vllm_serve, "run_server", vllm_serve.run_server)  # the command replaces it
     monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
     monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setattr(cli, "_announce", lambda args: None)
     calls: list[argparse.Namespace] = []
-    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(calls.append))
-    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(vllm_serve.ServeSubcommand, "cmd", staticmethod(calls.append))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield calls
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

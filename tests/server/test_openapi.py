@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from vllm_kvmerge.config import REQUEST_MODELS
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint
+from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 
 
 class CompletionRequest(BaseModel):
@@ -72,6 +73,7 @@ def test_plugin_adds_no_route(app: FastAPI) -> None:
     before = list(app.routes)
     KVMergeEndpoint().attach_router(app)
     assert list(app.routes) == before
+    assert app.user_middleware[-1].cls is CompressionFieldMiddleware  # inside the one that counts responses
 
 
 def test_server_with_vllms_scheduler_stays_stock(app: FastAPI) -> None:

@@ -53,7 +53,7 @@ class CompressedRow:
 
 @dataclass(frozen=True)
 class WindowRow:
-    """A request in the batch, not compressed yet, of whose tokens the queries of the last ``num_queries`` are scored."""
+    """A request in the batch, not compressed yet, the queries of whose last ``num_queries`` tokens are scored."""
 
     num_queries: int
     update: ScoreUpdate
@@ -121,6 +121,8 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rows: list[BatchRow] = []
+
+    isa: str
 
     def _set_isa_to_layers(self, layer_names: list[str]) -> None:
         # "amx" packs K in tiles of its own; the pages hold K as "vec" and "vec16" pack it.
@@ -194,7 +196,6 @@ class MergeableAttentionImpl(CPUAttentionBackendImpl):
         if self.attn_type != AttentionType.DECODER:
             raise UnsupportedConfigError(f"attention type {self.attn_type}: only decoder attention is supported")
         self._pages: tuple[int, Pages] | None = None
-        self._layer_index: int | None = None
 
     def pages(self, kv_cache: Tensor) -> Pages:
         """Views of this layer's cache; made once per allocation."""

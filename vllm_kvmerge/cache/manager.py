@@ -52,7 +52,7 @@ class MergeableAttentionManager(FullAttentionManager):
         self._retired: list[KVCacheBlock] = []
 
     def relocate(self, request_id: str, num_tokens: int, new_front: int) -> Relocation | None:
-        """Gives a request blocks of its own for ``new_front`` entries and retires all others before slot ``num_tokens``.
+        """Gives a request its own blocks for ``new_front`` entries and retires all others before slot ``num_tokens``.
 
         Shared blocks are never written to, and hashed ones only if there is no other way. In this order it takes
         blocks that only this request holds and that are not hashed, free blocks of the pool, and blocks that only

@@ -133,7 +133,7 @@ class CompressionSchedulerMixin(Scheduler):
         return output
 
     def _plan_due(self, step: CompressionStep) -> list[Request]:
-        """Adds to ``step`` the compressions that are due after it; returns the requests that found no room for theirs."""
+        """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs."""
         waiting = []
         for request in self.running:
             state = request.kv_compression  # type: ignore[attr-defined]
@@ -180,9 +180,7 @@ class CompressionSchedulerMixin(Scheduler):
             hidden = segments.tail - segments.front if segments else 0
             num_tokens = request.num_computed_tokens
             name = state.config.name if state else FULL
-            sizes.append(
-                (name, num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id))
-            )
+            sizes.append((name, num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id)))
         return sizes
 
 

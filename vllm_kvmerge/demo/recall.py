@@ -1,19 +1,20 @@
 """The demo model's synthetic task: facts spread through filler text, questions at the end.
 
-Text is a sequence of words, one token each. A fact is ``key K is d d d d .``, a question
-``key K ?`` and its answer ``: d d d d </s>``. Filler walks a fixed random graph (eight
+Text is a sequence of words, one token each. A fact is ``remember K d d d d .``, a question
+``recall K`` and its answer ``d d d d </s>``. Filler walks a fixed random graph (eight
 successors per word), so that a language model has something to learn from it.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 NUM_KEYS = 256
 NUM_FILLERS = 512
 DIGITS_PER_ANSWER = 4
 SPECIAL_WORDS = ("<pad>", "<unk>", "<s>", "</s>")
-FUNCTION_WORDS = ("key", "is", ".", "?", ":")
+FUNCTION_WORDS = ("remember", "recall", ".", ",", "?")
 DIGIT_WORDS = tuple("0123456789")
 _SUCCESSORS_PER_WORD = 8
 
@@ -57,34 +58,35 @@ def _document(rng: np.random.Generator, length: int, num_facts: int) -> tuple[np
     """``length`` token ids holding ``num_facts`` facts, their key ids and their ``[num_facts, 4]`` digit ids."""
     keys = rng.choice(NUM_KEYS, num_facts, replace=False) + _KEY_BASE
     digits = rng.integers(0, 10, (num_facts, DIGITS_PER_ANSWER)) + _DIGIT_BASE
-    fact_length = DIGITS_PER_ANSWER + 4
+    fact_length = DIGITS_PER_ANSWER + 3
     room = length - num_facts * fact_length
     if room < 0:
         raise ValueError(f"length {length} cannot hold {num_facts} facts of {fact_length} tokens")
     pieces = np.split(_filler(rng, room), np.sort(rng.integers(0, room + 1, num_facts)))
-    tokens = [pieces[0]]
+    tokens: list[ArrayLike] = [pieces[0]]
     for key, value, piece in zip(keys, digits, pieces[1:], strict=True):
-        tokens += [[_ID["key"], key, _ID["is"]], value, [_ID["."]], piece]
+        tokens += [[_ID["remember"], key], value, [_ID["."]], piece]
     return np.concatenate(tokens).astype(np.int64), keys, digits
 
 
 def training_sample(
     rng: np.random.Generator, length: int, num_facts: int, num_questions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``[length]`` token ids starting with ``<s>`` and a ``[length]`` bool mask of the answer tokens (digits, ``</s>``)."""
-    question_length = DIGITS_PER_ANSWER + 5
+    """``[length]`` token ids from ``<s>`` on, and a ``[length]`` bool mask of the answer tokens (digits, ``</s>``)."""
+    question_length = DIGITS_PER_ANSWER + 3
     document, keys, digits = _document(rng, length - 1 - num_questions * question_length, num_facts)
-    tokens, is_answer = [np.array([BOS]), document], [np.zeros(1 + len(document), dtype=bool)]
+    tokens: list[ArrayLike] = [[BOS], document]
+    is_answer = [np.zeros(1 + len(document), dtype=bool)]
     for fact in rng.integers(0, num_facts, num_questions):
-        tokens += [[_ID["key"], keys[fact], _ID["?"], _ID[":"]], digits[fact], [EOS]]
-        is_answer += [np.zeros(4, dtype=bool), np.ones(DIGITS_PER_ANSWER + 1, dtype=bool)]
+        tokens += [[_ID["recall"], keys[fact]], digits[fact], [EOS]]
+        is_answer += [np.zeros(2, dtype=bool), np.ones(DIGITS_PER_ANSWER + 1, dtype=bool)]
     return np.concatenate(tokens).astype(np.int64), np.concatenate(is_answer)
 
 
 def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> RecallPrompt:
-    """A prompt of exactly ``length`` tokens (``<s>`` and the final ``:`` included) that asks for one of its facts."""
-    document, keys, digits = _document(rng, length - 5, num_facts)
+    """A prompt of exactly ``length`` tokens (``<s>`` included) that asks for one of its facts."""
+    document, keys, digits = _document(rng, length - 3, num_facts)
     fact = int(rng.integers(num_facts))
     key = VOCABULARY[keys[fact]]
-    text = " ".join(VOCABULARY[i] for i in document) + f" key {key} ? :"
+    text = " ".join(VOCABULARY[i] for i in document) + f" recall {key}"
     return RecallPrompt(text=text, key=key, answer=" ".join(VOCABULARY[i] for i in digits[fact]))

@@ -23,12 +23,9 @@ WARMUP_STEPS = 100
 LANGUAGE_MODEL_LOSS_WEIGHT = 0.1
 MAX_POSITIONS = 8_192
 
-# The assistant's turn starts with ":" because that is what follows a question in training text.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ ' : ' + message['content'] + ' ' + eos_token }}"
-    "{% else %}{{ ' ' + message['content'] }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ ' :' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 
 
@@ -41,11 +38,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(128, 4, 8, 700),
-    Stage(256, 8, 12, 700),
-    Stage(512, 12, 16, 600),
-    Stage(1_024, 16, 24, 600),
-    Stage(2_048, 24, 32, 350),
+    Stage(128, 4, 8, 400),
+    Stage(256, 8, 12, 300),
+    Stage(512, 12, 16, 350),
+    Stage(1_024, 16, 24, 350),
+    Stage(2_048, 24, 32, 250),
 )
 
 
@@ -99,7 +96,10 @@ def draw_batch(rng: np.random.Generator, stage: Stage) -> tuple[torch.Tensor, to
     return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(is_answer))
 
 
-def loss_and_accuracy(model: LlamaForCausalLM, tokens: torch.Tensor, is_answer: torch.Tensor):
+def loss_and_accuracy(
+    model: LlamaForCausalLM, tokens: torch.Tensor, is_answer: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Training loss, and the share of answer tokens that the model would get right."""
     logits = model(tokens[:, :-1]).logits.float()
     targets, answer_targets = tokens[:, 1:], is_answer[:, 1:]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")

@@ -43,8 +43,8 @@ class Pages:
         num_blocks, num_heads, block_size, cell = cache.shape
         if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache[0, 0].is_contiguous():
             raise ValueError(
-                f"cache of shape {tuple(cache.shape)} and {cache.dtype} does not hold {cell_bytes(head_size, cache.dtype)} "
-                f"contiguous bytes per cell (head size {head_size})"
+                f"cache of shape {tuple(cache.shape)} and {cache.dtype} does not hold "
+                f"{cell_bytes(head_size, cache.dtype)} contiguous bytes per cell (head size {head_size})"
             )
         regions = cache.view(num_blocks, num_heads, block_size * cell)
         plane = block_size * head_size
@@ -71,5 +71,5 @@ class Pages:
         return self.values.shape[1]
 
     def stock_key_view(self) -> Tensor:
-        """The key plane under the shape that vLLM's CPU operators expect, ``[B, H, bs, d]`` (they know it is packed)."""
+        """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed)."""
         return self.keys.flatten(2).unflatten(2, (self.block_size, self.head_size))

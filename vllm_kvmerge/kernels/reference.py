@@ -72,9 +72,7 @@ def accumulate_scores(
     return torch.where(aux + counted > 0, total, 0.0), aux + counted
 
 
-def _attend(
-    query: Tensor, keys: Tensor, bias: Tensor | None, visible: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, keys: Tensor, bias: Tensor | None, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(logits without bias, probabilities), both ``[H, G, q, n]``; query ``[q, H * G, d]``, keys ``[H, d, n]``."""
     num_queries, num_heads, head_size = query.shape
     num_kv_heads = keys.shape[0]
@@ -172,7 +170,7 @@ def gather_entries(pages: Pages, blocks: Tensor, front: int, tail: int, seq_len:
 
 
 def write_front(pages: Pages, blocks: Tensor, entries: Entries) -> None:
-    """Writes entries to slots ``[0, len(entries))`` of ``blocks``; the other slots of the last block stay as they are."""
+    """Writes entries to slots ``[0, len(entries))`` of ``blocks``; other slots of the last block stay as they are."""
     slots = torch.arange(len(entries))
     block, offset = blocks[slots // pages.block_size].long(), slots % pages.block_size
     pages.keys[block, :, :, offset] = entries.keys.transpose(0, 1).to(pages.keys.dtype)
@@ -182,7 +180,7 @@ def write_front(pages: Pages, blocks: Tensor, entries: Entries) -> None:
 
 
 def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
-    """Stores new tokens: key, value ``[num_tokens, H, d]`` at flat slots ``block * block_size + offset`` (negative: none)."""
+    """Stores new tokens: key, value ``[num_tokens, H, d]`` at flat slots ``block * bs + offset`` (negative: none)."""
     wanted = slot_mapping >= 0
     block, offset = slot_mapping[wanted] // pages.block_size, slot_mapping[wanted] % pages.block_size
     pages.keys[block, :, :, offset] = key[wanted].to(pages.keys.dtype)

@@ -13,9 +13,7 @@ REJECTED = Counter("vllm:kvmerge_rejected_requests", "Requests refused because o
 COMPRESSIONS = Counter("vllm:kvmerge_compressions", "Compressions of a request's cache.", ["policy"])
 BLOCKS_FREED = Counter("vllm:kvmerge_blocks_freed", "Blocks returned to the pool by compressions.", ["policy"])
 BYTES_FREED = Counter("vllm:kvmerge_bytes_freed", "Bytes of those blocks, over all layers and ranks.", ["policy"])
-MERGED = Counter(
-    "vllm:kvmerge_entries_merged", "Cache entries (per layer and KV head) merged into others.", ["policy"]
-)
+MERGED = Counter("vllm:kvmerge_entries_merged", "Cache entries (per layer and KV head) merged into others.", ["policy"])
 EVICTED = Counter("vllm:kvmerge_entries_evicted", "Cache entries (per layer and KV head) dropped.", ["policy"])
 COMPACTION_SECONDS = Histogram(
     "vllm:kvmerge_compaction_seconds",

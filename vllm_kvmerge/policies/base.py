@@ -110,6 +110,11 @@ class Tracker(Part):
 
     mode: ClassVar[TrackerMode]
 
+    @property
+    def update_decay(self) -> float:
+        """Weight of the past when attention updates the statistic (see ``kernels.ScoreUpdate``)."""
+        return 1.0
+
     @abstractmethod
     def importance(self, entries: Entries) -> Tensor:
         """``[H, n]`` float32: larger means more worth keeping. Comparable within a head only."""

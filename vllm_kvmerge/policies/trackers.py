@@ -42,6 +42,10 @@ class SumTracker(Tracker):
     score_window: ScoreWindow = Field(64, description=SCORE_WINDOW_TEXT)
     decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor on the accumulated score at each query.")
 
+    @property
+    def update_decay(self) -> float:
+        return self.decay
+
     def importance(self, entries: Entries) -> Tensor:
         return entries.scores
 
@@ -61,6 +65,10 @@ class LogEmaTracker(Tracker):
 
     score_window: ScoreWindow = Field(64, description=SCORE_WINDOW_TEXT)
     ema_decay: float = Field(0.9, gt=0.0, lt=1.0, description="Weight of the past in the moving average.")
+
+    @property
+    def update_decay(self) -> float:
+        return self.ema_decay
 
     def corrected(self, entries: Entries) -> Tensor:
         """``[H, n]``: L = ln s_hat = S - ln(1 - a^t) (KeepKV eq. 8); -inf for an entry that was never scored."""

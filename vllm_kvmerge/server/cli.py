@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["serve"]:
-            # Until vLLM sets its own handler, SIGTERM would end the process without running what atexit holds.
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, _exit_at_once)
             return serve(argv)
         parser = _Parser(prog="vllm-kvmerge", description=__doc__)
         parser.add_argument("--version", action="version", version=f"vllm-kvmerge {__version__}")
@@ -71,8 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     except Fault as fault:
         print("vllm-kvmerge:", " ".join(str(fault).split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+
+
+def _exit_at_once(number: int, _: Any) -> NoReturn:
+    """Handles a signal until the server is up; from then on vLLM stops it in good order."""
+    sys.exit(128 + number)
 
 
 def print_policies() -> None:
@@ -106,15 +109,28 @@ def serve(argv: list[str]) -> int:
     _set_engine_args(args, options)
     _check_engine_config(args)
     threading.Thread(target=_announce, args=(args,), daemon=True).start()
-    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.cli import serve as vllm_serve
 
+    # Needed until vLLM's zmq_socket_ctx stops swallowing the KeyboardInterrupt that its run_server makes of SIGTERM: a
+    # server that was told to stop while its engine started would start all the same, or hang for ten minutes.
+    vllm_serve.run_server = _run_server
     try:
-        ServeSubcommand.cmd(args)
+        vllm_serve.ServeSubcommand.cmd(args)
     except Exception as error:
         # The engine's processes have logged their traceback by now.
         print("vllm-kvmerge: the server stopped:", _one_line(error), file=sys.stderr)
         return 1
     return 0
+
+
+async def _run_server(args: argparse.Namespace) -> None:
+    """vLLM's ``run_server`` without its signal handler: ``_exit_at_once`` stays until the HTTP server sets its own."""
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
+    from vllm.utils.system_utils import decorate_logs
+
+    decorate_logs("APIServer", skip_if_decorated=True)
+    listen_address, sock = setup_server(args, reuse_port=False)
+    await run_server_worker(listen_address, sock, args)
 
 
 def _set_environment() -> None:

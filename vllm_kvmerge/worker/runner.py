@@ -14,7 +14,6 @@ from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
 from vllm_kvmerge.config import CompressionConfig, parse_compression
 from vllm_kvmerge.kernels import Pages, ScoreUpdate
 from vllm_kvmerge.metrics import count_entries, observe_compaction
-from vllm_kvmerge.policies.trackers import LogEmaTracker
 from vllm_kvmerge.worker.compactor import compact
 
 
@@ -29,7 +28,7 @@ class CompressedRequest:
 
 def score_update(config: CompressionConfig) -> ScoreUpdate:
     tracker = config.policy.tracker
-    return ScoreUpdate(tracker.mode, tracker.ema_decay if isinstance(tracker, LogEmaTracker) else tracker.decay)
+    return ScoreUpdate(tracker.mode, tracker.update_decay)
 
 
 def parse_known(text: str) -> CompressionConfig:

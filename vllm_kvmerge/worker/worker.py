@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvmerge.cache.manager import register_spec
+from vllm_kvmerge.server.validation import drop_validator
 from vllm_kvmerge.support import check_config
 from vllm_kvmerge.worker.runner import CompressionCPUModelRunner
 
@@ -20,6 +21,7 @@ class KVMergeWorker(CPUWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         check_config(vllm_config)
+        drop_validator(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:

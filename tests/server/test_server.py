@@ -1,0 +1,221 @@
+"""The real server: real processes, real HTTP, the official client, and Prometheus text."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from vllm_kvmerge.demo import recall
+
+POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
+
+
+@dataclass
+class Server:
+    url: str
+    process: subprocess.Popen
+    log: list[str]
+
+    def post(self, path: str, body: dict) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def complete(self, prompt, **body) -> dict:
+        response = self.post("/v1/completions", {"model": "demo", "prompt": prompt, "temperature": 0, **body})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry these labels."""
+        total = 0.0
+        for line in httpx.get(self.url + "/metrics", timeout=30).text.splitlines():
+            match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
+            if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
+                total += float(match[2])
+        return total
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    port = free_port()
+    command = [
+        sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", "--port", str(port), "--dtype", "float32",
+        "--max-model-len", "4096", "--enforce-eager", "--kv-cache-memory-bytes", str(20 << 20),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log: list[str] = []
+    assert process.stdout is not None
+    reader = threading.Thread(target=lambda: log.extend(iter(process.stdout.readline, "")), daemon=True)
+    reader.start()
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    deadline = time.monotonic() + 180
+    while not any("ready on" in line for line in log):
+        assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
+        time.sleep(0.2)
+    yield server
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def long_prompt(seed: int, length: int = 3000) -> list[int]:
+    return [2, *np.random.default_rng(seed).integers(19, 780, length - 1).tolist()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_per_request(server, policy):
+    before = server.metric("vllm:kvmerge_compressions_total", policy=policy)
+    body = {"max_tokens": 40, "ignore_eos": True, "kv_compression": {"policy": policy, "budget": 256}}
+    answer = server.complete(long_prompt(1), **body)
+    assert answer["usage"] == answer["usage"] | {"prompt_tokens": 3000, "completion_tokens": 40}
+    after = server.metric("vllm:kvmerge_compressions_total", policy=policy)
+    assert after - before == (1 if policy == "snapkv" else 2)
+    assert server.metric("vllm:kvmerge_requests_total", policy=policy) >= 1
+    assert server.metric("vllm:kvmerge_blocks_freed_total", policy=policy) >= 93 - 9
+    per_block = server.metric("vllm:kvmerge_bytes_freed_total", policy=policy) / server.metric(
+        "vllm:kvmerge_blocks_freed_total", policy=policy
+    )
+    assert per_block == 3 * 3 * 32 * (2 * 32 * 4 + 16)
+    assert server.metric("vllm:kvmerge_compaction_seconds_count", policy=policy) == after
+    gone = server.metric("vllm:kvmerge_entries_merged_total", policy=policy) + server.metric(
+        "vllm:kvmerge_entries_evicted_total", policy=policy
+    )
+    assert gone >= (3000 - 256) * 9
+
+
+def test_memory_falls_while_the_request_runs(server):
+    """The gauges of a long request drop to its share after the prompt, and to nothing at its end."""
+    usage, ratio, done = [], [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            usage.append(server.metric("vllm:kv_cache_usage_perc"))
+            live = server.metric("vllm:kvmerge_live_entries", policy="keepkv")
+            tokens = server.metric("vllm:kvmerge_represented_tokens", policy="keepkv")
+            if tokens > 3000:
+                ratio.append(live / tokens)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    body = {"max_tokens": 600, "ignore_eos": True, "kv_compression": {"policy": "keepkv", "budget": 256}}
+    server.complete(long_prompt(2), **body)
+    done.set()
+    watcher.join()
+    assert ratio and max(ratio) < 0.1
+    share = (256 + 2 * 32) / 32 / (20 * 2**20 // (3 * 3 * 32 * 272))
+    assert min(u for u in usage if u > 0) <= share
+    deadline = time.monotonic() + 20
+    while server.metric("vllm:kv_cache_usage_perc") or server.metric("vllm:kvmerge_live_bytes"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert server.metric("vllm:kvmerge_live_entries") == 0
+
+
+def test_a_plain_request_after_compressed_ones_answers_as_before(server):
+    prompt = long_prompt(3, 2000)
+    first = server.complete(prompt, max_tokens=30, ignore_eos=True)["choices"][0]["text"]
+    for policy in POLICIES:
+        server.complete(prompt, max_tokens=50, ignore_eos=True, kv_compression={"policy": policy, "budget": 0.1})
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    assert server.complete(prompt, max_tokens=30, ignore_eos=True)["choices"][0]["text"] == first
+    assert server.metric("vllm:prefix_cache_hits_total") - hits == 1984
+
+
+def test_the_official_client_streams_a_chat(server):
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    prompt = recall.draw_prompt(np.random.default_rng(5), 1000, 16)
+    extra = {"kv_compression": {"policy": "keepkv", "budget": 0.3}}
+    request = {
+        "model": "demo", "messages": [{"role": "user", "content": prompt.text}], "temperature": 0, "max_tokens": 60,
+        "extra_body": extra | {"ignore_eos": True},
+    }  # fmt: skip
+    before = server.metric("vllm:kvmerge_requests_total", policy="keepkv")
+    whole = client.chat.completions.create(**request).choices[0].message.content
+    pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**request, stream=True)]
+    assert len(pieces) > 10
+    assert "".join(pieces) == whole
+    assert server.metric("vllm:kvmerge_requests_total", policy="keepkv") == before + 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("value", "param", "reason"),
+    [
+        ({"policy": "nonsense"}, "kv_compression.policy", "unknown_policy"),
+        ({"policy": "keepkv", "nonsense": 1}, "kv_compression.nonsense", "unknown_field"),
+        ({"policy": "keepkv", "budget": 68, "recent_window": 64}, "kv_compression.budget", "budget_too_small"),
+        ({"policy": "keepkv", "budget": 1.5}, "kv_compression.budget", "invalid_value"),
+        ({"policy": "keepkv", "budget": "0.2"}, "kv_compression.budget", "wrong_type"),
+        ("keepkv", "kv_compression", "wrong_type"),
+    ],
+)
+def test_bad_requests_are_refused_by_name(server, path, value, param, reason):
+    before = server.metric("vllm:kvmerge_rejected_requests_total", reason=reason)
+    content = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    response = server.post(path, {"model": "demo", "kv_compression": value} | content)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["type"], error["code"]) == (param, "BadRequestError", 400)
+    assert server.metric("vllm:kvmerge_rejected_requests_total", reason=reason) == before + 1
+
+
+def test_the_client_raises_bad_request(server):
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    with pytest.raises(openai.BadRequestError, match="allowed: "):
+        client.completions.create(model="demo", prompt="a", extra_body={"kv_compression": {"policy": "lossless"}})
+
+
+def test_the_field_is_in_the_openapi_schema(server):
+    schemas = httpx.get(server.url + "/openapi.json", timeout=30).json()["components"]["schemas"]
+    for model in ("CompletionRequest", "ChatCompletionRequest"):
+        assert "kv_compression" in schemas[model]["properties"]
+    assert "merge_threshold" in schemas["KeepkvRequest"]["properties"]
+
+
+def test_clients_that_leave_do_no_harm(server):
+    """Requests are dropped in the middle of a stream; their blocks come back."""
+    for seed in range(6):
+        policy = POLICIES[seed]
+        body = {
+            "model": "demo", "prompt": long_prompt(50 + seed, 1000), "max_tokens": 500, "ignore_eos": True,
+            "stream": True, "kv_compression": {"policy": policy, "budget": 128},
+        }  # fmt: skip
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
+            for count, _ in enumerate(response.iter_lines()):
+                if count > 10 * seed:
+                    break
+    deadline = time.monotonic() + 20
+    while server.metric("vllm:kv_cache_usage_perc"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert server.complete("recall", max_tokens=2)["choices"]
+
+
+def test_sigterm_ends_every_process(server):
+    """Last in this module: stops the server."""
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(server.process.pid)], capture_output=True, text=True
+    ).stdout.split()
+    assert children
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) is not None
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -1,0 +1,105 @@
+"""Recall of the demo model under every policy: ``python -m vllm_kvmerge.demo.evaluate``.
+
+Draws fresh prompts (facts spread through filler, one question at the end), asks for the answer under full attention and
+under each policy at the same budget, and prints the share of exactly right answers.
+"""
+
+import argparse
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvmerge import demo
+from vllm_kvmerge.config import FULL, compression
+from vllm_kvmerge.demo import recall
+from vllm_kvmerge.policies import PRESETS
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+@dataclass(frozen=True)
+class Score:
+    """exact: share of prompts whose answer is right in every digit. digits: share of right digits."""
+
+    policy: str
+    exact: float
+    digits: float
+
+
+def score(answers: list[str], prompts: list[recall.RecallPrompt], policy: str) -> Score:
+    pairs = [(answer.split(), prompt.answer.split()) for answer, prompt in zip(answers, prompts, strict=True)]
+    digits = [a == b for given, wanted in pairs for a, b in zip(given, wanted, strict=False)]
+    return Score(
+        policy=policy,
+        exact=sum(given == wanted for given, wanted in pairs) / len(pairs),
+        digits=sum(digits) / (len(pairs) * recall.DIGITS_PER_ANSWER),
+    )
+
+
+def evaluate(llm: "LLM", prompts: list[recall.RecallPrompt], policies: list[str], budget: int | float) -> list[Score]:
+    """Scores of ``policies`` (``full`` for none) on ``prompts`` with an engine made with ``kvmerge_engine_args``."""
+    from vllm import SamplingParams
+
+    scores = []
+    for policy in policies:
+        parameters = {} if policy == FULL else {"budget": budget}
+        params = SamplingParams(
+            temperature=0, max_tokens=recall.DIGITS_PER_ANSWER + 1, extra_args=compression(policy, **parameters)
+        )
+        outputs = llm.generate([prompt.text for prompt in prompts], params, use_tqdm=False)
+        scores.append(score([output.outputs[0].text for output in outputs], prompts, policy))
+    return scores
+
+
+def parse_budget(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=demo.model_path(), help="folder of the model (default: the one that ships)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per prompt")
+    parser.add_argument("--facts", type=int, default=16, help="facts per prompt")
+    parser.add_argument("--prompts", type=int, default=200, help="how many prompts")
+    parser.add_argument("--budget", type=parse_budget, default=0.3, help="entries (integer) or share of the prompt")
+    parser.add_argument("--policies", nargs="+", default=[FULL, *sorted(PRESETS)], help="which policies")
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one at each run, printed")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of model and cache")
+    arguments = parser.parse_args()
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    rng = np.random.default_rng(seed)
+    prompts = [recall.draw_prompt(rng, arguments.length, arguments.facts) for _ in range(arguments.prompts)]
+
+    from vllm import LLM
+
+    from vllm_kvmerge import kvmerge_engine_args
+
+    llm = LLM(
+        **kvmerge_engine_args(
+            model=arguments.model,
+            dtype=arguments.dtype,
+            enforce_eager=True,
+            max_model_len=arguments.length + 64,
+            kv_cache_memory_bytes=256 << 20,
+        )
+    )
+    scores = evaluate(llm, prompts, arguments.policies, arguments.budget)
+    table = Table(
+        title=f"Recall: {arguments.prompts} prompts of {arguments.length} tokens with {arguments.facts} facts, "
+        f"budget {arguments.budget}, {arguments.dtype}, seed {seed}"
+    )
+    table.add_column("policy")
+    table.add_column("exact answers", justify="right")
+    table.add_column("right digits", justify="right")
+    for row in scores:
+        table.add_row(row.policy, f"{row.exact:.3f}", f"{row.digits:.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
