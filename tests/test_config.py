@@ -170,3 +170,13 @@ def test_every_field_is_described_in_the_schema():
 def test_shipped_configurations_are_valid(path):
     config = parse_compression(yaml.safe_load(path.read_text()))
     assert config.name == path.stem
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_absurdly_nested_values_are_refused(as_text):
+    value: object = {}
+    for _ in range(3000):
+        value = {"policy": value}
+    text = '{"policy": ' * 3000 + "1" + "}" * 3000
+    with pytest.raises(CompressionError):
+        parse_compression(text if as_text else value)

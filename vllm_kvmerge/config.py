@@ -195,11 +195,11 @@ def parse_compression(value: Any) -> CompressionConfig | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise CompressionError(EXTRA_ARGS_KEY, f"is not valid JSON: {error}", "wrong_type") from None
     try:
         text = json.dumps(value, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CompressionError(EXTRA_ARGS_KEY, f"is not JSON: {error}", "wrong_type") from None
     return _parse_canonical(text)
 

@@ -165,3 +165,13 @@ def test_parallel_samples_of_one_prompt(engine):
     assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
     assert len({tuple(o.token_ids) for o in first.outputs}) > 1
     engine.assert_empty()
+
+
+def test_hand_written_parameters_are_checked_before_they_are_queued(engine):
+    from vllm.exceptions import VLLMValidationError
+
+    bad = SamplingParams(extra_args={"kv_compression": {"policy": "keepkv", "budget": 2.5}})
+    with pytest.raises(VLLMValidationError, match=r"kv_compression.budget: .* got 2.5"):
+        engine.generate([[2, 3, 4]], bad)
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+    assert len(engine.tokens([[2, 3, 4]], greedy(3))[0]) == 3

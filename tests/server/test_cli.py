@@ -110,6 +110,14 @@ def test_missing_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/model" in fault(capsys, "serve", "/no/such/model")
 
 
+def test_fault_of_a_process_of_its_own() -> None:
+    """Nothing but the one line: what vLLM logs while it is imported is held back."""
+    command = [sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "/no/such/model"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "vllm-kvmerge: no model in /no/such/model: there is no such folder\n"
+
+
 def test_folder_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: str) -> None:
     assert str(tmp_path) in fault(capsys, "serve", str(tmp_path), "--port", port)
 

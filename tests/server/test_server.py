@@ -1,15 +1,7 @@
 """The real server: real processes, real HTTP, the official client, and Prometheus text."""
 
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import httpx
 import numpy as np
@@ -19,59 +11,6 @@ import pytest
 from vllm_kvmerge.demo import recall
 
 POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
-
-
-@dataclass
-class Server:
-    url: str
-    process: subprocess.Popen
-    log: list[str]
-
-    def post(self, path: str, body: dict) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
-
-    def complete(self, prompt, **body) -> dict:
-        response = self.post("/v1/completions", {"model": "demo", "prompt": prompt, "temperature": 0, **body})
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that carry these labels."""
-        total = 0.0
-        for line in httpx.get(self.url + "/metrics", timeout=30).text.splitlines():
-            match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
-            if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
-                total += float(match[2])
-        return total
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    port = free_port()
-    command = [
-        sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", "--port", str(port), "--dtype", "float32",
-        "--max-model-len", "4096", "--enforce-eager", "--kv-cache-memory-bytes", str(20 << 20),
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    log: list[str] = []
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda: log.extend(iter(process.stdout.readline, "")), daemon=True)
-    reader.start()
-    server = Server(f"http://127.0.0.1:{port}", process, log)
-    deadline = time.monotonic() + 180
-    while not any("ready on" in line for line in log):
-        assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
-        time.sleep(0.2)
-    yield server
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
 
 
 def long_prompt(seed: int, length: int = 3000) -> list[int]:
@@ -205,17 +144,3 @@ def test_clients_that_leave_do_no_harm(server):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert server.complete("recall", max_tokens=2)["choices"]
-
-
-def test_sigterm_ends_every_process(server):
-    """Last in this module: stops the server."""
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(server.process.pid)], capture_output=True, text=True
-    ).stdout.split()
-    assert children
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) is not None
-    deadline = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{pid}") for pid in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -1,10 +1,14 @@
 """The demo model's synthetic task: facts spread through filler text, questions at the end.
 
+``python -m vllm_kvmerge.demo.recall --length 1000 --facts 16`` prints a prompt, and its answer on stderr.
+
 Text is a sequence of words, one token each. A fact is ``remember K d d d d .``, a question
 ``recall K`` and its answer ``d d d d </s>``. Filler walks a fixed random graph (eight
 successors per word), so that a language model has something to learn from it.
 """
 
+import argparse
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +87,18 @@ def training_sample(
     return np.concatenate(tokens).astype(np.int64), np.concatenate(is_answer)
 
 
+def copy_sample(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random words and digits, then the same again, in the form of ``training_sample``; the repetition is the answer.
+
+    To recall a fact is to find an earlier occurrence of a word and go on as the text went on there. Copying teaches
+    exactly that, with a target at every token: without it, recall appears late or not at all.
+    """
+    half = (length - 1) // 2
+    words = rng.integers(_DIGIT_BASE, len(VOCABULARY), half)
+    tokens = np.concatenate([[BOS], words, words, words[: length - 1 - 2 * half]])
+    return tokens.astype(np.int64), np.arange(length) > half
+
+
 def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> RecallPrompt:
     """A prompt of exactly ``length`` tokens (``<s>`` included) that asks for one of its facts."""
     document, keys, digits = _document(rng, length - 3, num_facts)
@@ -90,3 +106,18 @@ def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> Recall
     key = VOCABULARY[keys[fact]]
     text = " ".join(VOCABULARY[i] for i in document) + f" recall {key}"
     return RecallPrompt(text=text, key=key, answer=" ".join(VOCABULARY[i] for i in digits[fact]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prints a prompt of the recall task, and its answer on stderr.")
+    parser.add_argument("--length", type=int, default=1000, help="tokens")
+    parser.add_argument("--facts", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=None, help="default: another prompt at each run")
+    arguments = parser.parse_args()
+    prompt = draw_prompt(np.random.default_rng(arguments.seed), arguments.length, arguments.facts)
+    print(prompt.text)
+    print("answer:", prompt.answer, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

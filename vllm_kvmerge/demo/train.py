@@ -21,6 +21,7 @@ TOKENS_PER_STEP = 8_192
 PEAK_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 LANGUAGE_MODEL_LOSS_WEIGHT = 0.1
+COPY_SHARE = 0.25
 MAX_POSITIONS = 8_192
 
 CHAT_TEMPLATE = (
@@ -88,9 +89,12 @@ def build_model() -> LlamaForCausalLM:
 
 def draw_batch(rng: np.random.Generator, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
     """``[batch, length]`` int64 token ids and a bool mask of the answer tokens."""
-    samples = [
+    num_samples = TOKENS_PER_STEP // stage.length
+    num_copies = max(1, round(num_samples * COPY_SHARE))
+    samples = [recall.copy_sample(rng, stage.length) for _ in range(num_copies)]
+    samples += [
         recall.training_sample(rng, stage.length, stage.num_facts, stage.num_questions)
-        for _ in range(TOKENS_PER_STEP // stage.length)
+        for _ in range(num_samples - num_copies)
     ]
     tokens, is_answer = zip(*samples, strict=True)
     return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(is_answer))

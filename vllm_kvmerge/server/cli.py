@@ -14,6 +14,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -154,10 +156,11 @@ def _allowed_plugins(given: str | None) -> list[str]:
 def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]:
     """The whole parser and that of ``serve``, which has vLLM's options and ``--kv-compression``."""
     try:
-        check_vllm_version()
-        vllm_serve = importlib.import_module("vllm.entrypoints.cli.serve")
-        api_utils = importlib.import_module("vllm.entrypoints.serve.utils.api_utils")
-        argparse_utils = importlib.import_module("vllm.utils.argparse_utils")
+        with _quiet():
+            check_vllm_version()
+            vllm_serve = importlib.import_module("vllm.entrypoints.cli.serve")
+            api_utils = importlib.import_module("vllm.entrypoints.serve.utils.api_utils")
+            argparse_utils = importlib.import_module("vllm.utils.argparse_utils")
     except UnsupportedConfigError as error:
         raise Fault(str(error)) from None
     except Exception as error:
@@ -275,17 +278,18 @@ def _check_engine_config(args: argparse.Namespace) -> None:
     """Builds the engine's configuration here first: what is wrong with it would surface in a child process."""
     from vllm import AsyncEngineArgs
 
-    logging.disable(logging.WARNING)  # vLLM logs all of it when it builds the configuration itself
     try:
-        check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=args.headless))
+        with _quiet():  # vLLM logs all of it when it builds the configuration itself
+            check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=args.headless))
     except Exception as error:
         raise Fault(_one_line(error)) from error
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _announce(args: argparse.Namespace) -> None:
     """Waits for the server, then prints where it listens and a request to try."""
+    from vllm_kvmerge.demo import model_path
+    from vllm_kvmerge.demo.recall import KEY_WORDS
+
     if args.uds or args.headless:
         return
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else DEFAULT_HOST
@@ -295,7 +299,9 @@ def _announce(args: argparse.Namespace) -> None:
         time.sleep(0.5)
     url = f"http{'s' if is_tls else ''}://{url_host}:{args.port}"
     name = (args.served_model_name or [args.model])[0]
-    body = {"model": name, "prompt": "Hello", "max_tokens": 16, "kv_compression": {"policy": "keepkv", "budget": 0.5}}
+    # The demo model knows its own made-up words only.
+    prompt = f"remember {KEY_WORDS[0]} 4821. recall {KEY_WORDS[0]}" if args.model == model_path() else "Hello"
+    body = {"model": name, "prompt": prompt, "max_tokens": 16, "kv_compression": {"policy": "keepkv", "budget": 0.5}}
     print(
         f"vllm-kvmerge: ready on {url} (model {name}, vllm-kvmerge {__version__}). Try:\n"
         f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
@@ -317,6 +323,16 @@ def _is_healthy(host: str, port: int, is_tls: bool) -> bool:
         return False
     finally:
         connection.close()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Holds back log lines, so that a fault stays the only line."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _one_line(error: BaseException) -> str:
