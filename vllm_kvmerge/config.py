@@ -17,7 +17,7 @@ from pydantic import (
     create_model,
 )
 
-from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Preset
+from vllm_kvmerge.policies import ALLOCATORS, MERGERS, PRESETS, SELECTORS, TRACKERS, CompressionPolicy, Preset
 from vllm_kvmerge.policies.registry import DecodeMode
 
 EXTRA_ARGS_KEY = "kv_compression"
@@ -63,8 +63,13 @@ class FullRequest(BaseModel):
     policy: Literal["full"]
 
 
-def _part_classes(preset: Preset) -> tuple[type[BaseModel], ...]:
-    return (preset.tracker, preset.selector, preset.merger)
+def _part_classes(preset: Preset) -> dict[str, type[BaseModel]]:
+    return {
+        "tracker": TRACKERS[preset.tracker],
+        "allocator": ALLOCATORS[preset.allocator],
+        "selector": SELECTORS[preset.selector],
+        "merger": MERGERS[preset.merger],
+    }
 
 
 def _request_model(preset: Preset) -> type[BaseModel]:
@@ -78,7 +83,7 @@ def _request_model(preset: Preset) -> type[BaseModel]:
         ),
         "decode": (DecodeMode, preset.decode),
     }
-    for part in _part_classes(preset):
+    for part in _part_classes(preset).values():
         for name, info in part.model_fields.items():
             default = preset.defaults.get(name, info.default)
             description = Field(description=info.description)
@@ -147,10 +152,11 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     if name == FULL:
         return None
     preset, values = PRESETS[name], request.model_dump()
-    tracker, selector, merger = (
-        part.model_validate({field: values[field] for field in part.model_fields}) for part in _part_classes(preset)
-    )
-    policy = CompressionPolicy(tracker=tracker, selector=selector, merger=merger)  # type: ignore[arg-type]
+    parts = {
+        kind: part.model_validate({field: values[field] for field in part.model_fields})
+        for kind, part in _part_classes(preset).items()
+    }
+    policy = CompressionPolicy(**parts)  # type: ignore[arg-type]
     budget = values["budget"]
     if isinstance(budget, int) and budget < policy.min_budget:
         raise CompressionError(

@@ -1,9 +1,10 @@
 """Compression policies, as parts that combine and presets that name combinations."""
 
 # Importing a module registers its parts.
-from vllm_kvmerge.policies import mergers, presets, selectors, trackers
+from vllm_kvmerge.policies import allocators, mergers, presets, selectors, trackers
 from vllm_kvmerge.policies.base import (
     DEAD,
+    Allocator,
     CompressionContext,
     CompressionResult,
     Entries,
@@ -13,6 +14,7 @@ from vllm_kvmerge.policies.base import (
 )
 from vllm_kvmerge.policies.composition import CompressionPolicy
 from vllm_kvmerge.policies.registry import (
+    ALLOCATORS,
     MERGERS,
     PRESETS,
     SELECTORS,
@@ -23,11 +25,13 @@ from vllm_kvmerge.policies.registry import (
 )
 
 __all__ = [
+    "ALLOCATORS",
     "DEAD",
     "MERGERS",
     "PRESETS",
     "SELECTORS",
     "TRACKERS",
+    "Allocator",
     "CompressionContext",
     "CompressionPolicy",
     "CompressionResult",
@@ -36,6 +40,7 @@ __all__ = [
     "Preset",
     "Selector",
     "Tracker",
+    "allocators",
     "mergers",
     "presets",
     "register",

@@ -6,7 +6,8 @@ Heads are independent: every operation is batched over the first dimension.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 DEAD = -1
 """Position of an entry that holds nothing; its ``log_votes`` is ``-inf``, so attention gives it no weight."""
 
-TrackerMode = Literal["none", "sum", "log_ema"]
+TrackerMode = Literal["none", "sum", "mean", "log_ema"]
 
 
 @dataclass
@@ -63,6 +64,26 @@ class Entries:
             positions=self.positions.masked_fill(hidden, DEAD),
         )
 
+    def heads(self, heads: list[int]) -> "Entries":
+        """Some heads' entries."""
+        return Entries(*(getattr(self, field.name)[heads] for field in fields(self)))
+
+    @classmethod
+    def stack_heads(cls, parts: "list[Entries]") -> "Entries":
+        """The heads of several, each with equally many entries."""
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    def padded(self, length: int) -> "Entries":
+        """With dead entries behind, ``length`` in all."""
+        missing = length - len(self)
+        if missing == 0:
+            return self
+        num_heads, _, head_size = self.keys.shape
+        empty = self.keys.new_zeros(num_heads, missing, head_size)
+        none = self.scores.new_zeros(num_heads, missing)
+        nowhere = self.positions.new_full((num_heads, missing), DEAD)
+        return self.concatenate(Entries(empty, empty, none - torch.inf, none, none, nowhere))
+
     def kill(self, dead: Tensor) -> None:
         """Empties, in place, the entries where ``dead`` (``[H, n]`` bool) is true.
 
@@ -80,15 +101,35 @@ class Entries:
 class CompressionContext:
     """What a policy may know besides the entries.
 
-    budget: entries to return per head (``<= n``). num_tokens: tokens computed so far, so the next token's position.
-    at_prompt_end: True for a request's first compression. num_slots: how many of the budget's entries the merger fills
-    itself; set by the composition.
+    budget: entries to keep per head, on average over layers and heads; parts see the number for their own.
+    capacity: entries to return per head, dead ones included; 0 stands for ``budget``.
+    num_tokens: tokens computed so far, so the next token's position.
+    at_prompt_end: True for a request's first compression.
+    num_slots: how many of the budget's entries the merger fills itself; set by the composition.
+    layer, num_layers: which layer this is. scale: of the attention logits.
+    queries: ``[H, G, w, d]`` float32, the newest queries (G query heads per KV head) where the policy asks for them
+    (``query_window``), and query_positions ``[w]`` int64, of their tokens.
+    output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, where asked for.
+    layer_statistics: ``[num_layers]`` float32, the allocator's ``layer_statistic`` of every layer, where it has one.
+    all_heads: gathers a tensor ``[H, ...]`` of this worker's KV heads from all tensor-parallel workers, in head order.
+    Every worker must call it equally often: trackers, allocators and selectors may, where nothing depends on data.
+    head_indices: index of each of these ``H`` heads among all heads of the layer; empty: they are all of them.
     """
 
     budget: int
     num_tokens: int
     at_prompt_end: bool
+    capacity: int = 0
     num_slots: int = 0
+    layer: int = 0
+    num_layers: int = 1
+    scale: float = 1.0
+    queries: Tensor | None = None
+    query_positions: Tensor | None = None
+    output_weights: Tensor | None = None
+    layer_statistics: Tensor | None = None
+    all_heads: Callable[[Tensor], Tensor] = field(default=lambda tensor: tensor)
+    head_indices: list[int] = field(default_factory=list)
 
     @property
     def num_kept(self) -> int:
@@ -103,6 +144,34 @@ class Part(BaseModel):
 
     name: ClassVar[str]
     source: ClassVar[str]
+
+    needs_output_weights: ClassVar[bool] = False
+    """Whether the part reads ``context.output_weights``."""
+
+    @property
+    def query_window(self) -> int:
+        """How many of the newest queries (prompt or generated) the part reads from ``context.queries``."""
+        return 0
+
+
+class Allocator(Part):
+    """How the budget is split over layers and heads."""
+
+    has_layer_statistic: ClassVar[bool] = False
+    splits_heads: ClassVar[bool] = False
+    """Whether heads of one layer may get different budgets."""
+
+    def capacity(self, budget: int) -> int:
+        """Entries per head that the cache must hold, whatever the data: the largest budget of any layer and head."""
+        return budget
+
+    def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
+        """A scalar of one layer that the split depends on; the same on every tensor-parallel worker."""
+        raise TypeError(f"allocator {self.name!r} has no layer statistic")
+
+    @abstractmethod
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+        """Entries that each of this worker's ``H`` heads keeps in this layer, each ``<= capacity(context.budget)``."""
 
 
 class Tracker(Part):
@@ -124,6 +193,9 @@ class Selector(Part):
     """Which entries stay, alone or as carriers of others."""
 
     needs_scores: ClassVar[bool]
+
+    pools_heads: ClassVar[bool] = False
+    """Whether ``select`` looks at all heads of the layer together (``context.all_heads``)."""
 
     @property
     @abstractmethod
