@@ -50,8 +50,7 @@ class Engine:
         assert self.manager.segments == {}
         assert self.manager._retired == []
         runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        held = set(runner._compressed) | set(runner._prompt_scores)
-        assert held <= self.scheduler.finished_req_ids
+        assert set(runner._states) <= self.scheduler.finished_req_ids
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from vllm_kvmerge.kernels import (
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-SUM, EMA = ScoreUpdate("sum", 0.9), ScoreUpdate("log_ema", 0.8)
+SUM, MEAN, EMA = ScoreUpdate("sum", 0.9), ScoreUpdate("mean", 1.0), ScoreUpdate("log_ema", 0.8)
 
 
 def relative_error(actual, expected):
@@ -49,8 +49,9 @@ def dense_scores(update, all_logits, all_probabilities, scores, aux, num_new):
     aux[:, aux.shape[1] - num_new :] = 0
     for logits, probabilities in zip(all_logits, all_probabilities, strict=True):
         n = logits.shape[2]
-        if update.mode == "sum":
+        if update.mode in ("sum", "mean"):
             scores[:, :n] = update.decay * scores[:, :n] + probabilities.sum(1)
+            aux[:, :n] += update.mode == "mean"
         else:
             level = torch.logsumexp(logits, 1) - math.log(logits.shape[1])
             old = torch.where(aux[:, :n] > 0, scores[:, :n] + math.log(update.decay), -torch.inf)
@@ -74,7 +75,7 @@ def test_attention_over_front_and_tail(dtype, num_kv_heads, groups, head_size, b
         maker.sequence(front=50, tail=50, seq_len=90),  # no hole
         maker.sequence(front=1, tail=130, seq_len=160),
     ]
-    updates = [None, SUM, EMA, None, EMA]
+    updates = [None, SUM, EMA, MEAN, EMA]
     scale = head_size**-0.5
     starts = torch.arange(len(sequences) + 1) * num_queries
     query = maker.randn(len(sequences) * num_queries, num_kv_heads * groups, head_size).to(dtype)
@@ -121,7 +122,7 @@ def _write_statistics(pages, sequence, scores, aux):
         pages.aux[block, :, offset] = aux[:, i]
 
 
-@pytest.mark.parametrize("update", [SUM, EMA], ids=["sum", "log_ema"])
+@pytest.mark.parametrize("update", [SUM, MEAN, EMA], ids=["sum", "mean", "log_ema"])
 @pytest.mark.parametrize("window", [1, 40, 150])
 def test_column_scores_do_not_depend_on_chunks(update, window):
     maker = CacheMaker(7, 2, 32, 32, torch.float32)

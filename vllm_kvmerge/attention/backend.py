@@ -42,26 +42,56 @@ class PromptScores:
             self.aux = torch.nn.functional.pad(self.aux, (0, missing))
 
 
+class QueryRing:
+    """The newest queries of a request, in every layer: ``[layers, window, H * G, d]`` in the model's dtype.
+
+    The query of the token at position ``p`` lies in place ``p % window``.
+    """
+
+    def __init__(self, num_layers: int, window: int, num_heads: int, head_size: int, dtype: torch.dtype) -> None:
+        self.window = window
+        self._ring = torch.zeros(num_layers, window, num_heads, head_size, dtype=dtype)
+
+    def write(self, layer: int, query: Tensor, seq_len: int) -> None:
+        """``query``: ``[q, H * G, d]``, ``q <= window``, of the tokens up to position ``seq_len - 1``."""
+        self._ring[layer, torch.arange(seq_len - query.shape[0], seq_len) % self.window] = query
+
+    def positions(self, seq_len: int) -> Tensor:
+        """``[w]`` int64: positions of the queries kept once ``seq_len`` tokens have been computed."""
+        return torch.arange(max(0, seq_len - self.window), seq_len)
+
+    def queries(self, layer: int, seq_len: int, num_kv_heads: int) -> Tensor:
+        """``[H, G, w, d]`` float32, in the order of ``positions``."""
+        rows = self._ring[layer, self.positions(seq_len) % self.window].float()
+        return rows.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+
+
 @dataclass(frozen=True)
-class CompressedRow:
-    """A request in the batch whose cache has a compressed front. update: how its scores are kept, if they are."""
-
-    front: int
-    tail: int
-    update: ScoreUpdate | None
-
-
-@dataclass(frozen=True)
-class WindowRow:
-    """A request in the batch, not compressed yet, the queries of whose last ``num_queries`` tokens are scored."""
+class ScoreWindow:
+    """The queries of the last ``num_queries`` tokens of a request's share of the batch are scored."""
 
     num_queries: int
     update: ScoreUpdate
     prompt_scores: PromptScores
 
 
-BatchRow = CompressedRow | WindowRow | None
-"""What is special about a request in the batch; None: nothing."""
+@dataclass(frozen=True)
+class BatchRow:
+    """What is special about a request in the batch.
+
+    front, tail: its segments; with ``front == 0`` it has not been compressed, and vLLM's operator attends to it.
+    update: how attention keeps the scores in its pages, if it does. window: which queries to score into a buffer
+    instead, before its first compression. ring: where its queries are kept, if its policy reads them.
+    """
+
+    front: int = 0
+    tail: int = 0
+    update: ScoreUpdate | None = None
+    window: ScoreWindow | None = None
+    ring: QueryRing | None = None
+
+
+PLAIN = BatchRow()
 
 
 @dataclass
@@ -78,13 +108,13 @@ class CompressedBatch:
 
 
 @dataclass
-class PromptWindowBatch:
-    """One window row: where its scored queries are, and what ``column_scores`` needs of it."""
+class QueryReader:
+    """A row of whose queries something is kept: where its tokens are, and what else ``column_scores`` needs of it."""
 
     tokens: slice
     blocks: Tensor
     seq_len: int
-    row: WindowRow
+    row: BatchRow
 
 
 @dataclass
@@ -96,7 +126,7 @@ class MergeableAttentionMetadata(CPUAttentionMetadata):
 
     plain_tokens: Tensor | None = None
     compressed: CompressedBatch | None = None
-    windows: list[PromptWindowBatch] = field(default_factory=list)
+    readers: list[QueryReader] = field(default_factory=list)
 
 
 def _select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[CommonAttentionMetadata, Tensor]:
@@ -136,7 +166,7 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MergeableAttentionMetadata:
         common = common_attn_metadata
-        compressed = [i for i, row in enumerate(self.rows) if isinstance(row, CompressedRow)]
+        compressed = [i for i, row in enumerate(self.rows) if row.front > 0]
         plain_tokens = None
         plain = common
         if compressed:
@@ -150,7 +180,7 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
             **vars(stock),
             plain_tokens=plain_tokens,
             compressed=self._compressed_batch(common, compressed) if compressed else None,
-            windows=self._window_batches(common),
+            readers=self._readers(common),
         )
 
     def _compressed_batch(self, common: CommonAttentionMetadata, rows: list[int]) -> CompressedBatch:
@@ -161,22 +191,20 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
             block_table=selected.block_table_tensor,
             query_start_loc=selected.query_start_loc,
             seq_lens=selected.seq_lens,
-            fronts=torch.tensor([row.front for row in picked]),  # type: ignore[union-attr]
-            tails=torch.tensor([row.tail for row in picked]),  # type: ignore[union-attr]
-            updates=[row.update for row in picked],  # type: ignore[union-attr]
+            fronts=torch.tensor([row.front for row in picked]),
+            tails=torch.tensor([row.tail for row in picked]),
+            updates=[row.update for row in picked],
         )
 
-    def _window_batches(self, common: CommonAttentionMetadata) -> list[PromptWindowBatch]:
-        batches = []
-        for i, row in enumerate(self.rows):
-            if isinstance(row, WindowRow):
-                stop = int(common.query_start_loc[i + 1])
-                batches.append(
-                    PromptWindowBatch(
-                        slice(stop - row.num_queries, stop), common.block_table_tensor[i], int(common.seq_lens[i]), row
-                    )
-                )
-        return batches
+    def _readers(self, common: CommonAttentionMetadata) -> list[QueryReader]:
+        starts = common.query_start_loc
+        return [
+            QueryReader(
+                slice(int(starts[i]), int(starts[i + 1])), common.block_table_tensor[i], int(common.seq_lens[i]), row
+            )
+            for i, row in enumerate(self.rows)
+            if row.window is not None or row.ring is not None
+        ]
 
 
 class MergeableAttentionImpl(CPUAttentionBackendImpl):
@@ -236,8 +264,8 @@ class MergeableAttentionImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:  # warm-up
             return output
         pages, metadata = self.pages(kv_cache), attn_metadata
-        for window in metadata.windows:
-            self._score_window(layer, query, pages, window)
+        for reader in metadata.readers:
+            self._read_queries(layer.kvmerge_index, query[reader.tokens], pages, reader)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
             self._plain_attention(layer, query[:num_tokens], pages, metadata, output[:num_tokens])
@@ -289,18 +317,21 @@ class MergeableAttentionImpl(CPUAttentionBackendImpl):
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
-    def _score_window(self, layer: Any, query: Tensor, pages: Pages, window: PromptWindowBatch) -> None:
-        row, index = window.row, layer.kvmerge_index
-        column_scores(
-            query[window.tokens],
-            pages,
-            window.blocks,
-            window.seq_len,
-            row.update,
-            self.scale,
-            row.prompt_scores.scores[index, :, : window.seq_len],
-            row.prompt_scores.aux[index, :, : window.seq_len],
-        )
+    def _read_queries(self, layer: int, query: Tensor, pages: Pages, reader: QueryReader) -> None:
+        row, seq_len = reader.row, reader.seq_len
+        if row.ring is not None:
+            row.ring.write(layer, query[-row.ring.window :], seq_len)
+        if row.window is not None:
+            column_scores(
+                query[-row.window.num_queries :],
+                pages,
+                reader.blocks,
+                seq_len,
+                row.window.update,
+                self.scale,
+                row.window.prompt_scores.scores[layer, :, :seq_len],
+                row.window.prompt_scores.aux[layer, :, :seq_len],
+            )
 
 
 class MergeableAttentionBackend(CPUAttentionBackend):

@@ -9,7 +9,8 @@ class CompressionPlan:
 
     Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
     slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.
-    compression: the request's ``kv_compression`` as JSON text.
+    compression: the request's ``kv_compression`` as JSON text. budget: live entries per head, on average over layers
+    and heads; ``new_front`` holds the largest share of any of them.
     """
 
     request_id: str
@@ -17,13 +18,14 @@ class CompressionPlan:
     front: int
     tail: int
     num_tokens: int
+    budget: int
     new_front: int
     blocks: list[int]
 
 
 @dataclass(frozen=True)
 class PromptWindow:
-    """Score the queries of a not yet compressed request from position ``start`` on."""
+    """Score and keep, as its policy asks, the queries of a not yet compressed request from position ``start`` on."""
 
     start: int
     compression: str

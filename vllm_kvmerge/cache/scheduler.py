@@ -22,11 +22,15 @@ register_spec()
 
 @dataclass(frozen=True)
 class RequestCompression:
-    """A request's policy, kept on the request as ``kv_compression``. budget: entries per KV head."""
+    """A request's policy, kept on the request as ``kv_compression``.
+
+    budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold.
+    """
 
     config: CompressionConfig
     text: str
     budget: int
+    capacity: int
 
 
 class CompressionSchedulerMixin(Scheduler):
@@ -70,7 +74,7 @@ class CompressionSchedulerMixin(Scheduler):
             # It can never hold more entries than the budget: plain attention is exact and cheaper.
             return None
         text = value if isinstance(value, str) else json.dumps(value)
-        return RequestCompression(config, text, budget)
+        return RequestCompression(config, text, budget, config.policy.allocator.capacity(budget))
 
     def _next_compression(self, request: Request, state: RequestCompression) -> int | None:
         """The number of computed tokens at which the request is to be compressed next; None: never."""
@@ -78,18 +82,23 @@ class CompressionSchedulerMixin(Scheduler):
         bounded = config.decode == "bounded"
         segments = self._manager.segments.get(request.request_id)
         if segments is not None:
-            return segments.tail + state.budget + self._interval(config) - segments.front if bounded else None
+            return segments.tail + state.capacity + self._interval(config) - segments.front if bounded else None
         # Attention writes scores into the blocks it reads, so a policy that tracks them moves to blocks of its own at
         # the end of the prompt even if nothing has to go yet.
         if num_prompt_tokens > state.budget or config.tracks_decode:
             return num_prompt_tokens
-        return state.budget + self._interval(config) if bounded else None
+        return state.capacity + self._interval(config) if bounded else None
 
     @staticmethod
-    def _window_start(request: Request, state: RequestCompression) -> int:
-        """Position of the first query that the policy scores before the first compression."""
-        window = state.config.prompt_window
-        return 0 if window == "all" else max(0, request.num_prompt_tokens - window)
+    def _window_start(request: Request, state: RequestCompression, compression: int) -> int | None:
+        """Position of the first query that the policy needs for a first compression at ``compression`` tokens."""
+        starts = []
+        if state.config.prompt_window:
+            window = state.config.prompt_window
+            starts.append(0 if window == "all" else max(0, request.num_prompt_tokens - window))
+        if state.config.policy.query_window:
+            starts.append(max(0, compression - state.config.policy.query_window))
+        return min(starts) if starts else None
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
@@ -97,9 +106,9 @@ class CompressionSchedulerMixin(Scheduler):
         compression = self._next_compression(request, state) if state is not None else None
         if compression is not None:
             limit = compression - 1  # a compression follows a step that computes something
-            if state.config.prompt_window:
-                # A cached token's query is gone, and the policy scores the last queries of the prompt.
-                limit = min(limit, self._window_start(request, state))
+            start = self._window_start(request, state, compression)
+            if start is not None:  # a cached token's query is gone
+                limit = min(limit, start)
             allowed = limit // self.block_size * self.block_size
             if num_hit_tokens > allowed:
                 blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, allowed)
@@ -140,8 +149,10 @@ class CompressionSchedulerMixin(Scheduler):
             compression = self._next_compression(request, state) if state is not None else None
             if compression is None:
                 continue
-            if state.config.prompt_window and request.request_id not in self._manager.segments:
-                step.windows[request.request_id] = PromptWindow(self._window_start(request, state), state.text)
+            if request.request_id not in self._manager.segments:
+                start = self._window_start(request, state, compression)
+                if start is not None:
+                    step.windows[request.request_id] = PromptWindow(start, state.text)
             if request.num_computed_tokens >= compression and not self._plan(request, state, step):
                 waiting.append(request)
         return waiting
@@ -150,7 +161,7 @@ class CompressionSchedulerMixin(Scheduler):
         """Adds the request's compression to ``step``; False if there is no room to copy blocks that others share."""
         num_tokens = request.num_computed_tokens
         segments = self._manager.segments.get(request.request_id, Segments(front=0, tail=0))
-        new_front = min(segments.front + num_tokens - segments.tail, state.budget)
+        new_front = min(segments.front + num_tokens - segments.tail, state.capacity)
         relocation = self._manager.relocate(request.request_id, num_tokens, new_front)
         if relocation is None:
             return False
@@ -161,6 +172,7 @@ class CompressionSchedulerMixin(Scheduler):
                 segments.front,
                 segments.tail,
                 num_tokens,
+                state.budget,
                 new_front,
                 relocation.blocks,
             )

@@ -20,6 +20,7 @@ class ScoreUpdate:
     """How attention updates the statistics of the entries it reads.
 
     mode ``sum``: ``s <- decay * s + sum over the query heads of p`` for each query in order.
+    mode ``mean``: the same, and ``aux`` counts the queries.
     mode ``log_ema``: ``S <- logaddexp(S + ln decay, l + ln(1 - decay))`` with ``l`` the log-mean-exp over the query
     heads of the logits without vote bias (KeepKV eq. 8 in the log domain); ``aux`` counts the queries.
     """
@@ -58,16 +59,16 @@ def accumulate_scores(
     """
     num_queries = logits.shape[2]
     age = torch.arange(num_queries - 1, -1, -1, dtype=torch.float32)
-    if update.mode == "sum":
+    counted = visible.sum(-2).to(aux.dtype)
+    if update.mode in ("sum", "mean"):
         weights = update.decay**age
         added = (probabilities.sum(1) * weights[:, None]).sum(1)
-        return scores * update.decay**num_queries + added, aux
+        return scores * update.decay**num_queries + added, aux + counted if update.mode == "mean" else aux
     log_decay, log_share = math.log(update.decay), math.log1p(-update.decay)
     level = torch.logsumexp(logits, 1) - math.log(logits.shape[1])
     weighted = (level + log_share + (age * log_decay)[:, None]).masked_fill(~visible, -torch.inf)
     previous = torch.where(aux > 0, scores + num_queries * log_decay, -torch.inf)
     total = torch.logsumexp(torch.cat([previous.unsqueeze(1), weighted], 1), 1)
-    counted = visible.sum(-2).to(aux.dtype)
     # An entry that no query has seen keeps a finite score; aux == 0 says that it means nothing.
     return torch.where(aux + counted > 0, total, 0.0), aux + counted
 

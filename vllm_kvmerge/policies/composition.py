@@ -71,12 +71,12 @@ class CompressionPolicy(BaseModel):
 
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
         """Exactly ``context.capacity`` entries per head, live ones up to the head's budget; a plain copy where there
-        are no more entries than that.
+        are no more entries than the budget.
 
         ``entries`` stay as they are. They may hold dead ones, which are kept only where live ones are too few.
         """
         capacity = context.capacity or context.budget
-        if capacity >= len(entries):
+        if context.budget >= len(entries):
             copy = entries.clone()
             copy.kill(~copy.is_live)
             return CompressionResult(copy, num_merged=0, num_evicted=0)

@@ -5,25 +5,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_kvmerge.attention.backend import BatchRow, CompressedRow, PromptScores, WindowRow
+from vllm_kvmerge.attention.backend import PLAIN, BatchRow, PromptScores, QueryRing, ScoreWindow
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
 from vllm_kvmerge.config import CompressionConfig, parse_compression
-from vllm_kvmerge.kernels import Pages, ScoreUpdate
+from vllm_kvmerge.kernels import ScoreUpdate
 from vllm_kvmerge.metrics import count_entries, observe_compaction
-from vllm_kvmerge.worker.compactor import compact
+from vllm_kvmerge.worker.compactor import Compactor
+from vllm_kvmerge.worker.output_weights import OutputWeights
 
 
-@dataclass(frozen=True)
-class CompressedRequest:
-    """A request whose cache has a front. update: how attention keeps its scores, if its policy goes on scoring."""
+@dataclass
+class RequestState:
+    """What the worker keeps of a request that has a policy. update: how attention keeps its scores after the first
+    compression, if its policy goes on scoring."""
 
-    front: int
-    tail: int
-    update: ScoreUpdate | None
+    front: int = 0
+    tail: int = 0
+    update: ScoreUpdate | None = None
+    prompt_scores: PromptScores | None = None
+    ring: QueryRing | None = None
 
 
 def score_update(config: CompressionConfig) -> ScoreUpdate:
@@ -43,18 +47,31 @@ class CompressionRunnerMixin(CPUModelRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._compressed: dict[str, CompressedRequest] = {}
-        self._prompt_scores: dict[str, PromptScores] = {}
+        self._states: dict[str, RequestState] = {}
         self._step = CompressionStep()
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         (group,) = self.kv_cache_config.kv_cache_groups
-        self._pages: list[Pages] = []
-        for index, name in enumerate(group.layer_names):
-            layer = self.compilation_config.static_forward_context[name]
+        layers = [self.compilation_config.static_forward_context[name] for name in group.layer_names]
+        for index, layer in enumerate(layers):
             layer.kvmerge_index = index
-            self._pages.append(layer.impl.pages(layer.kv_cache))
+        pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
+        self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
+        self._compactor = Compactor(
+            layers=pages,
+            scale=layers[0].impl.scale,
+            head_indices=self._kv_head_indices(pages[0].num_kv_heads),
+            all_heads=lambda tensor: get_tp_group().all_gather(tensor.contiguous(), dim=0),
+            output_weights=OutputWeights(self.model, group.layer_names, pages[0].num_kv_heads, self._query_shape),
+        )
+
+    def _kv_head_indices(self, num_kv_heads: int) -> list[int]:
+        """Which of the model's KV heads this worker holds; with more workers than heads, several hold the same."""
+        rank, size = get_tensor_model_parallel_rank(), self.parallel_config.tensor_parallel_size
+        replicas = max(1, size // self.model_config.get_total_num_kv_heads())
+        first = rank // replicas * num_kv_heads
+        return list(range(first, first + num_kv_heads))
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self._step = getattr(scheduler_output, "kvmerge", CompressionStep())
@@ -63,8 +80,7 @@ class CompressionRunnerMixin(CPUModelRunner):
             | (scheduler_output.preempted_req_ids or set())
             | scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ):
-            self._compressed.pop(request_id, None)
-            self._prompt_scores.pop(request_id, None)
+            self._states.pop(request_id, None)
         result = super().execute_model(scheduler_output, *args, **kwargs)
         for plan in self._step.plans:
             self._run_plan(plan)
@@ -81,31 +97,41 @@ class CompressionRunnerMixin(CPUModelRunner):
         return super()._build_attention_metadata(*args, **kwargs)
 
     def _row(self, request_id: str, num_scheduled: int) -> BatchRow:
-        compressed = self._compressed.get(request_id)
-        if compressed is not None:
-            return CompressedRow(compressed.front, compressed.tail, compressed.update)
+        state = self._states.get(request_id)
+        if state is not None and state.front > 0:
+            return BatchRow(state.front, state.tail, state.update, ring=state.ring)
         window = self._step.windows.get(request_id)
         if window is None:
-            return None
+            return PLAIN
         index = self.input_batch.req_id_to_index[request_id]
         seq_len = int(self.input_batch.num_computed_tokens_cpu[index]) + num_scheduled
         num_queries = min(num_scheduled, seq_len - window.start)
         if num_queries <= 0:
-            return None
-        scores = self._prompt_scores.get(request_id)
-        if scores is None:
-            pages = self._pages[0]
-            scores = PromptScores.empty(len(self._pages), pages.num_kv_heads, seq_len)
-            self._prompt_scores[request_id] = scores
-        scores.grow(seq_len)
-        return WindowRow(num_queries, score_update(parse_known(window.compression)), scores)
+            return PLAIN
+        config = parse_known(window.compression)
+        if state is None:
+            state = self._states[request_id] = self._new_state(config, seq_len)
+        if state.prompt_scores is None:
+            return BatchRow(ring=state.ring)
+        state.prompt_scores.grow(seq_len)
+        return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
+
+    def _new_state(self, config: CompressionConfig, seq_len: int) -> RequestState:
+        """Room for what the policy wants to know of the prompt's queries."""
+        state, layers = RequestState(), self._compactor.layers
+        if config.policy.needs_scores:
+            state.prompt_scores = PromptScores.empty(len(layers), layers[0].num_kv_heads, seq_len)
+        if config.policy.query_window:
+            state.ring = QueryRing(len(layers), config.policy.query_window, *self._query_shape, self.dtype)
+        return state
 
     def _run_plan(self, plan: CompressionPlan) -> None:
         started = time.perf_counter()
         config = parse_known(plan.compression)
+        state = self._states.setdefault(plan.request_id, RequestState())
         block_ids = self.requests[plan.request_id].block_ids[0]
-        num_merged, num_evicted = compact(
-            self._pages, plan, config, torch.tensor(block_ids), self._prompt_scores.pop(plan.request_id, None)
+        num_merged, num_evicted = self._compactor.run(
+            plan, config, torch.tensor(block_ids), state.prompt_scores, state.ring
         )
         # vLLM keeps a request's blocks in two places: the state that rows are made from, and the row of a request that
         # is in the batch (one that had to wait for room is not).
@@ -113,12 +139,13 @@ class CompressionRunnerMixin(CPUModelRunner):
         index = self.input_batch.req_id_to_index.get(plan.request_id)
         if index is not None:
             rows.append(self.input_batch.block_table[0].block_table.np[index])
-        hole = slice(len(plan.blocks), plan.num_tokens // self._pages[0].block_size)
+        hole = slice(len(plan.blocks), plan.num_tokens // self._compactor.layers[0].block_size)
         for row in rows:
             row[: len(plan.blocks)] = plan.blocks
             row[hole] = [0] * max(0, hole.stop - hole.start)
-        update = score_update(config) if config.tracks_decode else None
-        self._compressed[plan.request_id] = CompressedRequest(plan.new_front, plan.num_tokens, update)
+        state.front, state.tail = plan.new_front, plan.num_tokens
+        state.update = score_update(config) if config.tracks_decode else None
+        state.prompt_scores = None
         count_entries(config.name, num_merged, num_evicted)
         if get_tensor_model_parallel_rank() == 0:
             observe_compaction(config.name, time.perf_counter() - started)

@@ -1,0 +1,46 @@
+"""Each attention layer's output projection, split by query head, for the policies that weigh values by it."""
+
+import torch
+from torch import Tensor, nn
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+PROJECTION_NAMES = ("o_proj", "out_proj", "dense", "wo", "c_proj")
+
+
+class OutputWeights:
+    """``weights(layer)``: ``[H, G, hidden, d]`` float32 of this worker's heads; None if the model has no such module.
+
+    layer_names: vLLM's names of the attention layers, ``....self_attn.attn``; the projection is looked for beside it.
+    """
+
+    def __init__(
+        self, model: nn.Module, layer_names: list[str], num_kv_heads: int, query_shape: tuple[int, int]
+    ) -> None:
+        self._model = model
+        self._layer_names = layer_names
+        self._num_kv_heads = num_kv_heads
+        self._num_heads, self._head_size = query_shape
+        self._cache: dict[int, Tensor | None] = {}
+
+    def __call__(self, layer: int) -> Tensor | None:
+        if layer not in self._cache:
+            self._cache[layer] = self._find(layer)
+        weight = self._cache[layer]
+        return None if weight is None else weight.float()
+
+    def _find(self, layer: int) -> Tensor | None:
+        parent = self._model.get_submodule(self._layer_names[layer].rsplit(".", 1)[0])
+        for name in PROJECTION_NAMES:
+            module = getattr(parent, name, None)
+            if module is not None:
+                # Through the module's own product: its weight may be packed or quantised, and then unreadable.
+                size = self._num_heads * self._head_size
+                dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
+                columns = module.quant_method.apply(module, torch.eye(size, dtype=dtype), bias=None)
+                return columns.view(self._num_kv_heads, -1, self._head_size, columns.shape[1]).transpose(2, 3)
+        logger.warning_once(
+            "No output projection beside %s: policies rank by attention alone", self._layer_names[layer]
+        )
+        return None
