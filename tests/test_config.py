@@ -2,23 +2,31 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar, Self
 
 import jsonschema
 import pytest
 import yaml
+from pydantic import model_validator
 
 from vllm_kvmerge.config import (
     EXTRA_ARGS_KEY,
     FULL,
-    REQUEST_MODELS,
     CompressionError,
     compression,
     parse_compression,
     request_schema,
 )
-from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies import ALLOCATORS, PARTS, PRESETS, SELECTORS
+from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.mergers import ResidualMerger, ZipMerger
-from vllm_kvmerge.policies.selectors import HeavyHitter, WindowTopK
+from vllm_kvmerge.policies.registry import COMMON_FIELDS
+from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
+from vllm_kvmerge.policies.trackers import LogEmaTracker, SumTracker
+
+
+def part_names(config) -> dict[str, str]:
+    return {kind: getattr(config.policy, kind).name for kind in PARTS}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -26,10 +34,10 @@ def test_a_policy_alone_gets_its_preset(name):
     config = parse_compression({"policy": name})
     preset = PRESETS[name]
     assert (config.name, config.budget, config.interval, config.decode) == (name, 0.2, None, preset.decode)
-    parts = (config.policy.tracker, config.policy.selector, config.policy.merger)
-    assert tuple(type(part) for part in parts) == (preset.tracker, preset.selector, preset.merger)
+    parts = part_names(config)
+    assert parts == {kind: getattr(preset, kind) for kind in PARTS}
     for field, value in preset.defaults.items():
-        assert {getattr(part, field) for part in parts if field in type(part).model_fields} == {value}
+        assert {getattr(part, field) for part in config.policy.parts if field in type(part).model_fields} == {value}
 
 
 def test_none_and_full_compress_nothing():
@@ -50,6 +58,40 @@ def test_fields_reach_the_parts():
     assert parse_compression({"policy": "snapkv", "window_size": 8}).policy.selector == WindowTopK(window_size=8)
 
 
+@pytest.mark.parametrize(
+    ("request_", "parts"),
+    [
+        ({"policy": "snapkv", "merger": "zip"}, {"tracker": "log_ema", "selector": "snapkv", "merger": "zip"}),
+        ({"policy": "keepkv", "merger": "residual"}, {"tracker": "sum", "selector": "h2o", "merger": "residual"}),
+        ({"policy": "keepkv", "merger": "drop"}, {"tracker": "log_ema", "selector": "h2o", "merger": "drop"}),
+        ({"policy": "streaming_llm", "selector": "h2o"}, {"tracker": "sum", "selector": "h2o", "merger": "drop"}),
+        ({"policy": "h2o", "selector": "local", "tracker": "none"}, {"tracker": "none", "selector": "local"}),
+        ({"policy": "h2o", "merger": "drop", "selector": "h2o", "allocator": "uniform"}, {"tracker": "sum"}),
+    ],
+)
+def test_parts_can_be_replaced(request_, parts):
+    config = parse_compression(request_)
+    assert config.name == request_["policy"]
+    assert config.decode == PRESETS[config.name].decode
+    assert part_names(config) == {kind: getattr(PRESETS[config.name], kind) for kind in PARTS} | parts
+
+
+def test_a_part_brings_its_parameters_and_the_presets_defaults_stay():
+    request = {"policy": "snapkv", "merger": "zip", "zip_mode": "votes", "ema_decay": 0.5, "window_size": 8}
+    policy = parse_compression(request).policy
+    assert policy.merger == ZipMerger(zip_mode="votes")
+    assert policy.selector == WindowTopK(window_size=8)
+    assert policy.tracker == LogEmaTracker(score_window=32, ema_decay=0.5)  # 32 is SnapKV's
+    policy = parse_compression({"policy": "zsmerge", "selector": "streaming_llm"}).policy
+    assert policy.selector == SinkRecent(num_sink_tokens=0)  # as in ZSMerge
+    assert policy.tracker == SumTracker(decay=0.98)
+
+
+def test_snapkv_with_bounded_decoding_goes_on_scoring():
+    assert not parse_compression({"policy": "snapkv"}).tracks_decode
+    assert parse_compression({"policy": "snapkv", "decode": "bounded"}).tracks_decode
+
+
 def test_json_text_is_parsed():
     value = {"policy": "h2o", "budget": 64, "recent_window": None}
     assert parse_compression(json.dumps(value)) == parse_compression(value)
@@ -64,6 +106,51 @@ def test_json_text_is_parsed():
         ({"policy": "h2o", "bugdet": 5}, "bugdet", "unknown_field", ["h2o", "budget", "recent_window"]),
         ({"policy": "h2o", "zip_mode": "auto"}, "zip_mode", "unknown_field", ["decay"]),
         ({"policy": "full", "budget": 5}, "budget", "unknown_field", ["full", "policy"]),
+        ({"policy": "full", "merger": "zip"}, "merger", "unknown_field", ["full", "policy"]),
+        ({"policy": "snapkv", "merger": "zap"}, "merger", "unknown_part", ["'zap'", "drop", "zip"]),
+        ({"policy": "snapkv", "selector": ["h2o"]}, "selector", "unknown_part", ["['h2o']", "h2o", "local"]),
+        ({"policy": "snapkv", "tracker": None}, "tracker", "unknown_part", ["None", "log_ema"]),
+        ({"policy": "snapkv", "allocator": "h2o"}, "allocator", "unknown_part", ["'h2o'", "uniform"]),
+        ({"policy": "h2o", "tracker": "none"}, "tracker", "incompatible_parts", ["selector 'h2o'", "'none'", "sum"]),
+        (
+            {"policy": "keepkv", "tracker": "sum"},
+            "tracker",
+            "incompatible_parts",
+            ["'zip'", "tracker: log_ema"],
+        ),
+        (
+            {"policy": "snapkv", "merger": "zip", "tracker": "sum"},
+            "merger",
+            "incompatible_parts",
+            ["merger 'zip' cannot work from tracker 'sum'", "allowed as merger: ", "drop"],
+        ),
+        (
+            {"policy": "local", "selector": "h2o", "merger": "zip", "tracker": "none"},
+            "tracker",
+            "incompatible_parts",
+            ["selector 'h2o' needs scores", "allowed as tracker: log_ema"],
+        ),
+        (
+            {"policy": "local", "selector": "h2o", "merger": "residual", "tracker": "none", "budget": 0.5, "alpha": 9},
+            "tracker",
+            "incompatible_parts",
+            ["allowed as tracker: sum"],
+        ),
+        (
+            {"policy": "keepkv", "selector": "tova", "allocator": "adaptive", "tracker": "sum"},
+            "",
+            "incompatible_parts",
+            ["merger 'zip' cannot work from tracker 'sum'"],
+        ),
+        (
+            {"policy": "snapkv", "merger": "zip", "decay": 0.9},
+            "decay",
+            "unknown_field",
+            ["policy snapkv with merger zip", "ema_decay", "zip_mode"],
+        ),
+        ({"policy": "keepkv", "merger": "drop", "zip_mode": "auto"}, "zip_mode", "unknown_field", ["with merger drop"]),
+        ({"policy": "snapkv", "merger": "zip", "zip_mode": "zap"}, "zip_mode", "invalid_value", ["'zap'", "votes"]),
+        ({"policy": "local", "selector": "h2o", "budget": 5}, "budget", "budget_too_small", ["selector h2o", ">= 6"]),
         ({"policy": "h2o", "budget": 0}, "budget", "invalid_value", ["0", "integer >= 1", "(0, 1]"]),
         ({"policy": "h2o", "budget": -3}, "budget", "invalid_value", ["-3", "integer >= 1"]),
         ({"policy": "h2o", "budget": 0.0}, "budget", "invalid_value", ["0.0", "(0, 1]"]),
@@ -115,16 +202,42 @@ def test_a_share_is_rounded_up_and_raised_to_what_the_policy_protects():
     assert parse_compression({"policy": "local", "budget": 1}).resolve_budget(9) == 1
 
 
+def test_the_capacity_is_the_allocators(monkeypatch):
+    class Doubling(Uniform):
+        name: ClassVar[str] = "doubling"
+
+        def capacity(self, budget: int) -> int:
+            return 2 * budget
+
+    assert parse_compression({"policy": "h2o", "budget": 0.2}).resolve_capacity(1001) == 201
+    monkeypatch.setitem(ALLOCATORS, "doubling", Doubling)
+    config = parse_compression({"policy": "h2o", "budget": 0.2, "allocator": "doubling"})
+    assert (config.resolve_budget(1001), config.resolve_capacity(1001)) == (201, 402)
+
+
+def test_a_parameter_that_only_its_part_can_judge(monkeypatch):
+    class Picky(Recent):
+        name: ClassVar[str] = "picky"
+        low: int = 1
+        high: int = 2
+
+        @model_validator(mode="after")
+        def _check_order(self) -> Self:
+            if self.low > self.high:
+                raise ValueError("low must not exceed high")
+            return self
+
+    monkeypatch.setitem(SELECTORS, "picky", Picky)
+    assert parse_compression({"policy": "local", "selector": "picky", "low": 2}).policy.selector == Picky(low=2)
+    with pytest.raises(CompressionError, match="kv_compression: low must not exceed high") as caught:
+        parse_compression({"policy": "local", "selector": "picky", "low": 3})
+    assert caught.value.reason == "invalid_value"
+
+
 def test_what_is_tracked():
-    tracked = {name: parse_compression({"policy": name}) for name in PRESETS}
-    assert {name: config.prompt_window for name, config in tracked.items()} == {
-        "local": 0,
-        "streaming_llm": 0,
-        "h2o": 64,
-        "snapkv": 32,
-        "keepkv": 64,
-        "zsmerge": 64,
-    }
+    windows = {"local": 0, "streaming_llm": 0, "h2o": 64, "snapkv": 32, "keepkv": 64, "zsmerge": 64}
+    tracked = {name: parse_compression({"policy": name}) for name in windows}
+    assert {name: config.prompt_window for name, config in tracked.items()} == windows
     assert {name for name, config in tracked.items() if config.tracks_decode} == {"h2o", "keepkv", "zsmerge"}
     assert parse_compression({"policy": "h2o", "score_window": "all"}).prompt_window == "all"
 
@@ -135,6 +248,8 @@ def test_compression_round_trip():
     assert (config.name, config.budget, config.policy.merger) == ("keepkv", 0.1, ZipMerger(merge_threshold=0.9))
     with pytest.raises(ValueError, match=r"kv_compression\.budget"):
         compression("keepkv", budget=-1)
+    config = parse_compression(compression("snapkv", merger="zip", budget=0.2)[EXTRA_ARGS_KEY])
+    assert (config.name, config.policy.merger.name, config.policy.tracker.name) == ("snapkv", "zip", "log_ema")
 
 
 def test_request_schema_accepts_what_the_parser_accepts():
@@ -145,13 +260,36 @@ def test_request_schema_accepts_what_the_parser_accepts():
     validator.check_schema(validator.schema)
     mapping = schema["discriminator"]["mapping"]
     assert schema["discriminator"]["propertyName"] == "policy"
-    assert set(mapping) == set(REQUEST_MODELS) == {"full", *PRESETS}
+    assert set(mapping) == {FULL, *PRESETS}
     assert {ref.rpartition("/")[2] for ref in mapping.values()} == set(schema["$defs"])
     for name in mapping:
         assert validator.is_valid({"policy": name})
     assert validator.is_valid({"policy": "keepkv", "budget": 64, "score_window": "all", "zip_mode": "votes"})
-    for wrong in ({"policy": "h3o"}, {"policy": "h2o", "zip_mode": "auto"}, {"policy": "h2o", "decay": 2}, {}):
+    assert validator.is_valid({"policy": "snapkv", "merger": "zip", "zip_mode": "votes", "ema_decay": 0.5})
+    for wrong in (
+        {"policy": "h3o"},
+        {"policy": "full", "merger": "zip"},
+        {"policy": "h2o", "merger": "zap"},
+        {"policy": "h2o", "decay": 2},
+        {},
+    ):
         assert not validator.is_valid(wrong)
+
+
+def test_common_fields_are_known_to_the_registry():
+    fields = set(request_schema()["$defs"]["LocalRequest"]["properties"])
+    assert fields == {*COMMON_FIELDS, *PARTS}
+
+
+def test_the_schema_lists_the_parts_that_can_be_named():
+    definitions = request_schema()["$defs"]
+    properties = definitions["SnapkvRequest"]["properties"]
+    for kind, parts in PARTS.items():
+        field = properties[kind]
+        assert field["enum" if len(parts) > 1 else "const"] == (sorted(parts) if len(parts) > 1 else next(iter(parts)))
+        assert field["default"] == getattr(PRESETS["snapkv"], kind)
+    assert "window_size" in properties and "zip_mode" not in properties
+    assert "/kvmerge/policies" in definitions["SnapkvRequest"]["description"]
 
 
 def test_every_field_is_described_in_the_schema():
@@ -159,7 +297,7 @@ def test_every_field_is_described_in_the_schema():
         f"{model}.{name}"
         for model, definition in request_schema()["$defs"].items()
         for name, field in definition["properties"].items()
-        if name not in ("policy", "decode") and "description" not in field
+        if name != "policy" and "description" not in field
     ]
     assert undescribed == []
 

@@ -2,8 +2,10 @@
 
 import json
 import math
-from functools import lru_cache
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -17,8 +19,11 @@ from pydantic import (
     create_model,
 )
 
-from vllm_kvmerge.policies import ALLOCATORS, MERGERS, PRESETS, SELECTORS, TRACKERS, CompressionPolicy, Preset
+from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
+from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.registry import DecodeMode
+
+M = TypeVar("M", bound=BaseModel)
 
 EXTRA_ARGS_KEY = "kv_compression"
 """Name of the body field, and of the entry in ``SamplingParams.extra_args`` that carries it."""
@@ -56,6 +61,9 @@ Budget = Annotated[
 ]
 
 
+DECODE_TEXT = "bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's end only."
+
+
 class FullRequest(BaseModel):
     """No compression."""
 
@@ -63,42 +71,36 @@ class FullRequest(BaseModel):
     policy: Literal["full"]
 
 
-def _part_classes(preset: Preset) -> dict[str, type[BaseModel]]:
-    return {
-        "tracker": TRACKERS[preset.tracker],
-        "allocator": ALLOCATORS[preset.allocator],
-        "selector": SELECTORS[preset.selector],
-        "merger": MERGERS[preset.merger],
-    }
-
-
-def _request_model(preset: Preset) -> type[BaseModel]:
-    """The pydantic model of ``kv_compression`` for one preset: the common fields and those of its parts."""
+@lru_cache(maxsize=256)
+def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
+    """The pydantic model of ``kv_compression`` for a policy made of these parts: the common fields and the parts'."""
+    preset = PRESETS[policy]
     fields: dict[str, Any] = {
-        "policy": (Literal[preset.name], ...),  # type: ignore[name-defined]
+        "policy": Literal[policy],  # type: ignore[valid-type]
         "budget": (Budget, 0.2),
         "interval": (
             Annotated[int, Field(strict=True, ge=1)] | None,
             Field(None, description="Live entries above the budget that trigger a compression; default: one block."),
         ),
-        "decode": (DecodeMode, preset.decode),
+        "decode": (DecodeMode, Field(preset.decode, description=DECODE_TEXT)),
     }
-    for part in _part_classes(preset).values():
-        for name, info in part.model_fields.items():
-            default = preset.defaults.get(name, info.default)
+    for kind, name in names._asdict().items():
+        own = f"The policy's own is {getattr(preset, kind)}"
+        if kind == "tracker":
+            own += "; where it does not suit the other parts, the first that does is taken"
+        fields[kind] = (Literal[*sorted(PARTS[kind])], Field(name, description=f"Part to use as {kind}. {own}."))
+    for part in names.classes.values():
+        for field, info in part.model_fields.items():
+            default = preset.defaults.get(field, info.default)
             description = Field(description=info.description)
-            fields[name] = (Annotated[info.annotation, *info.metadata, description], default)  # type: ignore[valid-type]
+            fields[field] = (Annotated[info.annotation, *info.metadata, description], default)  # type: ignore[valid-type]
     return create_model(
-        "".join(word.capitalize() for word in preset.name.split("_")) + "Request",
+        "".join(word.capitalize() for word in policy.split("_")) + "Request",
         __config__=ConfigDict(extra="forbid", frozen=True, strict=True),
-        __doc__=f"{preset.source}.",
+        __doc__=f"{preset.source}. Another {', '.join(names._fields[:-1])} or {names._fields[-1]} brings its own "
+        "parameters, which are then fields of this object too: GET /kvmerge/policies lists them.",
         **fields,
     )
-
-
-REQUEST_MODELS: dict[str, type[BaseModel]] = {FULL: FullRequest} | {
-    name: _request_model(preset) for name, preset in PRESETS.items()
-}
 
 
 class CompressionConfig(BaseModel):
@@ -132,6 +134,10 @@ class CompressionConfig(BaseModel):
         # The small term undoes float noise: 0.7 * 10 is 7 entries, not 8.
         return max(math.ceil(self.budget * num_prompt_tokens - 1e-9), self.policy.min_budget)
 
+    def resolve_capacity(self, num_prompt_tokens: int) -> int:
+        """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget."""
+        return self.policy.allocator.capacity(self.resolve_budget(num_prompt_tokens))
+
 
 @lru_cache(maxsize=4096)
 def _parse_canonical(text: str) -> CompressionConfig | None:
@@ -139,55 +145,94 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     if not isinstance(data, dict):
         raise CompressionError(EXTRA_ARGS_KEY, f"must be an object, got {type(data).__name__}", "wrong_type")
     name = data.get("policy")
-    if not isinstance(name, str) or name not in REQUEST_MODELS:
-        allowed = ", ".join(sorted(REQUEST_MODELS))
+    if not isinstance(name, str) or name not in (FULL, *PRESETS):
+        allowed = ", ".join(sorted((FULL, *PRESETS)))
         raise CompressionError(
             f"{EXTRA_ARGS_KEY}.policy", f"unknown policy {name!r}; allowed: {allowed}", "unknown_policy"
         )
-    model = REQUEST_MODELS[name]
-    try:
-        request = model.model_validate(data)
-    except ValidationError as error:
-        raise _as_compression_error(error, model) from None
     if name == FULL:
+        _validated(FullRequest, data, FULL)
         return None
-    preset, values = PRESETS[name], request.model_dump()
+    overrides = _read_overrides(data)
+    names = _choose_parts(name, overrides)
+    what = name + (" with " + ", ".join(f"{kind} {part}" for kind, part in overrides.items()) if overrides else "")
+    request = _validated(_request_model(name, names), data, what)
     parts = {
-        kind: part.model_validate({field: values[field] for field in part.model_fields})
-        for kind, part in _part_classes(preset).items()
+        kind: _validated(part, {field: getattr(request, field) for field in part.model_fields}, what)
+        for kind, part in names.classes.items()
     }
     policy = CompressionPolicy(**parts)  # type: ignore[arg-type]
-    budget = values["budget"]
-    if isinstance(budget, int) and budget < policy.min_budget:
+    config = CompressionConfig(
+        name=name, policy=policy, **{field: getattr(request, field) for field in ("budget", "interval", "decode")}
+    )
+    if isinstance(config.budget, int) and config.budget < policy.min_budget:
         raise CompressionError(
             f"{EXTRA_ARGS_KEY}.budget",
-            f"{budget} entries are too few: {name} protects {policy.min_budget - 1} (sinks and recent window); "
+            f"{config.budget} entries are too few: {what} protects {policy.min_budget - 1} (sinks and recent window); "
             f"allowed: >= {policy.min_budget}",
             "budget_too_small",
         )
-    return CompressionConfig(
-        name=name, budget=budget, interval=values["interval"], decode=values["decode"], policy=policy
-    )
+    return config
 
 
-def _as_compression_error(error: ValidationError, model: type[BaseModel]) -> CompressionError:
+def _read_overrides(data: Mapping[str, Any]) -> dict[str, str]:
+    """The parts that a request names, by kind."""
+    overrides = {kind: data[kind] for kind in PARTS if kind in data}
+    for kind, name in overrides.items():
+        if not isinstance(name, str) or name not in PARTS[kind]:
+            allowed = ", ".join(sorted(PARTS[kind]))
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.{kind}", f"unknown {kind} {name!r}; allowed: {allowed}", "unknown_part"
+            )
+    return overrides
+
+
+def _choose_parts(policy: str, overrides: Mapping[str, str]) -> PartNames:
+    preset = PRESETS[policy]
+    try:
+        return choose(preset, overrides)
+    except ValueError as error:
+        misfit = str(error)
+    # At fault is what could be replaced so that the rest fits.
+    for kind in ("merger", "selector", "allocator", "tracker"):
+        fitting = [name for name in PARTS[kind] if _fit(policy, {**overrides, kind: name})] if kind in overrides else []
+        if fitting:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.{kind}",
+                f"{misfit}; allowed as {kind}: {', '.join(sorted(fitting))}",
+                "incompatible_parts",
+            )
+    raise CompressionError(EXTRA_ARGS_KEY, misfit, "incompatible_parts")
+
+
+def _fit(policy: str, overrides: Mapping[str, str]) -> bool:
+    try:
+        choose(PRESETS[policy], overrides)
+    except ValueError:
+        return False
+    return True
+
+
+def _validated(model: type[M], data: Mapping[str, Any], what: str) -> M:
+    """``data`` as a ``model``; ``what`` names the policy for the message."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _as_compression_error(error, model, what) from None
+
+
+def _as_compression_error(error: ValidationError, model: type[BaseModel], what: str) -> CompressionError:
     first = error.errors()[0]
     field = str(first["loc"][0]) if first["loc"] else ""
     param = f"{EXTRA_ARGS_KEY}.{field}" if field else EXTRA_ARGS_KEY
     if first["type"] == "extra_forbidden":
         allowed = ", ".join(model.model_fields)
-        return CompressionError(
-            param, f"unknown field for policy {_policy_name(model)}; allowed: {allowed}", "unknown_field"
-        )
+        return CompressionError(param, f"unknown field for policy {what}; allowed: {allowed}", "unknown_field")
     # A field of several types has one error for each: together they say what is allowed.
     messages = [e["msg"].removeprefix("Value error, ") for e in error.errors() if e["loc"][:1] == first["loc"][:1]]
     message = " or ".join(dict.fromkeys(messages))
     reason = "wrong_type" if first["type"].endswith("_type") else "invalid_value"
     return CompressionError(param, f"{message}, got {first['input']!r}", reason)
-
-
-def _policy_name(model: type[BaseModel]) -> str:
-    return next(name for name, candidate in REQUEST_MODELS.items() if candidate is model)
 
 
 def parse_compression(value: Any) -> CompressionConfig | None:
@@ -222,14 +267,15 @@ def compression(policy: str, **parameters: Any) -> dict[str, Any]:
 
 
 def request_schema() -> dict[str, Any]:
-    """JSON schema of the body field ``kv_compression``: one object per policy, told apart by ``policy``."""
-    models = tuple(REQUEST_MODELS.values())
-    union: Any = Annotated[models[0] if len(models) == 1 else _union(models), Field(discriminator="policy")]
-    return TypeAdapter(union).json_schema(ref_template="#/components/schemas/{model}")
+    """JSON schema of the body field ``kv_compression``: one object per policy, told apart by ``policy``.
 
-
-def _union(models: tuple[type[BaseModel], ...]) -> Any:
-    result: Any = models[0]
-    for model in models[1:]:
-        result = result | model
-    return result
+    An object lists the fields of the policy's own parts. It does not forbid others, because a request may name other
+    parts, and those bring theirs; ``parse_compression`` refuses what the parts do not know.
+    """
+    models = [FullRequest, *(_request_model(name, PartNames.of(preset)) for name, preset in PRESETS.items())]
+    union: Any = Annotated[reduce(or_, models), Field(discriminator="policy")]
+    schema = TypeAdapter(union).json_schema(ref_template="#/components/schemas/{model}")
+    for name, reference in schema["discriminator"]["mapping"].items():
+        if name != FULL:
+            del schema["$defs"][reference.rpartition("/")[2]]["additionalProperties"]
+    return schema

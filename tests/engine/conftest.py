@@ -6,12 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from vllm_kvmerge import demo
 
-BLOCK_SIZE = 32
 NUM_BLOCKS = 230
 MAX_MODEL_LEN = 4096
-BYTES_PER_BLOCK = 3 * 3 * BLOCK_SIZE * (2 * 32 * 4 + 16)  # layers, KV heads, tokens, K and V in float32 and metadata
 
 
 def engine_arguments() -> dict:

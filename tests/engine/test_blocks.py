@@ -6,6 +6,7 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
+from vllm_kvmerge.policies import PRESETS
 
 POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
 
@@ -50,7 +51,7 @@ def test_usage_drops_to_the_budget_after_the_prompt(engine, policy):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sorted(PRESETS))
 def test_the_prefix_cache_stays_as_full_attention_left_it(engine, policy):
     """After compressed requests on a prompt, a plain one hits the cache and answers as a cold engine does."""
     prompt = random_prompt(np.random.default_rng(6), 1500)

@@ -7,9 +7,10 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
+from vllm_kvmerge.policies import PRESETS
 
 NUM_REQUESTS = 200
-POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
+POLICIES = sorted(PRESETS)
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """What holds for every combination of parts."""
 
 import itertools
+from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,11 +12,11 @@ from pydantic import ValidationError
 
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, random_entries
 from vllm_kvmerge.policies import (
+    ALLOCATORS,
     DEAD,
-    MERGERS,
+    PARTS,
     PRESETS,
     SELECTORS,
-    TRACKERS,
     CompressionContext,
     CompressionPolicy,
     Entries,
@@ -25,6 +27,8 @@ from vllm_kvmerge.policies import (
     register,
     register_preset,
 )
+from vllm_kvmerge.policies.allocators import Uniform
+from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.mergers import DropMerger, ResidualMerger, ZipMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, NoTracker, SumTracker
@@ -65,6 +69,23 @@ def entries_for(policy: CompressionPolicy, seed: int, num_heads: int, n: int, nu
         generator = torch.Generator().manual_seed(seed)
         entries.aux[entries.is_live] = torch.randint(0, 5, (num_heads, n), generator=generator).float()[entries.is_live]
     return entries
+
+
+def context_for(policy: CompressionPolicy, entries: Entries, budget: int) -> CompressionContext:
+    """At the end of a prompt, with all that any policy may ask for; two query heads per KV head."""
+    num_heads, n, head_size = entries.keys.shape
+    window = min(policy.query_window, n)
+    generator = torch.Generator().manual_seed(0)
+    return CompressionContext(
+        budget,
+        n,
+        at_prompt_end=True,
+        capacity=policy.allocator.capacity(budget),
+        queries=torch.randn(num_heads, 2, window, head_size, generator=generator),
+        query_positions=torch.arange(n - window, n),
+        output_weights=torch.randn(num_heads, 2, 4 * head_size, head_size, generator=generator),
+        layer_statistics=torch.ones(1),
+    )
 
 
 @settings(max_examples=250, deadline=None)
@@ -165,25 +186,25 @@ def test_needs_scores_follows_the_tracker():
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
 def test_presets_are_made_of_registered_parts_that_fit(preset):
-    assert TRACKERS[preset.tracker.name] is preset.tracker
-    assert SELECTORS[preset.selector.name] is preset.selector
-    assert MERGERS[preset.merger.name] is preset.merger
-    parts = (preset.tracker, preset.selector, preset.merger)
-    assert set(preset.defaults) <= {name for part in parts for name in part.model_fields}
-    tracker, selector, merger = (
-        part(**{name: value for name, value in preset.defaults.items() if name in part.model_fields}) for part in parts
-    )
-    policy = CompressionPolicy(tracker=tracker, selector=selector, merger=merger)
+    names = PartNames.of(preset)
+    assert names.misfit() is None
+    assert set(preset.defaults) <= {name for part in names.classes.values() for name in part.model_fields}
+    parts = {
+        kind: part(**{name: value for name, value in preset.defaults.items() if name in part.model_fields})
+        for kind, part in names.classes.items()
+    }
+    policy = CompressionPolicy(**parts)
     entries = entries_for(policy, 0, 2, 100, num_dead=0)
-    assert_sound(policy.compress(entries, CompressionContext(40, 100, at_prompt_end=True)).entries, 40)
+    context = context_for(policy, entries, 40)
+    assert_sound(policy.compress(entries, context).entries, context.capacity)
 
 
-def test_parts_that_share_a_field_agree_on_it():
-    for preset in PRESETS.values():
-        seen = {}
-        for part in (preset.tracker, preset.selector, preset.merger):
-            for name, info in part.model_fields.items():
-                assert repr(seen.setdefault(name, info)) == repr(info)
+def test_parts_that_fit_can_be_told_apart_by_their_fields():
+    """A request gives all parameters in one object: a name that two parts share must mean the same to both."""
+    for kinds in itertools.combinations(PARTS, 2):
+        for one, other in itertools.product(*(PARTS[kind].values() for kind in kinds)):
+            for name in one.model_fields.keys() & other.model_fields.keys():
+                assert repr(one.model_fields[name]) == repr(other.model_fields[name]), (one, other, name)
 
 
 def test_names_are_unique():
@@ -193,7 +214,81 @@ def test_names_are_unique():
         register(Preset)
     for name in ("h2o", "full"):
         with pytest.raises(ValueError, match="registered already"):
-            register_preset(Preset(name, "", NoTracker, Recent, DropMerger))
+            register_preset(Preset(name, "", "none", "local", "drop"))
+
+
+def test_incomplete_parts_are_refused():
+    class Empty(Selector):
+        pass
+
+    class Clashing(Recent):
+        name: ClassVar[str] = "clashing"
+        budget: int = 3
+
+    class Demanding(Recent):
+        name: ClassVar[str] = "demanding"
+        stride: int
+
+    class NotJson(Recent):
+        name: ClassVar[str] = "not_json"
+        function: Callable[[int], int] = abs
+
+    for part, message in {
+        Empty: "Empty does not define min_budget, name, needs_scores, select, source",
+        Clashing: r"Clashing\.budget: every request has a field of that name",
+        Demanding: r"Demanding\.stride has no default",
+        NotJson: "JsonSchema",
+    }.items():
+        with pytest.raises(Exception, match=message):
+            register(part)
+    assert not {"clashing", "demanding", "not_json"} & SELECTORS.keys()
+
+
+def test_the_tracker_follows_the_other_parts():
+    def tracker(policy: str, **overrides: str) -> str:
+        return choose(PRESETS[policy], overrides).tracker
+
+    assert tracker("snapkv", merger="zip") == "log_ema"
+    assert tracker("keepkv", merger="residual") == "sum"
+    assert tracker("streaming_llm", selector="h2o") == "sum"
+    assert tracker("streaming_llm", selector="h2o", merger="zip") == "log_ema"
+    # What suits stays, and what is asked for is taken.
+    assert tracker("keepkv", merger="drop") == "log_ema"
+    assert tracker("h2o", selector="local") == "sum"
+    assert tracker("h2o", selector="local", tracker="none") == "none"
+    with pytest.raises(ValueError, match="merger 'zip' cannot work from tracker 'sum'"):
+        choose(PRESETS["snapkv"], {"merger": "zip", "tracker": "sum"})
+
+
+def test_parts_no_tracker_suits_are_refused_for_what_is_wrong_with_most(monkeypatch):
+    class Pooling(Recent):
+        name: ClassVar[str] = "pooling"
+        needs_scores: ClassVar[bool] = True
+        pools_heads: ClassVar[bool] = True
+
+    class PerHead(Uniform):
+        name: ClassVar[str] = "per_head"
+        splits_heads: ClassVar[bool] = True
+
+    monkeypatch.setitem(SELECTORS, "pooling", Pooling)
+    monkeypatch.setitem(ALLOCATORS, "per_head", PerHead)
+    with pytest.raises(ValueError, match="'pooling' ranks all heads together, allocator 'per_head' gives each its own"):
+        choose(PRESETS["local"], {"selector": "pooling", "allocator": "per_head"})
+
+
+def test_parts_with_fields_of_one_name_and_two_meanings_are_refused(monkeypatch):
+    class Decaying(Recent):
+        name: ClassVar[str] = "decaying"
+        decay: int = 3
+
+    monkeypatch.setitem(SELECTORS, "decaying", Decaying)
+    with pytest.raises(ValueError, match="tracker 'sum' and selector 'decaying' both have a parameter 'decay'"):
+        choose(PRESETS["h2o"], {"selector": "decaying", "tracker": "sum"})
+    assert choose(PRESETS["h2o"], {"selector": "decaying"}).tracker == "none"
+
+
+def test_part_names_have_the_registered_kinds():
+    assert PartNames._fields == tuple(PARTS)
 
 
 def test_parts_are_strict_and_frozen():

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from vllm_kvmerge import __version__
-from vllm_kvmerge.config import REQUEST_MODELS
+from vllm_kvmerge.catalogue import describe_policies
 from vllm_kvmerge.engine_args import SCHEDULER_CLS, VALIDATOR, WORKER_CLS
+from vllm_kvmerge.policies import PARTS
 from vllm_kvmerge.server import cli
 
 LLAMA = {
@@ -84,8 +85,33 @@ def test_policies_names_them_all(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["policies"]) == 0
     printed = capsys.readouterr().out
-    for name in REQUEST_MODELS:
-        assert name in printed
+    for preset in describe_policies()["presets"]:
+        assert f"│ {preset['name']} " in printed
+    for kind, parts in PARTS.items():
+        heading = printed.index(f" {kind.capitalize()}s ")
+        for name, part in parts.items():
+            row = printed.index(f"│ {name} ", heading)
+            for field in part.model_fields:
+                assert f"{field}=" in printed[row:]
+
+
+def test_policies_fit_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["policies"]) == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
+    for preset in describe_policies()["presets"]:
+        assert f"│ {preset['name']} " in printed
+
+
+def test_policies_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["policies", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == describe_policies()
+
+
+def test_policies_need_no_vllm() -> None:
+    code = "import sys; from vllm_kvmerge.server import cli; cli.main(['policies']); sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_command_alone_needs_no_vllm() -> None:

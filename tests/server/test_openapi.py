@@ -1,13 +1,17 @@
 """The OpenAPI schema describes the body field."""
 
+import asyncio
 from argparse import Namespace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from vllm_kvmerge.config import REQUEST_MODELS
+from vllm_kvmerge.catalogue import describe_policies
+from vllm_kvmerge.config import request_schema
+from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 
@@ -57,7 +61,8 @@ def test_generation_bodies_have_the_field(app: FastAPI) -> None:
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         field = models[name]["properties"]["kv_compression"]
         assert "$defs" not in field
-        assert {ref.rsplit("/", 1)[1] for ref in references(field)} == {m.__name__ for m in REQUEST_MODELS.values()}
+        assert set(field["discriminator"]["mapping"]) == {"full", *PRESETS}
+        assert {ref.rsplit("/", 1)[1] for ref in references(field)} == set(request_schema()["$defs"])
     assert "kv_compression" not in models["EmbeddingRequest"]["properties"]
 
 
@@ -69,10 +74,22 @@ def test_every_reference_resolves_and_a_second_look_changes_nothing(app: FastAPI
     assert app.openapi() == schema
 
 
-def test_plugin_adds_no_route(app: FastAPI) -> None:
+def test_policies_are_listed(app: FastAPI) -> None:
+    async def get() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get("/kvmerge/policies")
+
     before = list(app.routes)
     KVMergeEndpoint().attach_router(app)
-    assert list(app.routes) == before
+    assert [route.path for route in app.routes if route not in before] == ["/kvmerge/policies"]
+    response = asyncio.run(get())
+    assert response.status_code == 200
+    assert response.json() == describe_policies()
+
+
+def test_middleware_is_innermost(app: FastAPI) -> None:
+    KVMergeEndpoint().attach_router(app)
     assert app.user_middleware[-1].cls is CompressionFieldMiddleware  # inside the one that counts responses
 
 
@@ -80,4 +97,4 @@ def test_server_with_vllms_scheduler_stays_stock(app: FastAPI) -> None:
     app.state.args.scheduler_cls = None
     KVMergeEndpoint().attach_router(app)
     assert app.user_middleware == []
-    assert "kv_compression" not in str(app.openapi())
+    assert "kv" not in str(app.openapi())

@@ -59,6 +59,12 @@ def test_metrics_are_all_there(outputs):
         assert name in printed or f"{name}_count" in printed, name
 
 
+def test_a_part_is_replaced(outputs):
+    usage = json.loads(outputs[5])["usage"]
+    assert usage["prompt_tokens"] == 1000
+    assert 1 <= usage["completion_tokens"] <= 5
+
+
 def test_the_official_client(server):
     client, _ = PYTHON
     assert run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).strip()
@@ -71,6 +77,7 @@ def test_offline(tmp_path):
 
 
 def test_every_policy_is_in_the_table():
-    from vllm_kvmerge.config import REQUEST_MODELS
+    from vllm_kvmerge.policies import PRESETS
 
-    assert set(re.findall(r"^\| `(\w+)` \|", README, re.M)) == set(REQUEST_MODELS)
+    first_cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", README, re.M)
+    assert {name for cell in first_cells for name in re.findall(r"\w+", cell)} == {"full", *PRESETS}

@@ -8,6 +8,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.demo_model import BYTES_PER_BLOCK, HEADS_TIMES_LAYERS
 from vllm_kvmerge.demo import recall
 
 POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
@@ -30,12 +31,12 @@ def test_a_policy_per_request(server, policy):
     per_block = server.metric("vllm:kvmerge_bytes_freed_total", policy=policy) / server.metric(
         "vllm:kvmerge_blocks_freed_total", policy=policy
     )
-    assert per_block == 3 * 3 * 32 * (2 * 32 * 4 + 16)
+    assert per_block == BYTES_PER_BLOCK
     assert server.metric("vllm:kvmerge_compaction_seconds_count", policy=policy) == after
     gone = server.metric("vllm:kvmerge_entries_merged_total", policy=policy) + server.metric(
         "vllm:kvmerge_entries_evicted_total", policy=policy
     )
-    assert gone >= (3000 - 256) * 9
+    assert gone >= (3000 - 256) * HEADS_TIMES_LAYERS
 
 
 def test_memory_falls_while_the_request_runs(server):
@@ -57,7 +58,7 @@ def test_memory_falls_while_the_request_runs(server):
     done.set()
     watcher.join()
     assert ratio and max(ratio) < 0.1
-    share = (256 + 2 * 32) / 32 / (20 * 2**20 // (3 * 3 * 32 * 272))
+    share = (256 + 2 * 32) / 32 / (20 * 2**20 // BYTES_PER_BLOCK)
     assert min(u for u in usage if u > 0) <= share
     deadline = time.monotonic() + 20
     while server.metric("vllm:kv_cache_usage_perc") or server.metric("vllm:kvmerge_live_bytes"):

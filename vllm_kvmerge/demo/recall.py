@@ -87,18 +87,6 @@ def training_sample(
     return np.concatenate(tokens).astype(np.int64), np.concatenate(is_answer)
 
 
-def copy_sample(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random words and digits, then the same again, in the form of ``training_sample``; the repetition is the answer.
-
-    To recall a fact is to find an earlier occurrence of a word and go on as the text went on there. Copying teaches
-    exactly that, with a target at every token: without it, recall appears late or not at all.
-    """
-    half = (length - 1) // 2
-    words = rng.integers(_DIGIT_BASE, len(VOCABULARY), half)
-    tokens = np.concatenate([[BOS], words, words, words[: length - 1 - 2 * half]])
-    return tokens.astype(np.int64), np.arange(length) > half
-
-
 def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> RecallPrompt:
     """A prompt of exactly ``length`` tokens (``<s>`` included) that asks for one of its facts."""
     document, keys, digits = _document(rng, length - 3, num_facts)

@@ -1,6 +1,6 @@
 """Trains the demo model from scratch: ``python -m vllm_kvmerge.demo.train --output DIR``.
 
-One to two hours on one CPU core. Each finished stage leaves a checkpoint in DIR/stages, so that an interrupted run
+Ten minutes on one CPU core. Each finished stage leaves a checkpoint in DIR/stages, so that an interrupted run
 goes on where it stopped; DIR ends up holding a model folder that Transformers and vLLM load.
 """
 
@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm_kvmerge.demo import recall
 
 TOKENS_PER_STEP = 8_192
-PEAK_LEARNING_RATE = 2e-3
-WARMUP_STEPS = 100
+PEAK_LEARNING_RATE = 1.5e-3
+WARMUP_STEPS = 30
 LANGUAGE_MODEL_LOSS_WEIGHT = 0.1
-COPY_SHARE = 0.25
 MAX_POSITIONS = 8_192
+ROPE_THETA = 1e7
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}"
@@ -39,11 +39,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(128, 4, 8, 400),
-    Stage(256, 8, 12, 300),
-    Stage(512, 12, 16, 350),
-    Stage(1_024, 16, 24, 350),
-    Stage(2_048, 24, 32, 250),
+    Stage(128, 4, 8, 60),
+    Stage(256, 8, 12, 60),
+    Stage(512, 12, 16, 80),
+    Stage(1_024, 16, 24, 200),
+    Stage(2_048, 24, 32, 100),
 )
 
 
@@ -74,27 +74,61 @@ def build_model() -> LlamaForCausalLM:
         hidden_size=192,
         intermediate_size=384,
         num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
         max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        attention_bias=True,
         tie_word_embeddings=True,
         bos_token_id=recall.BOS,
         eos_token_id=recall.EOS,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    plant_induction_circuit(model)
+    return model
+
+
+@torch.no_grad()
+def plant_induction_circuit(model: LlamaForCausalLM) -> None:
+    """Starts the first two layers close to an induction circuit; training does the rest.
+
+    Recall means to find an earlier occurrence of a word and to read what followed it. It takes two heads that are
+    useless without each other, so from a random start it appears only after millions of tokens, if at all. Here KV head
+    0 of layer 0 attends to the previous token and writes a projection of it to a subspace of its own; KV head 0 of
+    layer 1 matches that against the same projection of the current token. Values, outputs, MLPs, the other heads, the
+    third layer and all else are random.
+    """
+    config = model.config
+    size, half, group = config.head_dim, config.head_dim // 2, config.num_attention_heads // config.num_key_value_heads
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    basis = torch.linalg.qr(torch.randn(config.hidden_size, config.hidden_size))[0]
+    word, previous = basis[:size], basis[-size:]
+    model.model.embed_tokens.weight.mul_(5.0)
+    # Biases alone make a head positional: with RoPE, q and k one position apart are in phase in the fastest pairs.
+    amplitude = 30.0**0.5
+    for pair in range(6):
+        angle = ROPE_THETA ** (-pair / half)
+        first.k_proj.bias[pair] = amplitude
+        for head in range(group):
+            first.q_proj.bias[head * size + pair] = amplitude * math.cos(angle)
+            first.q_proj.bias[head * size + pair + half] = -amplitude * math.sin(angle)
+    first.v_proj.weight[:size] = 0.1 * word
+    first.o_proj.weight[:, : group * size] = 0.0
+    first.o_proj.weight[:, :size] = 1.5 * previous.T
+    # Only pairs that RoPE hardly turns within a few thousand tokens can compare what is far apart.
+    slow = [i for i in range(size) if i % half >= 18]
+    second.k_proj.weight[slow] += 1.3 * previous[: len(slow)]
+    for head in range(group):
+        second.q_proj.weight[[head * size + i for i in slow]] += 1.3 * word[: len(slow)]
 
 
 def draw_batch(rng: np.random.Generator, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
     """``[batch, length]`` int64 token ids and a bool mask of the answer tokens."""
-    num_samples = TOKENS_PER_STEP // stage.length
-    num_copies = max(1, round(num_samples * COPY_SHARE))
-    samples = [recall.copy_sample(rng, stage.length) for _ in range(num_copies)]
-    samples += [
+    samples = [
         recall.training_sample(rng, stage.length, stage.num_facts, stage.num_questions)
-        for _ in range(num_samples - num_copies)
+        for _ in range(TOKENS_PER_STEP // stage.length)
     ]
     tokens, is_answer = zip(*samples, strict=True)
     return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(is_answer))

@@ -13,9 +13,11 @@ from vllm_kvmerge.policies.base import (
     Tracker,
 )
 from vllm_kvmerge.policies.composition import CompressionPolicy
+from vllm_kvmerge.policies.plugins import load_plugins
 from vllm_kvmerge.policies.registry import (
     ALLOCATORS,
     MERGERS,
+    PARTS,
     PRESETS,
     SELECTORS,
     TRACKERS,
@@ -28,6 +30,7 @@ __all__ = [
     "ALLOCATORS",
     "DEAD",
     "MERGERS",
+    "PARTS",
     "PRESETS",
     "SELECTORS",
     "TRACKERS",
@@ -48,3 +51,6 @@ __all__ = [
     "selectors",
     "trackers",
 ]
+
+# Last: plugins import from here.
+load_plugins()

@@ -18,6 +18,7 @@ from vllm_kvmerge.policies.base import (
     Selector,
     Tracker,
 )
+from vllm_kvmerge.policies.trackers import attention_mass
 
 
 class CompressionPolicy(BaseModel):
@@ -69,6 +70,10 @@ class CompressionPolicy(BaseModel):
     def needs_output_weights(self) -> bool:
         return any(part.needs_output_weights for part in self.parts)
 
+    def layer_statistic(self, entries: Entries, context: CompressionContext) -> Tensor:
+        """The allocator's, for ``context.layer_statistics``; only where it has one."""
+        return self.allocator.layer_statistic(entries, attention_mass(self.tracker, entries), context)
+
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
         """Exactly ``context.capacity`` entries per head, live ones up to the head's budget; a plain copy where there
         are no more entries than the budget.
@@ -82,7 +87,7 @@ class CompressionPolicy(BaseModel):
             return CompressionResult(copy, num_merged=0, num_evicted=0)
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
-        budgets = self.allocator.head_budgets(entries, self.tracker.importance(entries), context)
+        budgets = self.allocator.head_budgets(entries, attention_mass(self.tracker, entries), context)
         budgets = [min(max(budget, self.min_budget), capacity) for budget in budgets]
         results, num_merged = [], torch.zeros((), dtype=torch.int64, device=entries.keys.device)
         heads = range(len(budgets))

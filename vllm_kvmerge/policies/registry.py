@@ -1,6 +1,8 @@
 """The parts and presets that a request can name."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import isabstract
 from typing import Any, Literal, TypeVar
 
 from vllm_kvmerge.policies.base import Allocator, Merger, Part, Selector, Tracker
@@ -20,16 +22,43 @@ _KINDS: tuple[tuple[type[Part], dict[str, Any]], ...] = (
     (Allocator, ALLOCATORS),
 )
 
+PARTS: Mapping[str, Mapping[str, type[Part]]] = {base.__name__.lower(): parts for base, parts in _KINDS}
+"""The registered parts of each kind; a request names them in fields of these names."""
+
+COMMON_FIELDS = ("policy", "budget", "interval", "decode")
+"""What every request may give, besides the parts it names and their hyper-parameters."""
+
 
 def register(part: P) -> P:
-    """Class decorator: makes a part known under its ``name``."""
+    """Class decorator: makes a part known under its ``name``.
+
+    Raises:
+        TypeError: the class is not a complete part.
+        ValueError: its name is taken, or that of a field.
+    """
     for base, parts in _KINDS:
         if issubclass(part, base):
+            _check_complete(part)
             if part.name in parts:
                 raise ValueError(f"{base.__name__.lower()} {part.name!r} is registered already")
             parts[part.name] = part  # type: ignore[assignment]
             return part
     raise TypeError(f"{part.__name__} is neither a Tracker, a Selector, a Merger nor an Allocator")
+
+
+def _check_complete(part: type[Part]) -> None:
+    """Finds here what would otherwise surface in somebody's request."""
+    missing = {name for name in part.__class_vars__ if not hasattr(part, name)}
+    if isabstract(part):
+        missing |= set(part.__abstractmethods__)
+    if missing:
+        raise TypeError(f"{part.__name__} does not define {', '.join(sorted(missing))}")
+    for name, info in part.model_fields.items():
+        if name in COMMON_FIELDS or name in PARTS:
+            raise ValueError(f"{part.__name__}.{name}: every request has a field of that name")
+        if info.is_required():
+            raise TypeError(f"{part.__name__}.{name} has no default")
+    part.model_json_schema()  # raises for a field that JSON cannot give
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,25 @@ class SumTracker(Tracker):
 
 
 @register
+class MeanTracker(Tracker):
+    """Mean attention probability over the queries that saw the entry (WeightedKV algorithm 1).
+
+    ``scores`` holds the probability accumulated over queries, summed over the query heads that share the KV head, and
+    ``aux`` the number of queries.
+    """
+
+    name: ClassVar[str] = "mean"
+    source: ClassVar[str] = "WeightedKV algorithm 1"
+    mode: ClassVar[TrackerMode] = "mean"
+
+    score_window: ScoreWindow = Field(64, description=SCORE_WINDOW_TEXT)
+
+    def importance(self, entries: Entries) -> Tensor:
+        """-inf for an entry that no query has seen."""
+        return torch.where(entries.aux > 0, entries.scores / entries.aux, -torch.inf)
+
+
+@register
 class LogEmaTracker(Tracker):
     """Moving average of the *unnormalised* attention score s = exp(logit), kept as its logarithm (KeepKV eq. 8).
 
@@ -84,3 +103,15 @@ class LogEmaTracker(Tracker):
 
     def _log_correction(self, aux: Tensor) -> Tensor:
         return torch.log(-torch.expm1(aux * math.log(self.ema_decay)))
+
+
+def attention_mass(tracker: Tracker, entries: Entries) -> Tensor:
+    """``[H, n]`` float32: each entry's share of its head's attention, by the tracker's importance; dead ones have none.
+
+    Unlike importance this compares between heads and layers. All 0 where the tracker knows nothing.
+    """
+    importance = tracker.importance(entries).masked_fill(~entries.is_live, -torch.inf)
+    if tracker.mode == "log_ema":
+        return importance.softmax(dim=1).nan_to_num(nan=0.0)  # NaN: no entry was ever scored
+    mass = importance.clamp(min=0.0)
+    return mass / mass.sum(dim=1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)

@@ -26,6 +26,7 @@ from vllm_kvmerge import __version__
 from vllm_kvmerge.support import UnsupportedConfigError, check_config, check_vllm_version
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 DEMO = "demo"
@@ -66,9 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(
             "serve", help="serve a model over HTTP: vllm-kvmerge serve MODEL [any option of vllm serve]"
         )
-        commands.add_parser("policies", help="list the policies that a request can name")
-        parser.parse_args(argv)
-        print_policies()
+        policies = commands.add_parser("policies", help="list the policies and parts that a request can name")
+        policies.add_argument("--json", action="store_true", help="everything as JSON, with the schema of the field")
+        print_policies(parser.parse_args(argv).json)
         return 0
     except Fault as fault:
         print("vllm-kvmerge:", " ".join(str(fault).split()), file=sys.stderr)
@@ -80,21 +81,48 @@ def _exit_at_once(number: int, _: Any) -> NoReturn:
     sys.exit(128 + number)
 
 
-def print_policies() -> None:
-    """A table of the presets."""
+def print_policies(as_json: bool = False) -> None:
+    """Tables of the presets and of the parts that they are made of."""
     from rich.console import Console
-    from rich.table import Table
 
-    from vllm_kvmerge.config import REQUEST_MODELS
-    from vllm_kvmerge.policies import PRESETS
+    from vllm_kvmerge.catalogue import describe_policies
 
-    table = Table("policy", "source", "parameters and defaults")
-    table.add_row("full", "vLLM", "(compresses nothing)")
-    for name, preset in PRESETS.items():
-        fields = REQUEST_MODELS[name].model_fields
-        defaults = (f"{field}={info.default}" for field, info in fields.items() if field != "policy")
-        table.add_row(name, preset.source, ", ".join(defaults))
-    Console().print(table)
+    catalogue = describe_policies()
+    if as_json:
+        print(json.dumps(catalogue, indent=2))
+        return
+    policies = _table("Policies", "policy", "parts", "parameters", "source")
+    policies.caption = "A request may name other parts, and gives the parameters of those that it ends up with."
+    for preset in catalogue["presets"]:
+        parts = [f"{kind} {name}" for kind, name in preset["parts"].items()]
+        values = {"decode": preset["decode"], **preset["defaults"]} if parts else {}
+        policies.add_row(
+            preset["name"],
+            "\n".join(parts),
+            "\n".join(f"{name}={json.dumps(value)}" for name, value in values.items()),
+            preset["source"],
+        )
+    tables = [policies]
+    for kind, described in catalogue["parts"].items():
+        table = _table(f"{kind.capitalize()}s", kind, "what it does", "parameters", "source")
+        for part in described:
+            fields = (
+                f"{field['name']}={json.dumps(field['default'])} ({field['type']}): {field['description']}"
+                for field in part["fields"]
+            )
+            table.add_row(part["name"], part["summary"], "\n".join(fields), part["source"])
+        tables.append(table)
+    # Square brackets in a text are no markup.
+    Console(markup=False).print(*tables, sep="\n")
+
+
+def _table(title: str, *headers: str) -> "Table":
+    """An empty table whose first column, the names, is never cut."""
+    from rich.table import Column, Table
+
+    first, *others = headers
+    columns = [Column(first, no_wrap=True), *(Column(header, overflow="fold") for header in others)]
+    return Table(*columns, title=title, show_lines=True)
 
 
 def serve(argv: list[str]) -> int:

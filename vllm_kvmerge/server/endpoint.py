@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from vllm_kvmerge.catalogue import describe_policies
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 logger = logging.getLogger(__name__)
+
+POLICIES_ROUTE = "/kvmerge/policies"
 
 BODY_MODELS = (
     "CompletionRequest",
@@ -33,16 +36,25 @@ class KVMergeEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds middleware and schema; no routes."""
+        """Adds middleware, schema, and the route that lists what the field may name."""
         if app.state.args.scheduler_cls is None:
             logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
             return
         # add_middleware would put it around the one that counts HTTP responses, which would then miss the refusals.
         app.user_middleware.append(Middleware(CompressionFieldMiddleware))
         document_field(app)
+        # Nothing is registered after start-up, so one description serves every request.
+        add_policies_route(app, describe_policies())
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Nothing to prepare."""
+
+
+def add_policies_route(app: FastAPI, catalogue: dict[str, Any]) -> None:
+    @app.get(POLICIES_ROUTE)
+    async def policies() -> dict[str, Any]:
+        """The policies and parts that `kv_compression` can name, their parameters, and the field's JSON schema."""
+        return catalogue
 
 
 def document_field(app: FastAPI) -> None:

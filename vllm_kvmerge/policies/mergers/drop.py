@@ -15,7 +15,7 @@ class DropMerger(Merger):
 
     name: ClassVar[str] = "drop"
     source: ClassVar[str] = "eviction"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "log_ema"})
+    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "mean", "log_ema"})
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext

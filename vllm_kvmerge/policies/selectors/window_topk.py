@@ -42,9 +42,13 @@ class WindowTopK(Selector):
         return newest(entries, self.window_size)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        return top(self.pooled(entries, importance, protected), protected, entries, context.num_kept)
+
+    def pooled(self, entries: Entries, importance: Tensor, protected: Tensor) -> Tensor:
+        """``[H, n]``: each entry's largest importance over its neighbourhood, itself included."""
         # Dead entries sort before all others, so the live ones are contiguous.
         order = entries.positions.argsort(dim=1, stable=True)
         pooled_from = entries.is_live & ~protected
         ordered = importance.masked_fill(~pooled_from, -torch.inf).gather(1, order)
         pooled = max_pool1d(ordered, self.kernel_size, stride=1, padding=self.kernel_size // 2)
-        return top(torch.empty_like(pooled).scatter_(1, order, pooled), protected, entries, context.num_kept)
+        return torch.empty_like(pooled).scatter_(1, order, pooled)

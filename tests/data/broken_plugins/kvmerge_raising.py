@@ -1,0 +1,3 @@
+"""A plugin that cannot be imported."""
+
+raise RuntimeError("over two\nlines")

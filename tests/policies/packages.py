@@ -1,0 +1,22 @@
+"""Packages of other people's, installed for a process of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+PIP = ["install", "-q", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation", "--target"]
+
+
+def install(source: Path, target: Path) -> None:
+    """Builds and installs the package in ``source``, without network, into the folder ``target``."""
+    copy = target.with_name(f"{target.name}-{source.name}")  # building leaves files behind
+    shutil.copytree(source, copy)
+    subprocess.run([sys.executable, "-m", "pip", *PIP, str(target), str(copy)], check=True)
+
+
+def run(*arguments: str, packages: Path) -> subprocess.CompletedProcess[str]:
+    """A Python process that finds what is installed in ``packages``."""
+    environment = os.environ | {"PYTHONPATH": str(packages)}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)

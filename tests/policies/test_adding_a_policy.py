@@ -1,0 +1,52 @@
+"""What docs/adding-a-policy.md shows: installed, tested and requested as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.policies.packages import install, run
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "adding-a-policy.md").read_text()
+FILES = dict(re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", DOCUMENT, re.M | re.S))
+COMPRESS = "import json, sys, vllm_kvmerge as v; [print(v.compression(**json.loads(text))) for text in sys.argv[1:]]"
+REQUESTS = re.findall(r"^```json\n(.*?)^```", DOCUMENT, re.M | re.S)[0].splitlines()
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("strided") / "source"
+    source.mkdir()
+    for name, text in FILES.items():
+        (source / name).write_text(text)
+    install(source, source.with_name("site"))
+    return source.with_name("site")
+
+
+def test_the_document_has_all_files() -> None:
+    assert set(FILES) == {"kvmerge_strided.py", "pyproject.toml", "test_strided.py"}
+    assert len(REQUESTS) == 3
+    code = [line for line in FILES["kvmerge_strided.py"].splitlines() if line.strip()]
+    assert len(code) < 60
+
+
+def test_its_test_passes(packages: Path) -> None:
+    test = packages.with_name("source") / "test_strided.py"
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={test.parent}", str(test), packages=packages)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_its_requests_are_valid(packages: Path) -> None:
+    done = run("-c", COMPRESS, *REQUESTS, packages=packages)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == len(REQUESTS)
+
+
+def test_it_is_formatted_as_this_project(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    config = str(Path(__file__).parents[2] / "pyproject.toml")
+    for command in (["check"], ["format", "--check"]):
+        done = run("-m", "ruff", *command, "--config", config, str(tmp_path), packages=tmp_path)
+        assert done.returncode == 0, done.stdout

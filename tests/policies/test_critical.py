@@ -1,0 +1,111 @@
+"""CriticalKV: two stages, the second of which weighs values by the output projection."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policies.sampling import SEEDS, assert_sound, random_entries
+from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.policies.mergers import DropMerger
+from vllm_kvmerge.policies.selectors import Critical, WindowTopK, critical
+from vllm_kvmerge.policies.trackers import SumTracker
+
+
+def policy(selector) -> CompressionPolicy:
+    return CompressionPolicy(tracker=SumTracker(), selector=selector, merger=DropMerger())
+
+
+def random_weights(seed: int, num_heads: int, num_groups: int = 2, hidden: int = 12, head_size: int = 8):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_heads, num_groups, hidden, head_size)
+    # Projections of very different size, so that the second stage has something to say.
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * torch.rand(shape, generator=generator) ** 3
+
+
+def brute_force(entries: Entries, weights: torch.Tensor, head: int, budget: int, selector: Critical) -> set[int]:
+    """Both stages for one head, with loops; pooling is over one entry."""
+    live = [i for i, p in enumerate(entries.positions[head].tolist()) if p != DEAD]
+    live.sort(key=lambda i: entries.positions[head, i].item())
+    window, others = live[-selector.window_size :], live[: -selector.window_size]
+    room = max(0, budget - len(window))
+    score = {i: entries.scores[head, i].item() for i in others}
+    critical_score = {}
+    for i in others:
+        norms = [(weight @ entries.values[head, i]).abs().sum().item() for weight in weights[head]]
+        critical_score[i] = score[i] * sum(norms) / len(norms)
+    stage_1 = sorted(others, key=score.get, reverse=True)[: int(room * selector.first_stage_share)]
+    rest = [i for i in others if i not in stage_1]
+    stage_2 = sorted(rest, key=critical_score.get, reverse=True)[: room - len(stage_1)]
+    return {entries.positions[head, i].item() for i in window + stage_1 + stage_2}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(3, 30), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.data()
+)
+def test_two_stages(seed, num_heads, num_groups, n, share, data):
+    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)), dtype=torch.float64)
+    window = data.draw(st.integers(1, n - 2))
+    budget = data.draw(st.integers(window + 1, n - 1))
+    weights = random_weights(seed, num_heads, num_groups)
+    selector = Critical(window_size=window, kernel_size=1, first_stage_share=share)
+    context = CompressionContext(budget, n, at_prompt_end=True, output_weights=weights)
+    result = policy(selector).compress(entries, context).entries
+    assert_sound(result, budget)
+    kept = [set(row) - {DEAD} for row in result.positions.tolist()]
+    assert kept == [brute_force(entries, weights, head, budget, selector) for head in range(num_heads)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_alone_are_snapkv(seed):
+    entries = random_entries(seed, 3, 60, num_dead=5)
+    context = CompressionContext(25, 60, at_prompt_end=True, output_weights=random_weights(seed, 3).float())
+    snapkv = policy(WindowTopK(window_size=8)).compress(entries, context).entries
+    for alike in (
+        policy(Critical(window_size=8, first_stage_share=1.0)).compress(entries, context),
+        policy(Critical(window_size=8)).compress(entries, replace(context, output_weights=None)),
+    ):
+        assert torch.equal(alike.entries.positions.sort().values, snapkv.positions.sort().values)
+    other = policy(Critical(window_size=8)).compress(entries, context).entries
+    assert not torch.equal(other.positions.sort().values, snapkv.positions.sort().values)
+
+
+def test_an_entry_of_middling_score_and_large_value_stays():
+    entries = random_entries(0, 1, 8, head_size=2)
+    entries.positions = torch.arange(8).unsqueeze(0)
+    entries.scores = torch.tensor([[8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]])
+    entries.values = torch.full((1, 8, 2), 0.1)
+    entries.values[0, 4] = 10.0
+    weights = torch.eye(2)[None, None]
+    selector = Critical(window_size=2, kernel_size=1)
+    context = CompressionContext(6, 8, at_prompt_end=True, output_weights=weights)
+    result = policy(selector).compress(entries, context).entries
+    # Window 6, 7; stage 1: 0, 1; stage 2: 4 by its value, then 2 by its score.
+    assert set(result.positions[0].tolist()) == {0, 1, 2, 4, 6, 7}
+
+
+def test_norms_are_means_over_query_heads(monkeypatch):
+    values = random_entries(1, 2, 9, dtype=torch.float64).values
+    weights = random_weights(1, 2, num_groups=3)
+    expected = torch.einsum("hgod,hnd->hgno", weights, values).abs().sum(-1).mean(1)
+    torch.testing.assert_close(critical.projected_norms(values, weights), expected)
+    monkeypatch.setattr(critical, "MAX_PRODUCT_BYTES", 4 * 12 * 8)  # four values at a time
+    torch.testing.assert_close(critical.projected_norms(values, weights), expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_scores_that_are_not_finite_keep_live_before_dead(value):
+    entries = random_entries(1, n=16, num_dead=6)
+    entries.scores[:, ::3] = value
+    context = CompressionContext(8, 16, at_prompt_end=True, output_weights=random_weights(1, 2).float())
+    result = policy(Critical(window_size=3)).compress(entries, context).entries
+    assert result.is_live.all()
+
+
+def test_what_it_asks_for():
+    parts = policy(Critical())
+    assert parts.needs_output_weights and parts.needs_scores and parts.query_window == 0
+    assert parts.min_budget == 33

@@ -1,0 +1,84 @@
+"""Parts and presets that other packages bring: real packages, really installed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.policies.packages import install, run
+
+DATA = Path(__file__).parents[1] / "data"
+LIST = ("-m", "vllm_kvmerge.server.cli", "policies", "--json")
+PARSE = """
+import sys
+from vllm_kvmerge.config import parse_compression
+policy = parse_compression(sys.argv[1]).policy
+print([type(part).__module__ for part in policy.parts], policy.selector, sep="|")
+"""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("packages") / "site"
+    install(DATA / "plugin", target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def with_broken_ones(packages: Path) -> Path:
+    target = packages.with_name("all")
+    install(DATA / "plugin", target)
+    install(DATA / "broken_plugins", target)
+    return target
+
+
+def test_a_plugin_is_listed(packages: Path) -> None:
+    done = run(*LIST, packages=packages)
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = json.loads(done.stdout)
+    (preset,) = (preset for preset in listed["presets"] if preset["name"] == "oldest")
+    assert preset["parts"]["selector"] == "oldest" and preset["defaults"]["end_window"] == 4
+    (part,) = (part for part in listed["parts"]["selector"] if part["name"] == "oldest")
+    assert part["summary"] == "The beginning of the text, and its end."
+    assert [field["default"] for field in part["fields"]] == [8]
+    assert "oldest" in listed["schema"]["discriminator"]["mapping"]
+    assert "oldest" in listed["schema"]["$defs"]["SnapkvRequest"]["properties"]["selector"]["enum"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "end_window"),
+    [({"policy": "oldest"}, 4), ({"policy": "keepkv", "selector": "oldest", "end_window": 2}, 2)],
+)
+def test_a_request_uses_a_plugin(packages: Path, request_: dict, end_window: int) -> None:
+    done = run("-c", PARSE, json.dumps(request_), packages=packages)
+    assert done.returncode == 0, done.stderr
+    assert "'kvmerge_oldest'" in done.stdout and f"end_window={end_window}" in done.stdout
+
+
+def test_plugins_that_fail_are_named_and_the_others_work(with_broken_ones: Path) -> None:
+    done = run(*LIST, packages=with_broken_ones)
+    assert done.returncode == 0
+    errors = done.stderr.splitlines()
+    assert errors == [
+        "policy plugin 'absent' (kvmerge_absent) failed: ModuleNotFoundError: No module named 'kvmerge_absent'",
+        "policy plugin 'duplicate' (kvmerge_duplicate) failed: ValueError: policy 'h2o' is registered already",
+        *(line for line in errors if "plugin 'misfits' (kvmerge_misfits) is left out: " in line),
+        "policy plugin 'raising' (kvmerge_raising) failed: RuntimeError: over two lines",
+    ]
+    for name, fault in {
+        "no_such_part": "there is no selector 'newest'; allowed: ",
+        "no_scores": "selector 'h2o' needs scores, tracker 'none' keeps none",
+        "no_such_parameter": "its parts have no parameter windwo",
+        "bad_default": "default of decay: ",
+    }.items():
+        (line,) = (line for line in errors if line.startswith(f"policy {name!r} "))
+        assert fault in line
+    names = [preset["name"] for preset in json.loads(done.stdout)["presets"]]
+    assert names[-2:] == ["sound", "oldest"] and names.count("h2o") == 1
+    assert not {"no_such_part", "no_scores", "no_such_parameter", "bad_default"} & set(names)
+
+
+def test_a_plugin_may_be_imported_first(packages: Path) -> None:
+    code = "import kvmerge_oldest; from vllm_kvmerge.policies import PRESETS; print(PRESETS['oldest'].selector)"
+    done = run("-c", code, packages=packages)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "oldest\n", "")

@@ -1,0 +1,46 @@
+"""Budgets of the heads of one layer that follow their attention."""
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class Adaptive(Allocator):
+    """Head-wise budgets (Ada-KV): a head gets as many entries as it has among the layer's H * budget
+    largest, all heads taken together.
+
+    What is compared is each entry's share of its head's attention. A head gets at least ``floor_share`` and at most
+    ``max_share`` of the budget; budgets add up to H * budget over the heads of all tensor-parallel workers, which all
+    come to the same split. Of equal shares, those of lower rank in their head come first, so heads that nothing tells
+    apart get the same. Ada-KV compares scores that SnapKV has max-pooled; here they are as the tracker has them.
+
+    Every head's cache has room for ``max_share`` times the budget: what a head does not use is dead entries, whose
+    memory is not returned yet.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    source: ClassVar[str] = "Ada-KV, Feng et al., arXiv:2407.11550"
+    splits_heads: ClassVar[bool] = True
+
+    floor_share: float = Field(0.2, ge=0.0, le=1.0, description="A head's least share of the budget.")
+    max_share: float = Field(2.0, ge=1.0, description="Largest budget, as a multiple of the average.")
+
+    def capacity(self, budget: int) -> int:
+        return int(self.max_share * budget)
+
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+        budget = context.budget
+        floor = int(self.floor_share * budget)
+        ranked = importance.masked_fill(~entries.is_live, -1.0).sort(dim=1, descending=True).values
+        # Entries before ``floor`` are in, those from the capacity on are out; the others compete.
+        shares = context.all_heads(ranked[:, floor : self.capacity(budget)])
+        num_heads = len(shares)
+        winners = shares.t().flatten().argsort(descending=True, stable=True)[: num_heads * (budget - floor)]
+        budgets = (floor + torch.bincount(winners % num_heads, minlength=num_heads)).tolist()
+        return [budgets[head] for head in context.head_indices or range(num_heads)]

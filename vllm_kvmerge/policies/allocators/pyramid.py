@@ -1,0 +1,45 @@
+"""Budgets that fall with depth."""
+
+import math
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class Pyramid(Allocator):
+    """From the first layer to the last, budgets fall by ``ratio``, on a straight line (PyramidKV) or as a cosine from
+    crest to trough (PyramidInfer); their mean over layers is the budget.
+
+    PyramidKV's last layer has budget / beta entries and its first the rest of twice the budget, so ``ratio`` is
+    2 beta - 1: its default, beta = 20, is the default here. A layer whose share is less than its selector's least gets
+    that. PyramidKV divides what is left beside the window; here the window counts.
+
+    Every layer's cache has room for the first layer's share, nearly twice the budget where ``ratio`` is large: what a
+    layer does not use is dead entries, whose memory is not returned yet.
+    """
+
+    name: ClassVar[str] = "pyramid"
+    source: ClassVar[str] = "PyramidKV, arXiv:2406.02069; PyramidInfer, arXiv:2405.12532"
+
+    shape: Literal["linear", "cosine"] = Field("linear", description="How budgets fall from first to last layer.")
+    ratio: float = Field(39.0, ge=1.0, description="The first layer's budget over the last layer's.")
+
+    def capacity(self, budget: int) -> int:
+        return budget + round(self._amplitude(budget))
+
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+        last = context.num_layers - 1
+        # 1 for the first layer, -1 for the last; odd about the middle, as rounding is, so that layers' budgets add up.
+        height = (last - 2 * context.layer) / last if last > 0 else 0.0
+        if self.shape == "cosine":
+            height = math.sin(math.pi / 2 * height)
+        budget = context.budget + round(self._amplitude(context.budget) * height)
+        return [budget] * importance.shape[0]
+
+    def _amplitude(self, budget: int) -> float:
+        return budget * (self.ratio - 1.0) / (self.ratio + 1.0)

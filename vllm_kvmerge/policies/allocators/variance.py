@@ -1,0 +1,71 @@
+"""Budgets that are larger for layers whose attention is spread more evenly."""
+
+import math
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class Variance(Allocator):
+    """Dynamic allocation over layers (D2O): a layer's share falls with the variance of its attention mass.
+
+    F_l is the variance, over a head's live entries, of their attention mass in units of its mean, averaged over the
+    layer's heads. Shares are softmax(-F_l / mean F): D2O's softmax(-F_l), made independent of the prompt's length and
+    of how many queries are scored, on which the mass of a column of attention depends. Shares above ``max_share`` are
+    cut and what is over goes to the other layers; the mean over layers is the budget.
+
+    D2O allocates once, for the prompt; here every compression allocates anew from the scores that it finds.
+
+    Every layer's cache has room for ``max_share`` times the budget: what a layer does not use is dead entries, whose
+    memory is not returned yet.
+    """
+
+    name: ClassVar[str] = "variance"
+    source: ClassVar[str] = "D2O, Wan et al., arXiv:2406.13035"
+    has_layer_statistic: ClassVar[bool] = True
+
+    max_share: float = Field(2.0, ge=1.0, description="Largest budget, as a multiple of the average.")
+
+    def capacity(self, budget: int) -> int:
+        return int(self.max_share * budget)
+
+    def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
+        """F_l, a float32 scalar."""
+        num_live = entries.is_live.sum(1, keepdim=True).clamp(min=1)
+        mass = importance.masked_fill(~entries.is_live, 0.0)
+        relative = mass * num_live / mass.sum(1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+        squares = (relative - 1.0).square().masked_fill(~entries.is_live, 0.0)
+        return context.all_heads(squares.sum(1) / num_live.squeeze(1)).mean()
+
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+        if context.layer_statistics is None:
+            # Whoever compresses a single layer has nothing to compare it with.
+            return [context.budget] * importance.shape[0]
+        variances: list[float] = context.layer_statistics.tolist()
+        mean = sum(variances) / len(variances)
+        weights = [math.exp(-variance / mean) if mean > 0 else 1.0 for variance in variances]
+        budgets = split(context.budget * len(weights), weights, self.capacity(context.budget))
+        return [budgets[context.layer]] * importance.shape[0]
+
+
+def split(total: int, weights: list[float], most: int) -> list[int]:
+    """``total`` in parts proportional to ``weights``, none above ``most`` (at least the average)."""
+    free, scale = set(range(len(weights))), 0.0
+    while free:
+        scale = (total - most * (len(weights) - len(free))) / sum(weights[i] for i in free)
+        too_large = {i for i in free if scale * weights[i] > most}
+        if not too_large:
+            break
+        free -= too_large
+    parts = [scale * weight if i in free else float(most) for i, weight in enumerate(weights)]
+    whole = [int(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: whole[i] - parts[i])
+    for i in by_remainder[: total - sum(whole)]:
+        whole[i] += 1
+    return whole

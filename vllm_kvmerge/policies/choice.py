@@ -1,0 +1,72 @@
+"""Which parts a policy is made of, by name: a preset's, and in their place those that a request asks for."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Self
+
+from pydantic import ValidationError
+
+from vllm_kvmerge.policies.base import Part
+from vllm_kvmerge.policies.composition import CompressionPolicy
+from vllm_kvmerge.policies.registry import PARTS, TRACKERS, Preset
+
+
+class PartNames(NamedTuple):
+    """One part of each kind."""
+
+    tracker: str
+    selector: str
+    merger: str
+    allocator: str
+
+    @classmethod
+    def of(cls, preset: Preset) -> Self:
+        return cls(preset.tracker, preset.selector, preset.merger, preset.allocator)
+
+    @property
+    def classes(self) -> dict[str, type[Part]]:
+        """The parts by kind."""
+        return {kind: PARTS[kind][name] for kind, name in self._asdict().items()}
+
+    def misfit(self) -> str | None:
+        """Why these parts cannot work together; None where they can."""
+        try:
+            # What fits is a matter of classes alone: no hyper-parameter is needed to ask.
+            CompressionPolicy(**{kind: part.model_construct() for kind, part in self.classes.items()})  # type: ignore[arg-type]
+        except ValidationError as error:
+            return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        return _ambiguous_field(self.classes)
+
+
+def choose(preset: Preset, overrides: Mapping[str, str]) -> PartNames:
+    """The preset's parts, with ``overrides`` (kind to name) in their place.
+
+    Where the tracker is not among them and the preset's does not suit the other parts, the first registered one that
+    does is taken.
+
+    Raises:
+        ValueError: the parts cannot work together; the message says why.
+    """
+    asked = PartNames.of(preset)._replace(**overrides)
+    trackers: Iterable[str] = [asked.tracker] if "tracker" in overrides else dict.fromkeys([asked.tracker, *TRACKERS])
+    misfits = []
+    for tracker in trackers:
+        names = asked._replace(tracker=tracker)
+        if (misfit := names.misfit()) is None:
+            return names
+        misfits.append(misfit)
+    # What is wrong with most trackers says more than what is wrong with one.
+    raise ValueError(max(misfits, key=misfits.count))
+
+
+def _ambiguous_field(parts: Mapping[str, type[Part]]) -> str | None:
+    """Parts may share a field, such as a number of sinks, but then it must mean the same to both."""
+    owners: dict[str, str] = {}
+    for kind, part in parts.items():
+        for field, info in part.model_fields.items():
+            owner = owners.setdefault(field, kind)
+            if repr(info) != repr(parts[owner].model_fields[field]):
+                return (
+                    f"{owner} {parts[owner].name!r} and {kind} {part.name!r} both have a parameter {field!r}, "
+                    "which means something else to each"
+                )
+    return None

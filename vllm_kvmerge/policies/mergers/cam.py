@@ -1,0 +1,74 @@
+"""Merger that spreads an evicted value over the entries that follow (CaM)."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, pad
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.indexing import complement
+from vllm_kvmerge.policies.noise import uniform
+from vllm_kvmerge.policies.registry import register
+
+SEED = 1
+"""Not the default of the ``random`` selector, whose draws would otherwise be the same."""
+
+
+@register
+class CamMerger(Merger):
+    """Cache merging (CaM).
+
+    The m kept entries that follow an evicted entry e in order of position each gain v_e / m, with probability
+    clamp(s_e / mean of their scores s, 0, 1); else e is dropped, as where none follows. Keys, positions, votes and
+    scores stay. Where fewer than m follow, each still gains v_e / m. The draw is a hash of layer, head and position.
+
+    The source merges one entry per decoding step and drops what the prompt is too long by. That is the default here:
+    added up over a prompt's evicted entries, values grow out of all proportion, and so they do, more slowly, in a long
+    generation. The source's entries leave from a sliding window and are judged by the newest query's attention; here
+    selector and tracker say which leave and what scores are.
+    """
+
+    name: ClassVar[str] = "cam"
+    source: ClassVar[str] = "CaM, Zhang et al., ICML 2024"
+    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"sum", "mean"})
+
+    num_receivers: int = Field(32, ge=1, description="Entries among which an evicted value is divided, m of CaM.")
+    merge_prompt: bool = Field(False, description="Merge at the end of the prompt too; the source drops there.")
+
+    def merge(
+        self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
+    ) -> tuple[Entries, Tensor]:
+        result = entries.take(kept)
+        if context.at_prompt_end and not self.merge_prompt:
+            return result, torch.zeros((), dtype=torch.int64, device=kept.device)
+        evicted = entries.take(complement(kept, len(entries)))
+        scores = importance.clamp(min=0.0)
+        # Carriers in order of position, dead ones behind: their values take part in nothing.
+        place = result.positions.masked_fill(~result.is_live, torch.iinfo(torch.int64).max)
+        order = place.argsort(dim=1, stable=True)
+        follower = torch.searchsorted(place.gather(1, order), evicted.positions.contiguous())
+        num_following = result.is_live.sum(1, keepdim=True) - follower
+        received = scores.gather(1, kept).masked_fill(~result.is_live, 0.0).gather(1, order)
+        mean = self._sum_ahead(received, follower) / num_following.clamp(min=1, max=self.num_receivers)
+        # s_e / mean > u, where 0 / 0 is no reason to merge.
+        evicted_scores = scores.gather(1, complement(kept, len(entries)))
+        merges = evicted.is_live & (num_following > 0) & (evicted_scores > uniform(SEED, evicted, context) * mean)
+        spread = torch.zeros_like(result.values)
+        index = follower.clamp(max=kept.shape[1] - 1).unsqueeze(-1).expand_as(evicted.values)
+        spread.scatter_add_(1, index, evicted.values.masked_fill(~merges.unsqueeze(-1), 0.0))
+        gained = self._mean_behind(spread)
+        values = result.values.scatter_add(1, order.unsqueeze(-1).expand_as(gained), gained)
+        return replace(result, values=values), merges.sum()
+
+    def _sum_ahead(self, scores: Tensor, start: Tensor) -> Tensor:
+        """``[H, m]``: sum of ``scores`` (``[H, c]``) over the receivers from ``start`` (``[H, m]`` int64) on."""
+        padded = pad(scores, (0, self.num_receivers))
+        return (avg_pool1d(padded, self.num_receivers, stride=1) * self.num_receivers).gather(1, start)
+
+    def _mean_behind(self, spread: Tensor) -> Tensor:
+        """``[H, c, d]``: for each receiver the sum of what it and the m - 1 before it first receive, over m."""
+        padded = pad(spread.transpose(1, 2), (self.num_receivers - 1, 0))
+        return avg_pool1d(padded, self.num_receivers, stride=1).transpose(1, 2)

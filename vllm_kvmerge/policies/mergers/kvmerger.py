@@ -1,0 +1,54 @@
+"""Merger with Gaussian kernel weights (KVMerger)."""
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.indexing import complement
+from vllm_kvmerge.policies.mergers.convex import absorb
+from vllm_kvmerge.policies.mergers.zip_merge import _most_similar
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class KVMergerMerger(Merger):
+    """Gaussian kernel weighted merging (KVMerger, as in KeepKV eq. 11-12).
+
+    Each evicted entry joins the carrier c of largest cosine similarity of keys where that exceeds ``merge_threshold``,
+    and is dropped elsewhere. Within a set, with d_j = ||k_j - k_c||:
+
+        w_j ~ exp(-d_j^2 / (2 sigma^2)), w_c ~ 1        sigma = mean of d_j over the members other than c
+
+    What differs from the source: its sets are runs of neighbours whose keys are similar, around the member of largest
+    score, and alone decide how much is compressed; here the selector's entries are the centres, and members come from
+    anywhere, as KeepKV and GRKV describe it. Its sigma refers to the weights that it defines; it is read as the mean
+    distance. Its values are multiplied by the size of the set, which no convex combination is.
+    """
+
+    name: ClassVar[str] = "kvmerger"
+    source: ClassVar[str] = "KVMerger, Wang et al., arXiv:2407.08454"
+    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "mean", "log_ema"})
+
+    merge_threshold: float = Field(
+        0.75, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
+    )
+
+    def merge(
+        self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
+    ) -> tuple[Entries, Tensor]:
+        evicted = complement(kept, len(entries))
+        similarity, carriers = _most_similar(entries.keys, evicted, kept, entries.is_live.gather(1, kept))
+        joins = entries.is_live.gather(1, evicted) & (similarity > self.merge_threshold)
+        head = torch.arange(len(kept), device=kept.device).unsqueeze(1)
+        distance = (entries.keys[head, evicted] - entries.keys[head, carriers]).norm(dim=-1).masked_fill(~joins, 0.0)
+        none = torch.zeros_like(entries.scores)
+        total = none.scatter_add(1, carriers, distance)
+        count = none.scatter_add(1, carriers, joins.to(none.dtype))
+        sigma = (total / count.clamp(min=1.0)).gather(1, carriers)
+        # Where sigma is 0, so is the distance.
+        scaled = torch.where(sigma > 0, distance / sigma, 0.0)
+        weights = torch.exp(-0.5 * scaled**2).masked_fill(~joins, 0.0)
+        return absorb(entries, kept, evicted, carriers, weights, protected), joins.sum()

@@ -1,0 +1,227 @@
+"""Merger that fits what stays to the attention output of the full cache (GRKV)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.attention import attention, query_groups
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.indexing import first, sinks
+from vllm_kvmerge.policies.registry import register
+
+STEP_LENGTHS = (1.0, 0.5, 0.25, 0.125)
+"""What is tried in turn of a step for keys, as shares of it."""
+
+
+@register
+class RegressionMerger(Merger):
+    """Ridge regression of the kept entries onto the full cache's output for the newest queries (GRKV algorithm 1).
+
+    With Q the last m queries of the G query heads that share a KV head, as rows; Y the attention output of Q over the
+    full cache and A its attention to the kept entries K, V; each of ``steps`` steps minimises ||Y - A V||^2, the window
+    loss, plus lambda times the squared distance from what the selector kept, K0 and V0:
+
+        values  V = V0 + A^T (A A^T + lambda_v I)^-1 (Y - A V0)                                              (eq. 8)
+        keys    K = K0 + J^T alpha   with   (J J^T + lambda_k I) alpha = Y - A V + J (K - K0)                (eq. 10)
+
+    J, the derivative of A V with respect to K, is applied without being formed; conjugate gradients find alpha. Queries
+    see entries up to their own position, in Y as in A, so that Y is what the model computed.
+
+    Fixed, hence unchanged (section 3.4): the first ``num_fixed_sinks`` tokens of the sequence, the tokens whose queries
+    these are, and of the others the ``fixed_share`` of those kept that Q attends to most. All else that is kept is
+    free. J is a local approximation: where a step for keys would raise a head's window loss, it is halved, up to three
+    times, while the paper takes it. A step that still would, or fails, is not taken for that head. Positions, votes and
+    scores stay. In a head that was changed, what is not kept counts as merged. Without queries all of it is evicted.
+    """
+
+    name: ClassVar[str] = "regression"
+    source: ClassVar[str] = "GRKV, arXiv:2605.31105"
+    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "mean", "log_ema"})
+
+    regression_window: int = Field(32, ge=1, description="Newest queries whose attention output is to be kept (m).")
+    components: Literal["k", "v", "kv"] = Field("kv", description="What is fitted: keys, values, or both.")
+    lambda_k: float = Field(1e-2, ge=0.0, description="Weight that holds keys where they were.")
+    lambda_v: float = Field(1e-2, ge=0.0, description="Weight that holds values where they were.")
+    steps: int = Field(1, ge=1, description="Rounds of fitting values and keys in turn (S).")
+    fixed_share: float = Field(
+        0.1, ge=0.0, le=1.0, description="Share of the kept entries, those attended to most, that stays unchanged."
+    )
+    num_fixed_sinks: int = Field(4, ge=0, description="First tokens of the sequence that, where kept, stay unchanged.")
+    cg_iterations: int = Field(64, ge=1, description="Most iterations of conjugate gradients in a step for keys.")
+    cg_tolerance: float = Field(
+        1e-2, gt=0.0, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
+    )
+
+    @property
+    def query_window(self) -> int:
+        return self.regression_window
+
+    def merge(
+        self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
+    ) -> tuple[Entries, Tensor]:
+        result = entries.take(kept)
+        if context.queries is None or context.query_positions is None:
+            return result, torch.zeros((), dtype=torch.int64, device=kept.device)
+        # A NaN in a dead entry would survive a weight of 0.
+        result.kill(~result.is_live)
+        num_gone = entries.is_live.sum(1) - result.is_live.sum(1)
+        target, weight = self._full_attention(entries, context)
+        fit = _Fit(
+            queries=context.queries[:, :, -self.regression_window :],
+            positions=context.query_positions[-self.regression_window :],
+            scale=context.scale,
+            target=target,
+            kept=result,
+            # Where nothing leaves there is nothing to fit but rounding errors.
+            free=self._free(result, weight.gather(1, kept), context) & (num_gone > 0).unsqueeze(1),
+        )
+        keys, values = result.keys, result.values
+        for _ in range(self.steps):
+            if "v" in self.components:
+                values = fit.values(keys, values, self.lambda_v)
+            if "k" in self.components:
+                keys = fit.keys(keys, values, self.lambda_k, self.cg_iterations, self.cg_tolerance)
+        changed = ((keys != result.keys) | (values != result.values)).flatten(1).any(1)
+        return replace(result, keys=keys, values=values), (num_gone * changed).sum()
+
+    def _full_attention(self, entries: Entries, context: CompressionContext) -> tuple[Tensor, Tensor]:
+        """Y, ``[H, G, m, d]``, and how much attention all queries together give to each entry, ``[H, n]``."""
+        values = entries.values.masked_fill(~entries.is_live.unsqueeze(-1), 0.0).unsqueeze(1)
+        outputs, weight = [], torch.zeros_like(entries.log_votes)
+        for queries, positions in query_groups(context, self.regression_window, len(entries)):
+            probabilities = attention(queries, positions, entries, context.scale)
+            outputs.append(probabilities @ values)
+            weight += probabilities.sum((1, 2))
+        return torch.cat(outputs, dim=2), weight
+
+    def _free(self, kept: Entries, weight: Tensor, context: CompressionContext) -> Tensor:
+        """``[H, c]`` bool: which of the kept entries may change."""
+        assert context.query_positions is not None
+        in_window = kept.positions >= context.query_positions[-self.regression_window :].min()
+        free = kept.is_live & ~in_window & ~sinks(kept, self.num_fixed_sinks)
+        by_weight = weight.masked_fill(~free, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        return free & ~first(free, by_weight, int(self.fixed_share * len(kept)))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The least-squares problem of one layer.
+
+    queries: ``[H, G, m, d]``, positions: ``[m]``, target Y: ``[H, G, m, d]``. kept: the ``c`` entries of each head as
+    the selector left them, dead ones zero. free: ``[H, c]`` bool, what may change. In the methods the query heads' rows
+    lie one after the other: ``r = G * m``.
+    """
+
+    queries: Tensor
+    positions: Tensor
+    scale: float
+    target: Tensor
+    kept: Entries
+    free: Tensor
+
+    def values(self, keys: Tensor, values: Tensor, ridge: float) -> Tensor:
+        """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these keys and values."""
+        weights = self._attention(keys)
+        free_weights = weights * self.free.unsqueeze(1)
+        gram = free_weights @ free_weights.transpose(1, 2)
+        diagonal = gram.diagonal(dim1=1, dim2=2)
+        # Float32 rounding can make a Gram matrix indefinite where the ridge is smaller than that.
+        jitter = torch.finfo(gram.dtype).eps * gram.shape[1] * diagonal.amax(1, keepdim=True)
+        diagonal += ridge + jitter
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        residual = self.target.flatten(1, 2) - weights @ self.kept.values
+        fitted = self.kept.values + free_weights.transpose(1, 2) @ torch.cholesky_solve(residual, factor)
+        better = (failed == 0) & self._improves(weights @ fitted, weights @ values)
+        return torch.where(better[:, None, None] & self.free.unsqueeze(-1), fitted, values)
+
+    def keys(self, keys: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float) -> Tensor:
+        """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these keys and values."""
+        derivative = OutputDerivative(self._attention(keys), values, self.queries.flatten(1, 2), self.scale, self.free)
+        output = derivative.weights @ values
+        right = self.target.flatten(1, 2) - output + derivative.forward(keys - self.kept.keys)
+        alpha = conjugate_gradients(
+            lambda vector: derivative.forward(derivative.adjoint(vector)) + ridge * vector, right, iterations, tolerance
+        )
+        change = self.kept.keys + derivative.adjoint(alpha) - keys
+        fitted, undecided = keys, self.free.any(1)
+        for length in STEP_LENGTHS:
+            trial = keys + length * change
+            better = undecided & self._improves(self._attention(trial) @ values, output)
+            fitted = torch.where(better[:, None, None] & self.free.unsqueeze(-1), trial, fitted)
+            undecided = undecided & ~better
+            if not undecided.any():
+                break
+        return fitted
+
+    def _attention(self, keys: Tensor) -> Tensor:
+        """A, ``[H, r, c]``."""
+        entries = replace(self.kept, keys=keys)
+        return attention(self.queries, self.positions, entries, self.scale).flatten(1, 2)
+
+    def _improves(self, output: Tensor, old_output: Tensor) -> Tensor:
+        """``[H]`` bool: whether the window loss (eq. 4) is smaller for one output, ``[H, r, d]``; no for NaN."""
+        target = self.target.flatten(1, 2)
+        return (target - output).square().sum((1, 2)) < (target - old_output).square().sum((1, 2))
+
+
+@dataclass(frozen=True)
+class OutputDerivative:
+    """J: how the attention output F = A V changes with the keys K of the free entries, values being fixed.
+
+    weights A: ``[H, r, c]``, softmax over c of scale Q K^T + votes. values V: ``[H, c, d]``. queries Q: ``[H, r, d]``.
+    free: ``[H, c]`` bool; the other keys do not move.
+    """
+
+    weights: Tensor
+    values: Tensor
+    queries: Tensor
+    scale: float
+    free: Tensor
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """J dK, ``[H, r, d]``, for ``keys`` dK, ``[H, c, d]``: A' V with dS = scale Q dK^T, A' = A (dS - sum A dS)."""
+        keys = keys * self.free.unsqueeze(-1)
+        logits = self.scale * (self.queries @ keys.transpose(1, 2))
+        return self._through_softmax(logits) @ self.values
+
+    def adjoint(self, output: Tensor) -> Tensor:
+        """J^T R, ``[H, c, d]``, for ``output`` R, ``[H, r, d]``: scale (A (B - sum A B))^T Q with B = R V^T."""
+        logits = self._through_softmax(output @ self.values.transpose(1, 2))
+        return self.scale * (logits.transpose(1, 2) @ self.queries) * self.free.unsqueeze(-1)
+
+    def _through_softmax(self, change: Tensor) -> Tensor:
+        """``[H, r, c]``: the derivative of a softmax, which is its own adjoint."""
+        weighted = self.weights * change
+        return weighted - self.weights * weighted.sum(-1, keepdim=True)
+
+
+def conjugate_gradients(
+    operator: Callable[[Tensor], Tensor], right: Tensor, iterations: int, tolerance: float
+) -> Tensor:
+    """x with operator(x) = ``right``, ``[H, r, d]``, for an operator that is symmetric and positive in each head.
+
+    A head stops when its residual is ``tolerance`` times its right-hand side, all of them after ``iterations``.
+    """
+
+    def dot(one: Tensor, other: Tensor) -> Tensor:
+        return (one * other).sum((1, 2), keepdim=True)
+
+    solution = torch.zeros_like(right)
+    residual = direction = right
+    size = dot(residual, residual)
+    enough = tolerance**2 * size
+    for _ in range(iterations):
+        goes_on = size > enough
+        if not goes_on.any():
+            break
+        image = operator(direction)
+        step = torch.where(goes_on, size / dot(direction, image), 0.0)
+        solution = solution + step * direction
+        residual = residual - step * image
+        old_size, size = size, dot(residual, residual)
+        direction = residual + torch.where(goes_on, size / old_size, 0.0) * direction
+    return solution

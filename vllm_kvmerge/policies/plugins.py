@@ -1,0 +1,49 @@
+"""Parts and presets of other packages, found through their entry points."""
+
+import logging
+from importlib import metadata
+
+from pydantic import ValidationError
+
+from vllm_kvmerge.policies.choice import PartNames
+from vllm_kvmerge.policies.registry import PARTS, PRESETS, Preset
+
+logger = logging.getLogger(__name__)
+
+GROUP = "vllm_kvmerge.policies"
+"""Entry point group; each entry point names a module that registers parts and presets when it is imported."""
+
+
+def load_plugins() -> None:
+    """Loads every entry point of the group. What is wrong with one is logged, and does not keep the others out."""
+    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+        known = set(PRESETS)
+        try:
+            entry.load()
+        except Exception as error:
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            logger.error("policy plugin %r (%s) failed: %s", entry.name, entry.value, message)
+        for name in [name for name in PRESETS if name not in known]:
+            if fault := _fault(PRESETS[name]):
+                del PRESETS[name]
+                logger.error("policy %r of plugin %r (%s) is left out: %s", name, entry.name, entry.value, fault)
+
+
+def _fault(preset: Preset) -> str | None:
+    """Why no request could use the preset; None where it can."""
+    names = PartNames.of(preset)
+    for kind, name in names._asdict().items():
+        if name not in PARTS[kind]:
+            return f"there is no {kind} {name!r}; allowed: {', '.join(sorted(PARTS[kind]))}"
+    if misfit := names.misfit():
+        return misfit
+    parameters: set[str] = set()
+    for part in names.classes.values():
+        parameters |= set(part.model_fields)
+        try:
+            part.model_validate({name: preset.defaults[name] for name in part.model_fields if name in preset.defaults})
+        except ValidationError as error:
+            first = error.errors()[0]
+            return f"default of {'.'.join(map(str, first['loc']))}: {first['msg']}"
+    unknown = sorted(set(preset.defaults) - parameters)
+    return f"its parts have no parameter {', '.join(unknown)}" if unknown else None

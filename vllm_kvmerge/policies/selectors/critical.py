@@ -1,0 +1,57 @@
+"""Selector that also asks how much an entry's value can change the layer's output."""
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.indexing import first, top
+from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
+
+MAX_PRODUCT_BYTES = 64 << 20
+"""Size of a product W_O v above which values are taken in groups."""
+
+
+@register
+class Critical(WindowTopK):
+    """SnapKV's window and max-pooled scores s, in two stages (CriticalKV algorithm 1).
+
+    Beside the window, ``first_stage_share`` of the budget goes to the largest s, the rest to the largest
+    s * ||W_O v||_1, the norm being the mean over the query heads that share the KV head. s must be a sum of
+    probabilities, not a logarithm. A model whose output projection is not known is ranked by s alone.
+    """
+
+    name: ClassVar[str] = "criticalkv"
+    source: ClassVar[str] = "CriticalKV, arXiv:2502.03805"
+    needs_output_weights: ClassVar[bool] = True
+
+    first_stage_share: float = Field(
+        0.5, ge=0.0, le=1.0, description="Share of what is left beside the window that scores alone decide."
+    )
+
+    def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        ranking = self.pooled(entries, importance, protected)
+        if context.output_weights is None:
+            return top(ranking, protected, entries, context.num_kept)
+        num_protected = protected.sum(1, keepdim=True)
+        num_first = ((context.num_kept - num_protected) * self.first_stage_share).long()
+        order = top(ranking, protected, entries, len(entries))
+        chosen = first(entries.is_live, order, num_protected + num_first)
+        ranking = ranking * projected_norms(entries.values, context.output_weights)
+        return top(ranking, chosen, entries, context.num_kept)
+
+
+def projected_norms(values: Tensor, output_weights: Tensor) -> Tensor:
+    """``[H, n]``: mean over the G query heads of ||W_O v||_1. values: ``[H, n, d]``; weights: ``[H, G, hidden, d]``."""
+    num_groups, hidden = output_weights.shape[1:3]
+    size = max(1, MAX_PRODUCT_BYTES // (hidden * values.element_size()))
+    norms = torch.zeros_like(values[..., 0])
+    for head, weights in enumerate(output_weights):
+        for start in range(0, values.shape[1], size):
+            part = slice(start, start + size)
+            for weight in weights:
+                norms[head, part] += torch.linalg.vector_norm(values[head, part] @ weight.T, ord=1, dim=-1)
+    return norms / num_groups

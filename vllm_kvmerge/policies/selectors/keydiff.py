@@ -1,0 +1,32 @@
+"""Selector that keeps the entries whose keys are unlike the others'."""
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+
+
+@register
+class KeyDiff(RankedSelector):
+    """Keys of small cosine similarity to the anchor, the mean of all keys' directions (KeyDiff).
+
+    The source protects nothing; the newest entries stay here because generation needs them.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    source: ClassVar[str] = "KeyDiff, Park et al., arXiv:2504.15364"
+    needs_scores: ClassVar[bool] = False
+
+    recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+
+    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        directions = normalize(entries.keys.masked_fill(~entries.is_live.unsqueeze(-1), 0.0), dim=-1)
+        # The sum has the mean's direction.
+        anchor = normalize(directions.sum(dim=1, keepdim=True), dim=-1)
+        return -torch.linalg.vecdot(directions, anchor)

@@ -1,0 +1,27 @@
+"""Selector that keeps the entries whose keys are short."""
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+
+
+@register
+class KeyNorm(RankedSelector):
+    """Keys of small L2 norm, which attract attention (Devoto et al.).
+
+    The source protects nothing; the newest entries stay here because generation needs them.
+    """
+
+    name: ClassVar[str] = "knorm"
+    source: ClassVar[str] = "L2 norm, Devoto et al., arXiv:2406.11430"
+    needs_scores: ClassVar[bool] = False
+
+    recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+
+    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        return -entries.keys.norm(dim=-1)

@@ -1,0 +1,30 @@
+"""Selector that keeps a random sample: what the others have to beat."""
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.noise import uniform
+from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+
+
+@register
+class RandomKeep(RankedSelector):
+    """A uniformly random sample of all tokens so far, drawn for each layer and head.
+
+    Each entry draws one number, from ``seed``, layer, head and position, and the largest stay. As an entry never draws
+    again, what is left after many compressions is still a uniform sample of all tokens. A request repeats with the same
+    sample, on any number of tensor-parallel workers.
+    """
+
+    name: ClassVar[str] = "random"
+    source: ClassVar[str] = "control"
+    needs_scores: ClassVar[bool] = False
+
+    seed: int = Field(0, ge=0, lt=2**32, description="Of the random numbers.")
+
+    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        return uniform(self.seed, entries, context)

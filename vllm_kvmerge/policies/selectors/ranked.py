@@ -1,0 +1,31 @@
+"""What selectors share that keep the newest entries and, of the others, those of largest ranking."""
+
+from abc import abstractmethod
+
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.indexing import newest, sinks, top
+
+
+class RankedSelector(Selector):
+    """A subclass says how entries rank; defaults are those of methods that protect only what they cannot judge."""
+
+    num_sink_tokens: int = Field(0, ge=0, description="First tokens of the sequence that are always kept.")
+    recent_window: int = Field(1, ge=0, description="Newest entries that are always kept.")
+
+    @property
+    def min_budget(self) -> int:
+        return self.num_sink_tokens + self.recent_window + 1
+
+    def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
+        return sinks(entries, self.num_sink_tokens) | newest(entries, self.recent_window)
+
+    def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        ranking = self.ranking(entries, importance, protected, context)
+        return top(ranking, protected, entries, context.num_kept)
+
+    @abstractmethod
+    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        """``[H, n]`` floating point: larger stays; dead entries may have any value."""

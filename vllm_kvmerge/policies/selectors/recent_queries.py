@@ -1,0 +1,46 @@
+"""Selector that keeps the newest entries and, of the others, those that the newest queries attend to."""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.attention import attention, query_groups
+from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+
+
+@register
+class RecentQueries(RankedSelector):
+    """The R newest entries and the C others of largest fused attention (MorphKV eq. 3-7, algorithm 1); budget = C + R.
+
+        S_r[k] = sum over the query heads of AW_r[k]        F[k] = sum or max over the last R queries r of S_r[k]
+
+    AW_r is query r's attention to the entries that are live now, where the paper keeps what r saw when it was computed:
+    a query's probabilities are spread over what has since stayed, in the same proportions.
+    """
+
+    name: ClassVar[str] = "morphkv"
+    source: ClassVar[str] = "MorphKV, arXiv:2503.00979"
+    needs_scores: ClassVar[bool] = False
+
+    recent_window: int = Field(32, ge=1, description="Newest entries, always kept, whose queries rank the others.")
+    fusion: Literal["sum", "max"] = Field(
+        "sum", description="How an entry's attention from several queries becomes one number."
+    )
+
+    @property
+    def query_window(self) -> int:
+        return self.recent_window
+
+    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        """``[H, n]``: F (eq. 4); positions, so that the newest stay, where there are no queries."""
+        if context.queries is None:
+            return entries.positions.to(entries.keys.dtype)
+        fused = torch.zeros_like(entries.log_votes)
+        for queries, positions in query_groups(context, self.recent_window, len(entries)):
+            per_query = attention(queries, positions, entries, context.scale).sum(1)
+            fused = fused + per_query.sum(1) if self.fusion == "sum" else fused.maximum(per_query.amax(1))
+        return fused

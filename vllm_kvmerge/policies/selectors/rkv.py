@@ -1,0 +1,80 @@
+"""Selector that weighs attention against redundancy."""
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import max_pool1d, normalize
+
+from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+
+MAX_SIMILARITY_BYTES = 4 << 20
+"""Size of the similarity matrix above which it is computed in pieces, which a processor's caches can hold."""
+
+
+@register
+class RedundancyAware(RankedSelector):
+    """Important and not redundant: Z = lambda I - (1 - lambda) R (R-KV).
+
+    I: attention max-pooled over neighbours in order of position; the source's is a mean of softmax rows, so scores are
+    scaled to sum to 1. R: softmax, over the live entries, of the mean cosine similarity to all other keys, where an
+    entry i does not count against the newest entry that is more similar to it than ``redundancy_threshold``: of
+    several that repeat each other, the newest stays. Both sum to 1, so lambda compares like with like.
+
+    The source's I is attention of the last 8 queries alone; here it is the tracker's score, which the preset lets decay
+    over about as many, and which must be of probabilities, not a logarithm. Costs n^2 products per head.
+    """
+
+    name: ClassVar[str] = "rkv"
+    source: ClassVar[str] = "R-KV, Cai et al., arXiv:2505.24133"
+    needs_scores: ClassVar[bool] = True
+
+    recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+    attention_share: float = Field(
+        0.1, ge=0.0, le=1.0, description="Weight of attention against redundancy, lambda of R-KV."
+    )
+    redundancy_threshold: float = Field(
+        0.5, ge=0.0, le=1.0, description="Cosine similarity above which keys repeat each other."
+    )
+    pooling_reach: int = Field(
+        3, ge=0, le=127, description="Neighbours to each side, by position, over which attention is max-pooled."
+    )
+
+    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        # Dead entries sort before all others, so the live ones are contiguous.
+        order = entries.positions.argsort(dim=1, stable=True)
+        is_live = entries.is_live.gather(1, order)
+        attention = importance.gather(1, order).masked_fill(~is_live, 0.0).clamp(min=0.0)
+        attention = attention / attention.sum(1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
+        attention = attention.masked_fill(protected.gather(1, order), 0.0)
+        attention = max_pool1d(attention, 2 * self.pooling_reach + 1, stride=1, padding=self.pooling_reach)
+        keys = entries.keys.take_along_dim(order.unsqueeze(-1), dim=1).masked_fill(~is_live.unsqueeze(-1), 0.0)
+        keys = normalize(keys, dim=-1)
+        # Head by head, so that a head's numbers do not depend on how many others are on this worker.
+        similarity = torch.stack([self._total_similarity(head) for head in keys])
+        similarity = similarity / is_live.sum(1, keepdim=True).clamp(min=1)
+        redundancy = similarity.masked_fill(~is_live, -torch.inf).softmax(dim=1).masked_fill(~is_live, 0.0)
+        ranking = self.attention_share * attention - (1.0 - self.attention_share) * redundancy
+        return torch.empty_like(ranking).scatter_(1, order, ranking)
+
+    def _total_similarity(self, keys: Tensor) -> Tensor:
+        """``[n]``: sum of cosine similarities to the others, but those that are excused. keys: ``[n, d]``, of length 1
+        or, where dead, 0, in order of position."""
+        n = len(keys)
+        total = torch.zeros(n, dtype=keys.dtype, device=keys.device)
+        column = torch.arange(n, dtype=torch.int32, device=keys.device)
+        rows = max(1, MAX_SIMILARITY_BYTES // (n * keys.element_size()))
+        for start in range(0, n, rows):
+            similarity = keys[start : start + rows] @ keys.T
+            similarity.diagonal(start).zero_()
+            repeats = similarity > self.redundancy_threshold
+            newest = torch.where(repeats, column, -1).amax(dim=1)
+            repeated = newest >= 0
+            newest = newest.clamp(min=0).long()
+            excused = similarity.gather(1, newest.unsqueeze(1)).squeeze(1).masked_fill(~repeated, 0.0)
+            total += similarity.sum(0)
+            total.scatter_add_(0, newest, -excused)
+        return total
