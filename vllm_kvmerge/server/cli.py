@@ -329,7 +329,7 @@ def _announce(args: argparse.Namespace) -> None:
     name = (args.served_model_name or [args.model])[0]
     # The demo model knows its own made-up words only.
     prompt = f"remember {KEY_WORDS[0]} 4821. recall {KEY_WORDS[0]}" if args.model == model_path() else "Hello"
-    body = {"model": name, "prompt": prompt, "max_tokens": 16, "kv_compression": {"policy": "keepkv", "budget": 0.5}}
+    body = {"model": name, "prompt": prompt, "max_tokens": 16, "kv_compression": {"policy": "keepkv", "budget": 256}}
     print(
         f"vllm-kvmerge: ready on {url} (model {name}, vllm-kvmerge {__version__}). Try:\n"
         f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",

@@ -60,8 +60,7 @@ class Compactor:
             statistics = []
             for layer, context in enumerate(contexts):
                 entries = self._gather(layer, plan, source_blocks, prompt_scores)
-                importance = policy.tracker.importance(entries)
-                statistics.append(policy.allocator.layer_statistic(entries, importance, context))
+                statistics.append(policy.layer_statistic(entries, context))
             contexts = [replace(context, layer_statistics=torch.stack(statistics)) for context in contexts]
         destination = torch.tensor(plan.blocks)
         num_merged = num_evicted = 0

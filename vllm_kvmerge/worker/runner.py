@@ -62,16 +62,24 @@ class CompressionRunnerMixin(CPUModelRunner):
             layers=pages,
             scale=layers[0].impl.scale,
             head_indices=self._kv_head_indices(pages[0].num_kv_heads),
-            all_heads=lambda tensor: get_tp_group().all_gather(tensor.contiguous(), dim=0),
+            all_heads=self._all_heads,
             output_weights=OutputWeights(self.model, group.layer_names, pages[0].num_kv_heads, self._query_shape),
         )
 
+    @property
+    def _num_replicas(self) -> int:
+        """How many workers hold the same KV head: more than one where there are more workers than heads."""
+        return max(1, self.parallel_config.tensor_parallel_size // self.model_config.get_total_num_kv_heads())
+
     def _kv_head_indices(self, num_kv_heads: int) -> list[int]:
-        """Which of the model's KV heads this worker holds; with more workers than heads, several hold the same."""
-        rank, size = get_tensor_model_parallel_rank(), self.parallel_config.tensor_parallel_size
-        replicas = max(1, size // self.model_config.get_total_num_kv_heads())
-        first = rank // replicas * num_kv_heads
+        """Which of the model's KV heads this worker holds."""
+        first = get_tensor_model_parallel_rank() // self._num_replicas * num_kv_heads
         return list(range(first, first + num_kv_heads))
+
+    def _all_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[H, ...]`` of this worker's KV heads to that of all KV heads, each once."""
+        gathered = get_tp_group().all_gather(tensor.contiguous(), dim=0)
+        return gathered.unflatten(0, (-1, tensor.shape[0]))[:: self._num_replicas].flatten(0, 1)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self._step = getattr(scheduler_output, "kvmerge", CompressionStep())
