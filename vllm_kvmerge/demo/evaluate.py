@@ -66,7 +66,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens per prompt")
     parser.add_argument("--facts", type=int, default=16, help="facts per prompt")
     parser.add_argument("--prompts", type=int, default=200, help="how many prompts")
-    parser.add_argument("--budget", type=parse_budget, default=0.3, help="entries (integer) or share of the prompt")
+    parser.add_argument(
+        "--budget",
+        type=parse_budget,
+        nargs="+",
+        default=[0.3],
+        help="entries (integer) or share of the prompt; several",
+    )
     parser.add_argument("--policies", nargs="+", default=[FULL, *sorted(PRESETS)], help="which policies")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one at each run, printed")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of model and cache")
@@ -88,16 +94,16 @@ def main() -> None:
             kv_cache_memory_bytes=256 << 20,
         )
     )
-    scores = evaluate(llm, prompts, arguments.policies, arguments.budget)
     table = Table(
         title=f"Recall: {arguments.prompts} prompts of {arguments.length} tokens with {arguments.facts} facts, "
-        f"budget {arguments.budget}, {arguments.dtype}, seed {seed}"
+        f"{arguments.dtype}, seed {seed}; exact answers / right digits"
     )
     table.add_column("policy")
-    table.add_column("exact answers", justify="right")
-    table.add_column("right digits", justify="right")
-    for row in scores:
-        table.add_row(row.policy, f"{row.exact:.3f}", f"{row.digits:.3f}")
+    for budget in arguments.budget:
+        table.add_column(f"budget {budget}", justify="right")
+    by_budget = [evaluate(llm, prompts, arguments.policies, budget) for budget in arguments.budget]
+    for scores in zip(*by_budget, strict=True):
+        table.add_row(scores[0].policy, *(f"{score.exact:.3f} / {score.digits:.3f}" for score in scores))
     Console().print(table)
 
 
