@@ -278,7 +278,7 @@ def test_request_schema_accepts_what_the_parser_accepts():
 
 def test_common_fields_are_known_to_the_registry():
     fields = set(request_schema()["$defs"]["LocalRequest"]["properties"])
-    assert fields == {*COMMON_FIELDS, *PARTS}
+    assert fields == {*COMMON_FIELDS, *PARTS, *PARTS["allocator"]["uniform"].model_fields}
 
 
 def test_the_schema_lists_the_parts_that_can_be_named():

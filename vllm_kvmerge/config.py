@@ -134,8 +134,9 @@ class CompressionConfig(BaseModel):
         # The small term undoes float noise: 0.7 * 10 is 7 entries, not 8.
         return max(math.ceil(self.budget * num_prompt_tokens - 1e-9), self.policy.min_budget)
 
-    def resolve_capacity(self, num_prompt_tokens: int) -> int:
-        """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget."""
+    def resolve_capacity(self, num_prompt_tokens: int) -> int | None:
+        """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget.
+        None: all there are."""
         return self.policy.allocator.capacity(self.resolve_budget(num_prompt_tokens))
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
@@ -48,6 +49,66 @@ def test_usage_drops_to_the_budget_after_the_prompt(engine, policy):
     assert len(settled) > 100
     assert max(settled) <= 8 + -(-grown // 32) + 1
     assert max(live) <= 256 + grown
+    engine.assert_empty()
+
+
+def test_three_hundred_generated_tokens_stay_within_budget_and_interval(engine):
+    """Every preset, bounded, all at once: no step sees more than budget + interval entries per head, on average over
+    layers and heads, nor more than their largest share in any."""
+    budget, interval, num_tokens = 64, 16, 300
+    rng = np.random.default_rng(12)
+    for policy in PRESETS:
+        params = greedy(num_tokens, policy, budget=budget, interval=interval, decode="bounded")
+        add(engine, policy, random_prompt(rng, 300), params)
+    runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    sizes: dict[str, list[float]] = {policy: [] for policy in PRESETS}
+
+    def watch():
+        for request in engine.scheduler.running:
+            segments = engine.manager.segments.get(request.request_id)
+            if segments is None:
+                continue
+            policy, state = request.request_id.rsplit("-", 1)[0], request.kv_compression
+            assert segments.front <= state.capacity
+            blocks = [b.block_id for b in engine.manager.req_to_blocks[request.request_id]][: -(-segments.front // 32)]
+            live = [
+                (layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front] >= 0).sum(1)
+                for layer in runner._compactor.layers
+            ]
+            in_tail = request.num_computed_tokens - segments.tail
+            sizes[policy].append(float(torch.stack(live).double().mean()) + in_tail)
+
+    run_steps(engine, watch)
+    for policy, seen in sizes.items():
+        assert len(seen) >= num_tokens - 1, policy
+        assert budget - 1 <= max(seen) <= budget + interval, policy
+    engine.assert_empty()
+
+
+def test_layers_that_are_skipped_keep_every_token(engine):
+    """MorphKV appendix A.6: the first layer holds all, the others the budget; generation goes on as in its solo run."""
+    prompt = random_prompt(np.random.default_rng(13), 500)
+    runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    add(engine, "skipping", prompt, greedy(100, "morphkv", budget=64, interval=8, skip_layers=1))
+    fronts = set()
+
+    def watch():
+        for request in engine.scheduler.running:
+            segments = engine.manager.segments.get(request.request_id)
+            if segments is None:
+                continue
+            assert segments.front == segments.tail and request.num_computed_tokens - segments.tail <= 8
+            fronts.add(segments.front)
+            blocks = [b.block_id for b in engine.manager.req_to_blocks[request.request_id]][: -(-segments.front // 32)]
+            for index, layer in enumerate(runner._compactor.layers):
+                positions = layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front]
+                assert ((positions >= 0).sum(1) == (segments.front if index == 0 else 64)).all()
+
+    run_steps(engine, watch)
+    assert fronts == set(range(500, 600, 8))
+    # With every layer skipped nothing is compressed at all.
+    everything = greedy(40, "morphkv", budget=64, interval=8, skip_layers=len(runner._compactor.layers))
+    assert engine.tokens([prompt], everything) == engine.tokens([prompt], greedy(40))
     engine.assert_empty()
 
 

@@ -122,12 +122,13 @@ def test_pyramid_shapes():
 def test_adaptive_against_a_loop(seed, num_heads, n, floor_share, max_share, data):
     entries = uneven(random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n - 1))))
     budget = data.draw(st.integers(1, n - 1))
+    least = data.draw(st.integers(0, budget))
     allocator = Adaptive(floor_share=floor_share, max_share=max_share)
     mass = attention_mass(SumTracker(), entries)
-    context = context_of(allocator, budget, n)
+    context = replace(context_of(allocator, budget, n), min_budget=least)
     budgets = allocator.head_budgets(entries, mass, context)
 
-    floor, most = int(floor_share * budget), min(n, allocator.capacity(budget))
+    floor, most = max(int(floor_share * budget), least), min(n, allocator.capacity(budget))
     expected = [floor] * num_heads
     ranked = [
         sorted((s if p != DEAD else -1.0 for s, p in zip(*head, strict=True)), reverse=True)
@@ -215,21 +216,23 @@ def test_layer_statistic_is_the_mean_variance_of_relative_mass(seed, num_heads, 
     st.lists(st.floats(0.0, 1e4, allow_subnormal=False), min_size=1, max_size=40),
     st.integers(1, 2000),
     st.floats(1.0, 4.0),
+    st.floats(0.0, 1.0),
 )
-def test_variance_budgets(variances, budget, max_share):
+def test_variance_budgets(variances, budget, max_share, least_share):
+    least = int(least_share * budget)
     allocator = Variance(max_share=max_share)
     entries = random_entries(0, num_heads=2, n=4)
     statistics = torch.tensor(variances)
     budgets = []
     for layer in range(len(variances)):
         context = CompressionContext(
-            budget, 4, True, layer=layer, num_layers=len(variances), layer_statistics=statistics
+            budget, 4, True, least, layer=layer, num_layers=len(variances), layer_statistics=statistics
         )
         first, second = allocator.head_budgets(entries, entries.scores, context)
         assert first == second
         budgets.append(first)
     assert sum(budgets) == budget * len(variances)
-    assert all(0 <= b <= allocator.capacity(budget) for b in budgets)
+    assert all(least <= b <= allocator.capacity(budget) for b in budgets)
     for (v, b), (w, c) in itertools.combinations(zip(statistics.tolist(), budgets, strict=True), 2):
         assert (v <= w or b <= c + 1) and (w <= v or c <= b + 1)
 
@@ -248,7 +251,9 @@ def test_variance_is_softmax_until_it_is_cut():
     left = [round(180 * weight / sum(weights[1:])) for weight in weights[1:]]
     assert budgets(Variance(max_share=1.2)) == [120, min(120, left[0]), 180 - min(120, left[0])]
     assert budgets(Variance(max_share=1.0)) == [100, 100, 100]
-    assert split(7, [1.0, 1.0, 1.0], 3) == [3, 2, 2]
+    assert split(7, [1.0, 1.0, 1.0], 0, 3) == [3, 2, 2]
+    assert split(30, [8.0, 1.0, 1.0], 5, 20) == [20, 5, 5]
+    assert split(40, [6.0, 3.0, 1.0], 6, 30) == [23, 11, 6]
     alone = CompressionContext(100, 4, at_prompt_end=True)
     assert Variance().head_budgets(entries, entries.scores, alone) == [100]
 
@@ -295,8 +300,8 @@ def test_every_head_is_compressed_as_if_it_were_alone(policy, seed, num_heads, m
     assert_sound(result.entries, context.capacity)
 
     mass = attention_mass(policy.tracker, entries)
-    budgets = policy.allocator.head_budgets(entries, mass, context)
-    budgets = [min(max(b, policy.min_budget), context.capacity) for b in budgets]
+    budgets = policy.allocator.head_budgets(entries, mass, replace(context, min_budget=policy.min_budget))
+    budgets = [min(b, context.capacity) for b in budgets]
     num_live = result.entries.is_live.sum(1).tolist()
     assert all(live <= b <= context.capacity for live, b in zip(num_live, budgets, strict=True))
     if not isinstance(policy.merger, ResidualMerger):
@@ -380,8 +385,24 @@ def test_room_for_less_than_the_capacity(allocator):
 def test_a_share_below_what_the_selector_protects_is_raised():
     policy = policy_of(Pyramid(), WindowTopK(window_size=8))
     entries = random_entries(0, num_heads=2, n=60)
-    context = context_of(Pyramid(), 20, 60, layer=3, num_layers=4)
-    assert Pyramid().head_budgets(entries, entries.scores, context) == [1, 1]
-    result = policy.compress(entries, context).entries
-    assert result.is_live.sum(1).tolist() == [9, 9]
-    assert len(result) == context.capacity == 39
+    context = context_of(Pyramid(), 20, 60, num_layers=4)
+    last = replace(context, layer=3)
+    assert Pyramid().head_budgets(entries, entries.scores, last) == [1, 1]
+    assert policy.compress(entries, last).entries.is_live.sum(1).tolist() == [9, 9]
+    # The other layers make up for it: the mean is the budget.
+    layers = [policy.compress(entries, replace(context, layer=layer)).entries for layer in range(4)]
+    assert [result.is_live.sum(1).tolist() for result in layers] == [[31, 31], [24, 24], [16, 16], [9, 9]]
+    assert all(len(result) == context.capacity == 39 for result in layers)
+
+
+def test_skipped_layers_keep_everything():
+    """MorphKV appendix A.6."""
+    allocator = Uniform(skip_layers=2)
+    assert (allocator.capacity(20), Uniform().capacity(20)) == (None, 20)
+    policy = policy_of(allocator, WindowTopK(window_size=8))
+    entries = random_entries(0, num_heads=2, n=60)
+    context = CompressionContext(20, 60, at_prompt_end=True, capacity=60, num_layers=3)
+    layers = [policy.compress(entries, replace(context, layer=layer)).entries for layer in range(3)]
+    assert [result.is_live.sum(1).tolist() for result in layers] == [[60, 60], [60, 60], [20, 20]]
+    for result in layers[:2]:
+        assert_same(result, entries)

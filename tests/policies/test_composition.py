@@ -30,7 +30,15 @@ from vllm_kvmerge.policies import (
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.mergers import DropMerger, ResidualMerger, ZipMerger
-from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
+from vllm_kvmerge.policies.selectors import (
+    Critical,
+    HeavyHitter,
+    Recent,
+    RedundancyAware,
+    SinkRecent,
+    Tova,
+    WindowTopK,
+)
 from vllm_kvmerge.policies.trackers import LogEmaTracker, NoTracker, SumTracker
 
 SELECTOR_EXAMPLES = (
@@ -172,6 +180,9 @@ def test_min_budget_leaves_room_for_a_slot():
         (SumTracker(), HeavyHitter(), ZipMerger(), "merger 'zip' .*mode 'sum'.*allowed modes: log_ema"),
         (NoTracker(), Recent(), ZipMerger(), "merger 'zip' .*mode 'none'"),
         (LogEmaTracker(), HeavyHitter(), ResidualMerger(), "merger 'residual' .*allowed modes: sum"),
+        (LogEmaTracker(), Critical(), DropMerger(), "selector 'criticalkv' needs probabilities, tracker 'log_ema'"),
+        (LogEmaTracker(), RedundancyAware(), DropMerger(), "selector 'rkv' needs probabilities"),
+        (LogEmaTracker(), Tova(), ZipMerger(), "selector 'tova' needs probabilities"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(tracker, selector, merger, message):

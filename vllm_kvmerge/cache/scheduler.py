@@ -24,13 +24,17 @@ register_spec()
 class RequestCompression:
     """A request's policy, kept on the request as ``kv_compression``.
 
-    budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold.
+    budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all.
     """
 
     config: CompressionConfig
     text: str
     budget: int
-    capacity: int
+    capacity: int | None
+
+    def full_front(self, num_entries: int) -> int:
+        """Entries per KV head that the front holds after a compression of ``num_entries``."""
+        return num_entries if self.capacity is None else min(num_entries, self.capacity)
 
 
 class CompressionSchedulerMixin(Scheduler):
@@ -74,20 +78,23 @@ class CompressionSchedulerMixin(Scheduler):
             # It can never hold more entries than the budget: plain attention is exact and cheaper.
             return None
         text = value if isinstance(value, str) else json.dumps(value)
-        return RequestCompression(config, text, budget, config.policy.allocator.capacity(budget))
+        return RequestCompression(config, text, budget, config.resolve_capacity(request.num_prompt_tokens))
 
     def _next_compression(self, request: Request, state: RequestCompression) -> int | None:
         """The number of computed tokens at which the request is to be compressed next; None: never."""
         config, num_prompt_tokens = state.config, request.num_prompt_tokens
         bounded = config.decode == "bounded"
+        # Where some layers keep everything, the others count.
+        limit = (state.budget if state.capacity is None else state.capacity) + self._interval(config)
         segments = self._manager.segments.get(request.request_id)
         if segments is not None:
-            return segments.tail + state.capacity + self._interval(config) - segments.front if bounded else None
+            front = segments.front if state.capacity is not None else min(segments.front, state.budget)
+            return segments.tail + limit - front if bounded else None
         # Attention writes scores into the blocks it reads, so a policy that tracks them moves to blocks of its own at
         # the end of the prompt even if nothing has to go yet.
         if num_prompt_tokens > state.budget or config.tracks_decode:
             return num_prompt_tokens
-        return state.capacity + self._interval(config) if bounded else None
+        return limit if bounded else None
 
     @staticmethod
     def _window_start(request: Request, state: RequestCompression, compression: int) -> int | None:
@@ -161,7 +168,7 @@ class CompressionSchedulerMixin(Scheduler):
         """Adds the request's compression to ``step``; False if there is no room to copy blocks that others share."""
         num_tokens = request.num_computed_tokens
         segments = self._manager.segments.get(request.request_id, Segments(front=0, tail=0))
-        new_front = min(segments.front + num_tokens - segments.tail, state.capacity)
+        new_front = state.full_front(segments.front + num_tokens - segments.tail)
         relocation = self._manager.relocate(request.request_id, num_tokens, new_front)
         if relocation is None:
             return False

@@ -102,6 +102,7 @@ class CompressionContext:
     """What a policy may know besides the entries.
 
     budget: entries to keep per head, on average over layers and heads; parts see the number for their own.
+    min_budget: the fewest entries that any head of any layer can be given.
     capacity: entries to return per head, dead ones included; 0 stands for ``budget``.
     num_tokens: tokens computed so far, so the next token's position.
     at_prompt_end: True for a request's first compression.
@@ -119,6 +120,7 @@ class CompressionContext:
     budget: int
     num_tokens: int
     at_prompt_end: bool
+    min_budget: int = 0
     capacity: int = 0
     num_slots: int = 0
     layer: int = 0
@@ -161,8 +163,9 @@ class Allocator(Part):
     splits_heads: ClassVar[bool] = False
     """Whether heads of one layer may get different budgets."""
 
-    def capacity(self, budget: int) -> int:
-        """Entries per head that the cache must hold, whatever the data: the largest budget of any layer and head."""
+    def capacity(self, budget: int) -> int | None:
+        """Entries per head that the cache must hold, whatever the data: the largest budget of any layer and head.
+        None: every entry there is, because some layer or head keeps them all."""
         return budget
 
     def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
@@ -193,6 +196,9 @@ class Selector(Part):
     """Which entries stay, alone or as carriers of others."""
 
     needs_scores: ClassVar[bool]
+
+    needs_probabilities: ClassVar[bool] = False
+    """Whether importance must be made of probabilities: a moving average of logits (``log_ema``) will not do."""
 
     pools_heads: ClassVar[bool] = False
     """Whether ``select`` looks at all heads of the layer together (``context.all_heads``)."""

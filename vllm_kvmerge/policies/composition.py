@@ -35,6 +35,10 @@ class CompressionPolicy(BaseModel):
     def _check_parts_fit(self) -> Self:
         if self.selector.needs_scores and not self.needs_scores:
             raise ValueError(f"selector {self.selector.name!r} needs scores, tracker {self.tracker.name!r} keeps none")
+        if self.selector.needs_probabilities and self.tracker.mode == "log_ema":
+            raise ValueError(
+                f"selector {self.selector.name!r} needs probabilities, tracker {self.tracker.name!r} keeps logarithms"
+            )
         if self.tracker.mode not in self.merger.tracker_modes:
             raise ValueError(
                 f"merger {self.merger.name!r} cannot work from tracker {self.tracker.name!r} (mode "
@@ -87,6 +91,7 @@ class CompressionPolicy(BaseModel):
             return CompressionResult(copy, num_merged=0, num_evicted=0)
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
+        context = replace(context, min_budget=self.min_budget)
         budgets = self.allocator.head_budgets(entries, attention_mass(self.tracker, entries), context)
         budgets = [min(max(budget, self.min_budget), capacity) for budget in budgets]
         results, num_merged = [], torch.zeros((), dtype=torch.int64, device=entries.keys.device)

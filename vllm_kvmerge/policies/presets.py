@@ -25,6 +25,7 @@ register_preset(
     )
 )
 
+# The paper allocates as PyramidInfer does. Evenly here: layers share their blocks, so that uneven budgets cost memory.
 register_preset(Preset("keepkv", "KeepKV, Tian et al., arXiv:2504.09936", "log_ema", "h2o", "zip"))
 
 register_preset(

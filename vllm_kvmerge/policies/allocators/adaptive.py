@@ -36,7 +36,7 @@ class Adaptive(Allocator):
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
         budget = context.budget
-        floor = int(self.floor_share * budget)
+        floor = max(int(self.floor_share * budget), context.min_budget)
         ranked = importance.masked_fill(~entries.is_live, -1.0).sort(dim=1, descending=True).values
         # Entries before ``floor`` are in, those from the capacity on are out; the others compete.
         shares = context.all_heads(ranked[:, floor : self.capacity(budget)])

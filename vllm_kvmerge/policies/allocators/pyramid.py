@@ -16,8 +16,8 @@ class Pyramid(Allocator):
     crest to trough (PyramidInfer); their mean over layers is the budget.
 
     PyramidKV's last layer has budget / beta entries and its first the rest of twice the budget, so ``ratio`` is
-    2 beta - 1: its default, beta = 20, is the default here. A layer whose share is less than its selector's least gets
-    that. PyramidKV divides what is left beside the window; here the window counts.
+    2 beta - 1: its default, beta = 20, is the default here. Where the last layer's share is less than its selector's
+    least, budgets fall to that instead. PyramidKV divides what is left beside the window; here the window counts.
 
     Every layer's cache has room for the first layer's share, nearly twice the budget where ``ratio`` is large: what a
     layer does not use is dead entries, whose memory is not returned yet.
@@ -38,7 +38,8 @@ class Pyramid(Allocator):
         height = (last - 2 * context.layer) / last if last > 0 else 0.0
         if self.shape == "cosine":
             height = math.sin(math.pi / 2 * height)
-        budget = context.budget + round(self._amplitude(context.budget) * height)
+        amplitude = min(self._amplitude(context.budget), context.budget - context.min_budget)
+        budget = context.budget + round(amplitude * height)
         return [budget] * importance.shape[0]
 
     def _amplitude(self, budget: int) -> float:

@@ -1,7 +1,8 @@
-"""The same budget for every layer and head."""
+"""The same budget for every layer and head, the first layers perhaps excepted."""
 
 from typing import ClassVar
 
+from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
@@ -10,8 +11,19 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class Uniform(Allocator):
+    """Every layer and head alike, except that the first ``skip_layers`` keep all their tokens (MorphKV appendix A.6).
+
+    All layers share their blocks, so with ``skip_layers`` the others hold dead entries instead of giving memory back.
+    """
+
     name: ClassVar[str] = "uniform"
     source: ClassVar[str] = "every layer and head alike"
 
+    skip_layers: int = Field(default=0, ge=0, description="First layers of the model that are not compressed.")
+
+    def capacity(self, budget: int) -> int | None:
+        return budget if self.skip_layers == 0 else None
+
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
-        return [context.budget] * importance.shape[0]
+        budget = context.budget if context.layer >= self.skip_layers else len(entries)
+        return [budget] * importance.shape[0]

@@ -18,7 +18,8 @@ class Variance(Allocator):
     F_l is the variance, over a head's live entries, of their attention mass in units of its mean, averaged over the
     layer's heads. Shares are softmax(-F_l / mean F): D2O's softmax(-F_l), made independent of the prompt's length and
     of how many queries are scored, on which the mass of a column of attention depends. Shares above ``max_share`` are
-    cut and what is over goes to the other layers; the mean over layers is the budget.
+    cut and what is over goes to the other layers; shares below the selector's least are raised at their cost. The mean
+    over layers is the budget.
 
     D2O allocates once, for the prompt; here every compression allocates anew from the scores that it finds.
 
@@ -50,11 +51,28 @@ class Variance(Allocator):
         variances: list[float] = context.layer_statistics.tolist()
         mean = sum(variances) / len(variances)
         weights = [math.exp(-variance / mean) if mean > 0 else 1.0 for variance in variances]
-        budgets = split(context.budget * len(weights), weights, self.capacity(context.budget))
+        budgets = split(context.budget * len(weights), weights, context.min_budget, self.capacity(context.budget))
         return [budgets[context.layer]] * importance.shape[0]
 
 
-def split(total: int, weights: list[float], most: int) -> list[int]:
+def split(total: int, weights: list[float], least: int, most: int) -> list[int]:
+    """``total`` in parts proportional to ``weights`` as far as ``least`` and ``most``, around the average, allow.
+
+    Parts that would be too large are cut, then those that would be too small are raised, at the others' cost.
+    """
+    parts = _capped(total, weights, most)
+    free = [i for i, part in enumerate(parts) if part > least]
+    if len(free) < len(parts):
+        surplus = iter(_capped(total - least * len(parts), [parts[i] - least for i in free], most - least))
+        parts = [float(least) if part <= least else least + next(surplus) for part in parts]
+    whole = [int(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: whole[i] - parts[i])
+    for i in by_remainder[: total - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def _capped(total: float, weights: list[float], most: float) -> list[float]:
     """``total`` in parts proportional to ``weights``, none above ``most`` (at least the average)."""
     free, scale = set(range(len(weights))), 0.0
     while free:
@@ -63,9 +81,4 @@ def split(total: int, weights: list[float], most: int) -> list[int]:
         if not too_large:
             break
         free -= too_large
-    parts = [scale * weight if i in free else float(most) for i, weight in enumerate(weights)]
-    whole = [int(part) for part in parts]
-    by_remainder = sorted(range(len(parts)), key=lambda i: whole[i] - parts[i])
-    for i in by_remainder[: total - sum(whole)]:
-        whole[i] += 1
-    return whole
+    return [scale * weight if i in free else float(most) for i, weight in enumerate(weights)]

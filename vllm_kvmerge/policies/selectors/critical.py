@@ -27,6 +27,7 @@ class Critical(WindowTopK):
     name: ClassVar[str] = "criticalkv"
     source: ClassVar[str] = "CriticalKV, arXiv:2502.03805"
     needs_output_weights: ClassVar[bool] = True
+    needs_probabilities: ClassVar[bool] = True
 
     first_stage_share: float = Field(
         0.5, ge=0.0, le=1.0, description="Share of what is left beside the window that scores alone decide."

@@ -31,6 +31,7 @@ class RedundancyAware(RankedSelector):
     name: ClassVar[str] = "rkv"
     source: ClassVar[str] = "R-KV, Cai et al., arXiv:2505.24133"
     needs_scores: ClassVar[bool] = True
+    needs_probabilities: ClassVar[bool] = True
 
     recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
     attention_share: float = Field(

@@ -21,6 +21,7 @@ class Tova(RankedSelector):
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, arXiv:2401.06104"
     needs_scores: ClassVar[bool] = True
+    needs_probabilities: ClassVar[bool] = True
     pools_heads: ClassVar[bool] = True
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
