@@ -58,8 +58,15 @@ def engine() -> Iterator[Engine]:
     from vllm import LLM
 
     from vllm_kvmerge import kvmerge_engine_args
+    from vllm_kvmerge.evaluation.loss import ForcedContinuation
 
-    llm = LLM(**kvmerge_engine_args(**engine_arguments(), kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK))
+    llm = LLM(
+        **kvmerge_engine_args(
+            **engine_arguments(),
+            kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK,
+            logits_processors=[ForcedContinuation],
+        )
+    )
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
 

@@ -4,18 +4,14 @@ Draws fresh prompts (facts spread through filler, one question at the end), asks
 under each policy at the same budget, and prints the share of exactly right answers.
 """
 
-import argparse
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from vllm_kvmerge import demo
 from vllm_kvmerge.config import FULL, compression
 from vllm_kvmerge.demo import recall
+from vllm_kvmerge.evaluation.options import make_engine, parser_of, print_table, seed_of
 from vllm_kvmerge.policies import PRESETS
 
 if TYPE_CHECKING:
@@ -56,55 +52,27 @@ def evaluate(llm: "LLM", prompts: list[recall.RecallPrompt], policies: list[str]
     return scores
 
 
-def parse_budget(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=demo.model_path(), help="folder of the model (default: the one that ships)")
+    parser = parser_of(__doc__, (0.3,), (FULL, *sorted(PRESETS)))
     parser.add_argument("--length", type=int, default=1024, help="tokens per prompt")
     parser.add_argument("--facts", type=int, default=16, help="facts per prompt")
     parser.add_argument("--prompts", type=int, default=200, help="how many prompts")
-    parser.add_argument(
-        "--budget",
-        type=parse_budget,
-        nargs="+",
-        default=[0.3],
-        help="entries (integer) or share of the prompt; several",
-    )
-    parser.add_argument("--policies", nargs="+", default=[FULL, *sorted(PRESETS)], help="which policies")
-    parser.add_argument("--seed", type=int, default=None, help="default: a new one at each run, printed")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of model and cache")
     arguments = parser.parse_args()
-    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    seed = seed_of(arguments)
     rng = np.random.default_rng(seed)
     prompts = [recall.draw_prompt(rng, arguments.length, arguments.facts) for _ in range(arguments.prompts)]
-
-    from vllm import LLM
-
-    from vllm_kvmerge import kvmerge_engine_args
-
-    llm = LLM(
-        **kvmerge_engine_args(
-            model=arguments.model,
-            dtype=arguments.dtype,
-            enforce_eager=True,
-            max_model_len=arguments.length + 64,
-            kv_cache_memory_bytes=256 << 20,
-        )
-    )
-    table = Table(
-        title=f"Recall: {arguments.prompts} prompts of {arguments.length} tokens with {arguments.facts} facts, "
-        f"{arguments.dtype}, seed {seed}; exact answers / right digits"
-    )
-    table.add_column("policy")
-    for budget in arguments.budget:
-        table.add_column(f"budget {budget}", justify="right")
+    llm = make_engine(arguments, max_model_len=arguments.length + 64)
     by_budget = [evaluate(llm, prompts, arguments.policies, budget) for budget in arguments.budget]
-    for scores in zip(*by_budget, strict=True):
-        table.add_row(scores[0].policy, *(f"{score.exact:.3f} / {score.digits:.3f}" for score in scores))
-    Console().print(table)
+    print_table(
+        f"Recall: {arguments.prompts} prompts of {arguments.length} tokens with {arguments.facts} facts, "
+        f"{arguments.dtype}, seed {seed}; exact answers / right digits",
+        [f"budget {budget}" for budget in arguments.budget],
+        {
+            scores[0].policy: [f"{score.exact:.3f} / {score.digits:.3f}" for score in scores]
+            for scores in zip(*by_budget, strict=True)
+        },
+    )
 
 
 if __name__ == "__main__":

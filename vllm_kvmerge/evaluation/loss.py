@@ -1,0 +1,109 @@
+"""Next-token loss on a compressed cache: ``python -m vllm_kvmerge.evaluation.loss``.
+
+Held-out documents of the demo task are drawn afresh. The first part of each is the prompt, which the policy compresses;
+the rest is what the engine is made to generate, token by token, and what is reported is the mean of -ln p of its tokens
+(nats), p being the model's own probability.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from vllm_kvmerge.config import FULL, compression
+from vllm_kvmerge.demo import recall
+from vllm_kvmerge.evaluation.options import make_engine, parser_of, print_table, seed_of
+from vllm_kvmerge.policies import PRESETS
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
+
+CONTINUATION = "kvmerge_continuation"
+"""Key of ``SamplingParams.extra_args``: the token ids to generate."""
+
+
+class ForcedContinuation(AdapterLogitsProcessor):
+    """Lets a request generate nothing but its continuation. Log-probabilities are taken before it acts."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams):  # type: ignore[no-untyped-def]
+        continuation = (params.extra_args or {}).get(CONTINUATION)
+        if continuation is None:
+            return None
+
+        def force(output_ids: list[int], logits: "torch.Tensor") -> "torch.Tensor":
+            wanted = continuation[len(output_ids)]
+            value = logits[wanted].item()
+            logits.fill_(-float("inf"))
+            logits[wanted] = value
+            return logits
+
+        return force
+
+
+def continuation_loss(
+    llm: "LLM", prompts: list[list[int]], continuations: list[list[int]], policy: str, budget: int | float
+) -> list[list[float]]:
+    """-ln p of every token of every continuation (token ids), given its prompt and what precedes it.
+
+    ``llm`` must have been made with ``logits_processors=[ForcedContinuation]``. policy: ``full`` for none.
+    """
+    parameters = {} if policy == FULL else {"budget": budget}
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=len(continuation),
+            ignore_eos=True,
+            logprobs=0,
+            extra_args={**compression(policy, **parameters), CONTINUATION: continuation},
+        )
+        for continuation in continuations
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    losses = []
+    for output, continuation in zip(outputs, continuations, strict=True):
+        (sample,) = output.outputs
+        assert list(sample.token_ids) == continuation, "the engine did not generate what it was made to"
+        losses.append([-at[token].logprob for at, token in zip(sample.logprobs, continuation, strict=True)])
+    return losses
+
+
+def main() -> None:
+    parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), (FULL, *sorted(PRESETS)))
+    parser.add_argument("--documents", type=int, default=16, help="how many documents")
+    parser.add_argument("--prompt", type=int, default=768, help="tokens of the prompt")
+    parser.add_argument("--continuation", type=int, default=256, help="tokens of the continuation")
+    parser.add_argument("--facts", type=int, default=16, help="facts per document")
+    parser.add_argument("--questions", type=int, default=18, help="questions at the end of a document, with answers")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of model and cache")
+    arguments = parser.parse_args()
+    seed = seed_of(arguments)
+    rng = np.random.default_rng(seed)
+    length = arguments.prompt + arguments.continuation
+    documents = [
+        recall.training_sample(rng, length, arguments.facts, arguments.questions)[0].tolist()
+        for _ in range(arguments.documents)
+    ]
+    prompts, continuations = zip(*((d[: arguments.prompt], d[arguments.prompt :]) for d in documents), strict=True)
+    llm = make_engine(arguments, length + 64, logits_processors=[ForcedContinuation])
+    rows = {}
+    for policy in arguments.policies:
+        losses = [
+            np.mean(continuation_loss(llm, list(prompts), list(continuations), policy, budget))
+            for budget in (arguments.budget if policy != FULL else arguments.budget[:1])
+        ]
+        rows[policy] = [f"{loss:.3f}" for loss in losses] * (len(arguments.budget) // len(losses))
+    print_table(
+        f"Next-token loss (nats): {arguments.documents} documents, {arguments.prompt} tokens compressed, "
+        f"{arguments.continuation} predicted, {arguments.dtype}, seed {seed}",
+        [f"budget {budget}" for budget in arguments.budget],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What the evaluation commands share: options, the engine they run, and the table they print."""
+
+import argparse
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvmerge import demo
+from vllm_kvmerge.policies import PRESETS
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def parse_budget(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def parser_of(
+    description: str | None, budgets: Sequence[int | float], policies: Sequence[str]
+) -> argparse.ArgumentParser:
+    """A parser with the options that every evaluation has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=demo.model_path(), help="folder of the model (default: the one that ships)")
+    parser.add_argument(
+        "--budget",
+        type=parse_budget,
+        nargs="+",
+        default=list(budgets),
+        help="entries (integer) or share of the prompt; several",
+    )
+    parser.add_argument(
+        "--policies", nargs="+", default=list(policies), choices=["full", *sorted(PRESETS)], metavar="P"
+    )
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one at each run, printed")
+    return parser
+
+
+def seed_of(arguments: argparse.Namespace) -> int:
+    return secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+
+
+def make_engine(arguments: argparse.Namespace, max_model_len: int, **overrides: object) -> "LLM":
+    """An engine of our own with the model that ``arguments`` name."""
+    from vllm import LLM
+
+    from vllm_kvmerge import kvmerge_engine_args
+
+    settings = {
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "enforce_eager": True,
+        "max_model_len": max_model_len,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
+    return LLM(**kvmerge_engine_args(**(settings | overrides)))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
+    """One row per policy."""
+    table = Table(title=title)
+    table.add_column("policy")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    Console().print(table)
