@@ -38,7 +38,7 @@ class RecentQueries(RankedSelector):
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         """``[H, n]``: F (eq. 4); positions, so that the newest stay, where there are no queries."""
         if context.queries is None:
-            return entries.positions.to(entries.keys.dtype)
+            return entries.positions.to(entries.scores.dtype)
         fused = torch.zeros_like(entries.log_votes)
         for queries, positions in query_groups(context, self.recent_window, len(entries)):
             per_query = attention(queries, positions, entries, context.scale).sum(1)
