@@ -73,6 +73,7 @@ class Entries:
     def without(self, hidden: Tensor) -> "Entries":
         """The same entries, sharing storage, except that those where ``hidden`` (``[H, n]`` bool) count as dead."""
         view = copy(self)
+        vars(view).pop("is_live", None)
         view.log_votes = self.log_votes.masked_fill(hidden, -torch.inf)
         view.positions = self.positions.masked_fill(hidden, DEAD)
         return view
@@ -102,11 +103,16 @@ class Entries:
 class LazyEntries(Entries):
     """Entries whose keys and values are read when they are asked for; a subclass says from where.
 
-    Use ``without`` or ``copy`` for the same with other metadata, not ``dataclasses.replace``.
+    Positions are not changed in place. Use ``without`` or ``copy`` for the same with other metadata, not
+    ``dataclasses.replace``.
     """
 
     def __init__(self, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor) -> None:
         self.log_votes, self.scores, self.aux, self.positions = log_votes, scores, aux, positions
+
+    @cached_property
+    def is_live(self) -> Tensor:  # type: ignore[override]
+        return self.positions != DEAD
 
     @cached_property
     def keys(self) -> Tensor:  # type: ignore[override]

@@ -1,5 +1,6 @@
 """Index arithmetic over the entries of each head."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,9 +71,17 @@ def largest(ranking: Tensor, count: int) -> Tensor:
     n = ranking.shape[1]
     if count <= 0 or count >= n:
         return torch.full_like(ranking, count > 0, dtype=torch.bool)
-    threshold = ranking.kthvalue(n - count + 1, dim=1, keepdim=True).values
+    threshold = _kth_smallest(ranking, n - count)
     above, level = ranking > threshold, ranking == threshold
     return above | (level & (level.cumsum(1) <= count - above.sum(1, keepdim=True)))
+
+
+def _kth_smallest(ranking: Tensor, k: int) -> Tensor:
+    """``[H, 1]``: the element of each row that has ``k`` others before it in ascending order."""
+    if ranking.is_cpu:
+        # NumPy selects in less than half of PyTorch's time.
+        return torch.from_numpy(np.partition(ranking.numpy(), k, axis=1)[:, k : k + 1])
+    return ranking.kthvalue(k + 1, dim=1, keepdim=True).values
 
 
 def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:

@@ -114,6 +114,8 @@ class Outcome:
     def emptied(self) -> "Outcome":
         """The same with the metadata of empty places overwritten, and nothing moved to them."""
         dead = ~self.is_live
+        if not dead.any():
+            return self
         own = torch.arange(dead.shape[1], device=dead.device)
         return replace(
             self,

@@ -169,21 +169,18 @@ class Compactor:
         return entries
 
     def _write(self, units: list[_Unit], outcome: Outcome) -> None:
-        for row, unit in enumerate(units):
-            plan, pages = unit.compaction.plan, self.layers[unit.layer]
-            heads = slice(row * self.num_heads, (row + 1) * self.num_heads)
-            destination = unit.compaction.destination
-            kernels.move_entries(
-                pages, unit.compaction.source_blocks, plan.front, plan.tail, destination, outcome.kept[heads]
-            )
-            if outcome.keys is not None or outcome.values is not None:
-                keys, values = (None if rows is None else rows[heads] for rows in (outcome.keys, outcome.values))
-                kernels.write_rows(pages, destination, outcome.changed[heads], keys, values)
-            kernels.write_metadata(
-                pages,
-                destination,
-                outcome.log_votes[heads],
-                outcome.scores[heads],
-                outcome.aux[heads],
-                outcome.positions[heads],
-            )
+        planes = (outcome.kept, outcome.log_votes, outcome.scores, outcome.aux, outcome.positions)
+        parts = zip(*(plane.split(self.num_heads) for plane in planes), strict=True)
+        for unit, (kept, *metadata) in zip(units, parts, strict=True):
+            plan, one = unit.compaction.plan, unit.compaction
+            pages = self.layers[unit.layer]
+            kernels.move_entries(pages, one.source_blocks, plan.front, plan.tail, one.destination, kept)
+            kernels.write_metadata(pages, one.destination, *metadata)
+        if outcome.keys is None and outcome.values is None:
+            return
+        nothing = [None] * len(units)
+        keys, values = (
+            nothing if rows is None else rows.split(self.num_heads) for rows in (outcome.keys, outcome.values)
+        )
+        for unit, *rows in zip(units, outcome.changed.split(self.num_heads), keys, values, strict=True):
+            kernels.write_rows(self.layers[unit.layer], unit.compaction.destination, *rows)

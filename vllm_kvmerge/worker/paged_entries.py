@@ -47,7 +47,7 @@ class PagedEntries(LazyEntries):
         part = copy(self)
         for name in ("log_votes", "scores", "aux", "positions"):
             setattr(part, name, getattr(self, name)[heads])
-        for name in {"keys", "values"} & vars(part).keys():  # read before, in full
+        for name in {"is_live", "keys", "values"} & vars(part).keys():  # kept from before, of all heads
             delattr(part, name)
         rows = torch.tensor(heads)
         part._rows = rows if self._rows is None else self._rows[rows]
