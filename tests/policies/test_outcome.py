@@ -132,3 +132,28 @@ def test_entries_that_stay_keep_their_places(name):
     assert all(place == e for (_, e), place in where.items() if e < capacity)
     # Whatever moved was changed or comes from behind.
     assert ((kept == torch.arange(capacity)) | (kept < 0) | (kept >= capacity)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(3, 24), st.data())
+def test_similarity_to_entries_that_an_outcome_has_changed(seed, num_heads, n, data):
+    """What is compared where it lies, and what apart, together give what the dense entries give."""
+    generator = torch.Generator().manual_seed(seed)
+    entries = random_entries(seed, num_heads, n)
+    outcome = random_outcome(entries, n, data.draw(st.integers(0, n)), generator)
+    if data.draw(st.booleans()):  # ties
+        outcome.keys, entries.keys = outcome.keys.sign(), entries.keys.sign()
+    view, dense = outcome.view(entries), outcome.apply(entries)
+    index = torch.rand(num_heads, n, generator=generator).argsort(1)
+    cut = data.draw(st.integers(1, n - 1))
+    members, carriers = index[:, :cut], index[:, cut:]
+    usable = dense.is_live.gather(1, carriers) & (torch.rand(carriers.shape, generator=generator) < 0.8)
+    similarity, best = view.most_similar(members, carriers, usable)
+    expected, expected_best = dense.most_similar(members, carriers, usable)
+    torch.testing.assert_close(similarity, expected)
+    clear = expected.isfinite()
+    assert usable.gather(1, inverse(carriers, n).gather(1, best))[clear].all()
+    head = torch.arange(num_heads).unsqueeze(1)
+    cosine = torch.cosine_similarity(dense.keys[head, members], dense.keys[head, best], dim=-1)
+    torch.testing.assert_close(cosine[clear], expected[clear], rtol=1e-4, atol=1e-5)
+    assert (best == expected_best)[clear].float().mean() > 0.8 if clear.sum() > 20 else True

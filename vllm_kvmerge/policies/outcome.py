@@ -169,6 +169,34 @@ class _Places(LazyEntries):
     def values_at(self, index: Tensor) -> Tensor:
         return self._read(index, self._entries.values_at, self._outcome.values)
 
+    def most_similar(self, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        # Most keys are the cache's own: those are compared where they lie, and new ones, of which there are few, apart.
+        is_new = select(self._row, carriers) >= 0
+        where = self._source.gather(1, carriers)
+        old = usable & ~is_new & (where >= 0)
+        similarity, best = self._entries.most_similar(
+            self._source.gather(1, members).clamp(min=0), where.clamp(min=0), old
+        )
+        # Which of the carriers it is, so that of equally similar ones the first can be told.
+        best = inverse(where.masked_fill(~old, DEAD), len(self._entries)).gather(1, best).clamp(min=0)
+        new = padded(usable & is_new)
+        if new.shape[1]:
+            chosen = super().most_similar(members, select(carriers, new), new >= 0)
+            number = inverse(carriers, len(self)).gather(1, chosen[1].clamp(min=0))
+            better = (chosen[0] > similarity) | ((chosen[0] == similarity) & (number < best))
+            better &= chosen[0] > -torch.inf
+            similarity, best = torch.where(better, chosen[0], similarity), torch.where(better, number, best)
+        best = carriers.gather(1, best)
+        changed = padded((select(self._row, members) >= 0) | (self._source.gather(1, members) < 0))
+        if changed.shape[1]:
+            apart = super().most_similar(select(members, changed), carriers, usable)
+            place = changed.masked_fill(changed < 0, members.shape[1])
+            similarity, best = (
+                torch.nn.functional.pad(whole, (0, 1)).scatter_(1, place, part)[:, :-1]
+                for whole, part in zip((similarity, best), apart, strict=True)
+            )
+        return similarity, best
+
     def _read(self, index: Tensor, unchanged: Callable[[Tensor], Tensor], changed: Tensor | None) -> Tensor:
         rows = unchanged(select(self._source, index))
         if changed is not None:

@@ -17,6 +17,7 @@ def most_similar(members: Tensor, carriers: Tensor, index: Tensor, usable: Tenso
     """
     members, carriers = normalize(members, dim=-1), normalize(carriers, dim=-1).transpose(1, 2)
     unusable = ~usable.unsqueeze(1)
+    any_unusable = bool(unusable.any())
     similarity = members.new_empty(members.shape[:2])
     best = index.new_empty(members.shape[:2])
     # A head's pieces do not depend on how many other heads there are, so that rounding does not either.
@@ -26,7 +27,9 @@ def most_similar(members: Tensor, carriers: Tensor, index: Tensor, usable: Tenso
         heads = slice(first, first + num_heads)
         for start in range(0, members.shape[1], num_rows):
             part = heads, slice(start, start + num_rows)
-            cosine = (members[part] @ carriers[heads]).masked_fill_(unusable[heads], -torch.inf)
+            cosine = members[part] @ carriers[heads]
+            if any_unusable:
+                cosine.masked_fill_(unusable[heads], -torch.inf)
             similarity[part], best[part] = cosine.max(dim=-1)
     # Rounding must not lift a cosine above every threshold.
     return similarity.clamp(max=1.0), index.gather(1, best)

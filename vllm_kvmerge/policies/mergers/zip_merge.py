@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
-from vllm_kvmerge.policies.indexing import any_at, complement, first, inverse, padded, select
+from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded, select
 from vllm_kvmerge.policies.registry import register
 
 AUTO_TOLERANCE = 0.1
@@ -88,10 +88,13 @@ class ZipMerger(Merger):
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> Outcome:
         can_merge = _is_scored(entries, importance)
-        evicted = complement(kept, len(entries))
-        similarity, carriers = entries.most_similar(evicted, kept, can_merge.gather(1, kept))
-        joins = can_merge.gather(1, evicted) & (similarity > self.merge_threshold)
-        return self._absorb(entries, kept, importance, evicted, carriers, joins, protected)
+        evicted = padded(can_merge & ~mask_of(kept, len(entries)))
+        if evicted.shape[1] == 0:
+            return Outcome.of(entries, kept)
+        members = evicted.clamp(min=0)
+        similarity, carriers = entries.most_similar(members, kept, can_merge.gather(1, kept))
+        joins = (evicted >= 0) & (similarity > self.merge_threshold)
+        return self._absorb(entries, kept, importance, members, carriers, joins, protected)
 
     def _absorb(
         self,
