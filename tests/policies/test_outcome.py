@@ -149,11 +149,10 @@ def test_similarity_to_entries_that_an_outcome_has_changed(seed, num_heads, n, d
     members, carriers = index[:, :cut], index[:, cut:]
     usable = dense.is_live.gather(1, carriers) & (torch.rand(carriers.shape, generator=generator) < 0.8)
     similarity, best = view.most_similar(members, carriers, usable)
-    expected, expected_best = dense.most_similar(members, carriers, usable)
+    expected, _ = dense.most_similar(members, carriers, usable)
     torch.testing.assert_close(similarity, expected)
     clear = expected.isfinite()
     assert usable.gather(1, inverse(carriers, n).gather(1, best))[clear].all()
     head = torch.arange(num_heads).unsqueeze(1)
     cosine = torch.cosine_similarity(dense.keys[head, members], dense.keys[head, best], dim=-1)
     torch.testing.assert_close(cosine[clear], expected[clear], rtol=1e-4, atol=1e-5)
-    assert (best == expected_best)[clear].float().mean() > 0.8 if clear.sum() > 20 else True
