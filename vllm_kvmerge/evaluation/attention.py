@@ -20,7 +20,7 @@ from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.options import parser_of, print_table, seed_of
 from vllm_kvmerge.kernels import Pages, cell_bytes, column_scores, paged_attention, write_tokens
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.worker.compactor import Compactor
+from vllm_kvmerge.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.worker.runner import score_update
 
 BLOCK_SIZE = 32
@@ -130,7 +130,8 @@ class TracedSequence:
             new_front=new_front,
             blocks=self.blocks[: -(-new_front // BLOCK_SIZE)].tolist(),
         )
-        self.compactor.run(plan, config, self.blocks, self._prompt_scores(config), self._ring(config))
+        compaction = Compaction(plan, config.policy, self.blocks, self._prompt_scores(config), self._ring(config))
+        self.compactor.run([compaction])
         self.front, self.tail = new_front, self.num_tokens
 
     def _prompt_scores(self, config: CompressionConfig) -> PromptScores | None:

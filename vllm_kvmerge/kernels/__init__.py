@@ -5,8 +5,14 @@ from vllm_kvmerge.kernels.reference import (
     ScoreUpdate,
     column_scores,
     gather_entries,
+    gather_metadata,
+    gather_rows,
+    most_similar,
+    move_entries,
     paged_attention,
     write_front,
+    write_metadata,
+    write_rows,
     write_tokens,
 )
 
@@ -17,7 +23,13 @@ __all__ = [
     "cell_bytes",
     "column_scores",
     "gather_entries",
+    "gather_metadata",
+    "gather_rows",
+    "most_similar",
+    "move_entries",
     "paged_attention",
     "write_front",
+    "write_metadata",
+    "write_rows",
     "write_tokens",
 ]

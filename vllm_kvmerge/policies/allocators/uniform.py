@@ -18,6 +18,7 @@ class Uniform(Allocator):
 
     name: ClassVar[str] = "uniform"
     source: ClassVar[str] = "every layer and head alike"
+    reads_attention: ClassVar[bool] = False
 
     skip_layers: int = Field(default=0, ge=0, description="First layers of the model that are not compressed.")
 
