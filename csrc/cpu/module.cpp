@@ -1,0 +1,158 @@
+// The operators as apache-tvm-ffi functions: arguments are checked here and nowhere further in.
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "tensors.h"
+
+namespace kvmerge {
+
+#define KVM_DECLARE(level)      \
+  namespace level {             \
+  const Kernels& kernels();     \
+  }
+KVM_DECLARE(baseline)
+KVM_DECLARE(avx2)
+KVM_DECLARE(avx512)
+KVM_DECLARE(avx512_bf16)
+
+namespace {
+
+// Levels that were compiled in and that this machine can run, the best first.
+std::vector<const Kernels*> supported_levels() {
+  std::vector<const Kernels*> levels;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  (void)has_bf16;
+#if defined(KVM_HAVE_avx512_bf16)
+  if (has_bf16) levels.push_back(&avx512_bf16::kernels());
+#endif
+#if defined(KVM_HAVE_avx512)
+  if (has_avx512) levels.push_back(&avx512::kernels());
+#endif
+#if defined(KVM_HAVE_avx2)
+  if (has_avx2) levels.push_back(&avx2::kernels());
+#endif
+#endif
+  levels.push_back(&baseline::kernels());
+  return levels;
+}
+
+const Kernels*& current() {
+  static const Kernels* kernels = supported_levels().front();
+  return kernels;
+}
+
+std::string levels() {
+  std::string names;
+  for (const Kernels* k : supported_levels()) names += (names.empty() ? "" : " ") + std::string(k->name);
+  return names;
+}
+
+std::string level() { return current()->name; }
+
+void set_level(tvm::ffi::String name) {
+  for (const Kernels* k : supported_levels())
+    if (std::strcmp(k->name, name.c_str()) == 0) {
+      current() = k;
+      return;
+    }
+  TVM_FFI_THROW(ValueError) << "instruction set level " << name << " is not among: " << levels();
+}
+
+ScoreMode mode_of(int64_t mode) {
+  KVM_CHECK(0 <= mode && mode <= 3, ValueError) << "score update mode " << mode << " is not 0, 1, 2 or 3";
+  return static_cast<ScoreMode>(mode);
+}
+
+// Query heads per KV head.
+int64_t group_of(const Pages& pages, const TensorView& query) {
+  KVM_CHECK(query.ndim() == 3, ValueError) << "query must have shape [tokens, heads, head_size]";
+  KVM_CHECK(pages.num_heads > 0 && query.size(1) > 0 && query.size(1) % pages.num_heads == 0, ValueError)
+      << query.size(1) << " query heads cannot share " << pages.num_heads << " KV heads";
+  return query.size(1) / pages.num_heads;
+}
+
+void paged_attention(TensorView query, TensorView keys, TensorView block_table, TensorView query_starts,
+                     TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
+                     TensorView update_modes, TensorView update_decays, double scale, TensorView output) {
+  const Pages pages = pages_of(keys);
+  const int64_t group = group_of(pages, query), heads = query.size(1), d = pages.head_size;
+  const Rows q = Argument("query", query).rows(heads, d), out = Argument("output", output).rows(heads, d);
+  const Argument table("block_table", block_table), decays("update_decays", update_decays);
+  table.check_shape({-1, -1});
+  const std::vector<int32_t> blocks = table.block_ids();
+  const int64_t num_rows = table.size(0), num_tokens = query.size(0);
+  decays.check_shape({num_rows});
+  const std::vector<int64_t> starts = Argument("query_starts", query_starts).integers(num_rows),
+                             lens = Argument("query_lens", query_lens).integers(num_rows),
+                             ends = Argument("seq_lens", seq_lens).integers(num_rows),
+                             front = Argument("fronts", fronts).integers(num_rows),
+                             tail = Argument("tails", tails).integers(num_rows),
+                             modes = Argument("update_modes", update_modes).integers(num_rows);
+  KVM_CHECK(output.size(0) >= num_tokens, ValueError) << "output has fewer tokens than query";
+  std::vector<AttentionRow> rows(num_rows);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    KVM_CHECK(0 <= starts[r] && 0 <= lens[r] && starts[r] + lens[r] <= num_tokens, ValueError)
+        << "row " << r << ": tokens [" << starts[r] << ", " << starts[r] + lens[r] << ") are not in the query";
+    AttentionRow& row = rows[r];
+    row.segments =
+        segments_of(pages, blocks.data() + r * table.size(1), table.size(1), front[r], tail[r], ends[r]);
+    KVM_CHECK(lens[r] <= ends[r] - tail[r], ValueError)
+        << "row " << r << ": " << lens[r] << " queries, but " << ends[r] - tail[r] << " entries behind the front";
+    const int64_t bytes = q.dtype == DType::f32 ? 4 : 2, out_bytes = out.dtype == DType::f32 ? 4 : 2;
+    row.query = q;
+    row.query.data = static_cast<char*>(q.data) + starts[r] * q.token_stride * bytes;
+    row.output = out;
+    row.output.data = static_cast<char*>(out.data) + starts[r] * out.token_stride * out_bytes;
+    row.num_queries = lens[r];
+    row.mode = mode_of(modes[r]);
+    row.decay = decays.f32()[r * decays.stride(0)];
+    row.scores = row.aux = nullptr;
+    row.score_stride = 0;
+  }
+  attend_rows(*current(), pages, rows, static_cast<int>(group), static_cast<float>(scale), true, true);
+}
+
+void column_scores(TensorView query, TensorView keys, TensorView blocks, int64_t seq_len, int64_t mode, double decay,
+                   double scale, TensorView scores, TensorView aux) {
+  const Pages pages = pages_of(keys);
+  const int64_t group = group_of(pages, query), heads = query.size(1);
+  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
+  const Argument s("scores", scores), x("aux", aux);
+  for (const Argument* a : {&s, &x}) {
+    a->check_shape({pages.num_heads, seq_len});
+    a->check_rows();
+    a->f32();
+  }
+  KVM_CHECK(s.stride(0) == x.stride(0), ValueError) << "scores and aux must have the same strides";
+  KVM_CHECK(query.size(0) <= seq_len, ValueError) << query.size(0) << " queries, but " << seq_len << " tokens";
+  AttentionRow row{};
+  row.segments = segments_of(pages, ids.data(), static_cast<int64_t>(ids.size()), 0, 0, seq_len);
+  row.query = Argument("query", query).rows(heads, pages.head_size);
+  row.num_queries = query.size(0);
+  row.mode = mode_of(mode);
+  row.decay = static_cast<float>(decay);
+  row.scores = s.f32();
+  row.aux = x.f32();
+  row.score_stride = s.stride(0);
+  if (row.mode == ScoreMode::none) return;
+  attend_rows(*current(), pages, {row}, static_cast<int>(group), static_cast<float>(scale), false, false);
+}
+
+}  // namespace
+}  // namespace kvmerge
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(levels, kvmerge::levels);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(level, kvmerge::level);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_level, kvmerge::set_level);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_attention, kvmerge::paged_attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(column_scores, kvmerge::column_scores);
