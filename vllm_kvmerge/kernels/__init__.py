@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from vllm_kvmerge.kernels import native, reference
 from vllm_kvmerge.kernels.page import METADATA_BYTES, Pages, cell_bytes
-from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate, gather_entries, write_front, write_tokens
+from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate, write_front
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,15 @@ __all__ = [
     "cell_bytes",
     "column_scores",
     "gather_entries",
+    "gather_metadata",
+    "gather_rows",
     "implementation",
+    "most_similar",
+    "move_entries",
     "paged_attention",
     "write_front",
+    "write_metadata",
+    "write_rows",
     "write_tokens",
 ]
 
@@ -54,17 +60,25 @@ def _module(pages: Pages) -> ModuleType:
     return reference if _native_failure() or pages.native_obstacle else native
 
 
-def _dispatched(operator: Operator, pages_at: int) -> Operator:
+def _dispatched(operator: Operator, pages_at: int = 0) -> Operator:
     """The operator on the implementation that suits its argument ``pages``, its ``pages_at``-th."""
     name = operator.__name__
 
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
         pages = args[pages_at] if len(args) > pages_at else kwargs["pages"]
-        return getattr(_module(pages), name)(*args, **kwargs)
+        return getattr(_module(pages), name, getattr(reference, name))(*args, **kwargs)
 
     return cast(Operator, run)
 
 
-paged_attention = _dispatched(reference.paged_attention, 1)
-column_scores = _dispatched(reference.column_scores, 1)
+paged_attention = _dispatched(reference.paged_attention, pages_at=1)
+column_scores = _dispatched(reference.column_scores, pages_at=1)
+gather_metadata = _dispatched(reference.gather_metadata)
+gather_rows = _dispatched(reference.gather_rows)
+gather_entries = _dispatched(reference.gather_entries)
+most_similar = _dispatched(reference.most_similar)
+move_entries = _dispatched(reference.move_entries)
+write_rows = _dispatched(reference.write_rows)
+write_metadata = _dispatched(reference.write_metadata)
+write_tokens = _dispatched(reference.write_tokens)

@@ -1,0 +1,27 @@
+"""Which keys are most alike."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+MAX_SIMILARITY_BYTES = 64 << 20
+"""Size of the similarity matrix above which it is computed in pieces."""
+
+
+def most_similar(members: Tensor, carriers: Tensor, index: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    """For each member the usable carrier whose key has the largest cosine similarity (KeepKV algorithm 1, lines 4-5).
+
+    members: ``[H, m, d]``, carriers: ``[H, c, d]``, keys. index: ``[H, c]`` int64, what the carriers are called.
+    usable: ``[H, c]`` bool. Returns the similarity, ``[H, m]``, at most 1, -inf where no carrier is usable, and the
+    carrier's index, ``[H, m]``, of equally similar ones the first's.
+    """
+    members, carriers = normalize(members, dim=-1), normalize(carriers, dim=-1).transpose(1, 2)
+    rows = max(1, MAX_SIMILARITY_BYTES // max(1, index.numel() * members.element_size()))
+    similarity = members.new_empty(members.shape[:2])
+    best = index.new_empty(members.shape[:2])
+    for start in range(0, members.shape[1], rows):
+        part = slice(start, start + rows)
+        cosine = members[:, part] @ carriers
+        similarity[:, part], best[:, part] = cosine.masked_fill_(~usable.unsqueeze(1), -torch.inf).max(dim=-1)
+    # Rounding must not lift a cosine above every threshold.
+    return similarity.clamp(max=1.0), index.gather(1, best)
