@@ -106,8 +106,8 @@ void paged_attention(TensorView query, TensorView keys, TensorView block_table, 
     AttentionRow& row = rows[r];
     row.segments =
         segments_of(pages, blocks.data() + r * table.size(1), table.size(1), front[r], tail[r], ends[r]);
-    KVM_CHECK(lens[r] <= ends[r] - tail[r], ValueError)
-        << "row " << r << ": " << lens[r] << " queries, but " << ends[r] - tail[r] << " entries behind the front";
+    const int64_t entries = front[r] + ends[r] - tail[r];
+    KVM_CHECK(lens[r] <= entries, ValueError) << "row " << r << ": " << lens[r] << " queries, " << entries << " entries";
     const int64_t bytes = q.dtype == DType::f32 ? 4 : 2, out_bytes = out.dtype == DType::f32 ? 4 : 2;
     row.query = q;
     row.query.data = static_cast<char*>(q.data) + starts[r] * q.token_stride * bytes;
