@@ -70,14 +70,12 @@ class Pages:
             return f"head size {self.head_size} is not a multiple of 16 from 32 to 256"
         if self.block_size % 16:
             return f"block size {self.block_size} is not a multiple of 16"
-        planes = [getattr(self, field.name) for field in fields(self)]
         plane_bytes = self.block_size * self.head_size * self.keys.element_size()
-        offset = 0
-        for plane, size in zip(planes, [plane_bytes] * 2 + [4 * self.block_size] * 4, strict=True):
-            item, strides = plane.element_size(), [n * self.keys.element_size() for n in self.keys.stride()[:2]]
-            if plane.data_ptr() != self.keys.data_ptr() + offset or [n * item for n in plane.stride()[:2]] != strides:
-                return "its planes do not lie one after the other"
-            offset += size
+        expected = self.keys.data_ptr()
+        for field, size in zip(fields(self), [plane_bytes] * 2 + [4 * self.block_size] * 4, strict=True):
+            if getattr(self, field.name).data_ptr() != expected:
+                return f"the plane of {field.name} does not follow the one before it"
+            expected += size
         return None
 
     @property
