@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -14,6 +16,10 @@ NUM_BLOCKS = 20
 
 @pytest.fixture
 def manager() -> MergeableAttentionManager:
+    return make_manager()
+
+
+def make_manager() -> MergeableAttentionManager:
     dense = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     pool = BlockPool(NUM_BLOCKS + 1, enable_caching=True, hash_block_size=BLOCK_SIZE)
     return MergeableAttentionManager(
@@ -148,3 +154,46 @@ def test_a_front_as_long_as_the_sequence_is_a_copy(manager):
     assert not {blocks[0].block_id, blocks[1].block_id} & set(relocation.blocks)
     manager.release_retired()
     assert num_free(manager) == NUM_BLOCKS - 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_plan_of_a_step_writes_what_another_reads(data):
+    """Whichever order a worker executes a step's plans in, each finds its entries as the step left them."""
+    manager = make_manager()
+    draw = data.draw
+    lengths: dict[str, int] = {}
+    for request_id in "abc":
+        if num_free(manager) < 2:
+            break
+        count = draw(st.integers(1, min(6, num_free(manager) - 1)))
+        shared = []
+        if lengths and draw(st.booleans()):
+            other = manager.req_to_blocks[draw(st.sampled_from(sorted(lengths)))]
+            shared = [block for block in other[: draw(st.integers(0, 4))] if block.block_hash is not None]
+            manager.block_pool.touch(shared)
+        give(manager, request_id, count, hashed=draw(st.integers(0, count)))
+        manager.req_to_blocks[request_id][:0] = shared
+        lengths[request_id] = len(manager.req_to_blocks[request_id]) * BLOCK_SIZE - draw(st.integers(0, BLOCK_SIZE - 1))
+    for _ in range(3):  # steps
+        reads: dict[str, set[int]] = {}
+        writes: dict[str, set[int]] = {}
+        for request_id in draw(st.permutations(sorted(lengths))):
+            before = {block.block_id for block in manager.req_to_blocks[request_id] if not block.is_null}
+            segments = manager.segments.get(request_id, Segments(0, 0))
+            num_live = segments.front + lengths[request_id] - segments.tail
+            new_front = draw(st.integers(1, num_live))
+            relocation = manager.relocate(request_id, lengths[request_id], new_front)
+            if relocation is not None:
+                reads[request_id], writes[request_id] = before, set(relocation.blocks)
+        for one in writes:
+            for other in set(lengths) - {one}:
+                held = {block.block_id for block in manager.req_to_blocks[other] if not block.is_null}
+                assert not writes[one] & (reads.get(other, set()) | writes.get(other, set()) | held)
+        manager.release_retired()
+        for request_id in lengths:  # the next tokens, in blocks that a plan may just have given back
+            if num_free(manager) < 2:
+                break
+            lengths[request_id] += draw(st.integers(0, BLOCK_SIZE))
+            num_tokens = lengths[request_id]
+            manager.allocate_new_blocks(request_id, num_tokens, num_tokens)

@@ -9,6 +9,7 @@ from tests.policies.packages import install, run
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "adding-a-policy.md").read_text()
 FILES = dict(re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", DOCUMENT, re.M | re.S))
+(MERGER,) = re.findall(r"^## A merger\n.*?^```python\n(.*?)^```", DOCUMENT, re.M | re.S)
 COMPRESS = "import json, sys, vllm_kvmerge as v; [print(v.compression(**json.loads(text))) for text in sys.argv[1:]]"
 REQUESTS = re.findall(r"^```json\n(.*?)^```", DOCUMENT, re.M | re.S)[0].splitlines()
 
@@ -43,8 +44,28 @@ def test_its_requests_are_valid(packages: Path) -> None:
     assert len(done.stdout.splitlines()) == len(REQUESTS)
 
 
+def test_its_merger_works(packages: Path) -> None:
+    """Two alike become their mean; the sink that takes one in keeps its position."""
+    code = f"""{MERGER}
+import torch
+from vllm_kvmerge.policies import CompressionPolicy, PARTS
+
+keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.0, -1.0]]])
+zeros = torch.zeros(1, 4)
+entries = Entries(keys, keys + 1, zeros, zeros, zeros, torch.arange(4).unsqueeze(0))
+selector = PARTS["selector"]["streaming_llm"](num_sink_tokens=2)
+policy = CompressionPolicy(tracker=PARTS["tracker"]["none"](), selector=selector, merger=Averaging())
+result = policy.compress(entries, CompressionContext(budget=3, num_tokens=4, at_prompt_end=False))
+assert result.num_merged == 1 and result.entries.positions.tolist() == [[0, 1, 3]]
+torch.testing.assert_close(result.entries.keys[0], torch.tensor([[1.0, 0.05], [0.0, 1.0], [0.0, -1.0]]))
+torch.testing.assert_close(result.entries.values, result.entries.keys + 1)
+"""
+    done = run("-c", code, packages=packages)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_it_is_formatted_as_this_project(tmp_path: Path) -> None:
-    for name, text in FILES.items():
+    for name, text in (FILES | {"kvmerge_averaging.py": MERGER}).items():
         (tmp_path / name).write_text(text)
     config = str(Path(__file__).parents[2] / "pyproject.toml")
     for command in (["check"], ["format", "--check"]):

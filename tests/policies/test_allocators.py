@@ -203,7 +203,7 @@ def test_layer_statistic_is_the_mean_variance_of_relative_mass(seed, num_heads, 
         mean = sum(mass) / len(mass)
         expected.append(sum((s / mean - 1) ** 2 for s in mass) / len(mass))
     statistic = policy.layer_statistic(entries, context)
-    assert statistic.shape == ()
+    assert statistic.shape == (1,)
     torch.testing.assert_close(statistic.item(), sum(expected) / num_heads, rtol=1e-4, atol=1e-5)
     for cut in range(1, num_heads):
         for half in on_two_workers(policy.layer_statistic, entries, context, cut):

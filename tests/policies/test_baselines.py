@@ -34,6 +34,7 @@ from vllm_kvmerge.policies import (
     Selector,
     noise,
 )
+from vllm_kvmerge.policies.indexing import in_place
 from vllm_kvmerge.policies.mergers import AsymKVMerger, CamMerger, D2OMerger, KVMergerMerger, cam
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.selectors import HeavyHitter, KeyDiff, KeyNorm, RandomKeep, RedundancyAware, Tova, rkv
@@ -67,18 +68,12 @@ def select(selector: Selector, entries: Entries, context: CompressionContext) ->
     protected = selector.protected(entries, context)
     kept = selector.select(entries, entries.scores, protected, context)
     assert_same(entries, untouched)
-    assert kept.shape == (len(entries.positions), context.num_kept)
+    assert kept.dtype == torch.bool and (kept.sum(1) == context.num_kept).all()
     assert torch.equal(kept, selector.select(entries, entries.scores, protected, context))
-    assert all(len(set(row)) == len(row) for row in kept.tolist())
-    assert not (protected & ~mask_at(kept, entries)).any() and not (protected & ~entries.is_live).any()
-    positions = entries.positions.gather(1, kept)
-    assert torch.equal((positions != DEAD).sum(1), entries.is_live.sum(1).clamp(max=context.num_kept))
-    assert (positions == DEAD).int().diff(dim=1).ge(0).all(), "live before dead"
-    return [set(row) - {DEAD} for row in positions.tolist()]
-
-
-def mask_at(kept: Tensor, entries: Entries) -> Tensor:
-    return torch.zeros_like(entries.is_live).scatter_(1, kept, True)
+    assert not (protected & ~kept).any() and not (protected & ~entries.is_live).any()
+    num_live_kept = (kept & entries.is_live).sum(1)
+    assert torch.equal(num_live_kept, entries.is_live.sum(1).clamp(max=context.num_kept)), "live before dead"
+    return [set(row) - {DEAD} for row in entries.positions.masked_fill(~kept, DEAD).tolist()]
 
 
 def expected_choice(
@@ -318,9 +313,10 @@ def merge(
     context = CompressionContext(budget, len(entries), at_prompt_end, **fields)
     selector = HeavyHitter(num_sink_tokens=1, recent_window=window)
     protected = selector.protected(entries, context)
-    kept = selector.select(entries, entries.scores, protected, context)
-    result, count = merger.merge(entries, kept, entries.scores, protected, context)
-    again, _ = merger.merge(entries, kept, entries.scores, protected, context)
+    kept = in_place(selector.select(entries, entries.scores, protected, context), budget)
+    outcome = merger.merge(entries, kept, entries.scores, protected, context)
+    result, count = outcome.apply(entries), outcome.merged.sum()
+    again = merger.merge(entries, kept, entries.scores, protected, context).apply(entries)
     assert_same(entries, untouched)
     assert_same(again, result)
     assert torch.equal(result.is_live, entries.is_live.gather(1, kept))
@@ -400,7 +396,8 @@ def test_cam_survives_extreme_scores(value):
     context = CompressionContext(12, 30, at_prompt_end=False)
     kept = entries.is_live.int().argsort(dim=1, descending=True, stable=True)[:, :12]
     merger = CamMerger(num_receivers=5)
-    result, count = merger.merge(entries, kept, entries.scores, torch.zeros_like(entries.is_live), context)
+    outcome = merger.merge(entries, kept, entries.scores, torch.zeros_like(entries.is_live), context)
+    result, count = outcome.apply(entries), outcome.merged.sum()
     assert result.values.isfinite().all() and 0 <= count <= 2 * 14
 
 
@@ -596,6 +593,12 @@ def test_asymkv(size, prior_votes):
     torch.testing.assert_close(result.entries.log_votes.exp().sum(1), entries.log_votes.exp().sum(1))
 
 
+def merged_before(entries: Entries, protected: Tensor, context: CompressionContext) -> tuple[Entries, Tensor]:
+    """AsymKV's merges, and how many there were."""
+    outcome = AsymKVMerger().before_selection(entries, entries.scores, protected, context)
+    return outcome.apply(entries), outcome.merged.sum()
+
+
 @settings(max_examples=30, deadline=None)
 @given(SEEDS, st.integers(2, 20), st.booleans())
 def test_asymkv_loses_nothing_where_neighbours_have_one_key(seed, num_pairs, prior_votes):
@@ -612,7 +615,7 @@ def test_asymkv_loses_nothing_where_neighbours_have_one_key(seed, num_pairs, pri
     protected = torch.zeros_like(entries.is_live)
     protected[:, [0, -1]] = True
     context = CompressionContext(n - 1, n, at_prompt_end=True)
-    merged, count = AsymKVMerger().before_selection(entries, entries.scores, protected, context)
+    merged, count = merged_before(entries, protected, context)
     assert count == 2
     torch.testing.assert_close(attend(merged, query), attend(entries, query))
     assert (
@@ -628,7 +631,7 @@ def test_asymkv_takes_disjoint_pairs_in_few_rounds():
         entries.scores.copy_(scores)
         none = torch.zeros_like(entries.is_live)
         context = CompressionContext(60, n, at_prompt_end=True)
-        merged, count = AsymKVMerger().before_selection(entries, entries.scores, none, context)
+        merged, count = merged_before(entries, none, context)
         assert count == 540 and merged.is_live.sum() == 60
         # Cardinality counts against merging on: no entry swallows the others.
         assert merged.log_votes.exp().max() < 80
@@ -639,7 +642,7 @@ def test_asymkv_ends_whatever_scores_are(value):
     entries = random_entries(0, num_heads=2, n=40, num_dead=3)
     entries.scores[:, ::3] = value
     context = CompressionContext(8, 40, at_prompt_end=True)
-    merged, count = AsymKVMerger().before_selection(entries, entries.scores, torch.zeros_like(entries.is_live), context)
+    merged, count = merged_before(entries, torch.zeros_like(entries.is_live), context)
     assert count == 2 * 29 and (merged.is_live.sum(1) == 8).all()
     assert merged.keys[merged.is_live].isfinite().all()
 

@@ -71,7 +71,7 @@ def test_groups_of_queries_change_nothing(monkeypatch):
     queries = torch.randn(2, 3, 12, 8, generator=torch.Generator().manual_seed(3))
     context = with_queries(CompressionContext(20, 40, at_prompt_end=True), queries)
     whole = [policy(recent_window=12, fusion=f).compress(entries, context).entries for f in ("sum", "max")]
-    monkeypatch.setattr(attention_module, "MAX_ATTENTION_BYTES", 4 * 2 * 3 * 40 * 5)  # groups of 5, 5 and 2
+    monkeypatch.setattr(attention_module, "MAX_ATTENTION_BYTES", 4 * 3 * 40 * 5)  # groups of 5, 5 and 2
     groups = [policy(recent_window=12, fusion=f).compress(entries, context).entries for f in ("sum", "max")]
     assert [kept_positions(e) for e in groups] == [kept_positions(e) for e in whole]
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, random_entries
 from vllm_kvmerge.policies import DEAD, PRESETS, CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.policies.indexing import mask_of
 from vllm_kvmerge.policies.mergers import DropMerger, NeighbourValueMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent
 from vllm_kvmerge.policies.trackers import MeanTracker, SumTracker
@@ -160,7 +161,7 @@ def test_what_attention_never_used_has_no_weight():
 def test_without_a_right_neighbour_an_entry_is_lost():
     class Oldest(Recent):
         def select(self, entries, importance, protected, context):
-            return entries.positions.argsort(dim=1, stable=True)[:, : context.num_kept]
+            return mask_of(entries.positions.argsort(dim=1, stable=True)[:, : context.num_kept], len(entries))
 
     entries = example([0.1, 0.2, 0.3, 0.4, 0.5])
     result = policy(Oldest()).compress(entries, CompressionContext(3, 5, at_prompt_end=False))

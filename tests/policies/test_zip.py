@@ -16,8 +16,8 @@ from tests.policies.sampling import (
     random_entries,
     random_query,
 )
-from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries
-from vllm_kvmerge.policies.mergers import ZipMerger, zip_merge
+from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries, similarity
+from vllm_kvmerge.policies.mergers import ZipMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter
 from vllm_kvmerge.policies.trackers import LogEmaTracker
 
@@ -56,7 +56,9 @@ def absorb(merger: ZipMerger, entries: Entries, carrier: int, members: list[int]
     index = torch.tensor(members).expand(shape)
     protected = torch.zeros_like(entries.is_live)
     importance = TRACKER.importance(entries)
-    merged = merger._absorb(entries, importance, index, torch.full(shape, carrier), joins, protected)
+    everything = torch.arange(len(entries)).repeat(shape[0], 1)
+    carriers = torch.full(shape, carrier)
+    merged = merger._absorb(entries, everything, importance, index, carriers, joins, protected).apply(entries)
     merged.kill(torch.zeros_like(protected).scatter_(1, index, True))
     return merged
 
@@ -221,7 +223,9 @@ def test_each_entry_joins_its_most_similar_carrier_or_goes(seed, num_heads, n, t
             if cosine.max() > threshold:
                 groups[kept[int(cosine.argmax())]].append(e)
                 num_merged += 1
-        for slot, c in enumerate(kept):
+        where = {int(p): slot for slot, p in enumerate(result.entries.positions[head])}
+        for c in kept:
+            slot = where[0 if c in sinks else max(int(entries.positions[head, i]) for i in groups[c])]
             weights = importance[head, groups[c]].softmax(0)
             mean_value = torch.einsum("m,md->d", weights, entries.values[head, groups[c]])
             torch.testing.assert_close(result.entries.values[head, slot], mean_value)
@@ -246,7 +250,8 @@ def test_merge_first(seed, num_heads, n, threshold, data):
     context = CompressionContext(budget, n, at_prompt_end=True)
     merger, selector = ZipMerger(merge_threshold=threshold), HeavyHitter(num_sink_tokens=1)
     importance, protected = TRACKER.importance(entries), selector.protected(entries, context)
-    merged, count = merger.before_selection(entries, importance, protected, context)
+    outcome = merger.before_selection(entries, importance, protected, context)
+    merged, count = outcome.apply(entries), outcome.merged.sum()
 
     gone = entries.is_live & ~merged.is_live
     assert gone.sum() == count
@@ -276,8 +281,7 @@ def test_merge_first_is_for_the_prompt():
     entries, _ = scored_entries(0, 2, 20)
     context = CompressionContext(budget=10, num_tokens=20, at_prompt_end=False)
     nothing = torch.zeros_like(entries.is_live)
-    same, count = ZipMerger().before_selection(entries, TRACKER.importance(entries), nothing, context)
-    assert same is entries and count == 0
+    assert ZipMerger().before_selection(entries, TRACKER.importance(entries), nothing, context) is None
 
 
 @pytest.mark.parametrize("at_prompt_end", [True, False])
@@ -285,7 +289,7 @@ def test_similarity_in_pieces_changes_nothing(monkeypatch, at_prompt_end):
     entries, _ = scored_entries(5, 3, 50)
     context = CompressionContext(12, 50, at_prompt_end)
     whole = policy(merge_threshold=0.2).compress(entries, context)
-    monkeypatch.setattr(zip_merge, "MAX_SIMILARITY_BYTES", 3 * 12 * 8 * 7)
+    monkeypatch.setattr(similarity, "MAX_SIMILARITY_BYTES", 12 * 8 * 7)
     pieces = policy(merge_threshold=0.2).compress(entries, context)
     assert_same(whole.entries, pieces.entries)
     assert whole.num_merged == pieces.num_merged > 0

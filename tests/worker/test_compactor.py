@@ -8,7 +8,7 @@ from vllm_kvmerge.attention.backend import PromptScores
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.kernels import UPDATE_MODES, ScoreUpdate, column_scores, gather_entries, paged_attention
-from vllm_kvmerge.worker.compactor import Compactor
+from vllm_kvmerge.worker.compactor import Compaction, Compactor
 
 NUM_HEADS, HEAD_SIZE, SCALE = 3, 32, 32**-0.5
 EMA = ScoreUpdate("log_ema", 0.9)
@@ -38,7 +38,8 @@ def plan_for(compression, front, tail, num_tokens, new_front, blocks):
 
 
 def compact(layers, plan, config, source_blocks, prompt_scores):
-    return Compactor(layers, SCALE, list(range(NUM_HEADS))).run(plan, config, source_blocks, prompt_scores)
+    compaction = Compaction(plan, config.policy, source_blocks, prompt_scores)
+    return Compactor(layers, SCALE, list(range(NUM_HEADS))).run([compaction])[0]
 
 
 def keepkv(mode: str, merge_first: bool) -> str:

@@ -17,7 +17,7 @@ MERGED = Counter("vllm:kvmerge_entries_merged", "Cache entries (per layer and KV
 EVICTED = Counter("vllm:kvmerge_entries_evicted", "Cache entries (per layer and KV head) dropped.", ["policy"])
 COMPACTION_SECONDS = Histogram(
     "vllm:kvmerge_compaction_seconds",
-    "Seconds to compress one request's cache, all layers.",
+    "Seconds to compress one request's cache, all layers; an equal share where a step compresses several.",
     ["policy"],
     buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
 )

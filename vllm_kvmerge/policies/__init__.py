@@ -9,6 +9,7 @@ from vllm_kvmerge.policies.base import (
     CompressionResult,
     Entries,
     Merger,
+    Outcome,
     Selector,
     Tracker,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "CompressionResult",
     "Entries",
     "Merger",
+    "Outcome",
     "Preset",
     "Selector",
     "Tracker",

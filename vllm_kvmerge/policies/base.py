@@ -1,100 +1,26 @@
 """What a compression policy is made of: a tracker, a selector and a merger.
 
-Everything here works on one layer's live entries as plain tensors; nothing imports vLLM.
-``H`` is the number of KV heads, ``n`` the number of live entries per head, ``d`` the head size.
-Heads are independent: every operation is batched over the first dimension.
+Everything here works on live entries as tensors; nothing imports vLLM. ``H`` is the number of heads, ``n`` the number
+of live entries per head, ``d`` the head size. Heads are independent: every operation is batched over the first
+dimension, which may hold the KV heads of one layer, or those of several layers and requests, one unit after the other.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-DEAD = -1
-"""Position of an entry that holds nothing; its ``log_votes`` is ``-inf``, so attention gives it no weight."""
+from vllm_kvmerge.policies.entries import DEAD, Entries
+from vllm_kvmerge.policies.outcome import Outcome
+
+__all__ = ["DEAD", "Entries", "Outcome"]
 
 TrackerMode = Literal["none", "sum", "mean", "log_ema"]
-
-
-@dataclass
-class Entries:
-    """Live cache entries of one layer, in cache order (front first, then tail).
-
-    keys, values: ``[H, n, d]`` float32. log_votes: ``[H, n]`` float32, what attention adds to the logit (0 for an
-    ordinary token). scores: ``[H, n]`` float32, the tracker's statistic. aux: ``[H, n]`` float32, the tracker's or
-    merger's second statistic. positions: ``[H, n]`` int64, of the newest token merged in; ``DEAD`` where empty.
-    """
-
-    keys: Tensor
-    values: Tensor
-    log_votes: Tensor
-    scores: Tensor
-    aux: Tensor
-    positions: Tensor
-
-    def __len__(self) -> int:
-        return self.positions.shape[1]
-
-    @property
-    def is_live(self) -> Tensor:
-        """``[H, n]`` bool."""
-        return self.positions != DEAD
-
-    def take(self, index: Tensor) -> "Entries":
-        """Entries at ``index`` (``[H, m]`` int64), per head."""
-        head = torch.arange(index.shape[0], device=index.device).unsqueeze(1)
-        return Entries(*(getattr(self, field.name)[head, index] for field in fields(self)))
-
-    def clone(self) -> "Entries":
-        return Entries(*(getattr(self, field.name).clone() for field in fields(self)))
-
-    def concatenate(self, other: "Entries") -> "Entries":
-        """These entries, then the other ones, per head."""
-        return Entries(*(torch.cat([getattr(self, f.name), getattr(other, f.name)], dim=1) for f in fields(self)))
-
-    def without(self, hidden: Tensor) -> "Entries":
-        """The same entries, sharing storage, except that those where ``hidden`` (``[H, n]`` bool) count as dead."""
-        return replace(
-            self,
-            log_votes=self.log_votes.masked_fill(hidden, -torch.inf),
-            positions=self.positions.masked_fill(hidden, DEAD),
-        )
-
-    def heads(self, heads: list[int]) -> "Entries":
-        """Some heads' entries."""
-        return Entries(*(getattr(self, field.name)[heads] for field in fields(self)))
-
-    @classmethod
-    def stack_heads(cls, parts: "list[Entries]") -> "Entries":
-        """The heads of several, each with equally many entries."""
-        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
-
-    def padded(self, length: int) -> "Entries":
-        """With dead entries behind, ``length`` in all."""
-        missing = length - len(self)
-        if missing == 0:
-            return self
-        num_heads, _, head_size = self.keys.shape
-        empty = self.keys.new_zeros(num_heads, missing, head_size)
-        none = self.scores.new_zeros(num_heads, missing)
-        nowhere = self.positions.new_full((num_heads, missing), DEAD)
-        return self.concatenate(Entries(empty, empty, none - torch.inf, none, none, nowhere))
-
-    def kill(self, dead: Tensor) -> None:
-        """Empties, in place, the entries where ``dead`` (``[H, n]`` bool) is true.
-
-        Everything is overwritten: a NaN left in a dead key would survive ``logit + log_votes``.
-        """
-        for tensor in (self.keys, self.values):
-            tensor.masked_fill_(dead.unsqueeze(-1), 0.0)
-        for tensor in (self.scores, self.aux):
-            tensor.masked_fill_(dead, 0.0)
-        self.log_votes.masked_fill_(dead, -torch.inf)
-        self.positions.masked_fill_(dead, DEAD)
 
 
 @dataclass(frozen=True)
@@ -103,17 +29,20 @@ class CompressionContext:
 
     budget: entries to keep per head, on average over layers and heads; parts see the number for their own.
     capacity: entries to return per head, dead ones included; 0 stands for ``budget``.
-    num_tokens: tokens computed so far, so the next token's position.
+    num_tokens: tokens computed so far, so the next token's position; of several requests the longest one's.
     at_prompt_end: True for a request's first compression.
     num_slots: how many of the budget's entries the merger fills itself; set by the composition.
-    layer, num_layers: which layer this is. scale: of the attention logits.
+    num_heads: KV heads of a unit, which is one layer of one request, on this worker; 0: all ``H`` are of one unit.
+    layer: which layer this is; layers: where there are several, that of each of the ``H`` heads. num_layers: of the
+    model.
+    scale: of the attention logits.
     queries: ``[H, G, w, d]`` float32, the newest queries (G query heads per KV head) where the policy asks for them
-    (``query_window``), and query_positions ``[w]`` int64, of their tokens.
+    (``query_window``), and query_positions, ``[w]`` or ``[H, w]`` int64, of their tokens.
     output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, where asked for.
-    layer_statistics: ``[num_layers]`` float32, the allocator's ``layer_statistic`` of every layer, where it has one.
-    all_heads: gathers a tensor ``[H, ...]`` of this worker's KV heads from all tensor-parallel workers, in head order.
-    Every worker must call it equally often: trackers, allocators and selectors may, where nothing depends on data.
-    head_indices: index of each of these ``H`` heads among all heads of the layer; empty: they are all of them.
+    layer_statistics: ``[num_layers]`` float32, or ``[units, num_layers]``, the allocator's ``layer_statistic`` of every
+    layer of the request, where it has one.
+    all_heads: gathers a tensor ``[num_heads, ...]`` from all tensor-parallel workers, in head order.
+    head_indices: index of each of these ``H`` heads among all heads of its layer; empty: a unit has them all.
     """
 
     budget: int
@@ -121,7 +50,9 @@ class CompressionContext:
     at_prompt_end: bool
     capacity: int = 0
     num_slots: int = 0
+    num_heads: int = 0
     layer: int = 0
+    layers: list[int] = field(default_factory=list)
     num_layers: int = 1
     scale: float = 1.0
     queries: Tensor | None = None
@@ -135,6 +66,46 @@ class CompressionContext:
     def num_kept(self) -> int:
         """Entries that the selector keeps."""
         return self.budget - self.num_slots
+
+    def layer_of_each(self, num_rows: int) -> list[int]:
+        """The layer of each of the ``num_rows`` heads."""
+        return self.layers or [self.layer] * num_rows
+
+    def head_of_each(self, num_rows: int) -> list[int]:
+        """The index, among all heads of its layer, of each of the ``num_rows`` heads."""
+        size = self.num_heads or num_rows
+        return self.head_indices or [row % size for row in range(num_rows)]
+
+    def by_unit(self, tensor: Tensor) -> Tensor:
+        """``[H, ...]`` as ``[units, num_heads, ...]``."""
+        return tensor.unflatten(0, (-1, self.num_heads or len(tensor)))
+
+    def heads_of_layers(self, tensor: Tensor) -> Tensor:
+        """``[H, ...]`` to ``[units, heads, ...]``, with the heads of all tensor-parallel workers.
+
+        Every worker must call it equally often: trackers, allocators and selectors may, where nothing depends on data.
+        """
+        return self.all_heads(self.by_unit(tensor).transpose(0, 1)).transpose(0, 1)
+
+    def of_heads(self, heads: list[int], num_rows: int) -> "CompressionContext":
+        """The context as some of the ``num_rows`` heads see it.
+
+        Where that breaks up units, ``heads_of_layers`` means nothing any more: it was for the allocator, before.
+        """
+        if len(heads) == num_rows:
+            return self
+        size, layers, indices = self.num_heads or num_rows, self.layer_of_each(num_rows), self.head_of_each(num_rows)
+        positions, statistics = self.query_positions, self.layer_statistics
+        return replace(
+            self,
+            num_heads=size if len(heads) % size == 0 else len(heads),
+            layers=[layers[head] for head in heads],
+            head_indices=[indices[head] for head in heads],
+            queries=None if self.queries is None else self.queries[heads],
+            query_positions=positions[heads] if positions is not None and positions.ndim == 2 else positions,
+            output_weights=None if self.output_weights is None else self.output_weights[heads],
+            layer_statistics=None if statistics is not None and statistics.ndim == 2 else statistics,
+        )
 
 
 class Part(BaseModel):
@@ -157,6 +128,9 @@ class Part(BaseModel):
 class Allocator(Part):
     """How the budget is split over layers and heads."""
 
+    reads_attention: ClassVar[bool] = True
+    """Whether ``head_budgets`` reads ``importance``; otherwise that is not worked out."""
+
     has_layer_statistic: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
     """Whether heads of one layer may get different budgets."""
@@ -166,12 +140,12 @@ class Allocator(Part):
         return budget
 
     def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
-        """A scalar of one layer that the split depends on; the same on every tensor-parallel worker."""
+        """``[units]``: a scalar of each layer that the split depends on; the same on every tensor-parallel worker."""
         raise TypeError(f"allocator {self.name!r} has no layer statistic")
 
     @abstractmethod
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
-        """Entries that each of this worker's ``H`` heads keeps in this layer, each ``<= capacity(context.budget)``."""
+        """Entries that each of the ``H`` heads keeps, each ``<= capacity(context.budget)``."""
 
 
 class Tracker(Part):
@@ -195,7 +169,7 @@ class Selector(Part):
     needs_scores: ClassVar[bool]
 
     pools_heads: ClassVar[bool] = False
-    """Whether ``select`` looks at all heads of the layer together (``context.all_heads``)."""
+    """Whether ``select`` looks at all heads of a layer together (``context.heads_of_layers``)."""
 
     @property
     @abstractmethod
@@ -208,7 +182,8 @@ class Selector(Part):
 
     @abstractmethod
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        """``[H, context.num_kept]`` int64: indices of the entries that stay, without repeats, live before dead."""
+        """``[H, n]`` bool: the entries that stay, ``context.num_kept`` per head; dead ones only where live ones are
+        too few."""
 
 
 class Merger(Part):
@@ -218,8 +193,8 @@ class Merger(Part):
     are, the selector ranks the others.
 
     ``protected`` is the selector's: such entries may take others in, but keep their own position, so that a sink
-    remains a sink. Both merging methods return how many live entries went into others, over all heads, as a tensor
-    without dimensions: nothing waits for the device.
+    remains a sink. Both merging methods say what changes, as an ``Outcome``; entries themselves stay as they are. How
+    many went into others it counts as a tensor: nothing waits for the device.
     """
 
     tracker_modes: ClassVar[frozenset[TrackerMode]]
@@ -235,22 +210,39 @@ class Merger(Part):
 
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
-        """Merges that come before selection (KeepKV table 3); merged-away entries are killed. Default: none."""
-        return entries, torch.zeros((), dtype=torch.int64, device=importance.device)
+    ) -> Outcome | None:
+        """Merges that come before selection (KeepKV table 3): an outcome with a place for each of the ``n`` entries,
+        empty where one was merged away; None where there are none, which is the default."""
+        return None
 
     @abstractmethod
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
-        """``budget`` entries per head: those at ``kept`` (``[H, context.num_kept]``), with what is merged into them,
-        and the merger's slots."""
+    ) -> Outcome:
+        """``budget`` places per head: the entries at ``kept`` (``[H, context.num_kept]`` int64) in that order, with
+        what is merged into them, then the merger's slots."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompressionResult:
-    """Exactly ``budget`` entries per head, and what became of the others (counted over all heads)."""
+    """What became of ``source``, the entries that a policy was given.
 
-    entries: Entries
-    num_merged: int
-    num_evicted: int
+    evicted: ``[H]`` int64, live entries that were dropped; those that went into others are ``outcome.merged``.
+    """
+
+    source: Entries
+    outcome: Outcome
+    evicted: Tensor
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The result, dense: exactly ``capacity`` entries per head."""
+        return self.outcome.apply(self.source)
+
+    @property
+    def num_merged(self) -> int:
+        return int(self.outcome.merged.sum())
+
+    @property
+    def num_evicted(self) -> int:
+        return int(self.evicted.sum())

@@ -12,12 +12,14 @@ from vllm_kvmerge.policies.base import (
     Allocator,
     CompressionContext,
     CompressionResult,
-    Entries,
     Merger,
     Part,
     Selector,
     Tracker,
 )
+from vllm_kvmerge.policies.entries import Entries
+from vllm_kvmerge.policies.indexing import in_place
+from vllm_kvmerge.policies.outcome import Outcome
 from vllm_kvmerge.policies.trackers import attention_mass
 
 
@@ -71,73 +73,74 @@ class CompressionPolicy(BaseModel):
         return any(part.needs_output_weights for part in self.parts)
 
     def layer_statistic(self, entries: Entries, context: CompressionContext) -> Tensor:
-        """The allocator's, for ``context.layer_statistics``; only where it has one."""
+        """The allocator's, ``[units]``, for ``context.layer_statistics``; only where it has one."""
         return self.allocator.layer_statistic(entries, attention_mass(self.tracker, entries), context)
 
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
-        """Exactly ``context.capacity`` entries per head, live ones up to the head's budget; a plain copy where there
-        are no more entries than the budget.
+        """Exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they are
+        where there are no more than the budget.
 
-        ``entries`` stay as they are. They may hold dead ones, which are kept only where live ones are too few.
+        ``entries`` are not changed, and of their keys and values only those are read that a part asks for. They may
+        hold dead ones, which are kept only where live ones are too few. An entry that stays keeps its place where that
+        exists in the result.
         """
         capacity = context.capacity or context.budget
+        num_rows = len(entries.positions)
         if context.budget >= len(entries):
-            copy = entries.clone()
-            copy.kill(~copy.is_live)
-            return CompressionResult(copy, num_merged=0, num_evicted=0)
+            outcome = Outcome.unchanged(entries)
+            return CompressionResult(entries, outcome.emptied(), torch.zeros_like(outcome.merged))
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
-        budgets = self.allocator.head_budgets(entries, attention_mass(self.tracker, entries), context)
-        budgets = [min(max(budget, self.min_budget), capacity) for budget in budgets]
-        results, num_merged = [], torch.zeros((), dtype=torch.int64, device=entries.keys.device)
-        heads = range(len(budgets))
-        # Heads with one budget go together; in practice that is all of them, or each alone.
-        groups = {budget: [head for head in heads if budgets[head] == budget] for budget in budgets}
-        for budget, group in groups.items():
-            some = entries if len(group) == len(budgets) else entries.heads(group)
-            local = replace(_for_heads(context, group, len(budgets)), budget=budget)
-            result, merged = self._compress_heads(some, local)
-            results.append(result.padded(capacity))
-            num_merged += merged
+        groups = self._heads_by_budget(entries, context, capacity)
         if len(groups) == 1:
-            (combined,) = results
+            (budget,) = groups
+            outcome = self._compress_heads(entries, replace(context, budget=budget), capacity)
         else:
+            parts, sources = [], []
+            for budget, group in groups.items():
+                sources.append(entries.heads(group))
+                local = replace(context.of_heads(group, num_rows), budget=budget)
+                parts.append(self._compress_heads(sources[-1], local, capacity))
             order = [head for group in groups.values() for head in group]
-            combined = Entries.stack_heads(results).heads([order.index(head) for head in heads])
-        num_gone = entries.is_live.sum() - combined.is_live.sum()
-        merged_count, evicted_count = torch.stack([num_merged, num_gone - num_merged]).tolist()
-        return CompressionResult(combined, merged_count, evicted_count)
+            outcome = Outcome.stack_heads(parts, sources).heads([order.index(head) for head in range(num_rows)])
+        outcome = outcome.emptied()
+        evicted = entries.is_live.sum(1) - outcome.is_live.sum(1) - outcome.merged
+        return CompressionResult(entries, outcome, evicted)
 
-    def _compress_heads(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor]:
-        """``context.budget`` entries for each of these heads, and how many entries were merged."""
-        if context.budget >= len(entries):
-            copy = entries.clone()
-            copy.kill(~copy.is_live)
-            return copy, torch.zeros((), dtype=torch.int64, device=entries.keys.device)
+    def _heads_by_budget(self, entries: Entries, context: CompressionContext, capacity: int) -> dict[int, list[int]]:
+        """The heads that have each budget. In practice all have one, those of a layer have one, or each has its own."""
+        if self.allocator.reads_attention:
+            importance = attention_mass(self.tracker, entries)
+        else:
+            importance = torch.zeros_like(entries.scores)
+        groups: dict[int, list[int]] = {}
+        for head, budget in enumerate(self.allocator.head_budgets(entries, importance, context)):
+            groups.setdefault(min(max(budget, self.min_budget), capacity), []).append(head)
+        return groups
+
+    def _compress_heads(self, entries: Entries, context: CompressionContext, capacity: int) -> Outcome:
+        """``capacity`` places for each of these heads, ``context.budget`` of them filled."""
+        n = len(entries)
+        if context.budget >= n:
+            return Outcome.unchanged(entries).in_place(entries, capacity)
         num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
         context = replace(context, num_slots=num_slots)
         candidates, importance, protected = self._rank(entries, context)
-        remaining, merged_before = self.merger.before_selection(entries, importance, protected, context)
-        if remaining is not entries:
+        earlier = self.merger.before_selection(entries, importance, protected, context)
+        remaining = entries
+        if earlier is not None:
+            remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context)
-        kept = self.selector.select(candidates, importance, protected, context)
-        result, merged = self.merger.merge(remaining, kept, importance, protected, context)
-        result.kill(~result.is_live)
-        return result, merged_before + merged
+        selected = self.selector.select(candidates, importance, protected, context)
+        kept = in_place(selected, context.num_kept)
+        outcome = self.merger.merge(remaining, kept, importance, protected, context)
+        if earlier is not None:
+            outcome = outcome.after(earlier, remaining)
+        if context.num_kept == capacity:
+            return outcome  # in place already
+        return outcome.in_place(entries, capacity)
 
     def _rank(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor, Tensor]:
         """What the selector may keep, every entry's importance, and what the selector protects."""
-        candidates = entries.without(self.merger.is_slot(entries))
+        candidates = entries.without(self.merger.is_slot(entries)) if context.num_slots else entries
         return candidates, self.tracker.importance(entries), self.selector.protected(candidates, context)
-
-
-def _for_heads(context: CompressionContext, heads: list[int], num_heads: int) -> CompressionContext:
-    """The context as some of this worker's heads see it. ``all_heads`` is for the allocator, before heads part."""
-    if len(heads) == num_heads:
-        return context
-    return replace(
-        context,
-        queries=None if context.queries is None else context.queries[heads],
-        output_weights=None if context.output_weights is None else context.output_weights[heads],
-        head_indices=[context.head_indices[head] for head in heads] if context.head_indices else heads,
-    )

@@ -20,8 +20,9 @@ def uniform(seed: int, entries: Entries, context: CompressionContext) -> Tensor:
     An entry keeps its number for as long as it keeps its position, whatever happens around it.
     """
     positions = entries.positions
-    heads = torch.tensor(context.head_indices or range(positions.shape[0]), device=positions.device)
-    state = _mix(_mix(_mix(torch.full_like(heads, seed)) + context.layer) + heads)
+    heads = torch.tensor(context.head_of_each(len(positions)), device=positions.device)
+    layers = torch.tensor(context.layer_of_each(len(positions)), device=positions.device)
+    state = _mix(_mix(_mix(torch.full_like(heads, seed)) + layers) + heads)
     return (_mix(_mix(state.unsqueeze(1) + positions)) & ((1 << _BITS) - 1)).float() / (1 << _BITS)
 
 

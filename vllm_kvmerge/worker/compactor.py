@@ -1,21 +1,72 @@
-"""Executes compression plans: gathers a request's live entries, asks its policy, writes the result back."""
+"""Executes compression plans: asks each request's policy what changes, and changes that in the pages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from vllm_kvmerge import kernels
 from vllm_kvmerge.attention.backend import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
-from vllm_kvmerge.config import CompressionConfig
-from vllm_kvmerge.kernels import Pages, gather_entries, write_front
-from vllm_kvmerge.policies import CompressionContext, Entries
+from vllm_kvmerge.kernels import Pages
+from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Outcome
+from vllm_kvmerge.worker.paged_entries import PagedEntries, PagedSequence
+
+MAX_BATCH_BYTES = 256 << 20
+"""What a policy may hold in float32 of one batch's keys, values and attention; larger batches are split."""
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """A plan, and what its execution needs to know of the request.
+
+    source_blocks: ids of the blocks that its slots lie in before the plan. prompt_scores: statistics of its tokens if
+    this is its first compression and its policy scores the prompt. ring: its newest queries if its policy reads them.
+    """
+
+    plan: CompressionPlan
+    policy: CompressionPolicy
+    source_blocks: Tensor
+    prompt_scores: PromptScores | None = None
+    ring: QueryRing | None = None
+
+    @property
+    def num_entries(self) -> int:
+        """Live entries per head before the plan."""
+        return self.plan.front + self.plan.num_tokens - self.plan.tail
+
+    @property
+    def query_positions(self) -> Tensor | None:
+        """``[w]`` int64, of the newest queries."""
+        return None if self.ring is None else self.ring.positions(self.plan.num_tokens)
+
+    @cached_property
+    def destination(self) -> Tensor:
+        """``[blocks]`` int64, ids of the blocks of the new front."""
+        return torch.tensor(self.plan.blocks)
+
+    def sequence(self, pages: Pages) -> PagedSequence:
+        return PagedSequence(pages, self.source_blocks, self.plan.front, self.plan.tail, self.plan.num_tokens)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One layer of one request; ``index`` is the request's place in its batch."""
+
+    index: int
+    compaction: Compaction
+    layer: int
 
 
 @dataclass(frozen=True)
 class Compactor:
-    """Compresses requests' caches, layer by layer.
+    """Compresses requests' caches.
+
+    Requests whose plans have the same shape go through their policy together, with all their layers. What becomes of
+    one does not depend on which others are in the batch, nor on the order of plans: blocks that a step's plans write to
+    are their own or were free, so no plan writes what another reads.
 
     layers: each layer's pages. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among all of them. all_heads: gathers ``[H, ...]`` from all tensor-parallel workers. output_weights: gives a layer's
@@ -28,68 +79,108 @@ class Compactor:
     all_heads: Callable[[Tensor], Tensor] = field(default=lambda tensor: tensor)
     output_weights: Callable[[int], Tensor | None] = field(default=lambda layer: None)
 
-    def run(
-        self,
-        plan: CompressionPlan,
-        config: CompressionConfig,
-        source_blocks: Tensor,
-        prompt_scores: PromptScores | None = None,
-        ring: QueryRing | None = None,
-    ) -> tuple[int, int]:
-        """Runs ``plan`` on every layer; returns the numbers of merged and evicted entries, over layers and heads.
+    def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
+        """Executes a step's plans; the numbers of merged and evicted entries of each, over layers and heads."""
+        batches: dict[tuple[object, ...], list[int]] = {}
+        for index, compaction in enumerate(compactions):
+            plan, positions = compaction.plan, compaction.query_positions
+            num_queries = None if positions is None else len(positions)
+            shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, num_queries)
+            batches.setdefault((compaction.policy, *shape), []).append(index)
+        counts = torch.zeros(len(compactions), 2, dtype=torch.int64)
+        for indices in batches.values():
+            counts[indices] = self._run_batch([compactions[index] for index in indices])
+        return [(merged, evicted) for merged, evicted in counts.tolist()]
 
-        source_blocks: ids of the blocks that the request's slots lie in before the plan. prompt_scores: statistics of
-        its tokens if this is its first compression and its policy scores the prompt. ring: its newest queries if its
-        policy reads them.
-        """
-        policy = config.policy
-        base = CompressionContext(
+    def _run_batch(self, batch: list[Compaction]) -> Tensor:
+        """Executes plans of one shape; ``[plans, 2]`` int64, entries merged and evicted."""
+        policy = batch[0].policy
+        statistics = None
+        if policy.allocator.has_layer_statistic:
+            parts = [
+                policy.layer_statistic(self._gather(units), self._context(units, batch, None))
+                for units in self._parts(batch)
+            ]
+            statistics = torch.cat(parts).view(len(batch), -1)
+        counts = torch.zeros(len(batch), 2, dtype=torch.int64)
+        for units in self._parts(batch):
+            context = self._context(units, batch, statistics)
+            result = policy.compress(self._gather(units), context)
+            per_head = torch.stack([result.outcome.merged, result.evicted], 1)
+            counts.index_add_(0, torch.tensor([unit.index for unit in units]), context.by_unit(per_head).sum(1))
+            self._write(units, result.outcome)
+        return counts
+
+    def _parts(self, batch: list[Compaction]) -> Iterator[list[_Unit]]:
+        """The layers of all requests, in parts that fit in memory."""
+        units = [_Unit(i, one, layer) for i, one in enumerate(batch) for layer in range(len(self.layers))]
+        size = 1
+        if not batch[0].policy.needs_output_weights:  # which are too large to repeat
+            num_entries, head_size = batch[0].num_entries, self.layers[0].head_size
+            numbers = 2 * head_size
+            if batch[0].ring is not None:
+                queries = batch[0].ring.queries(0, batch[0].plan.num_tokens, self.num_heads)
+                numbers += queries.shape[1] * queries.shape[2]
+            size = max(1, MAX_BATCH_BYTES // (4 * self.num_heads * num_entries * numbers))
+        for start in range(0, len(units), size):
+            yield units[start : start + size]
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.head_indices)
+
+    def _context(self, units: list[_Unit], batch: list[Compaction], statistics: Tensor | None) -> CompressionContext:
+        plan, policy = batch[0].plan, batch[0].policy
+        context = CompressionContext(
             budget=plan.budget,
             capacity=plan.new_front,
-            num_tokens=plan.num_tokens,
+            num_tokens=max(one.plan.num_tokens for one in batch),
             at_prompt_end=plan.front == 0,
+            num_heads=self.num_heads,
+            layers=[unit.layer for unit in units for _ in self.head_indices],
             num_layers=len(self.layers),
             scale=self.scale,
+            output_weights=self.output_weights(units[0].layer) if policy.needs_output_weights else None,
+            layer_statistics=None if statistics is None else statistics[[unit.index for unit in units]],
             all_heads=self.all_heads,
-            head_indices=self.head_indices,
+            head_indices=self.head_indices * len(units),
         )
-        if ring is not None:
-            base = replace(base, query_positions=ring.positions(plan.num_tokens))
-        contexts = [self._layer_context(base, layer, config, ring) for layer in range(len(self.layers))]
-        if policy.allocator.has_layer_statistic:
-            statistics = []
-            for layer, context in enumerate(contexts):
-                entries = self._gather(layer, plan, source_blocks, prompt_scores)
-                statistics.append(policy.layer_statistic(entries, context))
-            contexts = [replace(context, layer_statistics=torch.stack(statistics)) for context in contexts]
-        destination = torch.tensor(plan.blocks)
-        num_merged = num_evicted = 0
-        for layer, context in enumerate(contexts):
-            result = policy.compress(self._gather(layer, plan, source_blocks, prompt_scores), context)
-            write_front(self.layers[layer], destination, result.entries)
-            num_merged += result.num_merged
-            num_evicted += result.num_evicted
-        return num_merged, num_evicted
+        queries, positions = [], []
+        for unit in units:
+            ring, num_tokens = unit.compaction.ring, unit.compaction.plan.num_tokens
+            if ring is None:
+                return context
+            queries.append(ring.queries(unit.layer, num_tokens, self.num_heads))
+            positions.append(ring.positions(num_tokens).expand(self.num_heads, -1))
+        return replace(context, queries=torch.cat(queries), query_positions=torch.cat(positions))
 
-    def _layer_context(
-        self, base: CompressionContext, layer: int, config: CompressionConfig, ring: QueryRing | None
-    ) -> CompressionContext:
-        return replace(
-            base,
-            layer=layer,
-            queries=None if ring is None else ring.queries(layer, base.num_tokens, len(self.head_indices)),
-            output_weights=self.output_weights(layer) if config.policy.needs_output_weights else None,
-        )
-
-    def _gather(
-        self, layer: int, plan: CompressionPlan, source_blocks: Tensor, prompt_scores: PromptScores | None
-    ) -> Entries:
-        entries = gather_entries(self.layers[layer], source_blocks, plan.front, plan.tail, plan.num_tokens)
-        if plan.front == 0:
+    def _gather(self, units: list[_Unit]) -> PagedEntries:
+        entries = PagedEntries.gather([unit.compaction.sequence(self.layers[unit.layer]) for unit in units])
+        if units[0].compaction.plan.front == 0:
             # Before its first compression a request's pages hold no statistics of its own.
             entries.scores.zero_()
             entries.aux.zero_()
-            if prompt_scores is not None:
-                entries.scores.copy_(prompt_scores.scores[layer, :, : plan.num_tokens])
-                entries.aux.copy_(prompt_scores.aux[layer, :, : plan.num_tokens])
+            for row, unit in enumerate(units):
+                scores = unit.compaction.prompt_scores
+                if scores is not None:
+                    heads = slice(row * self.num_heads, (row + 1) * self.num_heads)
+                    entries.scores[heads] = scores.scores[unit.layer, :, : len(entries)]
+                    entries.aux[heads] = scores.aux[unit.layer, :, : len(entries)]
         return entries
+
+    def _write(self, units: list[_Unit], outcome: Outcome) -> None:
+        planes = (outcome.kept, outcome.log_votes, outcome.scores, outcome.aux, outcome.positions)
+        parts = zip(*(plane.split(self.num_heads) for plane in planes), strict=True)
+        for unit, (kept, *metadata) in zip(units, parts, strict=True):
+            plan, one = unit.compaction.plan, unit.compaction
+            pages = self.layers[unit.layer]
+            kernels.move_entries(pages, one.source_blocks, plan.front, plan.tail, one.destination, kept)
+            kernels.write_metadata(pages, one.destination, *metadata)
+        if outcome.keys is None and outcome.values is None:
+            return
+        nothing = [None] * len(units)
+        keys, values = (
+            nothing if rows is None else rows.split(self.num_heads) for rows in (outcome.keys, outcome.values)
+        )
+        for unit, *rows in zip(units, outcome.changed.split(self.num_heads), keys, values, strict=True):
+            kernels.write_rows(self.layers[unit.layer], unit.compaction.destination, *rows)

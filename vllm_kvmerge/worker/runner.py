@@ -14,7 +14,7 @@ from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
 from vllm_kvmerge.config import CompressionConfig, parse_compression
 from vllm_kvmerge.kernels import ScoreUpdate
 from vllm_kvmerge.metrics import count_entries, observe_compaction
-from vllm_kvmerge.worker.compactor import Compactor
+from vllm_kvmerge.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.worker.output_weights import OutputWeights
 
 
@@ -90,8 +90,8 @@ class CompressionRunnerMixin(CPUModelRunner):
         ):
             self._states.pop(request_id, None)
         result = super().execute_model(scheduler_output, *args, **kwargs)
-        for plan in self._step.plans:
-            self._run_plan(plan)
+        if self._step.plans:
+            self._run_plans(self._step.plans)
         return result
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,16 +133,39 @@ class CompressionRunnerMixin(CPUModelRunner):
             state.ring = QueryRing(len(layers), config.policy.query_window, *self._query_shape, self.dtype)
         return state
 
-    def _run_plan(self, plan: CompressionPlan) -> None:
+    def _run_plans(self, plans: list[CompressionPlan]) -> None:
         started = time.perf_counter()
-        config = parse_known(plan.compression)
-        state = self._states.setdefault(plan.request_id, RequestState())
-        block_ids = self.requests[plan.request_id].block_ids[0]
-        num_merged, num_evicted = self._compactor.run(
-            plan, config, torch.tensor(block_ids), state.prompt_scores, state.ring
+        configs = [parse_known(plan.compression) for plan in plans]
+        states = [self._states.setdefault(plan.request_id, RequestState()) for plan in plans]
+        counts = self._compactor.run(
+            [
+                Compaction(
+                    plan,
+                    config.policy,
+                    torch.tensor(self.requests[plan.request_id].block_ids[0]),
+                    state.prompt_scores,
+                    state.ring,
+                )
+                for plan, config, state in zip(plans, configs, states, strict=True)
+            ]
         )
+        for plan, config, state, (num_merged, num_evicted) in zip(plans, configs, states, counts, strict=True):
+            self._move_to_front(plan)
+            state.front, state.tail = plan.new_front, plan.num_tokens
+            state.update = score_update(config) if config.tracks_decode else None
+            state.prompt_scores = None
+            count_entries(config.name, num_merged, num_evicted)
+        if get_tensor_model_parallel_rank() == 0:
+            # Requests are compressed together: each has its share of the time.
+            seconds = (time.perf_counter() - started) / len(plans)
+            for config in configs:
+                observe_compaction(config.name, seconds)
+
+    def _move_to_front(self, plan: CompressionPlan) -> None:
+        """The request's row of blocks as the plan leaves it."""
         # vLLM keeps a request's blocks in two places: the state that rows are made from, and the row of a request that
         # is in the batch (one that had to wait for room is not).
+        block_ids = self.requests[plan.request_id].block_ids[0]
         rows = [block_ids]
         index = self.input_batch.req_id_to_index.get(plan.request_id)
         if index is not None:
@@ -151,12 +174,6 @@ class CompressionRunnerMixin(CPUModelRunner):
         for row in rows:
             row[: len(plan.blocks)] = plan.blocks
             row[hole] = [0] * max(0, hole.stop - hole.start)
-        state.front, state.tail = plan.new_front, plan.num_tokens
-        state.update = score_update(config) if config.tracks_decode else None
-        state.prompt_scores = None
-        count_entries(config.name, num_merged, num_evicted)
-        if get_tensor_model_parallel_rank() == 0:
-            observe_compaction(config.name, time.perf_counter() - started)
 
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):

@@ -39,8 +39,12 @@ class Adaptive(Allocator):
         floor = int(self.floor_share * budget)
         ranked = importance.masked_fill(~entries.is_live, -1.0).sort(dim=1, descending=True).values
         # Entries before ``floor`` are in, those from the capacity on are out; the others compete.
-        shares = context.all_heads(ranked[:, floor : self.capacity(budget)])
-        num_heads = len(shares)
-        winners = shares.t().flatten().argsort(descending=True, stable=True)[: num_heads * (budget - floor)]
-        budgets = (floor + torch.bincount(winners % num_heads, minlength=num_heads)).tolist()
-        return [budgets[head] for head in context.head_indices or range(num_heads)]
+        shares = context.heads_of_layers(ranked[:, floor : self.capacity(budget)])
+        num_heads = shares.shape[1]
+        order = shares.transpose(1, 2).flatten(1).argsort(dim=1, descending=True, stable=True)
+        winners = order[:, : num_heads * (budget - floor)] % num_heads
+        none = torch.zeros(winners.shape[0], num_heads, dtype=torch.int64, device=winners.device)
+        budgets = (floor + none.scatter_add_(1, winners, torch.ones_like(winners))).tolist()
+        size = context.num_heads or len(entries.positions)
+        heads = context.head_of_each(len(entries.positions))
+        return [budgets[row // size][head] for row, head in enumerate(heads)]

@@ -25,6 +25,7 @@ class Pyramid(Allocator):
 
     name: ClassVar[str] = "pyramid"
     source: ClassVar[str] = "PyramidKV, arXiv:2406.02069; PyramidInfer, arXiv:2405.12532"
+    reads_attention: ClassVar[bool] = False
 
     shape: Literal["linear", "cosine"] = Field("linear", description="How budgets fall from first to last layer.")
     ratio: float = Field(39.0, ge=1.0, description="The first layer's budget over the last layer's.")
@@ -33,13 +34,15 @@ class Pyramid(Allocator):
         return budget + round(self._amplitude(budget))
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+        return [self._layer_budget(layer, context) for layer in context.layer_of_each(len(importance))]
+
+    def _layer_budget(self, layer: int, context: CompressionContext) -> int:
         last = context.num_layers - 1
         # 1 for the first layer, -1 for the last; odd about the middle, as rounding is, so that layers' budgets add up.
-        height = (last - 2 * context.layer) / last if last > 0 else 0.0
+        height = (last - 2 * layer) / last if last > 0 else 0.0
         if self.shape == "cosine":
             height = math.sin(math.pi / 2 * height)
-        budget = context.budget + round(self._amplitude(context.budget) * height)
-        return [budget] * importance.shape[0]
+        return context.budget + round(self._amplitude(context.budget) * height)
 
     def _amplitude(self, budget: int) -> float:
         return budget * (self.ratio - 1.0) / (self.ratio + 1.0)

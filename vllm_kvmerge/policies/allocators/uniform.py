@@ -12,6 +12,7 @@ from vllm_kvmerge.policies.registry import register
 class Uniform(Allocator):
     name: ClassVar[str] = "uniform"
     source: ClassVar[str] = "every layer and head alike"
+    reads_attention: ClassVar[bool] = False
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
         return [context.budget] * importance.shape[0]

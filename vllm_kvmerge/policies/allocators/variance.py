@@ -36,22 +36,27 @@ class Variance(Allocator):
         return int(self.max_share * budget)
 
     def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
-        """F_l, a float32 scalar."""
+        """F_l, ``[units]`` float32."""
         num_live = entries.is_live.sum(1, keepdim=True).clamp(min=1)
         mass = importance.masked_fill(~entries.is_live, 0.0)
         relative = mass * num_live / mass.sum(1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
         squares = (relative - 1.0).square().masked_fill(~entries.is_live, 0.0)
-        return context.all_heads(squares.sum(1) / num_live.squeeze(1)).mean()
+        return context.heads_of_layers(squares.sum(1) / num_live.squeeze(1)).mean(1)
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
         if context.layer_statistics is None:
             # Whoever compresses a single layer has nothing to compare it with.
             return [context.budget] * importance.shape[0]
-        variances: list[float] = context.layer_statistics.tolist()
+        statistics = context.layer_statistics.view(-1, context.layer_statistics.shape[-1]).tolist()
+        budgets = [self._layer_budgets(variances, context.budget) for variances in statistics]
+        layers = context.layer_of_each(len(importance))
+        size = len(layers) // len(budgets)
+        return [budgets[row // size][layer] for row, layer in enumerate(layers)]
+
+    def _layer_budgets(self, variances: list[float], budget: int) -> list[int]:
         mean = sum(variances) / len(variances)
         weights = [math.exp(-variance / mean) if mean > 0 else 1.0 for variance in variances]
-        budgets = split(context.budget * len(weights), weights, self.capacity(context.budget))
-        return [budgets[context.layer]] * importance.shape[0]
+        return split(budget * len(weights), weights, self.capacity(budget))
 
 
 def split(total: int, weights: list[float], most: int) -> list[int]:

@@ -6,7 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.indexing import padded, select
+from vllm_kvmerge.policies.mergers.convex import take_in
 from vllm_kvmerge.policies.registry import register
 
 
@@ -38,40 +40,61 @@ class AsymKVMerger(Merger):
 
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
+    ) -> Outcome:
         candidates = entries.is_live & ~protected
         num_live = entries.is_live.sum(1, keepdim=True)
         # The selector protects less than the budget, so there is always something left to merge with.
         surplus = (num_live - context.budget).clamp(min=0).minimum((candidates.sum(1, keepdim=True) - 1).clamp(min=0))
-        total = surplus.sum()
+        merged = surplus.squeeze(1)
         last = torch.iinfo(torch.int64).max
         index = entries.positions.masked_fill(~candidates, last).argsort(dim=1, stable=True)
         index = index[:, : int(candidates.sum(1).max())]
         valid = candidates.gather(1, index)
-        run = entries.take(index)
-        merged_away = torch.zeros_like(candidates)
+        scores, log_votes = entries.scores.gather(1, index), entries.log_votes.gather(1, index)
+        outcome = Outcome.unchanged(entries)
+        into = outcome.kept.clone()  # what each entry was merged into; itself: nothing
         while surplus.any():
-            takes = _disjoint_pairs(_pair_costs(run, valid), surplus)
-            run = _merge_pairs(run, takes)
-            merged_away.scatter_(1, index, merged_away.gather(1, index) | takes)
+            takes = _disjoint_pairs(_pair_costs(scores, log_votes, valid), surplus)
+            into.scatter_(1, index, torch.where(takes, index.roll(-1, dims=1), into.gather(1, index)))
+            joined = takes.roll(1, dims=1)
+            scores = torch.where(joined, scores + scores.roll(1, dims=1), scores)
+            log_votes = torch.where(joined, torch.logaddexp(log_votes, log_votes.roll(1, dims=1)), log_votes)
             surplus = surplus - takes.sum(1, keepdim=True)
             stays = valid & ~takes
             order = stays.int().argsort(dim=1, descending=True, stable=True)[:, : int(stays.sum(1).max())]
-            run, index, valid = run.take(order), index.gather(1, order), stays.gather(1, order)
-        result = _replaced(entries, index, run)
-        result.kill(merged_away)
-        return result, total
+            index, scores, log_votes = (plane.gather(1, order) for plane in (index, scores, log_votes))
+            valid = stays.gather(1, order)
+        for _ in range(len(entries).bit_length()):
+            into = into.gather(1, into)
+        # Behind the valid ones there may be entries that were merged away: they are emptied below.
+        outcome.scores.scatter_(1, index, scores)
+        outcome.log_votes.scatter_(1, index, log_votes)
+        gone = into != outcome.kept
+        shares = torch.exp(entries.log_votes - outcome.log_votes.gather(1, into)).masked_fill(~gone, 0.0)
+        members = padded(gone)
+        places, shares = select(into, members).clamp(min=0), shares.gather(1, members.clamp(min=0))
+        shares = shares.masked_fill(members < 0, 0.0)
+        changed, keys, values = take_in(entries, outcome.kept, members, places, shares)
+        return replace(
+            outcome,
+            kept=outcome.kept.masked_fill(gone, DEAD),
+            positions=outcome.positions.masked_fill(gone, DEAD),
+            changed=changed,
+            keys=keys,
+            values=values,
+            merged=merged,
+        )
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
+    ) -> Outcome:
         """Nothing is left to leave: live entries are no more than the budget."""
-        return entries.take(kept), torch.zeros((), dtype=torch.int64, device=kept.device)
+        return Outcome.of(entries, kept)
 
 
-def _pair_costs(run: Entries, valid: Tensor) -> Tensor:
+def _pair_costs(scores: Tensor, log_votes: Tensor, valid: Tensor) -> Tensor:
     """``[H, m]``: what merging each entry into the next costs; inf where either is not ``valid`` (``[H, m]`` bool)."""
-    scores, cardinality = run.scores, run.log_votes.exp()
+    cardinality = log_votes.exp()
     cost = torch.full_like(scores, torch.inf)
     pairs = (scores[:, :-1] + scores[:, 1:]) * (cardinality[:, :-1] + cardinality[:, 1:])
     # Whatever scores are, the cost of a valid pair is finite, so that there is always one to merge.
@@ -91,30 +114,3 @@ def _disjoint_pairs(cost: Tensor, surplus: Tensor) -> Tensor:
     place = torch.arange(cost.shape[1], device=cost.device).expand_as(rank)
     run_start = place.masked_fill(cheap, -1).cummax(dim=1).values
     return cheap & ((place - run_start) % 2 == 1)
-
-
-def _merge_pairs(run: Entries, takes: Tensor) -> Entries:
-    """Each entry with the one before it taken in, where that one ``takes`` (``[H, m]`` bool) part; such remain, too."""
-    joined = takes.roll(1, dims=1)
-    log_votes = run.log_votes.roll(1, dims=1)
-    share = torch.sigmoid(log_votes - run.log_votes).masked_fill(~joined, 0.0).unsqueeze(-1)
-
-    def combined(tensor: Tensor) -> Tensor:
-        return torch.where(joined.unsqueeze(-1), torch.lerp(tensor, tensor.roll(1, dims=1), share), tensor)
-
-    return replace(
-        run,
-        keys=combined(run.keys),
-        values=combined(run.values),
-        log_votes=torch.where(joined, torch.logaddexp(run.log_votes, log_votes), run.log_votes),
-        scores=torch.where(joined, run.scores + run.scores.roll(1, dims=1), run.scores),
-    )
-
-
-def _replaced(entries: Entries, index: Tensor, run: Entries) -> Entries:
-    """A copy with ``run`` in the places ``index`` (``[H, m]`` int64)."""
-    result = entries.clone()
-    head = torch.arange(len(index), device=index.device).unsqueeze(1)
-    for name in ("keys", "values", "log_votes", "scores"):
-        getattr(result, name)[head, index] = getattr(run, name)
-    return result

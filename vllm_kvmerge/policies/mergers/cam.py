@@ -8,8 +8,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
-from vllm_kvmerge.policies.indexing import complement
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.indexing import complement, padded, select
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.registry import register
 
@@ -40,28 +40,38 @@ class CamMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
-        result = entries.take(kept)
+    ) -> Outcome:
+        outcome = Outcome.of(entries, kept)
         if context.at_prompt_end and not self.merge_prompt:
-            return result, torch.zeros((), dtype=torch.int64, device=kept.device)
-        evicted = entries.take(complement(kept, len(entries)))
+            return outcome
+        evicted = complement(kept, len(entries))
+        positions = entries.positions.gather(1, evicted)
         scores = importance.clamp(min=0.0)
         # Carriers in order of position, dead ones behind: their values take part in nothing.
-        place = result.positions.masked_fill(~result.is_live, torch.iinfo(torch.int64).max)
+        place = outcome.positions.masked_fill(~outcome.is_live, torch.iinfo(torch.int64).max)
         order = place.argsort(dim=1, stable=True)
-        follower = torch.searchsorted(place.gather(1, order), evicted.positions.contiguous())
-        num_following = result.is_live.sum(1, keepdim=True) - follower
-        received = scores.gather(1, kept).masked_fill(~result.is_live, 0.0).gather(1, order)
+        follower = torch.searchsorted(place.gather(1, order), positions)
+        num_following = outcome.is_live.sum(1, keepdim=True) - follower
+        received = scores.gather(1, kept).masked_fill(~outcome.is_live, 0.0).gather(1, order)
         mean = self._sum_ahead(received, follower) / num_following.clamp(min=1, max=self.num_receivers)
         # s_e / mean > u, where 0 / 0 is no reason to merge.
-        evicted_scores = scores.gather(1, complement(kept, len(entries)))
-        merges = evicted.is_live & (num_following > 0) & (evicted_scores > uniform(SEED, evicted, context) * mean)
-        spread = torch.zeros_like(result.values)
-        index = follower.clamp(max=kept.shape[1] - 1).unsqueeze(-1).expand_as(evicted.values)
-        spread.scatter_add_(1, index, evicted.values.masked_fill(~merges.unsqueeze(-1), 0.0))
+        draws = uniform(SEED, entries, context).gather(1, evicted)
+        merges = (positions != DEAD) & (num_following > 0) & (scores.gather(1, evicted) > draws * mean)
+        first = follower.clamp(max=kept.shape[1] - 1)
+        given = entries.values_at(evicted.masked_fill(~merges, DEAD))
+        spread = given.new_zeros(*kept.shape, given.shape[2])
+        spread.scatter_add_(1, first.unsqueeze(-1).expand_as(given), given)
         gained = self._mean_behind(spread)
-        values = result.values.scatter_add(1, order.unsqueeze(-1).expand_as(gained), gained)
-        return replace(result, values=values), merges.sum()
+        num_given = torch.zeros_like(kept).scatter_add_(1, first, merges.long()).cumsum(1)
+        gains = padded(num_given > pad(num_given, (self.num_receivers, 0))[:, : kept.shape[1]])
+        rows = gained.gather(1, gains.clamp(min=0).unsqueeze(-1).expand(-1, -1, gained.shape[2]))
+        changed = select(order, gains)
+        return replace(
+            outcome,
+            changed=changed,
+            values=entries.values_at(select(kept, changed)) + rows,
+            merged=merges.sum(1),
+        )
 
     def _sum_ahead(self, scores: Tensor, start: Tensor) -> Tensor:
         """``[H, m]``: sum of ``scores`` (``[H, c]``) over the receivers from ``start`` (``[H, m]`` int64) on."""

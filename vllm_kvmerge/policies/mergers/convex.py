@@ -1,16 +1,46 @@
-"""What mergers share that take entries into carriers as convex combinations of keys and values."""
+"""What mergers share that take entries into others as convex combinations of keys and values."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import DEAD, Entries
+from vllm_kvmerge.policies.base import DEAD, Entries, Outcome
+from vllm_kvmerge.policies.indexing import any_at, inverse, padded, select
+
+
+def take_in(
+    entries: Entries, kept: Tensor, members: Tensor, places: Tensor, shares: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Places that members join, and their new keys and values: k + sum over the members of share_j (k_j - k).
+
+    kept: ``[H, c]`` int64, the entry that each place holds. members: ``[H, m]`` int64, indices of entries. places:
+    ``[H, m]`` int64, what each joins. shares: ``[H, m]`` float32, each member's in its group; 0: it does not join.
+    Returns ``[H, r]`` int64, negative where a head has fewer, and twice ``[H, r, d]``. Only what joins is read, and
+    what it joins.
+    """
+    joins = shares > 0
+    is_joined = any_at(places, joins, kept.shape[1])
+    changed = padded(is_joined)
+    row = (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, 0)
+    carriers, members = select(kept, changed), members.masked_fill(~joins, DEAD)
+
+    def combined(own: Tensor, joining: Tensor) -> Tensor:
+        if own.shape[1] == 0:
+            return own
+        index = row.unsqueeze(-1).expand_as(joining)
+        # Masked rather than weighted with 0: a dead entry may hold NaN.
+        moved = (shares.unsqueeze(-1) * (joining - own.gather(1, index))).masked_fill(~joins.unsqueeze(-1), 0.0)
+        return own.scatter_add(1, index, moved)
+
+    keys = combined(entries.keys_at(carriers), entries.keys_at(members))
+    values = combined(entries.values_at(carriers), entries.values_at(members))
+    return changed, keys, values
 
 
 def absorb(
     entries: Entries, kept: Tensor, members: Tensor, carriers: Tensor, weights: Tensor, protected: Tensor
-) -> Entries:
+) -> Outcome:
     """The entries at ``kept``, each with the members that join it taken in (KeepKV eq. 11).
 
     A carrier c with the members M that join it becomes k_r = (k_c + sum over M of w_j k_j) / (1 + sum over M of w_j),
@@ -20,23 +50,17 @@ def absorb(
     entries. weights: ``[H, m]`` float32, 0 for a member that does not join. protected: ``[H, n]`` bool: such a carrier
     keeps its position.
     """
-    ranks = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
-    place = torch.zeros_like(entries.positions).scatter_(1, kept, ranks).gather(1, carriers)
-    joins = weights > 0
-    own, joining = entries.take(kept), entries.take(members)
-    total = torch.ones_like(own.scores).scatter_add_(1, place, weights)
-    share = (weights / total.gather(1, place)).unsqueeze(-1)
-    index = place.unsqueeze(-1).expand_as(joining.keys)
-
-    def combined(carried: Tensor, taken_in: Tensor) -> Tensor:
-        # Masked rather than weighted with 0: a dead entry may hold NaN. Carriers that nothing joins stay bit for bit.
-        moved = (share * (taken_in - carried.gather(1, index))).masked_fill(~joins.unsqueeze(-1), 0.0)
-        return carried.scatter_add(1, index, moved)
-
-    newest = own.positions.scatter_reduce(1, place, joining.positions.masked_fill(~joins, DEAD), "amax")
+    place = inverse(kept, len(entries)).gather(1, carriers)
+    outcome = Outcome.of(entries, kept)
+    total = torch.ones_like(outcome.scores).scatter_add_(1, place, weights)
+    changed, keys, values = take_in(entries, kept, members, place, weights / total.gather(1, place))
+    joining = entries.positions.gather(1, members).masked_fill(weights == 0, DEAD)
+    newest = outcome.positions.scatter_reduce(1, place, joining, "amax")
     return replace(
-        own,
-        keys=combined(own.keys, joining.keys),
-        values=combined(own.values, joining.values),
-        positions=torch.where(protected.gather(1, kept), own.positions, newest),
+        outcome,
+        positions=torch.where(protected.gather(1, kept), outcome.positions, newest),
+        changed=changed,
+        keys=keys,
+        values=values,
+        merged=(weights > 0).sum(1),
     )

@@ -7,10 +7,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
 from vllm_kvmerge.policies.indexing import complement
 from vllm_kvmerge.policies.mergers.convex import absorb
-from vllm_kvmerge.policies.mergers.zip_merge import _most_similar
 from vllm_kvmerge.policies.registry import register
 
 AUX_OFFSET = 2.0
@@ -40,15 +39,15 @@ class D2OMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
+    ) -> Outcome:
         evicted = complement(kept, len(entries))
-        similarity, carriers = _most_similar(entries.keys, evicted, kept, entries.is_live.gather(1, kept))
+        similarity, carriers = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         comparable = entries.is_live.gather(1, evicted) & similarity.isfinite()
         aux = self._threshold(entries, similarity, comparable)
         joins = comparable & (similarity + AUX_OFFSET >= aux)
         weights = torch.exp(similarity - 1.0).masked_fill(~joins, 0.0)
         merged = absorb(entries, kept, evicted, carriers, weights, protected)
-        return replace(merged, aux=aux.expand_as(merged.aux).masked_fill(~merged.is_live, 0.0)), joins.sum()
+        return replace(merged, aux=aux.expand_as(merged.aux).masked_fill(~merged.is_live, 0.0))
 
     def _threshold(self, entries: Entries, similarity: Tensor, comparable: Tensor) -> Tensor:
         """``[H, 1]``: tau + ``AUX_OFFSET``; 0 where nothing has ever been compared."""

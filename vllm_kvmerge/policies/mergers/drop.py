@@ -2,10 +2,9 @@
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
 from vllm_kvmerge.policies.registry import register
 
 
@@ -19,5 +18,5 @@ class DropMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
-        return entries.take(kept), torch.zeros((), dtype=torch.int64, device=kept.device)
+    ) -> Outcome:
+        return Outcome.of(entries, kept)

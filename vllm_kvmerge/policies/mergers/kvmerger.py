@@ -6,10 +6,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
 from vllm_kvmerge.policies.indexing import complement
 from vllm_kvmerge.policies.mergers.convex import absorb
-from vllm_kvmerge.policies.mergers.zip_merge import _most_similar
 from vllm_kvmerge.policies.registry import register
 
 
@@ -38,12 +37,12 @@ class KVMergerMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
+    ) -> Outcome:
         evicted = complement(kept, len(entries))
-        similarity, carriers = _most_similar(entries.keys, evicted, kept, entries.is_live.gather(1, kept))
+        similarity, carriers = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         joins = entries.is_live.gather(1, evicted) & (similarity > self.merge_threshold)
-        head = torch.arange(len(kept), device=kept.device).unsqueeze(1)
-        distance = (entries.keys[head, evicted] - entries.keys[head, carriers]).norm(dim=-1).masked_fill(~joins, 0.0)
+        keys, centres = (entries.keys_at(index.masked_fill(~joins, DEAD)) for index in (evicted, carriers))
+        distance = (keys - centres).norm(dim=-1)
         none = torch.zeros_like(entries.scores)
         total = none.scatter_add(1, carriers, distance)
         count = none.scatter_add(1, carriers, joins.to(none.dtype))
@@ -51,4 +50,4 @@ class KVMergerMerger(Merger):
         # Where sigma is 0, so is the distance.
         scaled = torch.where(sigma > 0, distance / sigma, 0.0)
         weights = torch.exp(-0.5 * scaled**2).masked_fill(~joins, 0.0)
-        return absorb(entries, kept, evicted, carriers, weights, protected), joins.sum()
+        return absorb(entries, kept, evicted, carriers, weights, protected)

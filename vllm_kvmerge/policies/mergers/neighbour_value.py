@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
-from vllm_kvmerge.policies.indexing import mask_of
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.indexing import any_at, by_position, inverse, mask_of, padded, select
 from vllm_kvmerge.policies.registry import register
 
 
@@ -32,22 +32,30 @@ class NeighbourValueMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
+    ) -> Outcome:
         n = len(entries)
         # Everything below is in order of position; dead entries come first, and never lie between two others.
-        order = entries.positions.argsort(dim=1, stable=True)
+        order = by_position(entries)
         live = entries.is_live.gather(1, order)
         leaves = live & ~mask_of(kept, n).gather(1, order)
         scores = importance.gather(1, order).clamp(min=0.0).masked_fill(~live, 0.0)
         carriers = _next_true(~leaves)
-        index = order.unsqueeze(-1).expand_as(entries.values)
-        values = entries.values.gather(1, index).masked_fill_(~live.unsqueeze(-1), 0.0)
-        values *= torch.exp(_log_shares(scores, leaves)).unsqueeze(-1)
-        # One place more than there are entries takes what is lost.
-        at_carriers = carriers.unsqueeze(-1).expand_as(values)
-        merged = pad(torch.zeros_like(values), (0, 0, 0, 1)).scatter_add_(1, at_carriers, values)[:, :n]
-        result = replace(entries, values=torch.empty_like(values).scatter_(1, index, merged))
-        return result.take(kept), (leaves & (carriers < n)).sum()
+        merges = leaves & (carriers < n)
+        receives = any_at(carriers, merges, n)
+        givers, receivers = padded(merges), padded(receives)
+        shares = torch.exp(_log_shares(scores, leaves))
+
+        def shared(index: Tensor) -> Tensor:
+            share = shares.gather(1, index.clamp(min=0)).unsqueeze(-1)
+            return share * entries.values_at(select(order, index))
+
+        values = shared(receivers)
+        if receivers.shape[1]:
+            row = (receives.cumsum(1) - 1).gather(1, select(carriers, givers).clamp(min=0)).clamp(min=0)
+            given = shared(givers)
+            values.scatter_add_(1, row.unsqueeze(-1).expand_as(given), given)
+        changed = select(inverse(kept, n), select(order, receivers))
+        return replace(Outcome.of(entries, kept), changed=changed, values=values, merged=merges.sum(1))
 
 
 def _log_shares(scores: Tensor, leaves: Tensor) -> Tensor:

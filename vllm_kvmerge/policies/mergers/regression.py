@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.attention import attention, query_groups
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
-from vllm_kvmerge.policies.indexing import first, sinks
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.indexing import first, padded, sinks
 from vllm_kvmerge.policies.registry import register
 
 STEP_LENGTHS = (1.0, 0.5, 0.25, 0.125)
@@ -62,17 +62,18 @@ class RegressionMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
-        result = entries.take(kept)
+    ) -> Outcome:
+        outcome = Outcome.of(entries, kept)
         if context.queries is None or context.query_positions is None:
-            return result, torch.zeros((), dtype=torch.int64, device=kept.device)
+            return outcome
+        result = entries.take(kept)
         # A NaN in a dead entry would survive a weight of 0.
         result.kill(~result.is_live)
         num_gone = entries.is_live.sum(1) - result.is_live.sum(1)
         target, weight = self._full_attention(entries, context)
         fit = _Fit(
             queries=context.queries[:, :, -self.regression_window :],
-            positions=context.query_positions[-self.regression_window :],
+            positions=context.query_positions[..., -self.regression_window :],
             scale=context.scale,
             target=target,
             kept=result,
@@ -85,8 +86,16 @@ class RegressionMerger(Merger):
                 values = fit.values(keys, values, self.lambda_v)
             if "k" in self.components:
                 keys = fit.keys(keys, values, self.lambda_k, self.cg_iterations, self.cg_tolerance)
-        changed = ((keys != result.keys) | (values != result.values)).flatten(1).any(1)
-        return replace(result, keys=keys, values=values), (num_gone * changed).sum()
+        is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
+        changed = padded(is_changed)
+        rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[2])
+        return replace(
+            outcome,
+            changed=changed,
+            keys=keys.gather(1, rows) if "k" in self.components else None,
+            values=values.gather(1, rows) if "v" in self.components else None,
+            merged=num_gone * is_changed.any(1),
+        )
 
     def _full_attention(self, entries: Entries, context: CompressionContext) -> tuple[Tensor, Tensor]:
         """Y, ``[H, G, m, d]``, and how much attention all queries together give to each entry, ``[H, n]``."""
@@ -101,7 +110,8 @@ class RegressionMerger(Merger):
     def _free(self, kept: Entries, weight: Tensor, context: CompressionContext) -> Tensor:
         """``[H, c]`` bool: which of the kept entries may change."""
         assert context.query_positions is not None
-        in_window = kept.positions >= context.query_positions[-self.regression_window :].min()
+        oldest = context.query_positions[..., -self.regression_window :].amin(-1, keepdim=True)
+        in_window = kept.positions >= oldest
         free = kept.is_live & ~in_window & ~sinks(kept, self.num_fixed_sinks)
         by_weight = weight.masked_fill(~free, -torch.inf).argsort(dim=1, descending=True, stable=True)
         return free & ~first(free, by_weight, int(self.fixed_share * len(kept)))
@@ -111,9 +121,9 @@ class RegressionMerger(Merger):
 class _Fit:
     """The least-squares problem of one layer.
 
-    queries: ``[H, G, m, d]``, positions: ``[m]``, target Y: ``[H, G, m, d]``. kept: the ``c`` entries of each head as
-    the selector left them, dead ones zero. free: ``[H, c]`` bool, what may change. In the methods the query heads' rows
-    lie one after the other: ``r = G * m``.
+    queries: ``[H, G, m, d]``, positions: ``[m]`` or ``[H, m]``, target Y: ``[H, G, m, d]``. kept: the ``c`` entries of
+    each head as the selector left them, dead ones zero. free: ``[H, c]`` bool, what may change. In the methods the
+    query heads' rows lie one after the other: ``r = G * m``.
     """
 
     queries: Tensor

@@ -6,8 +6,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, TrackerMode
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
 from vllm_kvmerge.policies.indexing import complement
+from vllm_kvmerge.policies.mergers.convex import take_in
 from vllm_kvmerge.policies.registry import register
 
 
@@ -39,36 +40,35 @@ class ResidualMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
-        rest = entries.take(complement(kept, len(entries)))
+    ) -> Outcome:
+        rest = complement(kept, len(entries))
         if context.at_prompt_end:
-            slots = _average_runs(rest, context.num_slots)
+            slots = _average_runs(entries.take(rest), context.num_slots)
         else:
-            slots = _absorb_one_by_one(rest, self.is_slot(rest), context.num_slots)
-        num_merged = rest.is_live.sum() - slots.is_live.sum()
-        slots.log_votes = torch.where(slots.is_live, self.alpha * torch.log(slots.aux), -torch.inf)
-        return entries.take(kept).concatenate(slots), num_merged
+            slots = _absorb_one_by_one(entries, rest, self.is_slot(entries).gather(1, rest), context.num_slots)
+        log_votes = torch.where(slots.is_live, self.alpha * torch.log(slots.aux), -torch.inf)
+        ordinary = Outcome.of(entries, kept)
+        num_rest = entries.is_live.gather(1, rest).sum(1)
+        return Outcome(
+            torch.cat([kept, slots.kept], 1),
+            torch.cat([ordinary.log_votes, log_votes], 1),
+            torch.cat([ordinary.scores, slots.scores], 1),
+            torch.cat([ordinary.aux, slots.aux], 1),
+            torch.cat([ordinary.positions, slots.positions], 1),
+            changed=torch.where(slots.changed < 0, DEAD, slots.changed + kept.shape[1]),
+            keys=slots.keys,
+            values=slots.values,
+            merged=num_rest - slots.is_live.sum(1),
+        )
 
 
-def _weights(entries: Entries) -> Tensor:
-    """``[H, n]``: tokens that a live entry stands for, w_t; 0 for a dead one."""
-    return torch.where(entries.is_live, entries.aux.clamp(min=1.0), 0.0)
-
-
-def _cleared(entries: Entries) -> Entries:
-    """A copy whose dead entries hold zeros, so that sums need no mask."""
-    copy = entries.clone()
-    copy.kill(~entries.is_live)
-    return copy
-
-
-def _average_runs(rest: Entries, num_slots: int) -> Entries:
-    """``num_slots`` entries per head: means of equal runs of the live entries in order of position.
+def _average_runs(rest: Entries, num_slots: int) -> Outcome:
+    """``num_slots`` places per head, all new: means of equal runs of the live entries in order of position.
 
     The lengths of runs differ by one at most; where there are fewer entries than slots, the last slots are dead.
     """
-    rest = _cleared(rest)
-    weights = _weights(rest)
+    rest.kill(~rest.is_live)  # so that sums need no mask
+    weights = torch.where(rest.is_live, rest.aux.clamp(min=1.0), 0.0)
     num_live = rest.is_live.sum(1, keepdim=True)
     # Dead entries come last in this order, in whichever run: their weight is 0.
     order = rest.positions.masked_fill(~rest.is_live, torch.iinfo(torch.int64).max).argsort(dim=1, stable=True)
@@ -84,29 +84,53 @@ def _average_runs(rest: Entries, num_slots: int) -> Entries:
     aux = total(weights)
     share = (weights / aux.clamp(min=1.0).gather(1, run)).unsqueeze(-1)
     positions = rest.positions.new_full(aux.shape, DEAD).scatter_reduce(1, run, rest.positions, "amax")
-    return Entries(total(share * rest.keys), total(share * rest.values), aux, total(rest.scores), aux, positions)
+    return Outcome(
+        torch.full_like(positions, DEAD),
+        aux,
+        total(rest.scores),
+        aux,
+        positions,
+        changed=torch.arange(num_slots, device=run.device).expand_as(positions).masked_fill(positions == DEAD, DEAD),
+        keys=total(share * rest.keys),
+        values=total(share * rest.values),
+        merged=torch.zeros_like(num_live[:, 0]),
+    )
 
 
-def _absorb_one_by_one(rest: Entries, is_slot: Tensor, num_slots: int) -> Entries:
-    """``num_slots`` entries per head: the slots in ``rest`` with its other entries merged in (ZSMerge eq. 6-7).
+def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slots: int) -> Outcome:
+    """``num_slots`` places per head: slots among the entries at ``rest`` with the others merged in (ZSMerge eq. 6-7).
 
     In order of position, each founds a slot while there is room, and then joins the slot of largest k_r . k_t.
-    is_slot: ``[H, n]`` bool; slots in excess of ``num_slots`` join the others, with their weight.
+    rest: ``[H, m]`` int64. is_slot: ``[H, m]`` bool; slots in excess of ``num_slots`` join the others, with their
+    weight.
     """
     last = torch.iinfo(torch.int64).max
-    turn = torch.where(is_slot, rest.positions - last, rest.positions).masked_fill(~rest.is_live, last)
-    rest = _cleared(rest).take(turn.argsort(dim=1, stable=True))
-    rest.aux = _weights(rest)
-    slots = rest.take(torch.arange(num_slots, device=turn.device).expand(len(turn), -1))
-    head = torch.arange(len(turn), device=turn.device)
-    for i in range(num_slots, len(rest)):
+    positions = entries.positions.gather(1, rest)
+    is_live = positions != DEAD
+    turn = torch.where(is_slot, positions - last, positions).masked_fill(~is_live, last).argsort(dim=1, stable=True)
+    index, positions, is_live = (plane.gather(1, turn) for plane in (rest, positions, is_live))
+    weights = torch.where(is_live, entries.aux.gather(1, index).clamp(min=1.0), 0.0)
+    scores = entries.scores.gather(1, index).masked_fill(~is_live, 0.0)
+    aux, sums, newest = (plane[:, :num_slots].clone() for plane in (weights, scores, positions))
+    index = index.masked_fill(~is_live, DEAD)
+    slots, members = index[:, :num_slots], index[:, num_slots:]
+
+    # What each member's key is to each slot and to each other member; a slot's key moves as members join it.
+    member_keys = entries.keys_at(members)
+    products = member_keys @ entries.keys_at(slots).transpose(1, 2)
+    between = member_keys @ member_keys.transpose(1, 2)
+    head = torch.arange(len(rest), device=rest.device)
+    joined = torch.empty_like(members)
+    for i in range(members.shape[1]):
         # Dead entries come last and weigh nothing; whoever is alive here finds all slots of its head taken.
-        key, value, weight = rest.keys[:, i], rest.values[:, i], rest.aux[:, i]
-        at = head, torch.linalg.vecdot(slots.keys, key.unsqueeze(1)).argmax(dim=1)
-        slots.aux[at] += weight
-        share = (weight / slots.aux[at].clamp(min=1.0)).unsqueeze(-1)
-        slots.keys[at] += share * (key - slots.keys[at])
-        slots.values[at] += share * (value - slots.values[at])
-        slots.scores[at] += rest.scores[:, i]
-        slots.positions[at] = torch.maximum(slots.positions[at], rest.positions[:, i])
-    return slots
+        weight = weights[:, num_slots + i]
+        joined[:, i] = slot = products[:, i].argmax(dim=1)
+        aux[head, slot] += weight
+        share = (weight / aux[head, slot].clamp(min=1.0)).unsqueeze(-1)
+        column = products[head, :, slot]
+        products[head, :, slot] = column + share * (between[:, i] - column)
+    sums.scatter_add_(1, joined, scores[:, num_slots:])
+    newest.scatter_reduce_(1, joined, positions[:, num_slots:], "amax")
+    shares = weights[:, num_slots:] / aux.gather(1, joined).clamp(min=1.0)
+    changed, keys, values = take_in(entries, slots, members, joined, shares)
+    return Outcome(slots, aux, sums, aux, newest, changed, keys, values, merged=torch.zeros_like(head))

@@ -1,14 +1,14 @@
 """Merger that leaves the current attention output unchanged (KeepKV)."""
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, TrackerMode
-from vllm_kvmerge.policies.indexing import complement, first
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.indexing import any_at, complement, first, inverse, padded, select
 from vllm_kvmerge.policies.registry import register
 
 AUTO_TOLERANCE = 0.1
@@ -16,9 +16,6 @@ AUTO_TOLERANCE = 0.1
 
 MAX_SCALE = 10.0
 """``scale`` does not stretch a key beyond this factor."""
-
-MAX_SIMILARITY_BYTES = 64 << 20
-"""Size of the similarity matrix above which it is computed in pieces."""
 
 
 @register
@@ -61,9 +58,9 @@ class ZipMerger(Merger):
 
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
+    ) -> Outcome | None:
         if not (self.merge_first and context.at_prompt_end):
-            return super().before_selection(entries, importance, protected, context)
+            return None
         n = len(entries)
         can_merge = _is_scored(entries, importance)
         candidates = can_merge & ~protected
@@ -74,44 +71,53 @@ class ZipMerger(Merger):
         rank = torch.arange(n, device=order.device)
         members = order[:, : n // 2]
         upper = num_lower + rank[: n - n // 2]
-        similarity, carriers = _most_similar(
-            entries.keys, members, order.gather(1, upper.clamp(max=n - 1)), upper < num_candidates
+        similarity, carriers = entries.most_similar(
+            members, order.gather(1, upper.clamp(max=n - 1)), upper < num_candidates
         )
         joins = (rank[: n // 2] < num_lower) & (similarity > self.merge_threshold)
         by_similarity = similarity.masked_fill(~joins, -torch.inf).argsort(dim=1, descending=True, stable=True)
         surplus = (entries.is_live.sum(1, keepdim=True) - context.budget).clamp(min=0)
         joins = first(joins, by_similarity, surplus)
-        merged = self._absorb(entries, importance, members, carriers, joins, protected)
-        merged.kill(torch.zeros_like(protected).scatter_(1, members, joins))
-        return merged, joins.sum()
+        merged = self._absorb(entries, rank.repeat(len(members), 1), importance, members, carriers, joins, protected)
+        gone = any_at(members, joins, n)
+        return replace(
+            merged, kept=merged.kept.masked_fill(gone, DEAD), positions=merged.positions.masked_fill(gone, DEAD)
+        )
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> tuple[Entries, Tensor]:
+    ) -> Outcome:
         can_merge = _is_scored(entries, importance)
         evicted = complement(kept, len(entries))
-        similarity, carriers = _most_similar(entries.keys, evicted, kept, can_merge.gather(1, kept))
+        similarity, carriers = entries.most_similar(evicted, kept, can_merge.gather(1, kept))
         joins = can_merge.gather(1, evicted) & (similarity > self.merge_threshold)
-        merged = self._absorb(entries, importance, evicted, carriers, joins, protected)
-        return merged.take(kept), joins.sum()
+        return self._absorb(entries, kept, importance, evicted, carriers, joins, protected)
 
     def _absorb(
-        self, entries: Entries, importance: Tensor, members: Tensor, carriers: Tensor, joins: Tensor, protected: Tensor
-    ) -> Entries:
-        """KeepKV eq. 25: a copy of ``entries`` in which each carrier has taken in the members that join it.
+        self,
+        entries: Entries,
+        kept: Tensor,
+        importance: Tensor,
+        members: Tensor,
+        carriers: Tensor,
+        joins: Tensor,
+        protected: Tensor,
+    ) -> Outcome:
+        """KeepKV eq. 25: the entries at ``kept``, in which each carrier has taken in the members that join it.
 
-        importance: ``[H, n]``, ln(p s_hat). members, carriers: ``[H, m]`` int64, indices of entries; no entry is both.
-        joins: ``[H, m]`` bool. protected: ``[H, n]`` bool. Entries that nothing joins stay as they are, bit for bit.
+        kept: ``[H, c]`` int64. importance: ``[H, n]``, ln(p s_hat). members, carriers: ``[H, m]`` int64, indices of
+        entries; carriers are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool.
         """
-        # Groups of all heads in one list: first each group's carrier, then all that join. Entries are numbered through
-        # the heads, head * n + index.
         n = len(entries)
-        first_of_head = torch.arange(len(members), device=members.device).unsqueeze(1) * n
-        group_carriers, group_of_member = torch.unique((carriers + first_of_head)[joins], return_inverse=True)
-        num_groups = len(group_carriers)
-        group = torch.cat([torch.arange(num_groups, device=members.device), group_of_member])
-        together = torch.cat([group_carriers, (members + first_of_head)[joins]])
-        carrier, entry = (group_carriers // n, group_carriers % n), (together // n, together % n)
+        is_joined = any_at(carriers, joins, n)
+        carrier = is_joined.nonzero(as_tuple=True)  # of all heads in one list, each carrier a group
+        num_groups = len(carrier[0])
+        number = torch.zeros_like(entries.positions)
+        number[carrier] = torch.arange(num_groups, device=number.device)
+        # First each group's carrier, then all that join.
+        group = torch.cat([number[carrier], number.gather(1, carriers)[joins]])
+        head = torch.arange(len(members), device=members.device).unsqueeze(1).expand_as(members)
+        entry = torch.cat([carrier[0], head[joins]]), torch.cat([carrier[1], members[joins]])
 
         log_votes, log_weights = entries.log_votes[entry], importance[entry]
         log_scores = log_weights - log_votes
@@ -130,14 +136,20 @@ class ZipMerger(Merger):
         new_log_scores = torch.where(scales, log_mean_score, mean_log_score)
         newest = entries.positions[carrier].scatter_reduce(0, group, entries.positions[entry], "amax")
 
-        result = entries.clone()
-        result.keys[carrier] = mean(entries.keys[entry]) * torch.where(scales, factor, 1.0).unsqueeze(-1)
-        result.values[carrier] = mean(entries.values[entry])
-        result.log_votes[carrier] = torch.where(scales, log_sum_votes, log_total - mean_log_score)
-        result.positions[carrier] = torch.where(protected[carrier], entries.positions[carrier], newest)
+        index, joining = padded(is_joined), members.masked_fill(~joins, DEAD)
+        wanted = index >= 0
+        keys, values = entries.keys_at(index), entries.values_at(index)
+        keys[wanted] = mean(torch.cat([keys[wanted], entries.keys_at(joining)[joins]]))
+        keys[wanted] *= torch.where(scales, factor, 1.0).unsqueeze(-1)
+        values[wanted] = mean(torch.cat([values[wanted], entries.values_at(joining)[joins]]))
+        outcome = Outcome.of(entries, kept)
+        changed = select(inverse(kept, n), index)
+        place = carrier[0], changed[wanted]
+        outcome.log_votes[place] = torch.where(scales, log_sum_votes, log_total - mean_log_score)
+        outcome.positions[place] = torch.where(protected[carrier], entries.positions[carrier], newest)
         # The bias correction depends on the carrier's aux alone, which stays: S moves by as much as L.
-        result.scores[carrier] += new_log_scores - log_scores[:num_groups]
-        return result
+        outcome.scores[place] += new_log_scores - log_scores[:num_groups]
+        return replace(outcome, changed=changed, keys=keys, values=values, merged=joins.sum(1))
 
     def _scales(self, factor: Tensor) -> Tensor:
         """``[r]`` bool: whether a merge scales its key, by L_r / L_bar; elsewhere the votes make up for it."""
@@ -157,23 +169,3 @@ def _log_sum_exp(tensor: Tensor, group: Tensor, num_groups: int) -> Tensor:
     largest = tensor.new_full((num_groups,), -torch.inf).scatter_reduce(0, group, tensor, "amax")
     total = tensor.new_zeros(num_groups).index_add_(0, group, torch.exp(tensor - largest[group]))
     return largest + torch.log(total)
-
-
-def _most_similar(keys: Tensor, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-    """For each member the usable carrier whose key has the largest cosine similarity (KeepKV algorithm 1, lines 4-5).
-
-    keys: ``[H, n, d]``. members: ``[H, m]``, carriers: ``[H, c]`` int64, indices of entries. usable: ``[H, c]`` bool.
-    Returns the similarity, ``[H, m]``, -inf where no carrier is usable, and the carrier's index, ``[H, m]``.
-    """
-    keys = normalize(keys, dim=-1)
-    head = torch.arange(len(keys), device=keys.device).unsqueeze(1)
-    carrier_keys = keys[head, carriers].transpose(1, 2)
-    rows = max(1, MAX_SIMILARITY_BYTES // max(1, carriers.numel() * keys.element_size()))
-    similarity = keys.new_empty(members.shape)
-    best = torch.empty_like(members)
-    for start in range(0, members.shape[1], rows):
-        part = slice(start, start + rows)
-        cosine = keys[head, members[:, part]] @ carrier_keys
-        similarity[:, part], best[:, part] = cosine.masked_fill_(~usable.unsqueeze(1), -torch.inf).max(dim=-1)
-    # Rounding must not lift a cosine above every threshold.
-    return similarity.clamp(max=1.0), carriers.gather(1, best)

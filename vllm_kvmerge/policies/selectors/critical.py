@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries
-from vllm_kvmerge.policies.indexing import first, top
+from vllm_kvmerge.policies.indexing import first, ranked, top
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
 
@@ -38,7 +38,7 @@ class Critical(WindowTopK):
             return top(ranking, protected, entries, context.num_kept)
         num_protected = protected.sum(1, keepdim=True)
         num_first = ((context.num_kept - num_protected) * self.first_stage_share).long()
-        order = top(ranking, protected, entries, len(entries))
+        order = ranked(ranking, protected, entries).argsort(dim=1, descending=True, stable=True)
         chosen = first(entries.is_live, order, num_protected + num_first)
         ranking = ranking * projected_norms(entries.values, context.output_weights)
         return top(ranking, chosen, entries, context.num_kept)

@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.indexing import largest
 from vllm_kvmerge.policies.registry import register
 
 
@@ -21,4 +22,4 @@ class Recent(Selector):
         return 1
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        return entries.positions.argsort(dim=1, descending=True, stable=True)[:, : context.num_kept]
+        return largest(entries.positions, context.num_kept)

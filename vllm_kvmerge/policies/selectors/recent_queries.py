@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.attention import attention, query_groups
+from vllm_kvmerge.policies.attention import attention_in_parts, query_groups
 from vllm_kvmerge.policies.base import CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -38,9 +38,13 @@ class RecentQueries(RankedSelector):
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         """``[H, n]``: F (eq. 4); positions, so that the newest stay, where there are no queries."""
         if context.queries is None:
-            return entries.positions.to(entries.keys.dtype)
+            return entries.positions.to(entries.scores.dtype)
         fused = torch.zeros_like(entries.log_votes)
         for queries, positions in query_groups(context, self.recent_window, len(entries)):
-            per_query = attention(queries, positions, entries, context.scale).sum(1)
-            fused = fused + per_query.sum(1) if self.fusion == "sum" else fused.maximum(per_query.amax(1))
+            for heads, probabilities in attention_in_parts(queries, positions, entries, context.scale):
+                per_query = probabilities.sum(1)
+                if self.fusion == "sum":
+                    fused[heads] += per_query.sum(1)
+                else:
+                    fused[heads] = fused[heads].maximum(per_query.amax(1))
         return fused

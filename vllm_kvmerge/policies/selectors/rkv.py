@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -45,7 +46,7 @@ class RedundancyAware(RankedSelector):
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         # Dead entries sort before all others, so the live ones are contiguous.
-        order = entries.positions.argsort(dim=1, stable=True)
+        order = by_position(entries)
         is_live = entries.is_live.gather(1, order)
         attention = importance.gather(1, order).masked_fill(~is_live, 0.0).clamp(min=0.0)
         attention = attention / attention.sum(1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)

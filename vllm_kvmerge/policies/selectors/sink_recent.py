@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.indexing import sinks
+from vllm_kvmerge.policies.indexing import largest, sinks
 from vllm_kvmerge.policies.registry import register
 
 
@@ -30,4 +30,4 @@ class SinkRecent(Selector):
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         ranking = entries.positions.masked_fill(protected, torch.iinfo(torch.int64).max)
-        return ranking.argsort(dim=1, descending=True, stable=True)[:, : context.num_kept]
+        return largest(ranking, context.num_kept)

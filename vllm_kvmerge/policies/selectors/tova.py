@@ -24,5 +24,5 @@ class Tova(RankedSelector):
     pools_heads: ClassVar[bool] = True
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        pooled = context.all_heads(importance.masked_fill(~entries.is_live, 0.0)).mean(dim=0)
-        return pooled.expand_as(importance)
+        pooled = context.heads_of_layers(importance.masked_fill(~entries.is_live, 0.0)).mean(dim=1, keepdim=True)
+        return pooled.expand_as(context.by_unit(importance)).flatten(0, 1)

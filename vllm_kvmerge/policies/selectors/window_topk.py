@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.indexing import newest, top
+from vllm_kvmerge.policies.indexing import by_position, newest, top
 from vllm_kvmerge.policies.registry import register
 
 
@@ -47,7 +47,7 @@ class WindowTopK(Selector):
     def pooled(self, entries: Entries, importance: Tensor, protected: Tensor) -> Tensor:
         """``[H, n]``: each entry's largest importance over its neighbourhood, itself included."""
         # Dead entries sort before all others, so the live ones are contiguous.
-        order = entries.positions.argsort(dim=1, stable=True)
+        order = by_position(entries)
         pooled_from = entries.is_live & ~protected
         ordered = importance.masked_fill(~pooled_from, -torch.inf).gather(1, order)
         pooled = max_pool1d(ordered, self.kernel_size, stride=1, padding=self.kernel_size // 2)

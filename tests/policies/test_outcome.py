@@ -1,0 +1,134 @@
+"""What a compression changes: index arithmetic by brute force, and places that entries keep."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policies.sampling import SEEDS, assert_same, random_entries
+from tests.policies.test_baselines import built
+from tests.policies.test_composition import context_for, entries_for
+from vllm_kvmerge.policies import DEAD, PRESETS, Outcome
+from vllm_kvmerge.policies.indexing import any_at, by_position, in_place, inverse, largest, newest, padded, select
+
+
+def random_outcome(entries, num_places, num_changed, generator):
+    """Some entries in random places, some places empty, some with new rows."""
+    heads, n, d = entries.keys.shape
+    kept = torch.rand(heads, max(n, num_places), generator=generator).argsort(1)[:, :num_places]
+    kept = kept.masked_fill(kept >= n, DEAD)
+    outcome = Outcome.of(entries, kept.clamp(min=0))
+    empty = (kept < 0) | (torch.rand(heads, num_places, generator=generator) < 0.1)
+    outcome.kept = kept.masked_fill(empty, DEAD)
+    outcome.positions = outcome.positions.masked_fill(empty, DEAD)
+    changed = torch.rand(heads, num_places, generator=generator).argsort(1)[:, :num_changed]
+    outcome.changed = changed.masked_fill(torch.rand(changed.shape, generator=generator) < 0.3, DEAD)
+    outcome.keys = torch.randn(heads, num_changed, d, generator=generator)
+    outcome.values = torch.randn(heads, num_changed, d, generator=generator)
+    outcome.scores = torch.rand(heads, num_places, generator=generator)
+    return outcome
+
+
+@settings(max_examples=100, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(1, 20), st.data())
+def test_index_arithmetic_by_brute_force(seed, num_heads, n, data):
+    generator = torch.Generator().manual_seed(seed)
+    ranking = torch.randint(0, 5, (num_heads, n), generator=generator)
+    ranking = ranking.float() if data.draw(st.booleans()) else ranking
+    if ranking.is_floating_point():
+        ranking = ranking.masked_fill(ranking == 4, torch.inf).masked_fill(ranking == 0, -torch.inf)
+    count = data.draw(st.integers(0, n))
+    mask = largest(ranking, count)
+    for row, values in zip(mask.tolist(), ranking.tolist(), strict=True):
+        expected = sorted(range(n), key=lambda i: (-values[i], i))[:count]
+        assert [i for i in range(n) if row[i]] == sorted(expected)
+    for row, index in zip(mask.tolist(), in_place(mask, count).tolist(), strict=True):
+        assert sorted(index) == [i for i in range(n) if row[i]]
+        assert all(index[i] == i for i in range(count) if row[i])
+        moved = [index[i] for i in range(count) if not row[i]]
+        assert moved == sorted(moved) and all(i >= count for i in moved)
+    some = torch.rand(num_heads, n, generator=generator) < 0.4
+    for row, index in zip(some.tolist(), padded(some).tolist(), strict=True):
+        assert [i for i in index if i >= 0] == [i for i in range(n) if row[i]]
+        assert index == sorted(index, key=lambda i: (i < 0, i))
+    index = padded(some, n)
+    where = inverse(index, n)
+    assert torch.equal(select(index, where), torch.arange(n).masked_fill(~some, -1))
+    assert torch.equal(any_at(index, index >= 0, n), some)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(1, 20), st.data())
+def test_order_and_newest(seed, num_heads, n, data):
+    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
+    assert torch.equal(by_position(entries), entries.positions.argsort(dim=1, stable=True))
+    count = data.draw(st.integers(0, n))
+    for row, positions in zip(newest(entries, count).tolist(), entries.positions.tolist(), strict=True):
+        live = sorted((p for p in positions if p != DEAD), reverse=True)
+        assert {p for p, new in zip(positions, row, strict=True) if new} == set(live[:count])
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.integers(1, 3), st.integers(2, 20), st.data())
+def test_outcomes_of_outcomes(seed, num_heads, n, data):
+    """One after the other is the same as both in one, and putting entries in place changes their order alone."""
+    generator = torch.Generator().manual_seed(seed)
+    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
+    earlier = random_outcome(entries, n, data.draw(st.integers(0, n)), generator)
+    between = earlier.view(entries)
+    num_places = data.draw(st.integers(1, n))
+    later = random_outcome(between, num_places, data.draw(st.integers(0, num_places)), generator)
+    if data.draw(st.booleans()):
+        later.values = None
+    both = later.after(earlier, between)
+    expected = later.apply(earlier.apply(entries))
+    assert_same(both.apply(entries), expected)
+
+    capacity = data.draw(st.integers(num_places, n + 3))
+    placed = both.in_place(entries, capacity).emptied()
+    result = placed.apply(entries)
+    assert len(result) == capacity
+    for head in range(num_heads):
+        rows = [torch.cat([plane[head] for plane in (result.keys, result.values)], 1)[i] for i in range(capacity)]
+        live = [i for i in range(capacity) if result.is_live[head, i]]
+        wanted = [i for i in range(num_places) if expected.is_live[head, i]]
+        assert len(live) == len(wanted)
+        for i in wanted:
+            row = torch.cat([expected.keys[head, i], expected.values[head, i]])
+            matches = [
+                j for j in live if torch.equal(rows[j], row) and result.scores[head, j] == expected.scores[head, i]
+            ]
+            assert matches
+            source = int(both.kept[head, i])
+            if 0 <= source < capacity:
+                assert source in matches
+        for i in set(range(capacity)) - set(live):
+            assert placed.kept[head, i] in (DEAD, i)
+
+
+def test_heads_of_several_outcomes():
+    generator = torch.Generator().manual_seed(0)
+    entries = [random_entries(seed, num_heads=2, n=12) for seed in range(3)]
+    outcomes = [random_outcome(some, 6, width, generator) for some, width in zip(entries, (3, 0, 5), strict=True)]
+    outcomes[1].keys = None
+    outcomes[2].values = None
+    whole = Outcome.stack_heads(outcomes, entries)
+    stacked = type(entries[0]).stack_heads(entries)
+    expected = type(entries[0]).stack_heads([o.apply(e) for o, e in zip(outcomes, entries, strict=True)])
+    assert_same(whole.apply(stacked), expected)
+    assert_same(whole.heads([4, 1]).apply(stacked.heads([4, 1])), expected.heads([4, 1]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_entries_that_stay_keep_their_places(name):
+    policy = built(PRESETS[name])
+    budget = policy.min_budget + 20
+    n = policy.allocator.capacity(budget) + 16
+    entries = entries_for(policy, 5, 2, n, num_dead=0)
+    result = policy.compress(entries, context_for(policy, entries, budget))
+    kept, capacity = result.outcome.kept, result.outcome.kept.shape[1]
+    assert capacity == n - 16
+    where = {(head, int(e)): place for head in range(2) for place, e in enumerate(kept[head]) if e >= 0}
+    assert all(place == e for (_, e), place in where.items() if e < capacity)
+    # Whatever moved was changed or comes from behind.
+    assert ((kept == torch.arange(capacity)) | (kept < 0) | (kept >= capacity)).all()

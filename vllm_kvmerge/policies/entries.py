@@ -1,0 +1,138 @@
+"""Cache entries as tensors: what policies read."""
+
+from abc import abstractmethod
+from copy import copy
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.policies.similarity import most_similar
+
+DEAD = -1
+"""Position of an entry that holds nothing; its ``log_votes`` is ``-inf``, so attention gives it no weight."""
+
+
+@dataclass
+class Entries:
+    """Live cache entries, in cache order (front first, then tail).
+
+    keys, values: ``[H, n, d]`` float32. log_votes: ``[H, n]`` float32, what attention adds to the logit (0 for an
+    ordinary token). scores: ``[H, n]`` float32, the tracker's statistic. aux: ``[H, n]`` float32, the tracker's or
+    merger's second statistic. positions: ``[H, n]`` int64, of the newest token merged in; ``DEAD`` where empty.
+
+    Where entries lie in pages, ``keys`` and ``values`` are read when they are asked for, all of them: ``keys_at``,
+    ``values_at`` and ``most_similar`` read what they need.
+    """
+
+    keys: Tensor
+    values: Tensor
+    log_votes: Tensor
+    scores: Tensor
+    aux: Tensor
+    positions: Tensor
+
+    def __len__(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def is_live(self) -> Tensor:
+        """``[H, n]`` bool."""
+        return self.positions != DEAD
+
+    def keys_at(self, index: Tensor) -> Tensor:
+        """``[H, m, d]``: the keys of the entries at ``index`` (``[H, m]`` int64), zeros where it is negative."""
+        return _rows(self.keys, index)
+
+    def values_at(self, index: Tensor) -> Tensor:
+        """``[H, m, d]``: the values of the entries at ``index`` (``[H, m]`` int64), zeros where it is negative."""
+        return _rows(self.values, index)
+
+    def most_similar(self, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        """For each member the usable carrier whose key has the largest cosine similarity (KeepKV algorithm 1).
+
+        members: ``[H, m]``, carriers: ``[H, c]`` int64, indices of entries. usable: ``[H, c]`` bool. Returns the
+        similarity, ``[H, m]``, at most 1, -inf where no carrier is usable, and the carrier's index, ``[H, m]``, of
+        equally similar ones the first's.
+        """
+        return most_similar(self.keys_at(members), self.keys_at(carriers), carriers, usable)
+
+    def take(self, index: Tensor) -> "Entries":
+        """Entries at ``index`` (``[H, m]`` int64), per head; copies."""
+        metadata = (plane.gather(1, index) for plane in (self.log_votes, self.scores, self.aux, self.positions))
+        return Entries(self.keys_at(index), self.values_at(index), *metadata)
+
+    def clone(self) -> "Entries":
+        return Entries(*(getattr(self, field.name).clone() for field in fields(Entries)))
+
+    def concatenate(self, other: "Entries") -> "Entries":
+        """These entries, then the other ones, per head."""
+        return Entries(*(torch.cat([getattr(self, f.name), getattr(other, f.name)], dim=1) for f in fields(Entries)))
+
+    def without(self, hidden: Tensor) -> "Entries":
+        """The same entries, sharing storage, except that those where ``hidden`` (``[H, n]`` bool) count as dead."""
+        view = copy(self)
+        vars(view).pop("is_live", None)
+        view.log_votes = self.log_votes.masked_fill(hidden, -torch.inf)
+        view.positions = self.positions.masked_fill(hidden, DEAD)
+        return view
+
+    def heads(self, heads: list[int]) -> "Entries":
+        """Some heads' entries."""
+        return Entries(*(getattr(self, field.name)[heads] for field in fields(Entries)))
+
+    @classmethod
+    def stack_heads(cls, parts: "list[Entries]") -> "Entries":
+        """The heads of several, each with equally many entries."""
+        return Entries(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Entries)))
+
+    def kill(self, dead: Tensor) -> None:
+        """Empties, in place, the entries where ``dead`` (``[H, n]`` bool) is true.
+
+        Everything is overwritten: a NaN left in a dead key would survive ``logit + log_votes``.
+        """
+        for tensor in (self.keys, self.values):
+            tensor.masked_fill_(dead.unsqueeze(-1), 0.0)
+        for tensor in (self.scores, self.aux):
+            tensor.masked_fill_(dead, 0.0)
+        self.log_votes.masked_fill_(dead, -torch.inf)
+        self.positions.masked_fill_(dead, DEAD)
+
+
+class LazyEntries(Entries):
+    """Entries whose keys and values are read when they are asked for; a subclass says from where.
+
+    Positions are not changed in place. Use ``without`` or ``copy`` for the same with other metadata, not
+    ``dataclasses.replace``.
+    """
+
+    def __init__(self, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor) -> None:
+        self.log_votes, self.scores, self.aux, self.positions = log_votes, scores, aux, positions
+
+    @cached_property
+    def is_live(self) -> Tensor:  # type: ignore[override]
+        return self.positions != DEAD
+
+    @cached_property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        return self.keys_at(self._all)
+
+    @cached_property
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self.values_at(self._all)
+
+    @abstractmethod
+    def keys_at(self, index: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def values_at(self, index: Tensor) -> Tensor: ...
+
+    @property
+    def _all(self) -> Tensor:
+        return torch.arange(len(self), device=self.positions.device).repeat(len(self.positions), 1)
+
+
+def _rows(plane: Tensor, index: Tensor) -> Tensor:
+    head = torch.arange(index.shape[0], device=index.device).unsqueeze(1)
+    return plane[head, index.clamp(min=0)].masked_fill_((index < 0).unsqueeze(-1), 0.0)

@@ -1,0 +1,179 @@
+"""What a compression makes of entries, said as what changes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.policies.entries import DEAD, Entries, LazyEntries
+from vllm_kvmerge.policies.indexing import inverse, padded, select
+
+METADATA = ("log_votes", "scores", "aux", "positions")
+
+
+@dataclass
+class Outcome:
+    """``C`` places per head: which entry each holds, its metadata, and the places with a new key or value.
+
+    kept: ``[H, C]`` int64, index of the entry that a place holds; negative: none, so what is not in ``changed`` is
+    empty. log_votes, scores, aux: ``[H, C]`` float32, positions: ``[H, C]`` int64, ``DEAD`` where a place is empty.
+    changed: ``[H, r]`` int64, places, none twice; negative: none. keys, values: ``[H, r, d]`` float32, what these
+    places hold instead; None: that plane stays. merged: ``[H]`` int64, how many live entries went into others.
+    """
+
+    kept: Tensor
+    log_votes: Tensor
+    scores: Tensor
+    aux: Tensor
+    positions: Tensor
+    changed: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+    merged: Tensor
+
+    @classmethod
+    def of(cls, entries: Entries, kept: Tensor) -> "Outcome":
+        """The entries at ``kept`` (``[H, C]`` int64) as they are."""
+        return cls._as_they_are(kept, *(getattr(entries, name).gather(1, kept) for name in METADATA))
+
+    @classmethod
+    def unchanged(cls, entries: Entries) -> "Outcome":
+        """All entries as they are."""
+        place = torch.arange(len(entries), device=entries.positions.device).repeat(len(entries.positions), 1)
+        return cls._as_they_are(place, *(getattr(entries, name).clone() for name in METADATA))
+
+    @classmethod
+    def _as_they_are(cls, kept: Tensor, *metadata: Tensor) -> "Outcome":
+        log_votes, scores, aux, positions = metadata
+        nothing, none = kept[:, :0], torch.zeros_like(kept[:, 0])
+        return cls(kept, log_votes, scores, aux, positions, nothing, None, None, none)
+
+    @property
+    def is_live(self) -> Tensor:
+        """``[H, C]`` bool."""
+        return self.positions != DEAD
+
+    def view(self, entries: Entries) -> Entries:
+        """The places' entries; ``entries`` are those that this is an outcome of. Keys and values are read on demand."""
+        return _Places(self.emptied(), entries)
+
+    def apply(self, entries: Entries) -> Entries:
+        """The places' entries, dense; ``entries`` are those that this is an outcome of."""
+        return self.view(entries).clone()
+
+    def after(self, earlier: "Outcome", entries: Entries) -> "Outcome":
+        """This outcome of ``entries``, which are what ``earlier`` made of others, as an outcome of those others."""
+        num_places = self.kept.shape[1]
+        changed_before = inverse(earlier.changed, len(entries)) >= 0
+        changed = inverse(self.changed, num_places) >= 0
+        changed |= changed_before.gather(1, self.kept.clamp(min=0)) & (self.kept >= 0)
+        places = padded(changed)
+        view = self.view(entries)
+        return replace(
+            self,
+            kept=select(earlier.kept, self.kept),
+            changed=places,
+            keys=view.keys_at(places),
+            values=view.values_at(places),
+            merged=earlier.merged + self.merged,
+        )
+
+    def in_place(self, entries: Entries, num_places: int) -> "Outcome":
+        """The same with ``num_places`` places, in which entries stay where they are if they can.
+
+        An entry whose index is a place gets that place; the others, in order, those that are free. What remains is
+        empty, preferably where an empty entry lies already.
+        """
+        num_heads = len(self.kept)
+        stays = (self.kept >= 0) & (self.kept < num_places)
+        # One place more than there are takes what is to be ignored.
+        free = torch.ones(num_heads, num_places + 1, dtype=torch.bool, device=stays.device)
+        free.scatter_(1, self.kept.masked_fill(~stays, num_places), False)
+        rank = (~stays).cumsum(1) - 1
+        place = torch.where(stays, self.kept, padded(free[:, :-1], num_places).gather(1, rank.clamp(min=0)))
+
+        def moved(plane: Tensor, empty: float) -> Tensor:
+            return plane.new_full((num_heads, num_places), empty).scatter_(1, place, plane)
+
+        kept = moved(self.kept, DEAD)
+        length = min(num_places, len(entries))
+        own = torch.arange(length, device=kept.device).expand(num_heads, -1)
+        empty = (kept[:, :length] < 0) & ~entries.is_live[:, :length]
+        kept[:, :length] = torch.where(empty, own, kept[:, :length])
+        return replace(
+            self,
+            kept=kept,
+            log_votes=moved(self.log_votes, -torch.inf),
+            scores=moved(self.scores, 0.0),
+            aux=moved(self.aux, 0.0),
+            positions=moved(self.positions, DEAD),
+            changed=select(place, self.changed),
+        )
+
+    def emptied(self) -> "Outcome":
+        """The same with the metadata of empty places overwritten, and nothing moved to them."""
+        dead = ~self.is_live
+        if not dead.any():
+            return self
+        own = torch.arange(dead.shape[1], device=dead.device)
+        return replace(
+            self,
+            kept=self.kept.masked_fill(dead & (self.kept != own), DEAD),
+            log_votes=self.log_votes.masked_fill(dead, -torch.inf),
+            scores=self.scores.masked_fill(dead, 0.0),
+            aux=self.aux.masked_fill(dead, 0.0),
+        )
+
+    def heads(self, heads: list[int]) -> "Outcome":
+        """Some heads' part."""
+        return Outcome(*(None if plane is None else plane[heads] for plane in vars(self).values()))  # type: ignore[arg-type]
+
+    @classmethod
+    def stack_heads(cls, parts: "list[Outcome]", entries: "list[Entries]") -> "Outcome":
+        """The heads of several, each with equally many places; ``entries`` are those that each is an outcome of."""
+        width = max(part.changed.shape[1] for part in parts)
+        full = [part._widened(some, width, parts) for part, some in zip(parts, entries, strict=True)]
+        planes = zip(*(vars(part).values() for part in full), strict=True)
+        return cls(*(None if plane[0] is None else torch.cat(plane) for plane in planes))
+
+    def _widened(self, entries: Entries, width: int, others: "list[Outcome]") -> "Outcome":
+        """With ``width`` rows in ``changed``, and both planes where one of the others has them."""
+        missing = (0, width - self.changed.shape[1])
+        changed = torch.nn.functional.pad(self.changed, missing, value=DEAD)
+        source = select(self.kept, self.changed)
+
+        def plane(name: str) -> Tensor | None:
+            if all(getattr(other, name) is None for other in others):
+                return None
+            rows = getattr(self, name)
+            if rows is None:
+                rows = entries.keys_at(source) if name == "keys" else entries.values_at(source)
+            return torch.nn.functional.pad(rows, (0, 0, *missing))
+
+        return replace(self, changed=changed, keys=plane("keys"), values=plane("values"))
+
+
+class _Places(LazyEntries):
+    """An outcome's places as entries."""
+
+    def __init__(self, outcome: Outcome, entries: Entries) -> None:
+        super().__init__(*(getattr(outcome, name) for name in METADATA))
+        self._outcome, self._entries = outcome, entries
+        self._source = outcome.kept.masked_fill(~outcome.is_live, DEAD)
+        self._row = inverse(outcome.changed, outcome.kept.shape[1])
+
+    def keys_at(self, index: Tensor) -> Tensor:
+        return self._read(index, self._entries.keys_at, self._outcome.keys)
+
+    def values_at(self, index: Tensor) -> Tensor:
+        return self._read(index, self._entries.values_at, self._outcome.values)
+
+    def _read(self, index: Tensor, unchanged: Callable[[Tensor], Tensor], changed: Tensor | None) -> Tensor:
+        rows = unchanged(select(self._source, index))
+        if changed is not None:
+            row = select(self._row, index)
+            here = row >= 0
+            head = torch.arange(len(row), device=row.device).unsqueeze(1).expand_as(row)
+            rows[here] = changed[head[here], row[here]]
+        return rows
