@@ -69,7 +69,7 @@ class Prefetcher {
   static constexpr int kMaxRanges = 4 * kChunkTiles;
   Range ranges_[kMaxRanges];
   int count_ = 0, current_ = 0;
-  const char* next_ = nullptr;
+  const char* next_ = kZeros;
   int64_t left_ = 0;
 };
 
@@ -639,13 +639,71 @@ void update(const Update& u) {
   }
 }
 
+int64_t similar_scratch(int64_t num_members) { return num_members * (kChunk + 2 * kTile); }
+
+template <class Q>
+void similar_as(const Similar& x) {
+  const int rows = x.num_members, d = x.head_size;
+  const Q* members = static_cast<const Q*>(x.members);
+  const int64_t num_tiles = (x.num_carriers + kTile - 1) / kTile;
+  float *products = x.scratch, *best = products + rows * kChunk;  // best and where: kTile candidates per member
+  int32_t* where = reinterpret_cast<int32_t*>(best + rows * kTile);
+  for (int i = 0; i < rows * kTile; ++i) best[i] = -kInfinity, where[i] = 0;
+  Prefetcher none;
+  for (int64_t first = 0; first < num_tiles; first += kChunkTiles) {
+    Run runs[kChunkTiles];
+    Chunk<Q, Q> c{runs, 0, rows, d, kTile, {}, {}, members, 1.0f, products, nullptr, nullptr, 0, &none};
+    for (; c.num_runs < kChunkTiles && first + c.num_runs < num_tiles; ++c.num_runs) {
+      runs[c.num_runs] = Run{c.num_runs, 1, 0, kTile, 0, 0, 0, false};
+      c.keys[c.num_runs] = static_cast<const Q*>(x.carriers) + (first + c.num_runs) * kTile * d;
+    }
+    chunk_logits(c);
+    for (int i = 0; i < c.num_runs; ++i)
+      for (int v = 0; v < kTile; v += kLanes) {
+        const int32_t carrier = static_cast<int32_t>((first + i) * kTile + v);
+        if (carrier >= x.num_carriers) break;
+        const VF inverse = load(x.inverse + carrier);
+        const VI in_range = iota() < broadcast(static_cast<float>(min64(kLanes, x.num_carriers - carrier)));
+        for (int r = 0; r < rows; ++r) {
+          const VF product = load(products + r * kChunk + i * kTile + v) * inverse;
+          float* b = best + r * kTile + v;
+          const VF old = load(b), old_where = load(reinterpret_cast<float*>(where) + r * kTile + v);
+          const VI better = (product > old) & in_range;
+          store(b, select(better, product, old));
+          store(reinterpret_cast<float*>(where) + r * kTile + v,
+                select(better, bit_cast<VF>(VI{} + carrier / kTile * kTile), old_where));
+        }
+      }
+  }
+  for (int r = 0; r < rows; ++r) {
+    x.best[r] = -kInfinity;
+    x.where[r] = 0;
+    for (int lane = 0; lane < kTile; ++lane) {
+      const float candidate = best[r * kTile + lane];
+      const int32_t at = where[r * kTile + lane] + lane;
+      if (candidate > x.best[r] || (candidate == x.best[r] && at < x.where[r])) {
+        x.best[r] = candidate;
+        x.where[r] = at;
+      }
+    }
+  }
+}
+
+void similar(const Similar& x) {
+#if defined(__AVX512BF16__)
+  if (x.in_pairs) return similar_as<BF16>(x);
+#endif
+  similar_as<float>(x);
+}
+
 }  // namespace
 
 #define KVM_TEXT_(x) #x
 #define KVM_TEXT(x) KVM_TEXT_(x)
 
 const Kernels& kernels() {
-  static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), attend_scratch, attend, finish, update};
+  static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
+                                    finish, update, similar_scratch, similar};
   return table;
 }
 

@@ -91,12 +91,27 @@ struct Update {
   float* scratch;              // [R]
 };
 
+// The carrier whose dot product with a member, divided by the carrier's length, is largest; the first of several.
+struct Similar {
+  bool in_pairs;  // whether keys are bfloat16; otherwise float32
+  int32_t head_size, num_members, num_carriers;
+  const void* members;   // [num_members, head_size]
+  const void* carriers;  // tiles [head_size, kTile]
+  const float* inverse;  // [num_carriers] rounded up to tiles: 1 / length
+  float* best;           // [num_members] out
+  int32_t* where;        // [num_members] out
+  float* scratch;        // similar_scratch(num_members) floats
+};
+
 struct Kernels {
   const char* name;
+  bool has_pairs;  // whether bfloat16 is multiplied as it is
   int64_t (*attend_scratch)(int64_t rows, int64_t head_size);
   void (*attend)(const Attend&);
   void (*finish)(const Finish&);
   void (*update)(const Update&);
+  int64_t (*similar_scratch)(int64_t num_members);
+  void (*similar)(const Similar&);
 };
 
 }  // namespace kvmerge

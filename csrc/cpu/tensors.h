@@ -63,9 +63,29 @@ class Argument {
     KVM_CHECK(is(kDLFloat, 32), TypeError) << name_ << " must be float32";
     return static_cast<float*>(data());
   }
+  uint8_t* boolean() const {
+    KVM_CHECK(is(kDLBool, 8), TypeError) << name_ << " must be bool";
+    return static_cast<uint8_t*>(data());
+  }
   int64_t* i64() const {
     KVM_CHECK(is(kDLInt, 64), TypeError) << name_ << " must hold integers of 64 bits";
     return static_cast<int64_t*>(data());
+  }
+
+  bool is_contiguous() const {
+    if (tensor_.numel() == 0) return true;
+    int64_t expected = 1;
+    for (int i = tensor_.ndim() - 1; i >= 0; --i) {
+      if (size(i) > 1 && tensor_.stride(i) != expected) return false;
+      expected *= size(i);
+    }
+    return true;
+  }
+  // Checks the shape, and that elements lie one after the other.
+  const Argument& contiguous(const std::vector<int64_t>& sizes) const {
+    check_shape(sizes);
+    KVM_CHECK(is_contiguous(), ValueError) << name_ << " must be contiguous";
+    return *this;
   }
 
   // A vector of integers of either width.
@@ -133,6 +153,14 @@ inline Pages pages_of(const TensorView& keys) {
   KVM_CHECK((p.num_heads <= 1 || p.head_stride >= bytes) && (p.num_blocks <= 1 || p.block_stride >= bytes), ValueError)
       << "pages.keys: regions of neighbouring blocks or heads overlap";
   return p;
+}
+
+// Checks that a slot lies in one of the blocks, and that this is one of the cache's.
+inline void check_slot(const Pages& pages, const std::vector<int32_t>& blocks, int64_t slot) {
+  const int64_t at = slot / pages.block_size;
+  KVM_CHECK(slot >= 0 && at < static_cast<int64_t>(blocks.size()) && blocks[at] >= 0 && blocks[at] < pages.num_blocks,
+            IndexError)
+      << "slot " << slot << " is not in a block of the sequence";
 }
 
 // Checks that segments are in order and that the blocks they lie in exist.

@@ -67,7 +67,7 @@ def _dispatched(operator: Operator, pages_at: int = 0) -> Operator:
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
         pages = args[pages_at] if len(args) > pages_at else kwargs["pages"]
-        return getattr(_module(pages), name, getattr(reference, name))(*args, **kwargs)
+        return getattr(_module(pages), name)(*args, **kwargs)
 
     return cast(Operator, run)
 
