@@ -34,9 +34,10 @@ FLAGS = [
     "-Wno-psabi",
     "-Wno-maybe-uninitialized",
 ]
+SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
-def build_library(output: Path, scratch: Path, extra_flags: list[str] | None = None) -> None:
+def build_library(output: Path, scratch: Path, extra_flags: list[str]) -> None:
     """Compiles and links the operators. Raises CompileError where a compiler is missing or fails.
 
     extra_flags: for compiler and linker. Levels that the compiler does not know are left out.
@@ -45,7 +46,7 @@ def build_library(output: Path, scratch: Path, extra_flags: list[str] | None = N
 
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     includes = {tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()}
-    flags = [*FLAGS, *(f"-isystem{path}" for path in sorted(includes)), *(extra_flags or [])]
+    flags = [*FLAGS, *(f"-isystem{path}" for path in sorted(includes)), *extra_flags]
     scratch.mkdir(parents=True, exist_ok=True)
     output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -81,18 +82,26 @@ def build_library(output: Path, scratch: Path, extra_flags: list[str] | None = N
     known = [f"-DKVM_HAVE_{level}" for level, target in compiled.items() if target]
     objects.append(compile_one("module", "module", known))
     # tvm-ffi's and OpenMP's symbols are left to the libraries that the process has loaded already.
-    run(["-shared", *(extra_flags or []), *objects, "-o", str(output)])
+    run(["-shared", *extra_flags, *objects, "-o", str(output)])
 
 
 class BuildNative(build_ext):
     """Runs the compiler above; the library's name carries no Python version."""
+
+    user_options = [*build_ext.user_options, ("sanitize", None, "build with address and undefined behaviour sanitizers")]
+    boolean_options = [*build_ext.boolean_options, "sanitize"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.sanitize = False
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
         try:
-            build_library(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp))
+            flags = SANITIZE if self.sanitize else []
+            build_library(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp), flags)
         except (CompileError, ImportError) as error:
             print(f"native operators are not built, the PyTorch reference runs instead: {error}", file=sys.stderr)
             raise CompileError("native operators are not built") from error

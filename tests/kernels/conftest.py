@@ -76,11 +76,13 @@ class CacheMaker:
         return Sequence(front, tail, seq_len, blocks, stored_keys, stored_values, log_votes)
 
 
-def _native_levels() -> list[str]:
-    return native.levels() if native.LIBRARY.exists() else []
+def pytest_generate_tests(metafunc):
+    if "operators" in metafunc.fixturenames:
+        levels = native.levels() if native.LIBRARY.exists() else []
+        metafunc.parametrize("operators", ["reference", *levels], indirect=True)
 
 
-@pytest.fixture(params=["reference", *_native_levels()])
+@pytest.fixture
 def operators(request):
     """The module of operators: the reference, then the native ones on every level that this machine runs."""
     if request.param == "reference":
