@@ -88,7 +88,10 @@ def build_library(output: Path, scratch: Path, extra_flags: list[str]) -> None:
 class BuildNative(build_ext):
     """Runs the compiler above; the library's name carries no Python version."""
 
-    user_options = [*build_ext.user_options, ("sanitize", None, "build with address and undefined behaviour sanitizers")]
+    user_options = [
+        *build_ext.user_options,
+        ("sanitize", None, "build with address and undefined behaviour sanitizers"),
+    ]
     boolean_options = [*build_ext.boolean_options, "sanitize"]
 
     def initialize_options(self) -> None:
