@@ -59,7 +59,8 @@ sanitize: setup
 	$(BIN)/python setup.py --quiet build_ext --sanitize --build-lib build/sanitize --build-temp build/sanitize
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libasan.so):$$("$${CXX:-c++}" -print-file-name=libubsan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
-		$(BIN)/python -m pytest tests/kernels --native-library build/sanitize/vllm_kvmerge/kernels/_native.so -k "not reference" $(ARGS)
+		$(BIN)/python -m pytest tests/kernels -k "not plain-torch" \
+		--native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -79,13 +79,13 @@ class CacheMaker:
 def pytest_generate_tests(metafunc):
     if "operators" in metafunc.fixturenames:
         levels = native.levels() if native.LIBRARY.exists() else []
-        metafunc.parametrize("operators", ["reference", *levels], indirect=True)
+        metafunc.parametrize("operators", ["plain-torch", *levels], indirect=True)
 
 
 @pytest.fixture
 def operators(request):
     """The module of operators: the reference, then the native ones on every level that this machine runs."""
-    if request.param == "reference":
+    if request.param == "plain-torch":
         yield reference
         return
     before = native.level()

@@ -151,7 +151,7 @@ def test_float32_is_rounded_as_pytorch_does(operators):
         ({"query": torch.zeros(1, 4, 48)}, ValueError, "query must have shape"),
         ({"query": torch.zeros(1, 4, 32, dtype=torch.float64)}, TypeError, "query must be float32"),
         ({"query": torch.zeros(1, 4, 64)[..., ::2]}, ValueError, "contiguous in its last"),
-        ({"query": torch.zeros(1, 4, 32, device="meta")}, (TypeError, ValueError, RuntimeError, BufferError), ""),
+        ({"query": torch.zeros(1, 4, 32, device="meta")}, RuntimeError, "tensors on meta"),
         ({"output": torch.zeros(0, 4, 32)}, ValueError, "fewer tokens"),
         ({"seq_lens": torch.tensor([0.5])}, TypeError, "integers"),
         ({"seq_lens": torch.tensor([5000])}, ValueError, "does not fit"),
