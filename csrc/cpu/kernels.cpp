@@ -29,7 +29,7 @@ struct Run {
 // follow the lines of a page by themselves, but neither from page to page nor from block to block.
 class Prefetcher {
  public:
-  static constexpr int64_t kDistance = 192;  // cache lines
+  static constexpr int64_t kDistance = 256;  // cache lines
   static constexpr int64_t kStep = 1;      // one of so many lines is touched
 
   void add(const char* start, int64_t bytes) {
@@ -195,11 +195,11 @@ void chunk_values(const Chunk<T, float>& c) {
 // Accumulators stay in that order until the end.
 //
 // Memory is fastest when read as it lies, row after row. Registers hold W groups of 32 columns for N queries, W * N <= 8;
-// wider rows are taken a few at a time, 4 KiB together, so that what is left of them comes from the first-level cache.
+// wider rows are taken a few at a time, 16 KiB together, so that what is left of them comes from the first-level cache.
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
-constexpr int kCachedBytes = 8192;
+constexpr int kCachedBytes = 16384;
 
 inline __m512bh pair_of(const BF16* p) {
   int32_t pair;
