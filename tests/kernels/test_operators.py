@@ -6,14 +6,12 @@ import zlib
 import pytest
 import torch
 
-from tests.kernels.conftest import CacheMaker, block_table
+from tests.kernels.conftest import CacheMaker, row_tensors
 from vllm_kvmerge.kernels import (
     Pages,
     ScoreUpdate,
     cell_bytes,
-    column_scores,
     gather_entries,
-    paged_attention,
     write_front,
     write_tokens,
 )
@@ -66,7 +64,9 @@ def dense_scores(update, all_logits, all_probabilities, scores, aux, num_new):
     [(2, 1, 32, 32), (1, 8, 64, 32), (3, 2, 128, 16), (2, 4, 80, 32), (1, 2, 256, 64)],
 )
 @pytest.mark.parametrize("num_queries", [1, 5])
-def test_attention_over_front_and_tail(dtype, num_kv_heads, groups, head_size, block_size, num_queries, request):
+def test_attention_over_front_and_tail(
+    operators, dtype, num_kv_heads, groups, head_size, block_size, num_queries, request
+):
     maker = CacheMaker(zlib.crc32(request.node.name.encode()), num_kv_heads, head_size, block_size, dtype)
     sequences = [
         maker.sequence(front=0, tail=0, seq_len=77),  # never compressed
@@ -77,7 +77,6 @@ def test_attention_over_front_and_tail(dtype, num_kv_heads, groups, head_size, b
     ]
     updates = [None, SUM, EMA, MEAN, EMA]
     scale = head_size**-0.5
-    starts = torch.arange(len(sequences) + 1) * num_queries
     query = maker.randn(len(sequences) * num_queries, num_kv_heads * groups, head_size).to(dtype)
     output = torch.full_like(query, torch.nan)
     before = []
@@ -90,18 +89,8 @@ def test_attention_over_front_and_tail(dtype, num_kv_heads, groups, head_size, b
             before.append((live.scores, live.aux))
         else:
             before.append(None)
-    paged_attention(
-        query,
-        maker.pages,
-        block_table(sequences),
-        starts,
-        torch.tensor([s.seq_len for s in sequences]),
-        torch.tensor([s.front for s in sequences]),
-        torch.tensor([s.tail for s in sequences]),
-        updates,
-        scale,
-        output,
-    )
+    rows = row_tensors(sequences, [num_queries] * len(sequences), updates)
+    operators.paged_attention(query=query, pages=maker.pages, **rows, scale=scale, output=output)
     for row, (sequence, update) in enumerate(zip(sequences, updates, strict=True)):
         rows = slice(row * num_queries, (row + 1) * num_queries)
         expected, logits, probabilities = dense_attention(query[rows], sequence, scale)
@@ -124,7 +113,7 @@ def _write_statistics(pages, sequence, scores, aux):
 
 @pytest.mark.parametrize("update", [SUM, MEAN, EMA], ids=["sum", "mean", "log_ema"])
 @pytest.mark.parametrize("window", [1, 40, 150])
-def test_column_scores_do_not_depend_on_chunks(update, window):
+def test_column_scores_do_not_depend_on_chunks(operators, update, window):
     maker = CacheMaker(7, 2, 32, 32, torch.float32)
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
     query = maker.randn(window, 4, 32)
@@ -136,7 +125,7 @@ def test_column_scores_do_not_depend_on_chunks(update, window):
         for start in range(0, window, chunk):
             stop = min(start + chunk, window)
             seq_len = 150 - window + stop
-            column_scores(
+            operators.column_scores(
                 query[start:stop],
                 maker.pages,
                 sequence.blocks,
@@ -178,7 +167,7 @@ vllm_ops = pytest.importorskip("vllm._custom_ops", reason="vLLM is not installed
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
-def test_vllm_operators_work_on_our_pages(dtype, head_size):
+def test_vllm_operators_work_on_our_pages(operators, dtype, head_size):
     """vLLM's operators pack K and V as our pages do, leave the metadata alone and give the same attention."""
     import vllm._C  # noqa: F401
 
@@ -221,6 +210,8 @@ def test_vllm_operators_work_on_our_pages(dtype, head_size):
             query, stock.stock_key_view(), stock.values, expected, start_loc, seq_lens, scale, True, None, -1,
             blocks[None], 0, metadata, None,
         )  # fmt: skip
-        zero = torch.zeros(1, dtype=torch.int64)
-        paged_attention(query, pages, blocks[None], start_loc, seq_lens, zero, zero, [None], scale, output)
+        zero, lens = torch.zeros(1, dtype=torch.int32), torch.tensor([num_queries], dtype=torch.int32)
+        operators.paged_attention(
+            query, pages, blocks[None], zero, lens, seq_lens, zero, zero, zero, torch.ones(1), scale, output
+        )
         assert relative_error(output, expected) < TOLERANCE[dtype]

@@ -8,13 +8,7 @@ from tests.kernels.conftest import CacheMaker, Sequence
 from vllm_kvmerge.kernels import (
     Pages,
     gather_entries,
-    gather_metadata,
-    gather_rows,
-    most_similar,
-    move_entries,
     write_front,
-    write_metadata,
-    write_rows,
 )
 from vllm_kvmerge.policies.base import DEAD, Entries
 
@@ -24,7 +18,7 @@ SHAPES = [(0, 0, 77, 0), (37, 200, 231, 5), (32, 64, 96, 0), (50, 50, 91, 3), (1
 
 
 def make(dtype: torch.dtype, shape: tuple[int, int, int, int], seed: int = 0) -> tuple[CacheMaker, Sequence]:
-    maker = CacheMaker(seed, 3, 40, 32, dtype)
+    maker = CacheMaker(seed, 3, 48, 32, dtype)
     front, tail, seq_len, num_dead = shape
     sequence = maker.sequence(front, tail, seq_len, num_dead)
     slots = [*range(front), *range(tail, seq_len)]
@@ -53,11 +47,11 @@ def by_index(tensor: Tensor, index: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_metadata_and_rows_are_those_of_the_dense_sequence(dtype, shape):
+def test_metadata_and_rows_are_those_of_the_dense_sequence(operators, dtype, shape):
     maker, s = make(dtype, shape)
     slots = torch.tensor([*range(s.front), *range(s.tail, s.seq_len)])
     block, offset = s.blocks[slots // 32].long(), slots % 32
-    log_votes, scores, aux, positions = gather_metadata(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
+    log_votes, scores, aux, positions = operators.gather_metadata(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
     assert torch.equal(log_votes.double(), s.log_votes)
     assert torch.equal(scores, maker.pages.scores[block, :, offset].t())
     assert torch.equal(aux, maker.pages.aux[block, :, offset].t())
@@ -70,21 +64,21 @@ def test_metadata_and_rows_are_those_of_the_dense_sequence(dtype, shape):
 
     index = random_index(maker, len(slots), len(slots) // 2, num_negative=4)
     for plane, dense in (("keys", s.keys), ("values", s.values)):
-        rows = gather_rows(maker.pages, plane, s.blocks, s.front, s.tail, index)
+        rows = operators.gather_rows(maker.pages, plane, s.blocks, s.front, s.tail, index)
         assert rows.dtype == torch.float32 and torch.equal(rows.double(), by_index(dense, index))
-        assert gather_rows(maker.pages, plane, s.blocks, s.front, s.tail, index[:, :0]).shape == (3, 0, 40)
+        assert operators.gather_rows(maker.pages, plane, s.blocks, s.front, s.tail, index[:, :0]).shape == (3, 0, 48)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_most_similar_against_a_loop(dtype, shape):
+def test_most_similar_against_a_loop(operators, dtype, shape):
     maker, s = make(dtype, shape)
     n = s.keys.shape[1]
     index = random_index(maker, n, n)
     members, carriers = index[:, : n // 4], index[:, n // 4 :]
     usable = torch.rand(carriers.shape, generator=maker.generator) < 0.7
     usable[2] = False
-    similarity, best = most_similar(maker.pages, s.blocks, s.front, s.tail, members, carriers, usable)
+    similarity, best = operators.most_similar(maker.pages, s.blocks, s.front, s.tail, members, carriers, usable)
     for head in range(2):
         candidates = carriers[head][usable[head]]
         for j, member in enumerate(members[head]):
@@ -95,14 +89,14 @@ def test_most_similar_against_a_loop(dtype, shape):
     assert (similarity[2] == -torch.inf).all()
 
 
-def test_of_equally_similar_carriers_the_first_is_taken():
+def test_of_equally_similar_carriers_the_first_is_taken(operators):
     maker, s = make(torch.float32, (37, 200, 231, 0))
-    rows = maker.randn(3, 1, 40)
-    write_rows(maker.pages, s.blocks, torch.tensor([[4, 8, 20]]).expand(3, -1), rows.expand(-1, 3, -1), None)
+    rows = maker.randn(3, 1, 48)
+    operators.write_rows(maker.pages, s.blocks, torch.tensor([[4, 8, 20]]).expand(3, -1), rows.expand(-1, 3, -1), None)
     members = torch.tensor([[8]]).expand(3, -1)
     carriers = torch.tensor([[5, 20, 4, 40]]).expand(3, -1)
     usable = torch.ones(3, 4, dtype=torch.bool)
-    similarity, best = most_similar(maker.pages, s.blocks, 37, 200, members, carriers, usable)
+    similarity, best = operators.most_similar(maker.pages, s.blocks, 37, 200, members, carriers, usable)
     assert (best == 20).all() and (similarity <= 1.0).all() and (similarity > 0.999).all()
 
 
@@ -110,7 +104,7 @@ def test_of_equally_similar_carriers_the_first_is_taken():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("where", ["same", "shuffled", "fresh"])
 @pytest.mark.parametrize("seed", range(3))
-def test_moves_are_as_if_everything_had_been_read_first(dtype, shape, where, seed):
+def test_moves_are_as_if_everything_had_been_read_first(operators, dtype, shape, where, seed):
     """Destinations among the sequence's own blocks in any order, its hole's, and others; slot by slot."""
     maker, s = make(dtype, shape, seed)
     before = live(maker, s)
@@ -132,9 +126,9 @@ def test_moves_are_as_if_everything_had_been_read_first(dtype, shape, where, see
     stays = torch.arange(num_kept) % 3 == 0  # some entries stay in their place
     kept[0] = torch.where(stays, torch.arange(num_kept), kept[0])
     untouched = maker.cache.clone()
-    move_entries(maker.pages, s.blocks, s.front, s.tail, destination, kept)
+    operators.move_entries(maker.pages, s.blocks, s.front, s.tail, destination, kept)
 
-    after, old = maker.pages, Pages.of(untouched, 40)
+    after, old = maker.pages, Pages.of(untouched, 48)
     expected_keys, expected_values = old.keys.clone(), old.values.clone()
     for head in range(3):
         for place, entry in enumerate(kept[head].tolist()):
@@ -154,7 +148,7 @@ def test_moves_are_as_if_everything_had_been_read_first(dtype, shape, where, see
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_moves_rows_and_metadata_make_a_front(dtype):
+def test_moves_rows_and_metadata_make_a_front(operators, dtype):
     """The three writing operators give what ``write_front`` gives for the same entries."""
     maker, s = make(dtype, (37, 200, 231, 5))
     before = live(maker, s)
@@ -162,7 +156,7 @@ def test_moves_rows_and_metadata_make_a_front(dtype):
     entries = before.take(kept.clamp(min=0))
     entries.kill(kept < 0)
     places = random_index(maker, 50, 7, num_negative=2)
-    rows = maker.randn(3, 7, 40)
+    rows = maker.randn(3, 7, 48)
     for head in range(3):
         for row, place in enumerate(places[head].tolist()):
             if place >= 0:
@@ -170,22 +164,24 @@ def test_moves_rows_and_metadata_make_a_front(dtype):
                 entries.values[head, place] = -rows[head, row]
     fresh, again = maker.sequence(0, 0, 64), maker.sequence(0, 0, 64)
     write_front(maker.pages, fresh.blocks, entries)
-    move_entries(maker.pages, s.blocks, 37, 200, again.blocks, kept)
-    write_rows(maker.pages, again.blocks, places, rows, None)
-    write_rows(maker.pages, again.blocks, places, None, -rows)
-    write_metadata(maker.pages, again.blocks, entries.log_votes, entries.scores, entries.aux, entries.positions)
-    one, other = (gather_entries(maker.pages, q.blocks, 50, 50, 50) for q in (fresh, again))
+    operators.move_entries(maker.pages, s.blocks, 37, 200, again.blocks, kept)
+    operators.write_rows(maker.pages, again.blocks, places, rows, None)
+    operators.write_rows(maker.pages, again.blocks, places, None, -rows)
+    operators.write_metadata(
+        maker.pages, again.blocks, entries.log_votes, entries.scores, entries.aux, entries.positions
+    )
+    one, other = (operators.gather_entries(maker.pages, q.blocks, 50, 50, 50) for q in (fresh, again))
     for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_rows_and_metadata_elsewhere_stay():
+def test_rows_and_metadata_elsewhere_stay(operators):
     maker, s = make(torch.bfloat16, (37, 200, 231, 0))
     before = maker.cache.clone()
-    write_rows(maker.pages, s.blocks, torch.full((3, 4), -1), maker.randn(3, 4, 40), maker.randn(3, 4, 40))
+    operators.write_rows(maker.pages, s.blocks, torch.full((3, 4), -1), maker.randn(3, 4, 48), maker.randn(3, 4, 48))
     assert torch.equal(maker.cache.view(torch.int16), before.view(torch.int16))
     planes = maker.randn(3, 3, 20).unbind(1)
-    write_metadata(maker.pages, s.blocks, *planes, torch.arange(60).view(3, 20))
+    operators.write_metadata(maker.pages, s.blocks, *planes, torch.arange(60).view(3, 20))
     after = live(maker, s)
     assert torch.equal(torch.stack([after.log_votes, after.scores, after.aux], 1)[..., :20], torch.stack(planes, 1))
     assert torch.equal(after.positions[:, :20], torch.arange(60).view(3, 20))

@@ -7,7 +7,7 @@ from tests.kernels.conftest import CacheMaker
 from vllm_kvmerge.attention.backend import PromptScores
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import parse_compression
-from vllm_kvmerge.kernels import ScoreUpdate, column_scores, gather_entries, paged_attention
+from vllm_kvmerge.kernels import UPDATE_MODES, ScoreUpdate, column_scores, gather_entries, paged_attention
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
 
 NUM_HEADS, HEAD_SIZE, SCALE = 3, 32, 32**-0.5
@@ -20,11 +20,13 @@ def attend(maker, blocks, query, front, tail, seq_len, update=None):
         query,
         maker.pages,
         blocks[None],
-        torch.tensor([0, len(query)]),
+        torch.tensor([0]),
+        torch.tensor([len(query)]),
         torch.tensor([seq_len]),
         torch.tensor([front]),
         torch.tensor([tail]),
-        [update],
+        torch.tensor([UPDATE_MODES.index(update.mode) if update else 0]),
+        torch.tensor([update.decay if update else 1.0]),
         SCALE,
         output,
     )

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_kvmerge.cache.manager import MergeableAttentionSpec
-from vllm_kvmerge.kernels import Pages, ScoreUpdate, column_scores, paged_attention
+from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, column_scores, paged_attention
 from vllm_kvmerge.support import UnsupportedConfigError
 
 
@@ -96,15 +96,35 @@ PLAIN = BatchRow()
 
 @dataclass
 class CompressedBatch:
-    """The compressed rows of a batch, as ``paged_attention`` takes them; ``tokens`` are their places in the batch."""
+    """The compressed rows of a batch, as ``paged_attention`` takes them: ``[rows, max_blocks]`` and ``[rows]``."""
 
-    tokens: Tensor
     block_table: Tensor
-    query_start_loc: Tensor
+    query_starts: Tensor
+    query_lens: Tensor
     seq_lens: Tensor
     fronts: Tensor
     tails: Tensor
-    updates: list[ScoreUpdate | None]
+    update_modes: Tensor
+    update_decays: Tensor
+
+    @classmethod
+    def of(cls, common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> "CompressedBatch":
+        """``rows``: the compressed ones by their place in the batch."""
+        index = torch.tensor(list(rows))
+        starts = common.query_start_loc
+        updates = [row.update for row in rows.values()]
+        return cls(
+            block_table=common.block_table_tensor[index],
+            query_starts=starts[index],
+            query_lens=starts[index + 1] - starts[index],
+            seq_lens=common.seq_lens[index],
+            fronts=torch.tensor([row.front for row in rows.values()], dtype=torch.int32),
+            tails=torch.tensor([row.tail for row in rows.values()], dtype=torch.int32),
+            update_modes=torch.tensor(
+                [UPDATE_MODES.index(update.mode if update else "none") for update in updates], dtype=torch.int32
+            ),
+            update_decays=torch.tensor([update.decay if update else 1.0 for update in updates]),
+        )
 
 
 @dataclass
@@ -166,11 +186,11 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MergeableAttentionMetadata:
         common = common_attn_metadata
-        compressed = [i for i, row in enumerate(self.rows) if row.front > 0]
+        compressed = {i: row for i, row in enumerate(self.rows) if row.front > 0}
         plain_tokens = None
         plain = common
         if compressed:
-            plain_rows = [i for i in range(common.num_reqs) if i not in set(compressed)]
+            plain_rows = [i for i in range(common.num_reqs) if i not in compressed]
             if plain_rows:
                 plain, plain_tokens = _select_rows(common, plain_rows)
             else:
@@ -179,21 +199,8 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         return MergeableAttentionMetadata(
             **vars(stock),
             plain_tokens=plain_tokens,
-            compressed=self._compressed_batch(common, compressed) if compressed else None,
+            compressed=CompressedBatch.of(common, compressed) if compressed else None,
             readers=self._readers(common),
-        )
-
-    def _compressed_batch(self, common: CommonAttentionMetadata, rows: list[int]) -> CompressedBatch:
-        selected, tokens = _select_rows(common, rows)
-        picked = [self.rows[i] for i in rows]
-        return CompressedBatch(
-            tokens=tokens,
-            block_table=selected.block_table_tensor,
-            query_start_loc=selected.query_start_loc,
-            seq_lens=selected.seq_lens,
-            fronts=torch.tensor([row.front for row in picked]),
-            tails=torch.tensor([row.tail for row in picked]),
-            updates=[row.update for row in picked],
         )
 
     def _readers(self, common: CommonAttentionMetadata) -> list[QueryReader]:
@@ -276,20 +283,20 @@ class MergeableAttentionImpl(CPUAttentionBackendImpl):
             output[metadata.plain_tokens] = plain_output
         batch = metadata.compressed
         assert batch is not None
-        compressed_output = torch.empty_like(output[: len(batch.tokens)])
         paged_attention(
-            query[batch.tokens],
+            query,
             pages,
             batch.block_table,
-            batch.query_start_loc,
+            batch.query_starts,
+            batch.query_lens,
             batch.seq_lens,
             batch.fronts,
             batch.tails,
-            batch.updates,
+            batch.update_modes,
+            batch.update_decays,
             self.scale,
-            compressed_output,
+            output,
         )
-        output[batch.tokens] = compressed_output
         return output
 
     def _plain_attention(

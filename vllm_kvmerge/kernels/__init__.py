@@ -1,23 +1,24 @@
-"""The operators over paged KV blocks, and the implementation that runs them."""
+"""The operators over paged KV blocks, and the implementation that runs them.
 
+Native operators (``native``) run where their library was built and the cache suits them, the PyTorch reference
+elsewhere.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from vllm_kvmerge.kernels import native, reference
 from vllm_kvmerge.kernels.page import METADATA_BYTES, Pages, cell_bytes
-from vllm_kvmerge.kernels.reference import (
-    ScoreUpdate,
-    column_scores,
-    gather_entries,
-    gather_metadata,
-    gather_rows,
-    most_similar,
-    move_entries,
-    paged_attention,
-    write_front,
-    write_metadata,
-    write_rows,
-    write_tokens,
-)
+from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate, write_front
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "METADATA_BYTES",
+    "UPDATE_MODES",
     "Pages",
     "ScoreUpdate",
     "cell_bytes",
@@ -25,6 +26,7 @@ __all__ = [
     "gather_entries",
     "gather_metadata",
     "gather_rows",
+    "implementation",
     "most_similar",
     "move_entries",
     "paged_attention",
@@ -33,3 +35,50 @@ __all__ = [
     "write_rows",
     "write_tokens",
 ]
+
+Operator = TypeVar("Operator", bound=Callable[..., Any])
+
+
+@functools.cache
+def _native_failure() -> str | None:
+    """Why there are no native operators in this process; None if there are. Warns once."""
+    try:
+        native.library()
+    except (OSError, ImportError) as error:
+        logger.warning("KV cache operators run on PyTorch, which is slow: %s", error)
+        return str(error)
+    return None
+
+
+def implementation(pages: Pages | None = None) -> str:
+    """Which implementation runs, and why not the native one; for ``pages`` if given."""
+    obstacle = _native_failure() or (pages.native_obstacle if pages is not None else None)
+    return f"native, {native.level()}" if obstacle is None else f"PyTorch reference: {obstacle}"
+
+
+def _module(pages: Pages) -> ModuleType:
+    return reference if _native_failure() or pages.native_obstacle else native
+
+
+def _dispatched(operator: Operator, pages_at: int = 0) -> Operator:
+    """The operator on the implementation that suits its argument ``pages``, its ``pages_at``-th."""
+    name = operator.__name__
+
+    @functools.wraps(operator)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        pages = args[pages_at] if len(args) > pages_at else kwargs["pages"]
+        return getattr(_module(pages), name)(*args, **kwargs)
+
+    return cast(Operator, run)
+
+
+paged_attention = _dispatched(reference.paged_attention, pages_at=1)
+column_scores = _dispatched(reference.column_scores, pages_at=1)
+gather_metadata = _dispatched(reference.gather_metadata)
+gather_rows = _dispatched(reference.gather_rows)
+gather_entries = _dispatched(reference.gather_entries)
+most_similar = _dispatched(reference.most_similar)
+move_entries = _dispatched(reference.move_entries)
+write_rows = _dispatched(reference.write_rows)
+write_metadata = _dispatched(reference.write_metadata)
+write_tokens = _dispatched(reference.write_tokens)

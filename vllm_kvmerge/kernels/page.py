@@ -13,7 +13,8 @@ A region of ``block_size`` cells holds, one after the other:
 and its slot is its position, so requests without a policy never write metadata.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -57,6 +58,25 @@ class Pages:
             aux=metadata[:, :, 2],
             positions=metadata[:, :, 3].view(torch.int32),
         )
+
+    @cached_property
+    def native_obstacle(self) -> str | None:
+        """Why the native operators cannot work on these pages; None if they can."""
+        if self.keys.device.type != "cpu":
+            return f"the cache is on {self.keys.device}"
+        if self.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"the cache is {self.keys.dtype}"
+        if self.head_size % 16 or not 32 <= self.head_size <= 256:
+            return f"head size {self.head_size} is not a multiple of 16 from 32 to 256"
+        if self.block_size % 16:
+            return f"block size {self.block_size} is not a multiple of 16"
+        plane_bytes = self.block_size * self.head_size * self.keys.element_size()
+        expected = self.keys.data_ptr()
+        for field, size in zip(fields(self), [plane_bytes] * 2 + [4 * self.block_size] * 4, strict=True):
+            if getattr(self, field.name).data_ptr() != expected:
+                return f"the plane of {field.name} does not follow the one before it"
+            expected += size
+        return None
 
     @property
     def block_size(self) -> int:

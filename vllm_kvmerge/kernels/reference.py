@@ -31,6 +31,10 @@ class ScoreUpdate:
     decay: float
 
 
+UPDATE_MODES: tuple[TrackerMode, ...] = ("none", "sum", "mean", "log_ema")
+"""A mode's number, where modes are passed as a tensor, is its place here."""
+
+
 def _segment(plane: Tensor, blocks: Tensor, start: int, stop: int, slot_dim: int) -> Tensor:
     """Slots ``[start, stop)`` of a plane as ``[H, ..., stop - start, ...]``; ``slot_dim`` is the slots' place in it."""
     block_size = plane.shape[slot_dim + 1]
@@ -89,24 +93,31 @@ def paged_attention(
     query: Tensor,
     pages: Pages,
     block_table: Tensor,
-    query_start_loc: Tensor,
+    query_starts: Tensor,
+    query_lens: Tensor,
     seq_lens: Tensor,
     fronts: Tensor,
     tails: Tensor,
-    updates: list[ScoreUpdate | None],
+    update_modes: Tensor,
+    update_decays: Tensor,
     scale: float,
     output: Tensor,
 ) -> None:
     """Causal attention over front and tail, with vote bias, and the score update of the rows that have one.
 
-    query, output: ``[num_tokens, H * G, d]``; row ``r`` owns tokens ``query_start_loc[r] : query_start_loc[r + 1]``,
-    its newest tokens, whose keys and values are in the cache already. block_table: ``[rows, max_blocks]`` int32.
-    seq_lens, fronts, tails: ``[rows]``. Scores of tokens that are new in this call start from nothing.
+    query, output: ``[num_tokens, H * G, d]``; row ``r`` owns tokens ``query_starts[r] : query_starts[r] +
+    query_lens[r]``, its newest tokens, whose keys and values are in the cache already; other tokens' output stays as it
+    is. block_table: ``[rows, max_blocks]``. query_starts, query_lens, seq_lens, fronts, tails: ``[rows]`` integers.
+    update_modes: ``[rows]`` integers, places in ``UPDATE_MODES``; update_decays: ``[rows]`` float32 (see
+    ``ScoreUpdate``). Scores of tokens that are new in this call start from nothing.
     """
-    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    for row, (front, tail, update) in enumerate(zip(fronts.tolist(), tails.tolist(), updates, strict=True)):
-        rows = slice(starts[row], starts[row + 1])
-        num_queries, seq_len, blocks = rows.stop - rows.start, lengths[row], block_table[row]
+    rows = zip(
+        block_table,
+        *(t.tolist() for t in (query_starts, query_lens, seq_lens, fronts, tails, update_modes, update_decays)),
+        strict=True,
+    )
+    for blocks, start, num_queries, seq_len, front, tail, mode, decay in rows:
+        tokens = slice(start, start + num_queries)
         keys = _segments(pages.keys, blocks, front, tail, seq_len, slot_dim=2)
         values = _segments(pages.values, blocks, front, tail, seq_len).float()
         num_entries = keys.shape[2]
@@ -115,14 +126,15 @@ def paged_attention(
         if front > 0:
             votes = _segment(pages.log_votes, blocks, 0, front, 1)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - front)], 1)
-        logits, probabilities = _attend(query[rows], keys, bias, visible, scale)
+        logits, probabilities = _attend(query[tokens], keys, bias, visible, scale)
         attended = torch.matmul(probabilities, values.unsqueeze(1))
-        output[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
-        if update is not None:
+        output[tokens] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
+        if mode != UPDATE_MODES.index("none"):
             scores = _segments(pages.scores, blocks, front, tail, seq_len).clone()
             aux = _segments(pages.aux, blocks, front, tail, seq_len).clone()
             scores[:, num_entries - num_queries :] = 0.0
             aux[:, num_entries - num_queries :] = 0.0
+            update = ScoreUpdate(UPDATE_MODES[mode], decay)
             scores, aux = accumulate_scores(update, logits, probabilities, visible, scores, aux)
             for plane, statistic in ((pages.scores, scores), (pages.aux, aux)):
                 _scatter(plane, blocks, 0, statistic[:, :front])

@@ -6,16 +6,19 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_kvmerge.attention.backend import PLAIN, BatchRow, PromptScores, QueryRing, ScoreWindow
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
 from vllm_kvmerge.config import CompressionConfig, parse_compression
-from vllm_kvmerge.kernels import ScoreUpdate
+from vllm_kvmerge.kernels import ScoreUpdate, implementation
 from vllm_kvmerge.metrics import count_entries, observe_compaction
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.worker.output_weights import OutputWeights
+
+logger = init_logger(__name__)
 
 
 @dataclass
@@ -57,6 +60,7 @@ class CompressionRunnerMixin(CPUModelRunner):
         for index, layer in enumerate(layers):
             layer.kvmerge_index = index
         pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
+        logger.info("KV cache operators: %s", implementation(pages[0]))
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
         self._compactor = Compactor(
             layers=pages,

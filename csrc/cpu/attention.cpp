@@ -1,0 +1,256 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "parallel.h"
+
+namespace kvmerge {
+namespace {
+
+#include "tiles.h"
+
+constexpr int64_t kRowsAtOnce = 32;            // query heads times queries that read K and V together
+constexpr int64_t kStoredFloats = 128 << 10;   // of logits kept for the score update, so that they stay in cache
+constexpr int64_t kMinPieceEntries = 512;      // shorter pieces cost more to combine than they gain
+constexpr int64_t kMinParallelBytes = 64 << 10;
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// One (sequence, KV head). Its queries are taken in rounds, a few at a time, so that scores see them in order.
+struct Unit {
+  int64_t row, head;
+  int64_t num_tiles, queries_at_once, num_pieces, chunks_per_piece;
+  int64_t rounds;
+  float* shared = nullptr;  // partial results of the pieces, where there are several
+};
+
+// Where a unit's partial results lie: per piece maximum, sum and accumulator; then what all pieces store.
+struct Layout {
+  int64_t rows, acc, piece, stored_stride, chunk_stride, total;
+  Layout(const Unit& u, int64_t group, int64_t head_size, bool with_values, bool keeps_scores) {
+    rows = u.queries_at_once * group;
+    acc = with_values ? rows * round_up(head_size, 32) : 0;
+    piece = round_up(2 * rows, 16) + acc;
+    stored_stride = keeps_scores ? round_up(u.num_tiles, kChunkTiles) * kTile : 0;
+    chunk_stride = keeps_scores ? round_up(u.num_tiles, kChunkTiles) / kChunkTiles : 0;
+    total = round_up(u.num_pieces * piece + rows * (stored_stride + chunk_stride), 16);
+  }
+};
+
+class Driver {
+ public:
+  Driver(const Kernels& kernels, const Pages& pages, const std::vector<AttentionRow>& rows, int group, float scale,
+         bool with_values, bool new_start_empty)
+      : kernels_(kernels), pages_(pages), rows_(rows), group_(group), scale_(scale), with_values_(with_values),
+        new_start_empty_(new_start_empty) {}
+
+  void run() {
+    int threads = max_threads();
+    plan(threads);
+    int64_t rounds = 1;
+    for (const Unit& u : units_)
+      if (u.num_pieces > 1) rounds = std::max(rounds, u.rounds);
+    for (int64_t round = 0; round < rounds; ++round) {
+      struct Piece {
+        const Unit* unit;
+        int64_t piece;
+      };
+      std::vector<Piece> pieces, split;
+      for (const Unit& u : units_) {
+        if (u.num_pieces == 1) {
+          if (round == 0) pieces.push_back({&u, 0});
+        } else if (round < u.rounds) {
+          for (int64_t i = 0; i < u.num_pieces; ++i) split.push_back({&u, i});
+        }
+      }
+      // Pieces of the split units are the largest, so they come first; the small ones fill what is left.
+      pieces.insert(pieces.begin(), split.begin(), split.end());
+      parallel_for(static_cast<int64_t>(pieces.size()), threads_, [&](int64_t i) {
+        const Unit& u = *pieces[i].unit;
+        if (u.num_pieces > 1) {
+          attend(u, u.shared, round, pieces[i].piece);
+          return;
+        }
+        thread_local Scratch scratch;
+        float* partial = scratch.floats(layout(u).total);
+        for (int64_t r = 0; r < u.rounds; ++r) {
+          attend(u, partial, r, 0);
+          finish(u, partial, r);
+          update(u, partial, r, 0);
+        }
+      });
+      if (split.empty()) continue;
+      std::vector<const Unit*> combined;
+      for (const Unit& u : units_)
+        if (u.num_pieces > 1 && round < u.rounds) combined.push_back(&u);
+      parallel_for(static_cast<int64_t>(combined.size()), threads_,
+                   [&](int64_t i) { finish(*combined[i], combined[i]->shared, round); });
+      parallel_for(static_cast<int64_t>(split.size()), threads_,
+                   [&](int64_t i) { update(*split[i].unit, split[i].unit->shared, round, split[i].piece); });
+    }
+  }
+
+ private:
+  Layout layout(const Unit& u) const {
+    return Layout(u, group_, pages_.head_size, with_values_, rows_[u.row].mode != ScoreMode::none);
+  }
+
+  void plan(int threads) {
+    struct Cost {
+      int64_t row, tiles, work;
+    };
+    std::vector<Cost> costs;
+    int64_t total = 0;
+    for (int64_t i = 0; i < static_cast<int64_t>(rows_.size()); ++i) {
+      if (rows_[i].num_queries == 0) continue;
+      const int64_t tiles = Tiles(rows_[i].segments, pages_.block_size).count;
+      costs.push_back({i, tiles, tiles * rows_[i].num_queries});
+      total += costs.back().work * pages_.num_heads;
+    }
+    const int64_t bytes = total * kTile * pages_.head_size * pages_.item_size * 2;
+    threads_ = bytes < kMinParallelBytes ? 1 : threads;
+    std::stable_sort(costs.begin(), costs.end(), [](const Cost& a, const Cost& b) { return a.work > b.work; });
+    const int64_t share = std::max<int64_t>(1, total / (3 * threads_));
+    int64_t shared = 0;
+    for (const Cost& c : costs) {
+      const AttentionRow& row = rows_[c.row];
+      const int64_t chunks = (c.tiles + kChunkTiles - 1) / kChunkTiles;
+      int64_t at_once = std::max<int64_t>(1, kRowsAtOnce / group_);
+      if (row.mode != ScoreMode::none)
+        at_once = std::max<int64_t>(1, std::min(at_once, kStoredFloats / (chunks * kChunk * group_)));
+      at_once = std::min(at_once, row.num_queries);
+      int64_t pieces = 1;
+      if (threads_ > 1)
+        pieces = std::clamp<int64_t>(c.work / share, 1, std::max<int64_t>(1, c.tiles * kTile / kMinPieceEntries));
+      const int64_t per_piece = (chunks + pieces - 1) / pieces;
+      pieces = (chunks + per_piece - 1) / per_piece;
+      for (int64_t head = 0; head < pages_.num_heads; ++head) {
+        Unit u{c.row, head, c.tiles, at_once, pieces, per_piece, (row.num_queries + at_once - 1) / at_once};
+        if (pieces > 1) shared += layout(u).total;
+        units_.push_back(u);
+      }
+    }
+    if (shared == 0) return;
+    thread_local Scratch scratch;
+    float* next = scratch.floats(shared);
+    for (Unit& u : units_)
+      if (u.num_pieces > 1) {
+        u.shared = next;
+        next += layout(u).total;
+      }
+  }
+
+  int64_t num_queries(const Unit& u, int64_t round) const {
+    return std::min(u.queries_at_once, rows_[u.row].num_queries - round * u.queries_at_once);
+  }
+
+  Rows from(Rows rows, int64_t token) const {
+    const int64_t bytes = rows.dtype == DType::f32 ? 4 : 2;
+    if (rows.data) rows.data = static_cast<char*>(rows.data) + token * rows.token_stride * bytes;
+    return rows;
+  }
+
+  void attend(const Unit& u, float* partial, int64_t round, int64_t piece) const {
+    const AttentionRow& row = rows_[u.row];
+    const Layout l = layout(u);
+    thread_local Scratch scratch;
+    float* mine = partial + piece * l.piece;
+    float* stored = partial + u.num_pieces * l.piece;
+    Attend a{};
+    a.pages = &pages_;
+    a.segments = row.segments;
+    a.head = static_cast<int32_t>(u.head);
+    a.group = group_;
+    a.num_queries = static_cast<int32_t>(num_queries(u, round));
+    a.first_query = round * u.queries_at_once;
+    a.total_queries = row.num_queries;
+    a.tile_begin = piece * u.chunks_per_piece * kChunkTiles;
+    a.tile_end = std::min(u.num_tiles, (piece + 1) * u.chunks_per_piece * kChunkTiles);
+    a.query = from(row.query, a.first_query);
+    a.scale = scale_;
+    a.with_values = with_values_;
+    a.mode = row.mode;
+    a.stored = stored;
+    a.chunk_max = stored + l.rows * l.stored_stride;
+    a.stored_stride = l.stored_stride;
+    a.chunk_stride = l.chunk_stride;
+    a.maximum = mine;
+    a.sum = mine + l.rows;
+    a.accumulator = mine + l.piece - l.acc;
+    a.scratch = scratch.floats(kernels_.attend_scratch(l.rows, pages_.head_size));
+    kernels_.attend(a);
+  }
+
+  void finish(const Unit& u, float* partial, int64_t round) const {
+    const AttentionRow& row = rows_[u.row];
+    const Layout l = layout(u);
+    Finish f{};
+    f.pages = &pages_;
+    f.head = static_cast<int32_t>(u.head);
+    f.group = group_;
+    f.num_queries = static_cast<int32_t>(num_queries(u, round));
+    f.num_pieces = static_cast<int32_t>(u.num_pieces);
+    f.piece_stride = l.piece;
+    f.maximum = f.total_maximum = partial;
+    f.sum = f.total_sum = partial + l.rows;
+    f.accumulator = partial + l.piece - l.acc;
+    f.output = from(row.output, round * u.queries_at_once);
+    f.query_dtype = row.query.dtype;
+    f.with_values = with_values_;
+    kernels_.finish(f);
+  }
+
+  void update(const Unit& u, float* partial, int64_t round, int64_t piece) const {
+    const AttentionRow& row = rows_[u.row];
+    if (row.mode == ScoreMode::none) return;
+    const Layout l = layout(u);
+    thread_local Scratch scratch;
+    const float* stored = partial + u.num_pieces * l.piece;
+    Update x{};
+    x.pages = &pages_;
+    x.segments = row.segments;
+    x.head = static_cast<int32_t>(u.head);
+    x.group = group_;
+    x.num_queries = static_cast<int32_t>(num_queries(u, round));
+    x.first_query = round * u.queries_at_once;
+    x.total_queries = row.num_queries;
+    x.tile_begin = piece * u.chunks_per_piece * kChunkTiles;
+    x.tile_end = std::min(u.num_tiles, (piece + 1) * u.chunks_per_piece * kChunkTiles);
+    x.mode = row.mode;
+    x.decay = row.decay;
+    x.log_decay = std::log(row.decay);
+    x.log_share = std::log1p(-row.decay);
+    x.log_group = std::log(static_cast<float>(group_));
+    x.stored = stored;
+    x.chunk_max = stored + l.rows * l.stored_stride;
+    x.stored_stride = l.stored_stride;
+    x.chunk_stride = l.chunk_stride;
+    x.maximum = partial;
+    x.sum = partial + l.rows;
+    x.scores = row.scores ? row.scores + u.head * row.score_stride : nullptr;
+    x.aux = row.scores ? row.aux + u.head * row.score_stride : nullptr;
+    x.new_start_empty = new_start_empty_;
+    x.scratch = scratch.floats(l.rows);
+    kernels_.update(x);
+  }
+
+  const Kernels& kernels_;
+  const Pages& pages_;
+  const std::vector<AttentionRow>& rows_;
+  const int group_;
+  const float scale_;
+  const bool with_values_, new_start_empty_;
+  int threads_ = 1;
+  std::vector<Unit> units_;
+};
+
+}  // namespace
+
+void attend_rows(const Kernels& kernels, const Pages& pages, const std::vector<AttentionRow>& rows, int group,
+                 float scale, bool with_values, bool new_start_empty) {
+  Driver(kernels, pages, rows, group, scale, with_values, new_start_empty).run();
+}
+
+}  // namespace kvmerge

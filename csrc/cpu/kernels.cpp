@@ -1,0 +1,711 @@
+// The kernels of one instruction set level: compiled once per level, with KVM_LEVEL naming it.
+#include "kernels.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace kvmerge {
+namespace KVM_LEVEL {
+namespace {
+
+#include "simd.h"
+#include "tiles.h"
+
+alignas(64) const char kZeros[kMaxHeadSize * 4] = {};
+
+inline int64_t padded(int64_t head_size) { return (head_size + 31) / 32 * 32; }
+
+// Consecutive tiles of a chunk that lie in one block.
+struct Run {
+  int32_t first, count;  // tiles of the chunk
+  int32_t lo, hi;        // live lanes, counted from the first tile's lane 0
+  int64_t block, entry;  // entry: index of lane 0
+  int32_t offset;        // of lane 0 in the block
+  bool front;
+};
+
+// Touches cache lines a fixed distance ahead of what is being read, through K and V, chunk after chunk. Processors
+// follow the lines of a page by themselves, but neither from page to page nor from block to block.
+class Prefetcher {
+ public:
+  static constexpr int64_t kDistance = 256;  // cache lines
+  static constexpr int64_t kStep = 1;      // one of so many lines is touched
+
+  void add(const char* start, int64_t bytes) {
+    if (count_ < kMaxRanges) ranges_[count_++] = Range{start, bytes / 64};
+  }
+  // Forgets the ranges behind, to make room.
+  void compact() {
+    for (int i = current_; i < count_; ++i) ranges_[i - current_] = ranges_[i];
+    count_ -= current_;
+    current_ = 0;
+  }
+  // Where the next `lines` lines begin: the caller touches them one by one. At the end of a range some of the next one's
+  // are touched twice.
+  inline const char* claim(int64_t lines) {
+    const char* start = next_;
+    while (lines > left_ && current_ < count_) {
+      for (int64_t i = 0; i < left_; i += kStep) prefetch(next_ + i * 64);
+      lines -= left_;
+      start = next_ = ranges_[current_].start;
+      left_ = ranges_[current_++].lines;
+    }
+    lines = min64(lines, left_);
+    next_ += lines * 64;
+    left_ -= lines;
+    return start;
+  }
+  void take(int64_t lines) {
+    const char* start = claim(lines);
+    for (int64_t i = 0; i < lines; i += kStep) prefetch(start + i * 64);
+  }
+
+ private:
+  struct Range {
+    const char* start;
+    int64_t lines;
+  };
+  static constexpr int kMaxRanges = 4 * kChunkTiles;
+  Range ranges_[kMaxRanges];
+  int count_ = 0, current_ = 0;
+  const char* next_ = kZeros;
+  int64_t left_ = 0;
+};
+
+// What a chunk's kernels work on. Weights and logits of row r start at r * kChunk, accumulators at r * acc_stride.
+template <class T, class Q>
+struct Chunk {
+  const Run* runs;
+  int num_runs, rows, head_size, block_size;
+  const T *keys[kChunkTiles], *values[kChunkTiles];  // per run, of lane 0
+  const Q* query;
+  float scale;
+  float* logits;
+  const Q* weights;
+  float* accumulator;
+  int64_t acc_stride;
+  Prefetcher* ahead;
+};
+
+// Calls f.rows<N>(r) for groups of N rows from r on, N a power of two up to `Largest`.
+template <int Largest, class F>
+inline void for_row_groups(int rows, const F& f, int r = 0) {
+  for (; rows - r >= Largest; r += Largest) f.template rows<Largest>(r);
+  if constexpr (Largest > 1)
+    if (r < rows) for_row_groups<Largest / 2>(rows, f, r);
+}
+
+// ---- Kernels for any type: keys and values become float32 as they are read ------------------------------------------
+
+constexpr int kVectors = 2;                        // per row of accumulators
+constexpr int kRowsAtOnce = kLanes == 16 ? 8 : 4;  // as many accumulators as there are registers for
+
+// out[r, t] = sum_i q[r, i] k[i, t] for the kTile lanes t of a tile.
+template <class T>
+struct TileLogits {
+  static constexpr int64_t kLines = kTile * sizeof(T) / 64;
+  const T* k;
+  int64_t stride;
+  int d;
+  const float* q;
+  float* out;
+  Prefetcher* ahead;
+  template <int N>
+  inline void rows(int first) const {
+    const char* touched = first == 0 ? ahead->claim(d * kLines) : kZeros;
+    for (int t = 0; t < kTile; t += kVectors * kLanes) {
+      VF sum[N][kVectors] = {};
+      for (int i = 0; i < d; ++i) {
+        VF key[kVectors];
+        for (int v = 0; v < kVectors; ++v) key[v] = load(k + i * stride + t + v * kLanes);
+        for (int r = 0; r < N; ++r) {
+          const VF query = broadcast(q[(first + r) * d + i]);
+          for (int v = 0; v < kVectors; ++v) sum[r][v] += query * key[v];
+        }
+        if (t == 0) prefetch(first == 0 ? touched + i * kLines * 64 : touched);
+      }
+      for (int r = 0; r < N; ++r)
+        for (int v = 0; v < kVectors; ++v) store(out + (first + r) * kChunk + t + v * kLanes, sum[r][v]);
+    }
+  }
+};
+
+// acc[r, e] += sum_t p[r, t] v[t, e] over the lanes [lo, hi) of a tile.
+template <class T>
+struct TileValues {
+  const T* v;
+  int d, lo, hi;
+  const float* p;
+  float* acc;
+  int64_t acc_stride;
+  Prefetcher* ahead;
+  template <int N>
+  inline void rows(int first) const {
+    int e = 0;
+    for (; e + kVectors * kLanes <= d; e += kVectors * kLanes) columns<N, kVectors>(first, e);
+    if (e < d) columns<N, 1>(first, e);  // d is a multiple of 16, and so of kLanes
+  }
+  template <int N, int V>
+  inline void columns(int first, int e) const {
+    VF sum[N][V];
+    for (int r = 0; r < N; ++r)
+      for (int j = 0; j < V; ++j) sum[r][j] = load(acc + (first + r) * acc_stride + e + j * kLanes);
+    for (int t = lo; t < hi; ++t) {
+      VF value[V];
+      for (int j = 0; j < V; ++j) value[j] = load(v + t * d + e + j * kLanes);
+      for (int r = 0; r < N; ++r) {
+        const VF weight = broadcast(p[(first + r) * kChunk + t]);
+        for (int j = 0; j < V; ++j) sum[r][j] += weight * value[j];
+      }
+    }
+    if (first == 0) ahead->take((hi - lo) * V * kLanes * static_cast<int64_t>(sizeof(T)) / 64);
+    for (int r = 0; r < N; ++r)
+      for (int j = 0; j < V; ++j) store(acc + (first + r) * acc_stride + e + j * kLanes, sum[r][j]);
+  }
+};
+
+template <class T>
+void chunk_logits(const Chunk<T, float>& c) {
+  for (int i = 0; i < c.num_runs; ++i)
+    for (int j = 0; j < c.runs[i].count; ++j) {
+      float* out = c.logits + (c.runs[i].first + j) * kTile;
+      for_row_groups<kRowsAtOnce>(
+          c.rows, TileLogits<T>{c.keys[i] + j * kTile, c.block_size, c.head_size, c.query, out, c.ahead});
+    }
+}
+
+template <class T>
+void chunk_values(const Chunk<T, float>& c) {
+  for (int i = 0; i < c.num_runs; ++i)
+    for (int j = 0; j < c.runs[i].count; ++j) {
+      const int lo = static_cast<int>(max64(0, c.runs[i].lo - j * kTile));
+      const int hi = static_cast<int>(min64(kTile, c.runs[i].hi - j * kTile));
+      const T* v = c.values[i] + static_cast<int64_t>(j) * kTile * c.head_size;
+      const float* p = c.weights + (c.runs[i].first + j) * kTile;
+      for_row_groups<kRowsAtOnce>(
+          c.rows, TileValues<T>{v, c.head_size, lo, hi, p, c.accumulator, c.acc_stride, c.ahead});
+    }
+}
+
+// ---- Kernels with AVX512_BF16's dot products of pairs ----------------------------------------------------------------
+//
+// Two rows are interleaved in registers, so that each 32-bit lane holds the pair that belongs together. Interleaving
+// works within 128 bits: of 32 columns, the low half of the result has 0-3, 8-11, 16-19, 24-27, the high half the rest.
+// Accumulators stay in that order until the end.
+//
+// Memory is fastest when read as it lies, row after row. Registers hold W groups of 32 columns for N queries, W * N <= 8;
+// wider rows are taken a few at a time, 16 KiB together, so that what is left of them comes from the first-level cache.
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+constexpr int kCachedBytes = 16384;
+
+inline __m512bh pair_of(const BF16* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return bit_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
+// acc[r, columns] += sum over pairs of rows i, i + 1 < count of q[r, i] x[i] + q[r, i + 1] x[i + 1]
+template <int W, bool kMasked = false>
+struct PairProducts {
+  const BF16* x;
+  int64_t stride;
+  int count;
+  const BF16* q;
+  int64_t q_stride;
+  float* acc;
+  int64_t acc_stride;
+  bool from_zero;
+  Prefetcher* ahead;
+  template <int N>
+  inline void rows(int first) const {
+    __m512 low[N][W], high[N][W];
+    float* out = acc + first * acc_stride;
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r)
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w) {
+        low[r][w] = from_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * acc_stride + w * 32);
+        high[r][w] = from_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * acc_stride + w * 32 + 16);
+      }
+    const BF16* query = q + first * q_stride;
+    const char* touched = ahead && first == 0 ? ahead->claim(count * W) : kZeros;
+    const int64_t step = touched == kZeros ? 0 : 64;
+    for (int i = 0; i < count; i += 2) {
+      const BF16 *even = x + i * stride, *odd = even + stride;
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w) {
+        const __m512i a = kMasked ? _mm512_maskz_loadu_epi16(0xffffu, even) : _mm512_loadu_si512(even + w * 32);
+        const __m512i b = kMasked ? _mm512_maskz_loadu_epi16(0xffffu, odd) : _mm512_loadu_si512(odd + w * 32);
+        const __m512bh ab_low = bit_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
+        const __m512bh ab_high = bit_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
+#pragma GCC unroll 8
+        for (int r = 0; r < N; ++r) {
+          const __m512bh pair = pair_of(query + r * q_stride + i);
+          low[r][w] = _mm512_dpbf16_ps(low[r][w], ab_low, pair);
+          high[r][w] = _mm512_dpbf16_ps(high[r][w], ab_high, pair);
+        }
+      }
+#pragma GCC unroll 8
+      for (int w = 0; w < 2 * W; w += Prefetcher::kStep) prefetch(touched + w * step);
+      touched += 2 * W * step;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r)
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w) {
+        _mm512_storeu_ps(out + r * acc_stride + w * 32, low[r][w]);
+        _mm512_storeu_ps(out + r * acc_stride + w * 32 + 16, high[r][w]);
+      }
+  }
+};
+
+// acc[r, e] += sum_i q[r, i] x[i, e] for `width` columns e, a few rows of x after the other.
+template <int W>
+inline void multiply(const BF16* x, int64_t stride, int count, int width, const BF16* q, int64_t q_stride, int rows,
+                     float* acc, int64_t acc_stride, bool from_zero, Prefetcher* ahead) {
+  const int step = width <= W * 32 ? count : static_cast<int>(max64(2, kCachedBytes / (2 * width) & ~1));
+  for (int i = 0; i < count; i += step) {
+    const int some = static_cast<int>(min64(step, count - i));
+    const bool zero = from_zero && i == 0;
+    const BF16 *block = x + i * stride, *weights = q + i;
+    int e = 0;
+    for (; e + W * 32 <= width; e += W * 32)
+      for_row_groups<8 / W>(
+          rows, PairProducts<W>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
+    if constexpr (W > 2)
+      if (e + 64 <= width) {
+        for_row_groups<4>(
+            rows, PairProducts<2>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
+        e += 64;
+      }
+    if constexpr (W > 1)
+      if (e + 32 <= width) {
+        for_row_groups<8>(
+            rows, PairProducts<1>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
+        e += 32;
+      }
+    if (e < width)  // 16 columns
+      for_row_groups<8>(
+          rows, PairProducts<1, true>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
+  }
+}
+
+inline void multiply(const BF16* x, int64_t stride, int count, int width, const BF16* q, int64_t q_stride, int rows,
+                     float* acc, int64_t acc_stride, bool from_zero, Prefetcher* ahead) {
+  const auto run = rows >= 8 ? multiply<1> : rows >= 4 ? multiply<2> : multiply<4>;
+  run(x, stride, count, width, q, q_stride, rows, acc, acc_stride, from_zero, ahead);
+}
+
+void chunk_logits(const Chunk<BF16, BF16>& c) {
+  for (int i = 0; i < c.num_runs; ++i)
+    multiply(c.keys[i], c.block_size, c.head_size, c.runs[i].count * kTile, c.query, c.head_size, c.rows,
+             c.logits + c.runs[i].first * kTile, kChunk, true, c.ahead);
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const __m512 scale = _mm512_set1_ps(c.scale);
+  const Run& last = c.runs[c.num_runs - 1];
+  for (int r = 0; r < c.rows; ++r)
+    for (int t = 0; t < (last.first + last.count) * kTile; t += kTile) {
+      float* x = c.logits + r * kChunk + t;
+      const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
+      _mm512_storeu_ps(x, _mm512_mul_ps(_mm512_permutex2var_ps(low, first, high), scale));
+      _mm512_storeu_ps(x + 16, _mm512_mul_ps(_mm512_permutex2var_ps(low, second, high), scale));
+    }
+}
+
+// Adds `count` rows of V, an even number.
+inline void values_of_rows(const Chunk<BF16, BF16>& c, const BF16* v, int count, const BF16* weights,
+                           Prefetcher* ahead) {
+  multiply(v, c.head_size, count, c.head_size, weights, kChunk, c.rows, c.accumulator, c.acc_stride, false, ahead);
+}
+
+void chunk_values(const Chunk<BF16, BF16>& c) {
+  const int d = c.head_size;
+  for (int i = 0; i < c.num_runs; ++i) {
+    const Run& run = c.runs[i];
+    const BF16 *v = c.values[i], *weights = c.weights + run.first * kTile;
+    // What shares a pair with a live entry at the border is not one, and may hold anything.
+    const auto border = [&](int even, const BF16* first, const BF16* second) {
+      alignas(64) BF16 rows[2 * kMaxHeadSize];
+      __builtin_memcpy(rows, first, d * sizeof(BF16));
+      __builtin_memcpy(rows + d, second, d * sizeof(BF16));
+      values_of_rows(c, rows, 2, weights + even, nullptr);
+    };
+    const BF16* zeros = reinterpret_cast<const BF16*>(kZeros);
+    int lo = run.lo, hi = run.hi;
+    if (lo % 2) {
+      border(lo - 1, zeros, v + static_cast<int64_t>(lo) * d);
+      ++lo;
+    }
+    if (hi % 2 && hi > lo) {
+      border(hi - 1, v + static_cast<int64_t>(hi - 1) * d, zeros);
+      --hi;
+    }
+    if (lo < hi) values_of_rows(c, v + static_cast<int64_t>(lo) * d, hi - lo, weights + lo, c.ahead);
+  }
+}
+
+inline void to_weights(const float* p, int count, BF16* out) {  // count: a multiple of 32
+  for (int t = 0; t < count; t += 32) {
+    const __m512 a = _mm512_loadu_ps(p + t), b = _mm512_loadu_ps(p + t + 16);
+    _mm512_storeu_si512(out + t, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+  }
+}
+
+inline int pair_order(int e) { return (e & ~31) + (e >> 2 & 1) * 16 + (e >> 3 & 3) * 4 + (e & 3); }
+#else
+constexpr bool kHasPairs = false;
+#endif
+
+inline void to_weights(const float*, int, float*) {}  // they are used as they are
+
+// What queries and weights are kept as beside a cache of T.
+template <class T, bool kPairs>
+struct Operand {
+  typedef float type;
+};
+template <>
+struct Operand<BF16, true> {
+  typedef BF16 type;
+};
+
+inline float element(const Rows& rows, int64_t index) {
+  if (rows.dtype == DType::f32) return static_cast<const float*>(rows.data)[index];
+  if (rows.dtype == DType::bf16) return to_float(static_cast<const BF16*>(rows.data)[index]);
+  return to_float(static_cast<const F16*>(rows.data)[index]);
+}
+
+int64_t attend_scratch(int64_t rows, int64_t head_size) {
+  return rows * (head_size + kChunk + kChunk / 2) + 64;  // queries, logits, weights as bfloat16
+}
+
+// Splits the tiles [begin, end), at most kChunkTiles, into runs; returns their number.
+int find_runs(const Tiles& tiles, int64_t begin, int64_t end, Run* runs) {
+  int count = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const Tile t = tiles[i];
+    if (count > 0) {
+      Run& last = runs[count - 1];
+      if (last.block == t.block && last.front == t.front && last.offset + last.count * kTile == t.offset) {
+        last.hi = last.count * kTile + t.hi;
+        ++last.count;
+        continue;
+      }
+    }
+    runs[count++] = Run{static_cast<int32_t>(i - begin), 1, t.lo, t.hi, t.block, t.entry, t.offset, t.front};
+  }
+  return count;
+}
+
+void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) {
+  const Pages& pages = *a.pages;
+  const int64_t row_bytes = static_cast<int64_t>(pages.head_size) * pages.item_size;
+  for (int i = 0; i < count; ++i)
+    ahead.add(region(pages, runs[i].block, a.head) + runs[i].offset * row_bytes, runs[i].count * kTile * row_bytes);
+  if (!a.with_values) return;
+  for (int i = 0; i < count; ++i)
+    ahead.add(region(pages, runs[i].block, a.head) + (pages.block_size + runs[i].offset + runs[i].lo) * row_bytes,
+              (runs[i].hi - runs[i].lo) * row_bytes);
+}
+
+template <class T, bool kPairs>
+void attend_as(const Attend& a) {
+  typedef typename Operand<T, kPairs>::type Q;
+  const Pages& pages = *a.pages;
+  const Tiles tiles(a.segments, pages.block_size);
+  const int d = pages.head_size, rows = a.num_queries * a.group;
+  const int64_t acc_stride = padded(d), bs = pages.block_size, num_entries = tiles.num_entries();
+  const bool softmax = a.mode != ScoreMode::log_ema || a.with_values;
+  if (a.with_values)
+    for (int64_t i = 0; i < rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
+
+  Prefetcher ahead;
+  Run runs[kChunkTiles], next_runs[kChunkTiles];
+  int num_next = find_runs(tiles, a.tile_begin, min64(a.tile_begin + kChunkTiles, a.tile_end), next_runs);
+  add_ranges(ahead, a, next_runs, num_next);
+  ahead.take(Prefetcher::kDistance);
+
+  Q* q = reinterpret_cast<Q*>(a.scratch);
+  float* logits = a.scratch + (rows * d + 15) / 16 * 16;
+  Q* weights = reinterpret_cast<Q*>(kPairs ? logits + rows * kChunk : logits);
+  for (int r = 0; r < rows; ++r) {
+    const int64_t token = r / a.group, head = static_cast<int64_t>(a.head) * a.group + r % a.group;
+    const int64_t start = token * a.query.token_stride + head * a.query.head_stride;
+    // Pairs multiply the queries as they are, and their sum is scaled; float32 queries are scaled beforehand.
+    for (int i = 0; i < d; ++i) {
+      const float x = element(a.query, start + i);
+      q[r * d + i] = from_float<Q>(kPairs ? x : x * a.scale);
+    }
+    a.maximum[r] = kLowest;
+    a.sum[r] = 0.0f;
+  }
+
+  const int64_t first_limit = num_entries - a.total_queries + a.first_query + 1;  // entries that row 0 sees
+  for (int64_t chunk = a.tile_begin; chunk < a.tile_end; chunk += kChunkTiles) {
+    const int count = static_cast<int>(min64(kChunkTiles, a.tile_end - chunk)), width = count * kTile;
+    const int num_runs = num_next;
+    for (int i = 0; i < num_runs; ++i) runs[i] = next_runs[i];
+    ahead.compact();
+    num_next = find_runs(tiles, chunk + count, min64(chunk + count + kChunkTiles, a.tile_end), next_runs);
+    add_ranges(ahead, a, next_runs, num_next);
+
+    Chunk<T, Q> c{runs, num_runs, rows, d, static_cast<int>(bs), {}, {}, q, a.scale, logits, weights, a.accumulator,
+                  acc_stride, &ahead};
+    for (int i = 0; i < num_runs; ++i) {
+      const T* start = reinterpret_cast<const T*>(region(pages, runs[i].block, a.head));
+      c.keys[i] = start + runs[i].offset;
+      c.values[i] = start + (bs + runs[i].offset) * d;
+    }
+    chunk_logits(c);
+    if (a.mode == ScoreMode::log_ema)
+      for (int r = 0; r < rows; ++r)
+        __builtin_memcpy(a.stored + r * a.stored_stride + chunk * kTile, logits + r * kChunk, width * sizeof(float));
+    if (!softmax) continue;
+    for (int i = 0; i < num_runs; ++i) {
+      const Run& run = runs[i];
+      float* of_run = logits + run.first * kTile;
+      if (run.front) {
+        const float* votes = plane(pages, run.block, a.head, kLogVotes) + run.offset;
+        for (int v = 0; v < run.hi; v += kLanes) {
+          const VF vote = load(votes + v);
+          const VI dead = vote == broadcast(-kInfinity);
+          for (int r = 0; r < rows; ++r) {
+            float* x = of_run + r * kChunk + v;
+            store(x, select(dead, vote, load(x) + vote));
+          }
+        }
+      }
+      if (run.lo == 0 && run.hi == run.count * kTile && run.entry + run.hi <= first_limit) continue;
+      for (int r = 0; r < rows; ++r) {
+        const int64_t stop = min64(run.hi, first_limit + r / a.group - run.entry);
+        float* x = of_run + r * kChunk;
+        for (int64_t t = 0; t < run.lo; ++t) x[t] = -kInfinity;
+        for (int64_t t = max64(0, stop); t < run.count * kTile; ++t) x[t] = -kInfinity;
+      }
+    }
+    for (int r = 0; r < rows; ++r) {
+      float* x = logits + r * kChunk;
+      VF largest = load(x);
+      for (int i = kLanes; i < width; i += kLanes) largest = maximum(largest, load(x + i));
+      const float chunk_maximum = horizontal_max(largest), old = a.maximum[r];
+      if (chunk_maximum > old) {
+        const VF factor = exp(broadcast(old - chunk_maximum));
+        a.maximum[r] = chunk_maximum;
+        a.sum[r] *= factor[0];
+        if (a.with_values)
+          for (int64_t i = 0; i < acc_stride; i += kLanes) {
+            float* acc = a.accumulator + r * acc_stride + i;
+            store(acc, load(acc) * factor);
+          }
+      }
+      const VF top = broadcast(a.maximum[r]);
+      VF total = {};
+      for (int i = 0; i < width; i += kLanes) {
+        const VF weight = exp(load(x + i) - top);
+        total += weight;
+        store(x + i, weight);
+      }
+      a.sum[r] += horizontal_sum(total);
+      if (a.mode == ScoreMode::sum || a.mode == ScoreMode::mean) {
+        __builtin_memcpy(a.stored + r * a.stored_stride + chunk * kTile, x, width * sizeof(float));
+        a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
+      }
+      to_weights(x, width, weights + r * kChunk);
+    }
+    if (a.with_values) chunk_values(c);
+  }
+}
+
+// Whether pairs are used; they need bfloat16 queries, because others would lose bits.
+inline bool uses_pairs(const Pages& pages, DType query) {
+  return kHasPairs && pages.dtype == DType::bf16 && query == DType::bf16;
+}
+
+void attend(const Attend& a) {
+  if (a.pages->dtype == DType::f32) return attend_as<float, false>(a);
+  if (a.pages->dtype == DType::f16) return attend_as<F16, false>(a);
+  if (uses_pairs(*a.pages, a.query.dtype)) return attend_as<BF16, kHasPairs>(a);
+  return attend_as<BF16, false>(a);
+}
+
+void finish(const Finish& f) {
+  const int rows = f.num_queries * f.group, d = f.pages->head_size;
+  const int64_t acc_stride = padded(d);
+  for (int r = 0; r < rows; ++r) {
+    float top = f.maximum[r], total = 0.0f;
+    for (int i = 1; i < f.num_pieces; ++i) {
+      const float m = f.maximum[i * f.piece_stride + r];
+      top = m > top ? m : top;
+    }
+    alignas(64) float sum[kMaxHeadSize] = {};
+    for (int i = 0; i < f.num_pieces; ++i) {
+      const VF factor = exp(broadcast(f.maximum[i * f.piece_stride + r] - top));
+      total += f.sum[i * f.piece_stride + r] * factor[0];
+      if (f.with_values)
+        for (int64_t e = 0; e < acc_stride; e += kLanes)
+          store(sum + e, load(sum + e) + factor * load(f.accumulator + i * f.piece_stride + r * acc_stride + e));
+    }
+    f.total_maximum[r] = top;
+    f.total_sum[r] = total;
+    if (!f.with_values) continue;
+    const float inverse = total > 0.0f ? 1.0f / total : (total == 0.0f ? 0.0f : total);
+    const int64_t token = r / f.group, head = static_cast<int64_t>(f.head) * f.group + r % f.group;
+    const int64_t start = token * f.output.token_stride + head * f.output.head_stride;
+    const bool in_pairs = uses_pairs(*f.pages, f.query_dtype);
+    for (int e = 0; e < d; ++e) {
+#if defined(__AVX512BF16__)
+      const float x = sum[in_pairs ? pair_order(e) : e] * inverse;
+#else
+      (void)in_pairs;
+      const float x = sum[e] * inverse;
+#endif
+      if (f.output.dtype == DType::f32) static_cast<float*>(f.output.data)[start + e] = x;
+      else if (f.output.dtype == DType::bf16) static_cast<BF16*>(f.output.data)[start + e] = from_float<BF16>(x);
+      else static_cast<F16*>(f.output.data)[start + e] = from_float<F16>(x);
+    }
+  }
+}
+
+// Lanes whose index from `first` on is below `limit`.
+inline VI below(int64_t first, int64_t limit) {
+  const int64_t count = max64(-1, min64(kLanes, limit - first));
+  return iota() < broadcast(static_cast<float>(count));
+}
+
+// scores, aux: the statistics of a tile; first: what lane 0's entry is; stored: of row 0, at the tile.
+void update_tile(const Update& u, float* scores, float* aux, int64_t first, const float* stored, const float* factor,
+                 int64_t num_entries) {
+  const int64_t num_old = num_entries - u.total_queries;
+  const float log_decay = u.log_decay, log_share = u.log_share, log_group = u.log_group;
+  for (int v = 0; v < kTile; v += kLanes) {
+    VF score = load(scores + v), seen = load(aux + v);
+    if (u.new_start_empty && u.first_query == 0) {
+      const VI old = below(first + v, num_old);
+      score = select(old, score, VF{});
+      seen = select(old, seen, VF{});
+    }
+    for (int j = 0; j < u.num_queries; ++j) {
+      const float* x = stored + static_cast<int64_t>(j) * u.group * u.stored_stride + v;
+      const VI visible = below(first + v, num_old + u.first_query + j + 1);
+      const VF counted = select(visible, broadcast(1.0f), VF{});
+      if (u.mode != ScoreMode::log_ema) {
+        VF total = {};
+        for (int g = 0; g < u.group; ++g)
+          total += load(x + g * u.stored_stride) * broadcast(factor[j * u.group + g]);
+        score = score * u.decay + total;
+        if (u.mode == ScoreMode::mean) seen += counted;
+        continue;
+      }
+      VF top = load(x), total = {};
+      for (int g = 1; g < u.group; ++g) top = maximum(top, load(x + g * u.stored_stride));
+      for (int g = 0; g < u.group; ++g) total += exp(load(x + g * u.stored_stride) - top);
+      const VF level = top + log(total) - log_group;
+      const VF past = select(seen > VF{}, score + log_decay, broadcast(-kInfinity));
+      score = select(visible, log_add_exp(past, level + log_share), score);
+      seen += counted;
+    }
+    if (u.mode == ScoreMode::log_ema) score = select(seen > VF{}, score, VF{});
+    store(scores + v, score);
+    store(aux + v, seen);
+  }
+}
+
+void update(const Update& u) {
+  const Pages& pages = *u.pages;
+  const Tiles tiles(u.segments, pages.block_size);
+  const int rows = u.num_queries * u.group;
+  const int64_t num_entries = tiles.num_entries();
+  for (int64_t i = u.tile_begin; i < u.tile_end; ++i) {
+    if (u.mode != ScoreMode::log_ema && (i == u.tile_begin || i % kChunkTiles == 0))
+      for (int r = 0; r < rows; ++r) {
+        const float m = u.chunk_max[r * u.chunk_stride + i / kChunkTiles];
+        u.scratch[r] = exp(broadcast(m - u.maximum[r]))[0] / u.sum[r];
+      }
+    const Tile t = tiles[i];
+    float* scores = u.scores ? u.scores + t.entry : plane(pages, t.block, u.head, kScores) + t.offset;
+    float* aux = u.scores ? u.aux + t.entry : plane(pages, t.block, u.head, kAux) + t.offset;
+    const float* stored = u.stored + i * kTile;
+    if (t.lo == 0 && t.hi == kTile) {
+      update_tile(u, scores, aux, t.entry, stored, u.scratch, num_entries);
+      continue;
+    }
+    alignas(64) float some_scores[kTile] = {}, some_aux[kTile] = {};
+    for (int k = t.lo; k < t.hi; ++k) some_scores[k] = scores[k], some_aux[k] = aux[k];
+    update_tile(u, some_scores, some_aux, t.entry, stored, u.scratch, num_entries);
+    for (int k = t.lo; k < t.hi; ++k) scores[k] = some_scores[k], aux[k] = some_aux[k];
+  }
+}
+
+int64_t similar_scratch(int64_t num_members) { return num_members * (kChunk + 2 * kTile); }
+
+template <class Q>
+void similar_as(const Similar& x) {
+  const int rows = x.num_members, d = x.head_size;
+  const Q* members = static_cast<const Q*>(x.members);
+  const int64_t num_tiles = (x.num_carriers + kTile - 1) / kTile;
+  float *products = x.scratch, *best = products + rows * kChunk;  // best and where: kTile candidates per member
+  int32_t* where = reinterpret_cast<int32_t*>(best + rows * kTile);
+  for (int i = 0; i < rows * kTile; ++i) best[i] = -kInfinity, where[i] = 0;
+  Prefetcher none;
+  for (int64_t first = 0; first < num_tiles; first += kChunkTiles) {
+    Run runs[kChunkTiles];
+    Chunk<Q, Q> c{runs, 0, rows, d, kTile, {}, {}, members, 1.0f, products, nullptr, nullptr, 0, &none};
+    for (; c.num_runs < kChunkTiles && first + c.num_runs < num_tiles; ++c.num_runs) {
+      runs[c.num_runs] = Run{c.num_runs, 1, 0, kTile, 0, 0, 0, false};
+      c.keys[c.num_runs] = static_cast<const Q*>(x.carriers) + (first + c.num_runs) * kTile * d;
+    }
+    chunk_logits(c);
+    for (int i = 0; i < c.num_runs; ++i)
+      for (int v = 0; v < kTile; v += kLanes) {
+        const int32_t carrier = static_cast<int32_t>((first + i) * kTile + v);
+        if (carrier >= x.num_carriers) break;
+        const VF inverse = load(x.inverse + carrier);
+        const VI in_range = iota() < broadcast(static_cast<float>(min64(kLanes, x.num_carriers - carrier)));
+        for (int r = 0; r < rows; ++r) {
+          const VF product = load(products + r * kChunk + i * kTile + v) * inverse;
+          float* b = best + r * kTile + v;
+          const VF old = load(b), old_where = load(reinterpret_cast<float*>(where) + r * kTile + v);
+          const VI better = (product > old) & in_range;
+          store(b, select(better, product, old));
+          store(reinterpret_cast<float*>(where) + r * kTile + v,
+                select(better, bit_cast<VF>(VI{} + carrier / kTile * kTile), old_where));
+        }
+      }
+  }
+  for (int r = 0; r < rows; ++r) {
+    x.best[r] = -kInfinity;
+    x.where[r] = 0;
+    for (int lane = 0; lane < kTile; ++lane) {
+      const float candidate = best[r * kTile + lane];
+      const int32_t at = where[r * kTile + lane] + lane;
+      if (candidate > x.best[r] || (candidate == x.best[r] && at < x.where[r])) {
+        x.best[r] = candidate;
+        x.where[r] = at;
+      }
+    }
+  }
+}
+
+void similar(const Similar& x) {
+#if defined(__AVX512BF16__)
+  if (x.in_pairs) return similar_as<BF16>(x);
+#endif
+  similar_as<float>(x);
+}
+
+}  // namespace
+
+#define KVM_TEXT_(x) #x
+#define KVM_TEXT(x) KVM_TEXT_(x)
+
+const Kernels& kernels() {
+  static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
+                                    finish, update, similar_scratch, similar};
+  return table;
+}
+
+}  // namespace KVM_LEVEL
+}  // namespace kvmerge

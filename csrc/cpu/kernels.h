@@ -1,0 +1,117 @@
+// What the level-independent drivers hand to the kernels of one instruction set level.
+//
+// Everything here is plain data: kernels.cpp is compiled once per level, and no inline function may be shared between
+// objects compiled with different instruction sets (the linker would keep any one of the copies).
+#pragma once
+
+#include <cstdint>
+
+namespace kvmerge {
+
+enum class DType : int32_t { f32, bf16, f16 };
+
+enum class ScoreMode : int32_t { none, sum, mean, log_ema };
+
+// Attention works on tiles of 32 slots within a block; a chunk of tiles shares one running maximum.
+constexpr int kTile = 32;
+constexpr int kChunkTiles = 4;
+constexpr int kChunk = kTile * kChunkTiles;
+constexpr int kMaxHeadSize = 256;
+
+// One layer's cache. A (block, head) region holds K [head_size, block_size], V [block_size, head_size] in the cache
+// dtype, then four planes [block_size] of 4 bytes: log_votes, scores, aux, positions (kernels/page.py).
+struct Pages {
+  char* base;
+  int64_t block_stride, head_stride;  // bytes
+  int64_t num_blocks;
+  int32_t num_heads, head_size, block_size, item_size;
+  DType dtype;
+};
+
+// The live entries of one sequence: logical slots [0, front) and [tail, seq_len).
+struct Segments {
+  const int32_t* blocks;
+  int64_t front, tail, seq_len;
+};
+
+// Rows of a [tokens, heads, head_size] tensor; strides in elements.
+struct Rows {
+  void* data;
+  int64_t token_stride, head_stride;
+  DType dtype;
+};
+
+// Attention of some queries of one KV head over the tiles [tile_begin, tile_end) of a sequence: a partial result.
+// R = num_queries * group rows, row r = (query r / group, query head r % group).
+struct Attend {
+  const Pages* pages;
+  Segments segments;
+  int32_t head, group, num_queries;
+  int64_t first_query, total_queries;  // of the queries whose keys are the sequence's newest total_queries entries
+  int64_t tile_begin, tile_end;        // begins at a multiple of kChunkTiles
+  Rows query;                          // of token first_query
+  float scale;
+  bool with_values;   // otherwise only the logits are wanted (and their softmax, unless mode is log_ema)
+  ScoreMode mode;     // what to store for the score update
+  float* stored;      // [R, stored_stride]: exp(logit - chunk maximum), or for log_ema the logits without bias
+  float* chunk_max;   // [R, chunk_stride]: the maximum that a chunk's stored values are relative to
+  int64_t stored_stride, chunk_stride;  // both indexed from the sequence's first tile
+  float* maximum;     // [R] out
+  float* sum;         // [R] out: of exp(logit - maximum)
+  float* accumulator; // [R, padded head size] out: values weighted by exp(logit - maximum), in the level's own order
+  float* scratch;     // attend_scratch(R, head_size) floats
+};
+
+// Combines the partial results of a sequence's pieces and writes the output.
+struct Finish {
+  const Pages* pages;
+  int32_t head, group, num_queries, num_pieces;
+  int64_t piece_stride;  // floats between the pieces' partial results
+  const float *maximum, *sum, *accumulator;
+  Rows output;
+  DType query_dtype;  // as in Attend: decides the order of the accumulators
+  bool with_values;
+  float *total_maximum, *total_sum;  // [R] out, may be the first piece's
+};
+
+// Updates the statistics of the entries in the tiles [tile_begin, tile_end) from what attention stored.
+struct Update {
+  const Pages* pages;
+  Segments segments;
+  int32_t head, group, num_queries;
+  int64_t first_query, total_queries;
+  int64_t tile_begin, tile_end;
+  ScoreMode mode;
+  float decay, log_decay, log_share, log_group;  // ln decay, ln(1 - decay), ln group
+  const float *stored, *chunk_max;
+  int64_t stored_stride, chunk_stride;
+  const float *maximum, *sum;  // [R], over all pieces
+  float *scores, *aux;         // [entries] of this head, or null: the planes of the pages
+  bool new_start_empty;        // whether the total_queries newest entries start from nothing
+  float* scratch;              // [R]
+};
+
+// The carrier whose dot product with a member, divided by the carrier's length, is largest; the first of several.
+struct Similar {
+  bool in_pairs;  // whether keys are bfloat16; otherwise float32
+  int32_t head_size, num_members, num_carriers;
+  const void* members;   // [num_members, head_size]
+  const void* carriers;  // tiles [head_size, kTile]
+  const float* inverse;  // [num_carriers] rounded up to tiles: 1 / length
+  float* best;           // [num_members] out
+  int32_t* where;        // [num_members] out
+  float* scratch;        // similar_scratch(num_members) floats
+};
+
+struct Kernels {
+  const char* name;
+  bool has_pairs;  // whether bfloat16 is multiplied as it is
+  int64_t (*attend_scratch)(int64_t rows, int64_t head_size);
+  void (*attend)(const Attend&);
+  void (*finish)(const Finish&);
+  void (*update)(const Update&);
+  int64_t (*similar_scratch)(int64_t num_members);
+  void (*similar)(const Similar&);
+};
+
+}  // namespace kvmerge

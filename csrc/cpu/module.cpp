@@ -1,0 +1,286 @@
+// The operators as apache-tvm-ffi functions: arguments are checked here and nowhere further in.
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "entries.h"
+#include "tensors.h"
+
+namespace kvmerge {
+
+#define KVM_DECLARE(level)      \
+  namespace level {             \
+  const Kernels& kernels();     \
+  }
+KVM_DECLARE(baseline)
+KVM_DECLARE(avx2)
+KVM_DECLARE(avx512)
+KVM_DECLARE(avx512_bf16)
+
+namespace {
+
+// Levels that were compiled in and that this machine can run, the best first.
+std::vector<const Kernels*> supported_levels() {
+  std::vector<const Kernels*> levels;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  (void)has_bf16;
+#if defined(KVM_HAVE_avx512_bf16)
+  if (has_bf16) levels.push_back(&avx512_bf16::kernels());
+#endif
+#if defined(KVM_HAVE_avx512)
+  if (has_avx512) levels.push_back(&avx512::kernels());
+#endif
+#if defined(KVM_HAVE_avx2)
+  if (has_avx2) levels.push_back(&avx2::kernels());
+#endif
+#endif
+  levels.push_back(&baseline::kernels());
+  return levels;
+}
+
+const Kernels*& current() {
+  static const Kernels* kernels = supported_levels().front();
+  return kernels;
+}
+
+std::string levels() {
+  std::string names;
+  for (const Kernels* k : supported_levels()) names += (names.empty() ? "" : " ") + std::string(k->name);
+  return names;
+}
+
+std::string level() { return current()->name; }
+
+void set_level(tvm::ffi::String name) {
+  for (const Kernels* k : supported_levels())
+    if (std::strcmp(k->name, name.c_str()) == 0) {
+      current() = k;
+      return;
+    }
+  TVM_FFI_THROW(ValueError) << "instruction set level " << name << " is not among: " << levels();
+}
+
+ScoreMode mode_of(int64_t mode) {
+  KVM_CHECK(0 <= mode && mode <= 3, ValueError) << "score update mode " << mode << " is not 0, 1, 2 or 3";
+  return static_cast<ScoreMode>(mode);
+}
+
+// Query heads per KV head.
+int64_t group_of(const Pages& pages, const TensorView& query) {
+  KVM_CHECK(query.ndim() == 3, ValueError) << "query must have shape [tokens, heads, head_size]";
+  KVM_CHECK(pages.num_heads > 0 && query.size(1) > 0 && query.size(1) % pages.num_heads == 0, ValueError)
+      << query.size(1) << " query heads cannot share " << pages.num_heads << " KV heads";
+  return query.size(1) / pages.num_heads;
+}
+
+void paged_attention(TensorView query, TensorView keys, TensorView block_table, TensorView query_starts,
+                     TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
+                     TensorView update_modes, TensorView update_decays, double scale, TensorView output) {
+  const Pages pages = pages_of(keys);
+  const int64_t group = group_of(pages, query), heads = query.size(1), d = pages.head_size;
+  const Rows q = Argument("query", query).rows(heads, d), out = Argument("output", output).rows(heads, d);
+  const Argument table("block_table", block_table), decays("update_decays", update_decays);
+  table.check_shape({-1, -1});
+  const std::vector<int32_t> blocks = table.block_ids();
+  const int64_t num_rows = table.size(0), num_tokens = query.size(0);
+  decays.check_shape({num_rows});
+  const std::vector<int64_t> starts = Argument("query_starts", query_starts).integers(num_rows),
+                             lens = Argument("query_lens", query_lens).integers(num_rows),
+                             ends = Argument("seq_lens", seq_lens).integers(num_rows),
+                             front = Argument("fronts", fronts).integers(num_rows),
+                             tail = Argument("tails", tails).integers(num_rows),
+                             modes = Argument("update_modes", update_modes).integers(num_rows);
+  KVM_CHECK(output.size(0) >= num_tokens, ValueError) << "output has fewer tokens than query";
+  std::vector<AttentionRow> rows(num_rows);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    KVM_CHECK(0 <= starts[r] && 0 <= lens[r] && starts[r] + lens[r] <= num_tokens, ValueError)
+        << "row " << r << ": tokens [" << starts[r] << ", " << starts[r] + lens[r] << ") are not in the query";
+    AttentionRow& row = rows[r];
+    row.segments =
+        segments_of(pages, blocks.data() + r * table.size(1), table.size(1), front[r], tail[r], ends[r]);
+    const int64_t entries = front[r] + ends[r] - tail[r];
+    KVM_CHECK(lens[r] <= entries, ValueError) << "row " << r << ": " << lens[r] << " queries, " << entries << " entries";
+    const int64_t bytes = q.dtype == DType::f32 ? 4 : 2, out_bytes = out.dtype == DType::f32 ? 4 : 2;
+    row.query = q;
+    row.query.data = static_cast<char*>(q.data) + starts[r] * q.token_stride * bytes;
+    row.output = out;
+    row.output.data = static_cast<char*>(out.data) + starts[r] * out.token_stride * out_bytes;
+    row.num_queries = lens[r];
+    row.mode = mode_of(modes[r]);
+    row.decay = decays.f32()[r * decays.stride(0)];
+    row.scores = row.aux = nullptr;
+    row.score_stride = 0;
+  }
+  attend_rows(*current(), pages, rows, static_cast<int>(group), static_cast<float>(scale), true, true);
+}
+
+void column_scores(TensorView query, TensorView keys, TensorView blocks, int64_t seq_len, int64_t mode, double decay,
+                   double scale, TensorView scores, TensorView aux) {
+  const Pages pages = pages_of(keys);
+  const int64_t group = group_of(pages, query), heads = query.size(1);
+  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
+  const Argument s("scores", scores), x("aux", aux);
+  for (const Argument* a : {&s, &x}) {
+    a->check_shape({pages.num_heads, seq_len});
+    a->check_rows();
+    a->f32();
+  }
+  KVM_CHECK(s.stride(0) == x.stride(0), ValueError) << "scores and aux must have the same strides";
+  KVM_CHECK(query.size(0) <= seq_len, ValueError) << query.size(0) << " queries, but " << seq_len << " tokens";
+  AttentionRow row{};
+  row.segments = segments_of(pages, ids.data(), static_cast<int64_t>(ids.size()), 0, 0, seq_len);
+  row.query = Argument("query", query).rows(heads, pages.head_size);
+  row.num_queries = query.size(0);
+  row.mode = mode_of(mode);
+  row.decay = static_cast<float>(decay);
+  row.scores = s.f32();
+  row.aux = x.f32();
+  row.score_stride = s.stride(0);
+  if (row.mode == ScoreMode::none) return;
+  attend_rows(*current(), pages, {row}, static_cast<int>(group), static_cast<float>(scale), false, false);
+}
+
+// The blocks of a sequence, and where its segments begin and end.
+struct Located {
+  std::vector<int32_t> blocks;
+  Segments segments;
+  Located(const Pages& pages, const TensorView& ids, int64_t front, int64_t tail)
+      : blocks(Argument("blocks", ids).block_ids()),
+        segments{blocks.data(), front, tail, static_cast<int64_t>(blocks.size()) * pages.block_size} {
+    KVM_CHECK(0 <= front && front <= tail, ValueError) << "front " << front << " and tail " << tail << " overlap";
+  }
+  // [heads, count] indices of entries, or negative where that is allowed.
+  const int64_t* entries(const Pages& pages, const char* name, const TensorView& index, bool negative) const {
+    const Argument a(name, index);
+    const int64_t* values = a.contiguous({pages.num_heads, -1}).i64();
+    for (int64_t i = 0; i < a.size(0) * a.size(1); ++i) {
+      if (negative && values[i] < 0) continue;
+      const int64_t slot = values[i] < segments.front ? values[i] : segments.tail + values[i] - segments.front;
+      check_slot(pages, blocks, slot);
+    }
+    return values;
+  }
+};
+
+void call_gather_metadata(TensorView keys, TensorView blocks, int64_t front, int64_t tail, int64_t seq_len,
+                     TensorView log_votes, TensorView scores, TensorView aux, TensorView positions) {
+  const Pages pages = pages_of(keys);
+  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
+  const Segments s = segments_of(pages, ids.data(), static_cast<int64_t>(ids.size()), front, tail, seq_len);
+  const std::vector<int64_t> shape = {pages.num_heads, front + seq_len - tail};
+  gather_metadata(pages, s, Argument("log_votes", log_votes).contiguous(shape).f32(),
+                  Argument("scores", scores).contiguous(shape).f32(), Argument("aux", aux).contiguous(shape).f32(),
+                  Argument("positions", positions).contiguous(shape).i64());
+}
+
+void call_gather_rows(TensorView keys, bool of_keys, TensorView blocks, int64_t front, int64_t tail, TensorView index,
+                 TensorView rows) {
+  const Pages pages = pages_of(keys);
+  const Located s(pages, blocks, front, tail);
+  const int64_t* entries = s.entries(pages, "index", index, true);
+  float* out = Argument("rows", rows).contiguous({pages.num_heads, index.size(1), pages.head_size}).f32();
+  gather_rows(pages, of_keys, s.segments, entries, index.size(1), out);
+}
+
+void call_gather_all(TensorView keys, TensorView blocks, int64_t front, int64_t tail, int64_t seq_len, TensorView all_keys,
+                TensorView all_values) {
+  const Pages pages = pages_of(keys);
+  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
+  const Segments s = segments_of(pages, ids.data(), static_cast<int64_t>(ids.size()), front, tail, seq_len);
+  const std::vector<int64_t> shape = {pages.num_heads, front + seq_len - tail, pages.head_size};
+  gather_all(pages, s, Argument("keys", all_keys).contiguous(shape).f32(),
+             Argument("values", all_values).contiguous(shape).f32());
+}
+
+void call_most_similar(TensorView keys, TensorView blocks, int64_t front, int64_t tail, TensorView members,
+                  TensorView carriers, TensorView usable, TensorView similarity, TensorView best) {
+  const Pages pages = pages_of(keys);
+  const Located s(pages, blocks, front, tail);
+  const int64_t *m = s.entries(pages, "members", members, false), *c = s.entries(pages, "carriers", carriers, false);
+  const int64_t num_members = members.size(1), num_carriers = carriers.size(1);
+  KVM_CHECK(num_carriers > 0 || num_members == 0, ValueError) << "there must be a carrier";
+  const uint8_t* use = Argument("usable", usable).contiguous({pages.num_heads, num_carriers}).boolean();
+  float* found = Argument("similarity", similarity).contiguous({pages.num_heads, num_members}).f32();
+  int64_t* names = Argument("best", best).contiguous({pages.num_heads, num_members}).i64();
+  most_similar(*current(), pages, s.segments, m, num_members, c, num_carriers, use, found, names);
+}
+
+void call_move_entries(TensorView keys, TensorView source_blocks, int64_t front, int64_t tail,
+                  TensorView destination_blocks, TensorView kept) {
+  const Pages pages = pages_of(keys);
+  const Located s(pages, source_blocks, front, tail);
+  const int64_t* entries = s.entries(pages, "kept", kept, true);
+  const std::vector<int32_t> destination = Argument("destination_blocks", destination_blocks).block_ids();
+  for (int64_t i = 0; i < kept.size(1); ++i) check_slot(pages, destination, i);
+  move_entries(pages, s.segments, destination.data(), entries, kept.size(1));
+}
+
+void call_write_rows(TensorView cache_keys, TensorView blocks, TensorView places, tvm::ffi::Optional<TensorView> keys,
+                tvm::ffi::Optional<TensorView> values) {
+  const Pages pages = pages_of(cache_keys);
+  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
+  const int64_t* slots = Argument("places", places).contiguous({pages.num_heads, -1}).i64();
+  const int64_t count = places.size(1);
+  for (int64_t i = 0; i < pages.num_heads * count; ++i)
+    if (slots[i] >= 0) check_slot(pages, ids, slots[i]);
+  const std::vector<int64_t> shape = {pages.num_heads, count, pages.head_size};
+  const auto rows = [&](const char* name, const tvm::ffi::Optional<TensorView>& t) -> const float* {
+    if (!t.has_value()) return nullptr;
+    const TensorView view = t.value();
+    return Argument(name, view).contiguous(shape).f32();
+  };
+  write_rows(pages, ids.data(), slots, count, rows("keys", keys), rows("values", values));
+}
+
+void call_write_metadata(TensorView keys, TensorView blocks, TensorView log_votes, TensorView scores, TensorView aux,
+                    TensorView positions) {
+  const Pages pages = pages_of(keys);
+  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
+  const float* votes = Argument("log_votes", log_votes).contiguous({pages.num_heads, -1}).f32();
+  const int64_t count = log_votes.size(1);
+  for (int64_t i = 0; i < count; ++i) check_slot(pages, ids, i);
+  const std::vector<int64_t> shape = {pages.num_heads, count};
+  write_metadata(pages, ids.data(), count, votes, Argument("scores", scores).contiguous(shape).f32(),
+                 Argument("aux", aux).contiguous(shape).f32(), Argument("positions", positions).contiguous(shape).i64());
+}
+
+void call_write_tokens(TensorView cache_keys, TensorView slot_mapping, TensorView key, TensorView value) {
+  const Pages pages = pages_of(cache_keys);
+  KVM_CHECK(slot_mapping.ndim() == 1, ValueError) << "slot_mapping must have one dimension";
+  const std::vector<int64_t> slots = Argument("slot_mapping", slot_mapping).integers(slot_mapping.size(0));
+  for (int64_t slot : slots)
+    KVM_CHECK(slot < pages.num_blocks * pages.block_size, IndexError) << "slot " << slot << " is not in the cache";
+  const Rows keys = Argument("key", key).rows(pages.num_heads, pages.head_size),
+             values = Argument("value", value).rows(pages.num_heads, pages.head_size);
+  KVM_CHECK(key.size(0) >= slot_mapping.size(0) && value.size(0) >= slot_mapping.size(0), ValueError)
+      << "fewer tokens than slots";
+  KVM_CHECK(keys.dtype == values.dtype, TypeError) << "key and value must have the same dtype";
+  write_tokens(pages, slots, keys, values);
+}
+
+}  // namespace
+}  // namespace kvmerge
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(levels, kvmerge::levels);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(level, kvmerge::level);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_level, kvmerge::set_level);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_attention, kvmerge::paged_attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(column_scores, kvmerge::column_scores);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_metadata, kvmerge::call_gather_metadata);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, kvmerge::call_gather_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_all, kvmerge::call_gather_all);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_similar, kvmerge::call_most_similar);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_entries, kvmerge::call_move_entries);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, kvmerge::call_write_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_metadata, kvmerge::call_write_metadata);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_tokens, kvmerge::call_write_tokens);

@@ -1,0 +1,164 @@
+// Vectors of floats as wide as the level's registers, over GCC's vector extensions (which Clang has too).
+// Included into each level's own namespace.
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float VF __attribute__((vector_size(kLanes * 4)));
+typedef int32_t VI __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t VU __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t VH __attribute__((vector_size(kLanes * 2)));
+
+struct BF16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLowest = -3.402823466e+38f;
+
+template <class To, class From>
+inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "sizes differ");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline VF broadcast(float x) { return x - VF{}; }
+inline VF load(const float* p) {
+  VF x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void store(float* p, VF x) { __builtin_memcpy(p, &x, sizeof x); }
+
+inline VU widen(const uint16_t* p) {
+  VH x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, VU);
+}
+
+inline VF load(const BF16* p) { return bit_cast<VF>(widen(&p->bits) << 16); }
+
+inline VF load(const F16* p) {
+#if defined(__AVX512F__)
+  return bit_cast<VF>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__)
+  return bit_cast<VF>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  // Exponent and mantissa moved into place are the value times 2^-112 (also where it is subnormal).
+  const VU half = widen(&p->bits), magnitude = (half & 0x7fff) << 13;
+  const VU finite = bit_cast<VU>(bit_cast<VF>(magnitude) * 5.192296858534828e33f);
+  const VU special = bit_cast<VU>(magnitude >= 0x0f800000u) & 0x7f800000u;
+  return bit_cast<VF>(finite | special | (half & 0x8000) << 16);
+#endif
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(BF16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+inline float to_float(F16 x) {
+  const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
+  const uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 5.192296858534828e33f);
+  return bit_cast<float>(finite | (magnitude >= 0x0f800000u ? 0x7f800000u : 0u) | sign);
+}
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+template <class T>
+T from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+inline BF16 from_float<BF16>(float x) {
+  const uint32_t u = bit_cast<uint32_t>(x);
+  if (x != x) return BF16{0x7fc0};
+  return BF16{static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16)};
+}
+template <>
+inline F16 from_float<F16>(float x) {
+  const uint32_t u = bit_cast<uint32_t>(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000) {  // 65520: rounds to infinity
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000) {  // below 2^-14: the sum's last bit is 2^-24
+    half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
+  } else {
+    half = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+  }
+  return F16{static_cast<uint16_t>(half | sign)};
+}
+
+// a where mask is set, else b. The ternary operator on vectors compiles to a blend.
+inline VF select(VI mask, VF a, VF b) { return mask ? a : b; }
+inline VF maximum(VF a, VF b) { return a > b ? a : b; }
+
+inline float horizontal_max(VF x) {
+  float result = x[0];
+  for (int i = 1; i < kLanes; ++i) result = x[i] > result ? x[i] : result;
+  return result;
+}
+inline float horizontal_sum(VF x) {
+  float result = 0.0f;
+  for (int i = 0; i < kLanes; ++i) result += x[i];
+  return result;
+}
+
+inline VF iota() {
+  VF x;
+  for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>(i);
+  return x;
+}
+
+// e^x for x <= 88, exactly 0 below -87.33 (where the result would be subnormal), to about 2 ulp.
+inline VF exp(VF x) {
+  const VF shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const VF clamped = maximum(broadcast(-88.0f), x);  // in this order NaN stays NaN
+  const VF shifted = clamped * 1.44269504f + shifter;
+  const VF n = shifted - shifter;
+  VF r = clamped - n * 0.693145752f;  // ln 2 in two parts
+  r = r - n * 1.42860677e-6f;
+  VF p = r * (1.0f / 720) + (1.0f / 120);
+  p = p * r + (1.0f / 24);
+  p = p * r + (1.0f / 6);
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const VI exponent = (bit_cast<VI>(shifted) - bit_cast<VI>(shifter)) << 23;
+  const VF result = bit_cast<VF>(bit_cast<VI>(p) + exponent);
+  return select(x < broadcast(-87.33f), VF{}, result);
+}
+
+// ln x for positive normal x, to about 2 ulp.
+inline VF log(VF x) {
+  // x = m 2^e with m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh((m - 1) / (m + 1)).
+  const VI bits = bit_cast<VI>(x);
+  const VI e = (bits - 0x3f3504f3) >> 23;
+  const VF m = bit_cast<VF>(bits - (e << 23));
+  const VF s = (m - 1.0f) / (m + 1.0f), t = s * s;
+  VF p = t * (1.0f / 9) + (1.0f / 7);
+  p = p * t + (1.0f / 5);
+  p = p * t + (1.0f / 3);
+  p = p * t;
+  const VF log_m = 2.0f * s + 2.0f * s * p;
+  return __builtin_convertvector(e, VF) * 0.693147181f + log_m;
+}
+
+// ln(e^a + e^b); -inf where both are.
+inline VF log_add_exp(VF a, VF b) {
+  const VF hi = maximum(a, b), lo = a > b ? b : a;
+  const VF sum = hi + log(1.0f + exp(lo - hi));
+  return select(hi == broadcast(-kInfinity), hi, sum);
+}
+
+inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }

@@ -1,0 +1,184 @@
+// Checks on tensors at the boundary: whatever a caller passes ends as an exception, never as a stray access.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+#define KVM_CHECK(condition, Kind) \
+  if (!(condition)) TVM_FFI_THROW(Kind)
+
+namespace kvmerge {
+
+using tvm::ffi::TensorView;
+
+// A tensor argument together with its name, for messages.
+class Argument {
+ public:
+  Argument(const char* name, const TensorView& tensor) : name_(name), tensor_(tensor) {
+    KVM_CHECK(tensor.device().device_type == kDLCPU, ValueError) << name << " must be on the CPU";
+  }
+
+  int64_t size(int i) const { return tensor_.size(i); }
+  // Strides of dimensions of one element mean nothing, and DLPack may give any.
+  int64_t stride(int i) const { return size(i) > 1 ? tensor_.stride(i) : 0; }
+
+  void* data() const { return static_cast<char*>(tensor_.data_ptr()) + tensor_.byte_offset(); }
+
+  bool is(DLDataTypeCode code, int bits) const {
+    const DLDataType t = tensor_.dtype();
+    return t.code == code && t.bits == bits && t.lanes == 1;
+  }
+
+  DType float_type() const {
+    if (is(kDLFloat, 32)) return DType::f32;
+    if (is(kDLBfloat, 16)) return DType::bf16;
+    KVM_CHECK(is(kDLFloat, 16), TypeError) << name_ << " must be float32, bfloat16 or float16";
+    return DType::f16;
+  }
+
+  // sizes: -1 stands for any.
+  void check_shape(const std::vector<int64_t>& sizes) const {
+    bool right = tensor_.ndim() == static_cast<int>(sizes.size());
+    for (size_t i = 0; right && i < sizes.size(); ++i) right = sizes[i] < 0 || size(static_cast<int>(i)) == sizes[i];
+    if (right) return;
+    std::string expected, actual;
+    for (int64_t n : sizes) expected += (expected.empty() ? "" : ", ") + (n < 0 ? std::string("*") : std::to_string(n));
+    for (int i = 0; i < tensor_.ndim(); ++i) actual += (i ? ", " : "") + std::to_string(size(i));
+    TVM_FFI_THROW(ValueError) << name_ << " must have shape [" << expected << "], not [" << actual << "]";
+  }
+
+  // Elements of the last dimension lie side by side.
+  void check_rows() const {
+    const int last = tensor_.ndim() - 1;
+    KVM_CHECK(size(last) <= 1 || tensor_.stride(last) == 1, ValueError)
+        << name_ << " must be contiguous in its last dimension";
+  }
+
+  float* f32() const {
+    KVM_CHECK(is(kDLFloat, 32), TypeError) << name_ << " must be float32";
+    return static_cast<float*>(data());
+  }
+  uint8_t* boolean() const {
+    KVM_CHECK(is(kDLBool, 8), TypeError) << name_ << " must be bool";
+    return static_cast<uint8_t*>(data());
+  }
+  int64_t* i64() const {
+    KVM_CHECK(is(kDLInt, 64), TypeError) << name_ << " must hold integers of 64 bits";
+    return static_cast<int64_t*>(data());
+  }
+
+  bool is_contiguous() const {
+    if (tensor_.numel() == 0) return true;
+    int64_t expected = 1;
+    for (int i = tensor_.ndim() - 1; i >= 0; --i) {
+      if (size(i) > 1 && tensor_.stride(i) != expected) return false;
+      expected *= size(i);
+    }
+    return true;
+  }
+  // Checks the shape, and that elements lie one after the other.
+  const Argument& contiguous(const std::vector<int64_t>& sizes) const {
+    check_shape(sizes);
+    KVM_CHECK(is_contiguous(), ValueError) << name_ << " must be contiguous";
+    return *this;
+  }
+
+  // A vector of integers of either width.
+  std::vector<int64_t> integers(int64_t count) const {
+    check_shape({count});
+    std::vector<int64_t> values(count);
+    const int64_t step = stride(0);
+    if (is(kDLInt, 32)) {
+      for (int64_t i = 0; i < count; ++i) values[i] = static_cast<const int32_t*>(data())[i * step];
+    } else {
+      for (int64_t i = 0; i < count; ++i) values[i] = i64()[i * step];
+    }
+    return values;
+  }
+
+  // Block ids of either width as int32; an id that is none becomes -1.
+  std::vector<int32_t> block_ids() const {
+    int64_t rows = 1, columns = 1;
+    if (tensor_.ndim() == 2) rows = size(0), columns = size(1);
+    else check_shape({-1}), columns = size(0);
+    const int64_t row_step = tensor_.ndim() == 2 ? stride(0) : 0, step = stride(tensor_.ndim() - 1);
+    std::vector<int32_t> ids(rows * columns);
+    const bool narrow = is(kDLInt, 32);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) {
+        const int64_t at = r * row_step + c * step;
+        const int64_t id = narrow ? static_cast<const int32_t*>(data())[at] : i64()[at];
+        ids[r * columns + c] = id >= 0 && id <= INT32_MAX ? static_cast<int32_t>(id) : -1;
+      }
+    return ids;
+  }
+
+  // [tokens, heads, head_size] of any floating type.
+  Rows rows(int64_t heads, int64_t head_size) const {
+    check_shape({-1, heads, head_size});
+    check_rows();
+    return Rows{data(), stride(0), stride(1), float_type()};
+  }
+
+ private:
+  const char* name_;
+  const TensorView& tensor_;
+};
+
+// keys: [blocks, heads, head_size, block_size], the view that Pages.of makes at the start of each region.
+inline Pages pages_of(const TensorView& keys) {
+  const Argument a("pages.keys", keys);
+  a.check_shape({-1, -1, -1, -1});
+  Pages p{};
+  p.dtype = a.float_type();
+  p.item_size = p.dtype == DType::f32 ? 4 : 2;
+  p.base = static_cast<char*>(a.data());
+  p.num_blocks = a.size(0);
+  p.num_heads = static_cast<int32_t>(a.size(1));
+  p.head_size = static_cast<int32_t>(a.size(2));
+  p.block_size = static_cast<int32_t>(a.size(3));
+  p.block_stride = a.stride(0) * p.item_size;
+  p.head_stride = a.stride(1) * p.item_size;
+  const int64_t bytes = (2 * int64_t{p.head_size} * p.item_size + 16) * p.block_size;
+  KVM_CHECK(p.head_size % 16 == 0 && p.head_size >= 16 && p.head_size <= kMaxHeadSize, ValueError)
+      << "head size " << p.head_size << " is not a multiple of 16 up to " << kMaxHeadSize;
+  KVM_CHECK(p.block_size % 16 == 0 && p.block_size >= 16, ValueError)
+      << "block size " << p.block_size << " is not a multiple of 16";
+  KVM_CHECK(a.stride(3) == 1 && a.stride(2) == p.block_size, ValueError) << "pages.keys must be contiguous in a block";
+  KVM_CHECK((p.num_heads <= 1 || p.head_stride >= bytes) && (p.num_blocks <= 1 || p.block_stride >= bytes), ValueError)
+      << "pages.keys: regions of neighbouring blocks or heads overlap";
+  return p;
+}
+
+// Checks that a slot lies in one of the blocks, and that this is one of the cache's.
+inline void check_slot(const Pages& pages, const std::vector<int32_t>& blocks, int64_t slot) {
+  const int64_t at = slot / pages.block_size;
+  KVM_CHECK(slot >= 0 && at < static_cast<int64_t>(blocks.size()) && blocks[at] >= 0 && blocks[at] < pages.num_blocks,
+            IndexError)
+      << "slot " << slot << " is not in a block of the sequence";
+}
+
+// Checks that segments are in order and that the blocks they lie in exist.
+inline Segments segments_of(const Pages& pages, const int32_t* blocks, int64_t num_blocks, int64_t front, int64_t tail,
+                            int64_t seq_len) {
+  KVM_CHECK(0 <= front && front <= tail && tail <= seq_len, ValueError)
+      << "segments [0, " << front << ") and [" << tail << ", " << seq_len << ") are not in order";
+  const int64_t bs = pages.block_size;
+  KVM_CHECK((seq_len + bs - 1) / bs <= num_blocks, ValueError)
+      << "sequence of length " << seq_len << " does not fit in " << num_blocks << " blocks of " << bs;
+  const auto check = [&](int64_t start, int64_t stop) {
+    for (int64_t i = start / bs; i * bs < stop; ++i)
+      KVM_CHECK(blocks[i] >= 0 && blocks[i] < pages.num_blocks, ValueError)
+          << "block " << blocks[i] << " is not among the cache's " << pages.num_blocks;
+  };
+  if (front > 0) check(0, front);
+  if (tail < seq_len) check(tail, seq_len);
+  return Segments{blocks, front, tail, seq_len};
+}
+
+}  // namespace kvmerge
