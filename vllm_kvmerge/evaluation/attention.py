@@ -8,6 +8,7 @@ documents; and the same where what does not stay is dropped instead of merged.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import CompressionConfig, parse_compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.options import parser_of, print_table, seed_of
-from vllm_kvmerge.kernels import Pages, cell_bytes, column_scores, paged_attention, write_tokens
+from vllm_kvmerge.kernels import UPDATE_MODES, Pages, cell_bytes, column_scores, paged_attention, write_tokens
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.worker.runner import score_update
@@ -97,6 +98,8 @@ class TracedSequence:
     def attend(self, new: slice, config: CompressionConfig | None = None) -> list[Tensor]:
         """Each layer's attention output for these newest tokens, ``[q, H * G, d]``; scores as the policy keeps them."""
         update = score_update(config) if config is not None and config.tracks_decode and self.front > 0 else None
+        mode, decay = (update.mode, update.decay) if update else ("none", 1.0)
+        int32 = partial(torch.full, (1,), dtype=torch.int32)
         outputs = []
         for layer, pages in zip(self.layers, self.pages, strict=True):
             query = layer.queries[new].to(self.dtype)
@@ -105,11 +108,13 @@ class TracedSequence:
                 query,
                 pages,
                 self.blocks.unsqueeze(0),
-                torch.tensor([0, len(query)], dtype=torch.int32),
-                torch.tensor([self.num_tokens], dtype=torch.int32),
-                torch.tensor([self.front]),
-                torch.tensor([self.tail]),
-                [update],
+                int32(0),
+                int32(len(query)),
+                int32(self.num_tokens),
+                int32(self.front),
+                int32(self.tail),
+                int32(UPDATE_MODES.index(mode)),
+                torch.tensor([decay]),
                 layer.scale,
                 outputs[-1],
             )

@@ -26,5 +26,5 @@ class Uniform(Allocator):
         return budget if self.skip_layers == 0 else None
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
-        budget = context.budget if context.layer >= self.skip_layers else len(entries)
-        return [budget] * importance.shape[0]
+        layers = context.layer_of_each(len(importance))
+        return [context.budget if layer >= self.skip_layers else len(entries) for layer in layers]
