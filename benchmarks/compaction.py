@@ -13,12 +13,11 @@ from time import perf_counter
 
 import torch
 from report import Spread, save, time_of
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.evaluation.attention import LayerTrace, TracedSequence
+from vllm_kvmerge.evaluation.options import print_table
 from vllm_kvmerge.policies import PRESETS
 
 
@@ -97,16 +96,12 @@ def main() -> None:
     save(
         arguments.output, vars(arguments) | {"decode_step_ms": json.dumps({n: str(s) for n, s in steps.items()})}, rows
     )
-    table = Table(
-        title=f"Compaction of {arguments.entries} entries to {arguments.budget}, ms per layer: median (range); "
-        "a decode step: " + ", ".join(f"{spread} over {n} entries" for n, spread in steps.items())
+    print_table(
+        f"Compaction of {arguments.entries} entries to {arguments.budget}, ms per layer: median (range); "
+        "a decode step: " + ", ".join(f"{spread} over {n} entries" for n, spread in steps.items()),
+        ["when the prompt ends", f"every {arguments.interval} tokens"],
+        {row.policy: [str(row.prompt_end), str(row.decoding or "")] for row in rows},
     )
-    table.add_column("policy")
-    table.add_column("when the prompt ends", justify="right")
-    table.add_column(f"every {arguments.interval} tokens", justify="right")
-    for row in rows:
-        table.add_row(row.policy, str(row.prompt_end), str(row.decoding or ""))
-    Console().print(table)
 
 
 if __name__ == "__main__":

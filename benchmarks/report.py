@@ -79,3 +79,36 @@ def save(path: Path, arguments: dict[str, Any], rows: Sequence[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine(), "arguments": arguments, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def plot_bars(path: Path, title: str, panels: dict[str, dict[str, Spread]]) -> None:
+    """One panel of horizontal bars (median, range as whiskers) for each group."""
+    from matplotlib.figure import Figure
+
+    most = max(len(bars) for bars in panels.values())
+    figure = Figure(figsize=(4 * len(panels) + 1, 1 + 0.3 * most), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (name, bars) in zip(axes, panels.items(), strict=True):
+        medians = [spread.median for spread in bars.values()]
+        whiskers = [
+            [spread.median - spread.least for spread in bars.values()],
+            [spread.most - spread.median for spread in bars.values()],
+        ]
+        axis.barh(list(bars), medians, xerr=whiskers, color="tab:blue", ecolor="black", capsize=2)
+        axis.set_title(name)
+    axes[0].invert_yaxis()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def plot_lines(path: Path, labels: tuple[str, str], lines: dict[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """labels: of the x and y axis. lines: x and y values by name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, (xs, ys) in lines.items():
+        axis.plot(xs, ys, label=name)
+    axis.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+    axis.legend()
+    figure.savefig(path, metadata={"Date": None})

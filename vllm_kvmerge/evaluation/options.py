@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -59,12 +60,15 @@ def make_engine(arguments: argparse.Namespace, max_model_len: int, **overrides: 
     return LLM(**kvmerge_engine_args(**(settings | overrides)))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
-    """One row per policy."""
-    table = Table(title=title)
-    table.add_column("policy")
+def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]], first: str = "policy") -> None:
+    """Prints a Markdown table, one row per name, however wide it gets."""
+    table = Table(box=box.MARKDOWN)
+    table.add_column(first, no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for name, cells in rows.items():
         table.add_row(name, *cells)
-    Console().print(table)
+    console = Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
+    console.print(f"{title}\n")
+    console.print(table, crop=False)

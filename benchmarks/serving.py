@@ -1,0 +1,187 @@
+"""Prefill and decode of stock vLLM, the plugin and kvpress on one machine: ``python benchmarks/serving.py``.
+
+Decode: ``--requests`` requests whose prompts are cached generate ``--tokens`` tokens each; what counts is the time from
+when all of them have been compressed. Prefill: one request with an unknown prompt. All sides take turns, ``--repeats``
+times; ratios are to stock vLLM in the same turn. Plain is the plugin serving requests without a policy.
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvpress_side import kvpress_side
+from report import Spread, plot_bars, save
+from rich.progress import Progress
+from sides import ModelShape, Run, Side
+from vllm_side import vllm_side
+
+from vllm_kvmerge.evaluation.options import print_table
+
+POLICIES = ("streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "weightedkv", "grkv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one side is asked to do in each turn."""
+
+    name: str
+    side: Side
+    compression: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case at one length. Ratios are to stock vLLM; latencies in milliseconds, over all repeats.
+
+    peak_tokens: largest part of the pool in use, in tokens.
+    """
+
+    length: int
+    case: str
+    decode_tokens_per_second: Spread
+    decode_ratio: Spread
+    latency_p50: float
+    latency_p99: float
+    peak_tokens: int | None
+    first_token_ms: Spread
+    first_token_ratio: Spread
+    second_token_ms: Spread
+    second_token_ratio: Spread
+    prefill_tokens_per_second: Spread
+
+
+def ratios(runs: list[Run], reference: list[Run], value: Callable[[Run], float]) -> Spread:
+    """Turn by turn."""
+    return Spread.of([value(one) / value(other) for one, other in zip(runs, reference, strict=True)])
+
+
+def spread(runs: list[Run], value: Callable[[Run], float]) -> Spread:
+    return Spread.of([value(run) for run in runs])
+
+
+def measure(cases: list[Case], length: int, arguments: argparse.Namespace, progress: Progress) -> list[Row]:
+    rng = np.random.default_rng(arguments.seed)
+
+    def draw(count: int) -> list[list[int]]:
+        return rng.integers(1, 32_000, (count, length)).tolist()
+
+    prompts = draw(arguments.requests)
+    decode: dict[str, list[Run]] = {case.name: [] for case in cases}
+    prefill: dict[str, list[Run]] = {case.name: [] for case in cases}
+    task = progress.add_task(f"{length} tokens", total=(arguments.repeats + 1) * len(cases))
+    for repeat in range(arguments.repeats + 1):
+        for case in cases:
+            long = case.side.run(prompts, arguments.tokens, case.compression, cold=False)
+            short = case.side.run(draw(1), 2, case.compression, cold=False)
+            if repeat > 0:  # the first time around fills prefix caches
+                decode[case.name].append(long)
+                prefill[case.name].append(short)
+            progress.advance(task)
+    stock = cases[0].name
+    rows = []
+    for case in cases:
+        long, short = decode[case.name], prefill[case.name]
+        latencies = sorted(value for run in long for value in run.intertoken_latencies)
+        peaks = [run.peak_usage for run in long if run.peak_usage is not None]
+        rows.append(
+            Row(
+                length,
+                case.name,
+                spread(long, lambda run: run.decode_throughput),
+                ratios(long, decode[stock], lambda run: run.decode_throughput),
+                1e3 * statistics.median(latencies),
+                1e3 * latencies[int(0.99 * (len(latencies) - 1))],
+                round(max(peaks) * pool_tokens(arguments)) if peaks else None,
+                spread(short, lambda run: 1e3 * run.time_to_first_token),
+                ratios(short, prefill[stock], lambda run: run.time_to_first_token),
+                spread(short, lambda run: 1e3 * run.time_to_second_token),
+                ratios(short, prefill[stock], lambda run: run.time_to_second_token),
+                spread(short, lambda run: length / run.time_to_first_token),
+            )
+        )
+    return rows
+
+
+def pool_tokens(arguments: argparse.Namespace) -> int:
+    """Room for all cached prompts, what is generated, one unknown prompt, and compressed copies."""
+    longest = max(arguments.lengths)
+    return int(1.3 * arguments.requests * (longest + arguments.tokens)) + 2 * longest
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        str(row.decode_tokens_per_second),
+        str(row.decode_ratio),
+        f"{row.latency_p50:.2f}, {row.latency_p99:.2f}",
+        str(row.peak_tokens or ""),
+        str(row.first_token_ms),
+        str(row.first_token_ratio),
+        str(row.second_token_ms),
+        str(row.second_token_ratio),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8000, 2000, 500], help="tokens per prompt")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128, help="generated per request")
+    parser.add_argument("--budget", type=float, default=0.1)
+    parser.add_argument("--interval", type=int, default=16)
+    parser.add_argument("--policies", nargs="*", default=POLICIES)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kvpress", metavar="PYTHON", help="of an environment with kvpress; without it, no such side")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/serving.json"))
+    arguments = parser.parse_args()
+    shape = ModelShape(max_tokens=max(arguments.lengths) + arguments.tokens + 64)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pool = pool_tokens(arguments)
+        stock = stack.enter_context(vllm_side("stock", folder, shape, pool, plugin=False))
+        ours = stack.enter_context(vllm_side("plugin", folder, shape, pool, plugin=True))
+        cases = [Case("stock vLLM", stock), Case("plain", ours)]
+        settings = {"budget": arguments.budget, "interval": arguments.interval}
+        cases += [Case(policy, ours, {"policy": policy} | settings) for policy in arguments.policies]
+        if arguments.kvpress:
+            peer = stack.enter_context(kvpress_side("kvpress", folder, shape, arguments.kvpress))
+            cases.append(Case("kvpress SnapKV", peer, {"ratio": 1 - arguments.budget}))
+        with Progress() as progress:
+            rows = [row for length in arguments.lengths for row in measure(cases, length, arguments, progress)]
+    save(arguments.output, vars(arguments) | {"shape": shape}, rows)
+    for length in arguments.lengths:
+        print_table(
+            f"{arguments.requests} requests of {length} tokens, budget {arguments.budget}; median (range)",
+            [
+                "decode tok/s",
+                "ratio",
+                "latency p50, p99 ms",
+                "peak tokens",
+                "1st token ms",
+                "ratio",
+                "2nd token ms",
+                "ratio",
+            ],
+            {row.case: cells(row) for row in rows if row.length == length},
+            first="",
+        )
+    plot_bars(
+        arguments.output.with_suffix(".svg"),
+        "Decode, tokens per second",
+        {
+            f"{arguments.requests} x {length}": {
+                row.case: row.decode_tokens_per_second for row in rows if row.length == length
+            }
+            for length in arguments.lengths
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Sides of a comparison: engines in processes of their own, which all stay up and take turns.
+
+A side's process gets one command a line (JSON) and answers with a line. While a side waits its processes are stopped:
+vLLM's workers spin when they have nothing to do. Needs the standard library and psutil only, so that a peer's
+environment can import it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import psutil
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Llama with random weights: attention is to matter, not what it says."""
+
+    layers: int = 4
+    width: int = 256
+    query_heads: int = 8
+    kv_heads: int = 2
+    head_size: int = 64
+    max_tokens: int = 40_000
+
+    def write(self, folder: Path) -> str:
+        """Writes its configuration; sides make up weights and need no tokenizer."""
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 32_000,
+            "hidden_size": self.width,
+            "intermediate_size": 4 * self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.query_heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
+            "max_position_embeddings": self.max_tokens,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of KV cache in bfloat16, without our metadata."""
+        return self.layers * self.kv_heads * self.head_size * 2 * 2
+
+    @property
+    def metadata_bytes_per_token(self) -> int:
+        """Of our metadata: 16 bytes per layer and KV head."""
+        return 16 * self.layers * self.kv_heads
+
+
+@dataclass(frozen=True)
+class Run:
+    """When each request's tokens came, in seconds after the requests were sent.
+
+    peak_usage: largest share of the KV cache pool in use, None where there is no pool. preemptions: how many.
+    """
+
+    token_times: list[list[float]]
+    peak_usage: float | None = None
+    preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Of the slowest request."""
+        return max(times[0] for times in self.token_times)
+
+    @property
+    def time_to_second_token(self) -> float:
+        """Of the slowest request: the first compression comes between its first and second token."""
+        return max(times[1] for times in self.token_times)
+
+    @property
+    def duration(self) -> float:
+        return max(times[-1] for times in self.token_times)
+
+    @property
+    def _decoding(self) -> tuple[float, float]:
+        """The time during which all requests generate, first compressions done."""
+        return self.time_to_second_token, min(times[-1] for times in self.token_times)
+
+    @property
+    def decode_throughput(self) -> float:
+        """Tokens per second while all requests generate."""
+        start, stop = self._decoding
+        return sum(start < time <= stop for times in self.token_times for time in times) / (stop - start)
+
+    @property
+    def intertoken_latencies(self) -> list[float]:
+        """Seconds between a request's tokens, while all requests generate."""
+        start, stop = self._decoding
+        return [
+            later - earlier
+            for times in self.token_times
+            for earlier, later in zip(times[:-1], times[1:], strict=True)
+            if start <= earlier and later <= stop
+        ]
+
+
+class Side:
+    """A handle on one engine, whose process is ``script``, run by ``python`` with ``arguments`` as JSON."""
+
+    def __init__(self, name: str, script: str, arguments: dict[str, Any], python: str = sys.executable) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        path = Path(__file__).parent / script
+        self._process = subprocess.Popen(
+            [python, str(path), json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        try:
+            self._receive()
+        except BaseException:
+            self._process.terminate()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        compression: dict[str, Any] | None = None,
+        cold: bool = True,
+    ) -> Run:
+        """Sends all prompts (token ids) at once and waits for the last token. cold: forget cached prompts before."""
+        self._signal(signal.SIGCONT)
+        command = {"prompts": prompts, "max_tokens": max_tokens, "compression": compression, "cold": cold}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        answer = self._receive()
+        self._signal(signal.SIGSTOP)
+        return Run(**answer)
+
+    def _receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"{self.name} ended: {self._log.read()[-4000:]}")
+        return json.loads(line)
+
+    def _signal(self, number: int) -> None:
+        process = psutil.Process(self._process.pid)
+        for one in (process, *process.children(recursive=True)):
+            one.send_signal(number)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def answers() -> TextIO:
+    """In a side's process, before anything prints: where answers go. What is printed goes where errors do."""
+    stream = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return stream
+
+
+def serve(run: Callable[..., Run], stream: TextIO) -> None:
+    """In a side's process: carries out commands until there are no more."""
+    print(json.dumps("ready"), file=stream, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(asdict(run(**json.loads(line)))), file=stream, flush=True)
