@@ -29,7 +29,12 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.least:.3g}..{self.most:.3g})"
+        return f"{short(self.median)} ({short(self.least)}..{short(self.most)})"
+
+
+def short(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def time_of(function: Callable[[], Any], repeats: int) -> Spread:

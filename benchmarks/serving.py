@@ -8,31 +8,20 @@ times; ratios are to stock vLLM in the same turn. Plain is the plugin serving re
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from kvpress_side import kvpress_side
 from report import Spread, plot_bars, save
-from rich.progress import Progress
-from sides import ModelShape, Run, Side
+from sides import ModelShape, Run
+from turns import Case, ratios, spread, take_turns
 from vllm_side import vllm_side
 
 from vllm_kvmerge.evaluation.options import print_table
 
 POLICIES = ("streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "weightedkv", "grkv")
-
-
-@dataclass(frozen=True)
-class Case:
-    """What one side is asked to do in each turn."""
-
-    name: str
-    side: Side
-    compression: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,33 +45,22 @@ class Row:
     prefill_tokens_per_second: Spread
 
 
-def ratios(runs: list[Run], reference: list[Run], value: Callable[[Run], float]) -> Spread:
-    """Turn by turn."""
-    return Spread.of([value(one) / value(other) for one, other in zip(runs, reference, strict=True)])
-
-
-def spread(runs: list[Run], value: Callable[[Run], float]) -> Spread:
-    return Spread.of([value(run) for run in runs])
-
-
-def measure(cases: list[Case], length: int, arguments: argparse.Namespace, progress: Progress) -> list[Row]:
+def measure(cases: list[Case], length: int, arguments: argparse.Namespace) -> list[Row]:
     rng = np.random.default_rng(arguments.seed)
 
     def draw(count: int) -> list[list[int]]:
         return rng.integers(1, 32_000, (count, length)).tolist()
 
     prompts = draw(arguments.requests)
-    decode: dict[str, list[Run]] = {case.name: [] for case in cases}
-    prefill: dict[str, list[Run]] = {case.name: [] for case in cases}
-    task = progress.add_task(f"{length} tokens", total=(arguments.repeats + 1) * len(cases))
-    for repeat in range(arguments.repeats + 1):
-        for case in cases:
-            long = case.side.run(prompts, arguments.tokens, case.compression, cold=False)
-            short = case.side.run(draw(1), 2, case.compression, cold=False)
-            if repeat > 0:  # the first time around fills prefix caches
-                decode[case.name].append(long)
-                prefill[case.name].append(short)
-            progress.advance(task)
+
+    def turn(case: Case) -> tuple[Run, Run]:
+        decode = case.side.run(prompts, arguments.tokens, case.compression, cold=False)
+        return decode, case.side.run(draw(1), 2, case.compression, cold=False)
+
+    turns = take_turns(cases, arguments.repeats + 1, f"{length} tokens", turn)
+    # The first turn fills prefix caches.
+    decode = {name: [long for long, _ in runs[1:]] for name, runs in turns.items()}
+    prefill = {name: [short for _, short in runs[1:]] for name, runs in turns.items()}
     stock = cases[0].name
     rows = []
     for case in cases:
@@ -152,8 +130,7 @@ def main() -> None:
         if arguments.kvpress:
             peer = stack.enter_context(kvpress_side("kvpress", folder, shape, arguments.kvpress))
             cases.append(Case("kvpress SnapKV", peer, {"ratio": 1 - arguments.budget}))
-        with Progress() as progress:
-            rows = [row for length in arguments.lengths for row in measure(cases, length, arguments, progress)]
+        rows = [row for length in arguments.lengths for row in measure(cases, length, arguments)]
     save(arguments.output, vars(arguments) | {"shape": shape}, rows)
     for length in arguments.lengths:
         print_table(
