@@ -63,6 +63,8 @@ def after_prompts(cases: list[Case], arguments: argparse.Namespace) -> list[Row]
 
 def in_one_go(cases: list[Case], arguments: argparse.Namespace) -> list[Row]:
     prompt = np.random.default_rng(arguments.seed).integers(1, 32_000, (1, arguments.prompt)).tolist()
+    for case in cases:
+        case.side.wait()
     rows = []
     for case in track(cases, "sides"):
         (times,) = case.side.run(prompt, arguments.generate, case.compression).token_times

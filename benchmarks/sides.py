@@ -124,12 +124,14 @@ class Side:
             stderr=self._log,
             text=True,
         )
-        try:
+        self._is_ready = False
+
+    def wait(self) -> None:
+        """Until it can run something; sides start at the same time."""
+        if not self._is_ready:
             self._receive()
-        except BaseException:
-            self._process.terminate()
-            raise
-        self._signal(signal.SIGSTOP)
+            self._is_ready = True
+            self._signal(signal.SIGSTOP)
 
     def run(
         self,
@@ -139,6 +141,7 @@ class Side:
         cold: bool = True,
     ) -> Run:
         """Sends all prompts (token ids) at once and waits for the last token. cold: forget cached prompts before."""
+        self.wait()
         self._signal(signal.SIGCONT)
         command = {"prompts": prompts, "max_tokens": max_tokens, "compression": compression, "cold": cold}
         assert self._process.stdin is not None

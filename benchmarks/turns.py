@@ -24,6 +24,8 @@ def take_turns(
     cases: Sequence[Case], repeats: int, description: str, run: Callable[[Case], Measured]
 ) -> dict[str, list[Measured]]:
     """What each case measured in each of the turns, by name."""
+    for case in cases:
+        case.side.wait()
     turns: dict[str, list[Measured]] = {case.name: [] for case in cases}
     for number in track(range(repeats * len(cases)), description):
         case = cases[number % len(cases)]

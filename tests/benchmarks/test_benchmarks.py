@@ -1,0 +1,63 @@
+"""Each benchmark runs, small, and writes what it says; how fast anything is, is not tested."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def rows(path: Path, script: str, *arguments: str) -> list[dict]:
+    """The rows of the JSON file that the benchmark writes."""
+    command = [sys.executable, str(FOLDER / script), "--output", str(path), "--repeats", "1", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    result = json.loads(path.read_text())
+    assert result["machine"]["cpu"] and result["machine"]["versions"]["torch"]
+    return result["rows"]
+
+
+def test_compaction(tmp_path):
+    some = rows(
+        tmp_path / "c.json", "compaction.py", "--entries", "256", "--budget", "64", "--policies", "h2o", "snapkv"
+    )
+    assert [row["policy"] for row in some] == ["h2o", "snapkv"]
+    assert all(row["prompt_end"]["median"] > 0 for row in some)
+    assert some[0]["decoding"]["median"] > 0 and some[1]["decoding"] is None  # snapkv compresses once
+
+
+@pytest.fixture
+def cases():
+    return ["stock vLLM", "plain", "keepkv"]
+
+
+def test_serving(tmp_path, cases):
+    lengths = ("--lengths", "200", "--requests", "2", "--tokens", "40", "--budget", "0.2", "--policies", "keepkv")
+    some = rows(tmp_path / "s.json", "serving.py", *lengths)
+    assert [row["case"] for row in some] == cases
+    stock, plain, _ = some
+    assert all(row["decode_tokens_per_second"]["median"] > 0 for row in some)
+    assert stock["decode_ratio"]["median"] == 1
+    assert all(0 < row["first_token_ms"]["median"] < row["second_token_ms"]["median"] for row in some)
+    # 2 x 240 tokens, in whole blocks.
+    assert 480 <= stock["peak_tokens"] == plain["peak_tokens"]
+    assert (tmp_path / "s.svg").read_text().count("<svg") == 1
+
+
+def test_memory_pressure(tmp_path, cases):
+    sizes = ("--requests", "4", "--length", "256", "--tokens", "150", "--policies", "keepkv")
+    some = rows(tmp_path / "m.json", "memory_pressure.py", *sizes)
+    assert [row["case"] for row in some] == cases
+    assert all(row["requests_per_minute"]["median"] > 0 and 0 < row["peak_usage"] <= 1 for row in some)
+    # Two prompts fit, and cannot both grow by half; compressed to a fifth, they can.
+    assert some[0]["most_preemptions"] == some[1]["most_preemptions"] > 0 == some[2]["most_preemptions"]
+
+
+def test_longrun(tmp_path, cases):
+    sizes = ("--lengths", "100", "200", "--tokens", "40", "--budget", "64", "--policies", "keepkv")
+    some = rows(tmp_path / "l.json", "longrun.py", *sizes)
+    assert [(row["case"], row["length"]) for row in some] == [(case, length) for case in cases for length in (100, 200)]
+    assert all(row["latency_ms"]["median"] > 0 for row in some)
