@@ -1,0 +1,44 @@
+"""Without ``enforce_eager`` vLLM compiles the model with torch.compile; attention stays an opaque operator in it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
+from vllm_kvmerge import compression
+
+COMPILED = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm_kvmerge import kvmerge_engine_args
+arguments, prompts, extras, max_tokens = json.load(sys.stdin)
+llm = LLM(**kvmerge_engine_args(**arguments))
+assert llm.llm_engine.vllm_config.compilation_config.mode.name == "DYNAMO_TRACE_ONCE"
+params = [SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra) for extra in extras]
+outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+"""
+MAX_TOKENS = 40
+
+
+def test_a_compiled_model_gives_the_tokens_of_an_eager_one(engine, tmp_path):
+    from vllm import SamplingParams
+
+    rng = np.random.default_rng(5)
+    extras = [None] + [compression(policy, budget=64) for policy in ("h2o", "snapkv", "keepkv", "zsmerge", "morphkv")]
+    prompts = [random_prompt(rng, 300) for _ in extras]
+    arguments = engine_arguments() | {"enforce_eager": False, "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK}
+    job = json.dumps([arguments, prompts, extras, MAX_TOKENS])
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CACHE_ROOT": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], input=job, env=environment, text=True, capture_output=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = json.loads(done.stdout.split("TOKENS", 1)[1])
+    params = [
+        SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, extra_args=extra) for extra in extras
+    ]
+    assert engine.tokens(prompts, params) == compiled
