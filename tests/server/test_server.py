@@ -1,7 +1,12 @@
 """The real server: real processes, real HTTP, the official client, and Prometheus text."""
 
+import json
+import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -9,6 +14,7 @@ import openai
 import pytest
 
 from tests.demo_model import BYTES_PER_BLOCK, HEADS_TIMES_LAYERS
+from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
 
 POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
@@ -145,3 +151,23 @@ def test_clients_that_leave_do_no_harm(server):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert server.complete("recall", max_tokens=2)["choices"]
+
+
+def test_vllms_own_serving_benchmark(server):
+    script = Path(__file__).parents[2] / "benchmarks" / "vllm_bench_serve.py"
+    options = {
+        "--base-url": server.url,
+        "--endpoint": "/v1/completions",
+        "--model": "demo",
+        "--tokenizer": demo.model_path(),
+        "--dataset-name": "random",
+        "--random-input-len": "300",
+        "--random-output-len": "20",
+        "--num-prompts": "4",
+        "--extra-body": json.dumps({"kv_compression": {"policy": "keepkv", "budget": 64}}),
+    }
+    command = [sys.executable, str(script), *(word for option in options.items() for word in option), "--ignore-eos"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"Successful requests: +4\n", done.stdout), done.stdout[-3000:]
+    assert re.search(r"Total generated tokens: +80\n", done.stdout)
