@@ -1,0 +1,29 @@
+"""The benchmark of the native operators runs, and what it measures is right."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_kvmerge import kernels
+from vllm_kvmerge.kernels import native
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "operators.py"
+TOLERANCE = 1e-2
+
+
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native operators are not built")
+def test_every_native_operator_is_measured(tmp_path):
+    output = tmp_path / "operators.json"
+    subprocess.run([sys.executable, SCRIPT, "--quick", "--output", output], check=True)
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["operator"] for row in rows} == {
+        name for name in kernels.__all__ if inspect.isfunction(getattr(native, name, None))
+    }
+    for row in rows:
+        assert row["floor"]["least"] > 0 and all(side["least"] > 0 for side in row["seconds"].values()), row
+        assert "native" in row["errors"] and max(row["errors"].values()) < TOLERANCE, row
+    assert output.with_suffix(".svg").stat().st_size > 0
