@@ -16,14 +16,19 @@ namespace {
 constexpr int64_t kEntriesPerTask = 256;
 constexpr int64_t kMinParallelEntries = 512;  // below, waking threads costs more than it gains
 
-// Calls task(head, first, last) for ranges of `count` items of every head.
+inline int threads_for(const Units& units, int64_t count) {
+  const int64_t entries = static_cast<int64_t>(units.size()) * units[0].pages.num_heads * count;
+  return entries < kMinParallelEntries ? 1 : max_threads();
+}
+
+// Calls task(unit, head, row, first, last) for ranges of `count` items of every head; row: unit * heads + head.
 template <class F>
-void for_ranges(const Pages& pages, int64_t count, int64_t per_task, const F& task) {
-  const int64_t ranges = (count + per_task - 1) / per_task;
-  const int threads = count * pages.num_heads < kMinParallelEntries ? 1 : max_threads();
-  parallel_for(ranges * pages.num_heads, threads, [&](int64_t i) {
-    const int64_t first = i % ranges * per_task;
-    task(i / ranges, first, std::min(count, first + per_task));
+void for_ranges(const Units& units, int64_t count, int64_t per_task, const F& task) {
+  if (units.empty()) return;
+  const int64_t ranges = (count + per_task - 1) / per_task, heads = units[0].pages.num_heads;
+  parallel_for(static_cast<int64_t>(units.size()) * heads * ranges, threads_for(units, count), [&](int64_t i) {
+    const int64_t row = i / ranges, first = i % ranges * per_task;
+    task(units[row / heads], row % heads, row, first, std::min(count, first + per_task));
   });
 }
 
@@ -75,47 +80,72 @@ inline void read_value(const Pages& pages, int64_t head, Place at, float* out) {
 
 inline int64_t num_entries(const Segments& s) { return s.front + s.seq_len - s.tail; }
 
-}  // namespace
-
-void gather_metadata(const Pages& pages, const Segments& s, float* log_votes, float* scores, float* aux,
-                     int64_t* positions) {
-  const int64_t n = num_entries(s);
-  for_ranges(pages, n, kEntriesPerTask, [&](int64_t head, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const Place at = place_of_entry(pages, s, i);
-      const int64_t to = head * n + i;
-      scores[to] = plane(pages, at.block, head, kScores)[at.offset];
-      aux[to] = plane(pages, at.block, head, kAux)[at.offset];
-      log_votes[to] = i < s.front ? plane(pages, at.block, head, kLogVotes)[at.offset] : 0.0f;
-      positions[to] = i < s.front ? reinterpret_cast<int32_t*>(plane(pages, at.block, head, kPositions))[at.offset]
-                                  : s.tail + i - s.front;
-    }
-  });
+// Calls f(block, offset, count, entry) for the pieces of the entries [first, last) that lie in one block each.
+template <class F>
+void for_pieces(const Unit& unit, int64_t first, int64_t last, const F& f) {
+  const Segments& s = unit.segments;
+  const int64_t bs = unit.pages.block_size;
+  for (int64_t i = first; i < last;) {
+    const int64_t slot = i < s.front ? i : s.tail + i - s.front, offset = slot % bs;
+    const int64_t count = std::min({bs - offset, last - i, i < s.front ? s.front - i : last - i});
+    f(s.blocks[slot / bs], offset, count, i);
+    i += count;
+  }
 }
 
-void gather_rows(const Pages& pages, bool keys, const Segments& s, const int64_t* index, int64_t count, float* rows) {
-  with_type(pages.dtype, [&](auto* type) {
-    typedef std::remove_pointer_t<decltype(type)> T;
-    for_ranges(pages, count, kEntriesPerTask, [&](int64_t head, int64_t first, int64_t last) {
-      for (int64_t i = head * count + first; i < head * count + last; ++i) {
-        float* out = rows + i * pages.head_size;
-        if (index[i] < 0) std::fill_n(out, pages.head_size, 0.0f);
-        else if (keys) read_key<T>(pages, head, place_of_entry(pages, s, index[i]), out);
-        else read_value<T>(pages, head, place_of_entry(pages, s, index[i]), out);
+}  // namespace
+
+void gather_metadata(const Units& units, float* log_votes, float* scores, float* aux, int64_t* positions) {
+  if (units.empty()) return;
+  const int64_t n = num_entries(units[0].segments);
+  for_ranges(units, n, kEntriesPerTask, [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
+    const Segments& s = unit.segments;
+    for_pieces(unit, first, last, [&](int64_t block, int64_t offset, int64_t count, int64_t entry) {
+      const int64_t to = row * n + entry;
+      const auto copy = [&](float* out, Plane which) {
+        std::memcpy(out + to, plane(unit.pages, block, head, which) + offset, count * sizeof(float));
+      };
+      copy(scores, kScores);
+      copy(aux, kAux);
+      if (entry < s.front) {
+        copy(log_votes, kLogVotes);
+        const int32_t* from = reinterpret_cast<int32_t*>(plane(unit.pages, block, head, kPositions)) + offset;
+        for (int64_t k = 0; k < count; ++k) positions[to + k] = from[k];
+      } else {
+        std::fill_n(log_votes + to, count, 0.0f);
+        for (int64_t k = 0; k < count; ++k) positions[to + k] = s.tail + entry - s.front + k;
       }
     });
   });
 }
 
-void gather_all(const Pages& pages, const Segments& s, float* keys, float* values) {
-  const int64_t n = num_entries(s), d = pages.head_size;
-  with_type(pages.dtype, [&](auto* type) {
+void gather_rows(const Units& units, bool keys, const int64_t* index, int64_t count, float* rows) {
+  if (units.empty()) return;
+  with_type(units[0].pages.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
-    for_ranges(pages, n, kEntriesPerTask, [&](int64_t head, int64_t first, int64_t last) {
+    for_ranges(units, count, kEntriesPerTask,
+               [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
+                 const int64_t d = unit.pages.head_size;
+                 for (int64_t i = row * count + first; i < row * count + last; ++i) {
+                   float* out = rows + i * d;
+                   if (index[i] < 0) std::fill_n(out, d, 0.0f);
+                   else if (keys) read_key<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, index[i]), out);
+                   else read_value<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, index[i]), out);
+                 }
+               });
+  });
+}
+
+void gather_all(const Units& units, float* keys, float* values) {
+  if (units.empty()) return;
+  const int64_t n = num_entries(units[0].segments), d = units[0].pages.head_size;
+  with_type(units[0].pages.dtype, [&](auto* type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    for_ranges(units, n, kEntriesPerTask, [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
-        const Place at = place_of_entry(pages, s, i);
-        read_key<T>(pages, head, at, keys + (head * n + i) * d);
-        read_value<T>(pages, head, at, values + (head * n + i) * d);
+        const Place at = place_of_entry(unit.pages, unit.segments, i);
+        read_key<T>(unit.pages, head, at, keys + (row * n + i) * d);
+        read_value<T>(unit.pages, head, at, values + (row * n + i) * d);
       }
     });
   });
@@ -125,10 +155,10 @@ namespace {
 
 // Members and carriers of all heads, as the kernel multiplies them.
 template <class T, class Q>
-void find_most_similar(const Kernels& kernels, const Pages& pages, const Segments& s, const int64_t* members,
-                       int64_t num_members, const int64_t* carriers, int64_t num_carriers, const uint8_t* usable,
-                       float* similarity, int64_t* best) {
-  const int64_t d = pages.head_size, heads = pages.num_heads;
+void find_most_similar(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
+                       const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
+                       int64_t* best) {
+  const int64_t d = units[0].pages.head_size, heads = static_cast<int64_t>(units.size()) * units[0].pages.num_heads;
   const int64_t num_tiles = (num_carriers + kTile - 1) / kTile;
   // Usable carriers side by side: tiles [d, kTile], the length of each, which carrier it is.
   std::vector<Q> packed(heads * num_tiles * kTile * d);
@@ -139,12 +169,15 @@ void find_most_similar(const Kernels& kernels, const Pages& pages, const Segment
       if (usable[h * num_carriers + i]) names[h * num_tiles * kTile + counts[h]++] = static_cast<int32_t>(i);
 
   const auto inverse_length = [&](float squares) { return 1.0f / std::max(std::sqrt(squares), 1e-12f); };
-  for_ranges(pages, num_tiles, kEntriesPerTask / kTile, [&](int64_t head, int64_t first, int64_t last) {
+  for_ranges(units, num_tiles, kEntriesPerTask / kTile,
+             [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
+    const Pages& pages = unit.pages;
     for (int64_t tile = first; tile < last; ++tile) {
-      const int64_t at = head * num_tiles + tile;
-      for (int64_t lane = 0; lane < kTile && tile * kTile + lane < counts[head]; ++lane) {
+      const int64_t at = row * num_tiles + tile;
+      for (int64_t lane = 0; lane < kTile && tile * kTile + lane < counts[row]; ++lane) {
         const int64_t carrier = names[at * kTile + lane];
-        const T* key = key_at<T>(pages, head, place_of_entry(pages, s, carriers[head * num_carriers + carrier]));
+        const int64_t entry = carriers[row * num_carriers + carrier];
+        const T* key = key_at<T>(pages, head, place_of_entry(pages, unit.segments, entry));
         float squares = 0.0f;
         for (int64_t e = 0; e < d; ++e) {
           const float x = to_float(key[e * pages.block_size]);
@@ -157,16 +190,18 @@ void find_most_similar(const Kernels& kernels, const Pages& pages, const Segment
   });
 
   constexpr int64_t kMembersPerTask = 64;
-  for_ranges(pages, num_members, kMembersPerTask, [&](int64_t head, int64_t first, int64_t last) {
+  for_ranges(units, num_members, kMembersPerTask,
+             [&](const Unit& unit, int64_t kv_head, int64_t head, int64_t first, int64_t last) {
     thread_local Scratch scratch;
+    const Pages& pages = unit.pages;
     const int64_t rows = last - first;
     float* lengths = scratch.floats(kMembersPerTask * (d + 2) + kernels.similar_scratch(kMembersPerTask));
     float* found = lengths + kMembersPerTask;
     Q* keys = reinterpret_cast<Q*>(found + kMembersPerTask);
     int32_t where[kMembersPerTask];
     for (int64_t r = 0; r < rows; ++r) {
-      const T* key =
-          key_at<T>(pages, head, place_of_entry(pages, s, members[head * num_members + first + r]));
+      const int64_t entry = members[head * num_members + first + r];
+      const T* key = key_at<T>(pages, kv_head, place_of_entry(pages, unit.segments, entry));
       float squares = 0.0f;
       for (int64_t e = 0; e < d; ++e) {
         const float x = to_float(key[e * pages.block_size]);
@@ -198,96 +233,115 @@ void find_most_similar(const Kernels& kernels, const Pages& pages, const Segment
 
 }  // namespace
 
-void most_similar(const Kernels& kernels, const Pages& pages, const Segments& s, const int64_t* members,
-                  int64_t num_members, const int64_t* carriers, int64_t num_carriers, const uint8_t* usable,
-                  float* similarity, int64_t* best) {
+void most_similar(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
+                  const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
+                  int64_t* best) {
+  if (units.empty()) return;
   const auto run = [&](auto find) {
-    find(kernels, pages, s, members, num_members, carriers, num_carriers, usable, similarity, best);
+    find(kernels, units, members, num_members, carriers, num_carriers, usable, similarity, best);
   };
+  const DType dtype = units[0].pages.dtype;
   // Products of bfloat16 are exact in float32, so pairs lose nothing.
-  if (pages.dtype == DType::f32) run(find_most_similar<float, float>);
-  else if (pages.dtype == DType::f16) run(find_most_similar<F16, float>);
+  if (dtype == DType::f32) run(find_most_similar<float, float>);
+  else if (dtype == DType::f16) run(find_most_similar<F16, float>);
   else if (kernels.has_pairs) run(find_most_similar<BF16, BF16>);
   else run(find_most_similar<BF16, float>);
 }
 
-void move_entries(const Pages& pages, const Segments& s, const int32_t* destination, const int64_t* kept,
+void move_entries(const Units& units, const std::vector<const int32_t*>& destinations, const int64_t* kept,
                   int64_t count) {
-  with_type(pages.dtype, [&](auto* type) {
+  if (units.empty()) return;
+  with_type(units[0].pages.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
-    const int64_t d = pages.head_size, bs = pages.block_size;
+    const int64_t heads = units[0].pages.num_heads, d = units[0].pages.head_size, bs = units[0].pages.block_size;
     // A head's moves are in one buffer before the first is written, because places may overlap.
-    const int threads = count * pages.num_heads < kMinParallelEntries ? 1 : max_threads();
-    parallel_for(pages.num_heads, threads, [&](int64_t head) {
-      std::vector<int64_t> moving;
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t from = kept[head * count + i];
-        if (from >= 0 && !(place_of_entry(pages, s, from) == place_of_slot(pages, destination, i)))
-          moving.push_back(i);
+    parallel_for(static_cast<int64_t>(units.size()) * heads, threads_for(units, count), [&](int64_t row) {
+      const Pages& pages = units[row / heads].pages;
+      const Segments& s = units[row / heads].segments;
+      const int32_t* destination = destinations[row / heads];
+      const int64_t *from = kept + row * count, head = row % heads;
+      thread_local std::vector<int64_t> moving, empty;
+      moving.clear();
+      empty.clear();
+      for (int64_t first = 0; first < count; first += bs) {
+        const int64_t last = std::min(count, first + bs);
+        // Nearly all entries stay, which takes no arithmetic to see.
+        const int64_t stays = first < s.front && s.blocks[first / bs] == destination[first / bs] ? s.front : 0;
+        for (int64_t i = first; i < last; ++i) {
+          if (from[i] == i && i < stays) continue;
+          if (from[i] < 0) empty.push_back(i);
+          else if (!(place_of_entry(pages, s, from[i]) == place_of_slot(pages, destination, i))) moving.push_back(i);
+        }
       }
       thread_local Scratch scratch;
-      T* buffer = reinterpret_cast<T*>(scratch.floats(static_cast<int64_t>(moving.size()) * 2 * d));
+      T* buffer = reinterpret_cast<T*>(scratch.floats(static_cast<int64_t>(moving.size() + 1) * 2 * d));
       T* next = buffer;
       for (int64_t i : moving) {
-        const Place at = place_of_entry(pages, s, kept[head * count + i]);
+        const Place at = place_of_entry(pages, s, from[i]);
         const T* key = key_at<T>(pages, head, at);
         for (int64_t e = 0; e < d; ++e) next[e] = key[e * bs];
         std::memcpy(next + d, value_at<T>(pages, head, at), d * sizeof(T));
         next += 2 * d;
       }
-      const auto write = [&](int64_t slot, const T* row) {
+      const auto write = [&](int64_t slot, const T* values) {
         const Place to = place_of_slot(pages, destination, slot);
         T* key = key_at<T>(pages, head, to);
-        for (int64_t e = 0; e < d; ++e) key[e * bs] = row[e];
-        std::memcpy(value_at<T>(pages, head, to), row + d, d * sizeof(T));
+        for (int64_t e = 0; e < d; ++e) key[e * bs] = values[e];
+        std::memcpy(value_at<T>(pages, head, to), values + d, d * sizeof(T));
       };
+      std::memset(next, 0, 2 * d * sizeof(T));
+      for (int64_t i : empty) write(i, next);
       next = buffer;
       for (int64_t i : moving) {
         write(i, next);
         next += 2 * d;
       }
-      const std::vector<T> zeros(2 * d);
-      for (int64_t i = 0; i < count; ++i)
-        if (kept[head * count + i] < 0) write(i, zeros.data());
     });
   });
 }
 
-void write_rows(const Pages& pages, const int32_t* blocks, const int64_t* places, int64_t count, const float* keys,
-                const float* values) {
-  with_type(pages.dtype, [&](auto* type) {
+void write_rows(const Units& units, const int64_t* places, int64_t count, const float* keys, const float* values) {
+  if (units.empty()) return;
+  with_type(units[0].pages.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
-    const int64_t d = pages.head_size;
-    for_ranges(pages, count, kEntriesPerTask, [&](int64_t head, int64_t first, int64_t last) {
-      for (int64_t i = head * count + first; i < head * count + last; ++i) {
-        if (places[i] < 0) continue;
-        const Place to = place_of_slot(pages, blocks, places[i]);
-        if (keys) {
-          T* key = key_at<T>(pages, head, to);
-          for (int64_t e = 0; e < d; ++e) key[e * pages.block_size] = from_float<T>(keys[i * d + e]);
-        }
-        if (values) {
-          T* value = value_at<T>(pages, head, to);
-          for (int64_t e = 0; e < d; ++e) value[e] = from_float<T>(values[i * d + e]);
-        }
-      }
-    });
+    for_ranges(units, count, kEntriesPerTask,
+               [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
+                 const int64_t d = unit.pages.head_size, bs = unit.pages.block_size;
+                 for (int64_t i = row * count + first; i < row * count + last; ++i) {
+                   if (places[i] < 0) continue;
+                   const Place to = place_of_slot(unit.pages, unit.segments.blocks, places[i]);
+                   if (keys) {
+                     T* key = key_at<T>(unit.pages, head, to);
+                     for (int64_t e = 0; e < d; ++e) key[e * bs] = from_float<T>(keys[i * d + e]);
+                   }
+                   if (values) {
+                     T* value = value_at<T>(unit.pages, head, to);
+                     for (int64_t e = 0; e < d; ++e) value[e] = from_float<T>(values[i * d + e]);
+                   }
+                 }
+               });
   });
 }
 
-void write_metadata(const Pages& pages, const int32_t* blocks, int64_t count, const float* log_votes,
-                    const float* scores, const float* aux, const int64_t* positions) {
-  for_ranges(pages, count, kEntriesPerTask, [&](int64_t head, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const Place to = place_of_slot(pages, blocks, i);
-      const int64_t from = head * count + i;
-      plane(pages, to.block, head, kLogVotes)[to.offset] = log_votes[from];
-      plane(pages, to.block, head, kScores)[to.offset] = scores[from];
-      plane(pages, to.block, head, kAux)[to.offset] = aux[from];
-      reinterpret_cast<int32_t*>(plane(pages, to.block, head, kPositions))[to.offset] =
-          static_cast<int32_t>(positions[from]);
-    }
-  });
+void write_metadata(const Units& units, int64_t count, const float* log_votes, const float* scores, const float* aux,
+                    const int64_t* positions) {
+  for_ranges(units, count, kEntriesPerTask,
+             [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
+               const int64_t bs = unit.pages.block_size;
+               for (int64_t slot = first; slot < last;) {
+                 const int64_t offset = slot % bs, some = std::min(bs - offset, last - slot);
+                 const int64_t block = unit.segments.blocks[slot / bs], from = row * count + slot;
+                 const auto copy = [&](const float* in, Plane which) {
+                   std::memcpy(plane(unit.pages, block, head, which) + offset, in + from, some * sizeof(float));
+                 };
+                 copy(log_votes, kLogVotes);
+                 copy(scores, kScores);
+                 copy(aux, kAux);
+                 int32_t* to = reinterpret_cast<int32_t*>(plane(unit.pages, block, head, kPositions)) + offset;
+                 for (int64_t k = 0; k < some; ++k) to[k] = static_cast<int32_t>(positions[from + k]);
+                 slot += some;
+               }
+             });
 }
 
 void write_tokens(const Pages& pages, const std::vector<int64_t>& slots, const Rows& keys, const Rows& values) {
@@ -295,8 +349,8 @@ void write_tokens(const Pages& pages, const std::vector<int64_t>& slots, const R
     typedef std::remove_pointer_t<decltype(type)> T;
     with_type(keys.dtype, [&](auto* from) {
       typedef std::remove_pointer_t<decltype(from)> U;
-      for_ranges(pages, static_cast<int64_t>(slots.size()), kEntriesPerTask,
-                 [&](int64_t head, int64_t first, int64_t last) {
+      for_ranges({Unit{pages, {}}}, static_cast<int64_t>(slots.size()), kEntriesPerTask,
+                 [&](const Unit&, int64_t head, int64_t, int64_t first, int64_t last) {
                    for (int64_t i = first; i < last; ++i) {
                      if (slots[i] < 0) continue;
                      const Place to{slots[i] / pages.block_size, slots[i] % pages.block_size};

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from vllm_kvmerge.kernels import native, reference
-from vllm_kvmerge.kernels.page import METADATA_BYTES, Pages, cell_bytes
+from vllm_kvmerge.kernels.page import METADATA_BYTES, Pages, Units, cell_bytes
 from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate, write_front
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ __all__ = [
     "UPDATE_MODES",
     "Pages",
     "ScoreUpdate",
+    "Units",
     "cell_bytes",
     "column_scores",
     "gather_entries",
@@ -56,17 +57,17 @@ def implementation(pages: Pages | None = None) -> str:
     return f"native, {native.level()}" if obstacle is None else f"PyTorch reference: {obstacle}"
 
 
-def _module(pages: Pages) -> ModuleType:
+def _module(pages: Pages | Units) -> ModuleType:
     return reference if _native_failure() or pages.native_obstacle else native
 
 
 def _dispatched(operator: Operator, pages_at: int = 0) -> Operator:
-    """The operator on the implementation that suits its argument ``pages``, its ``pages_at``-th."""
+    """The operator on the implementation that suits its ``pages_at``-th argument, ``pages`` or ``units``."""
     name = operator.__name__
 
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
-        pages = args[pages_at] if len(args) > pages_at else kwargs["pages"]
+        pages = args[pages_at] if len(args) > pages_at else kwargs.get("pages") or kwargs["units"]
         return getattr(_module(pages), name)(*args, **kwargs)
 
     return cast(Operator, run)

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_kvmerge import kernels
 from vllm_kvmerge.attention.backend import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
-from vllm_kvmerge.kernels import Pages
+from vllm_kvmerge.kernels import Pages, Units
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Outcome
-from vllm_kvmerge.worker.paged_entries import PagedEntries, PagedSequence
+from vllm_kvmerge.worker.paged_entries import PagedEntries
 
 MAX_BATCH_BYTES = 256 << 20
 """What a policy may hold in float32 of one batch's keys, values and attention; larger batches are split."""
@@ -41,14 +41,6 @@ class Compaction:
     def query_positions(self) -> Tensor | None:
         """``[w]`` int64, of the newest queries."""
         return None if self.ring is None else self.ring.positions(self.plan.num_tokens)
-
-    @cached_property
-    def destination(self) -> Tensor:
-        """``[blocks]`` int64, ids of the blocks of the new front."""
-        return torch.tensor(self.plan.blocks)
-
-    def sequence(self, pages: Pages) -> PagedSequence:
-        return PagedSequence(pages, self.source_blocks, self.plan.front, self.plan.tail, self.plan.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -105,10 +97,11 @@ class Compactor:
         counts = torch.zeros(len(batch), 2, dtype=torch.int64)
         for units in self._parts(batch):
             context = self._context(units, batch, statistics)
-            result = policy.compress(self._gather(units), context)
+            entries = self._gather(units)
+            result = policy.compress(entries, context)
             per_head = torch.stack([result.outcome.merged, result.evicted], 1)
             counts.index_add_(0, torch.tensor([unit.index for unit in units]), context.by_unit(per_head).sum(1))
-            self._write(units, result.outcome)
+            self._write(units, entries.units, result.outcome)
         return counts
 
     def _parts(self, batch: list[Compaction]) -> Iterator[list[_Unit]]:
@@ -155,7 +148,7 @@ class Compactor:
         return replace(context, queries=torch.cat(queries), query_positions=torch.cat(positions))
 
     def _gather(self, units: list[_Unit]) -> PagedEntries:
-        entries = PagedEntries.gather([unit.compaction.sequence(self.layers[unit.layer]) for unit in units])
+        entries = PagedEntries.gather(self._located(units))
         if units[0].compaction.plan.front == 0:
             # Before its first compression a request's pages hold no statistics of its own.
             entries.scores.zero_()
@@ -168,19 +161,19 @@ class Compactor:
                     entries.aux[heads] = scores.aux[unit.layer, :, : len(entries)]
         return entries
 
-    def _write(self, units: list[_Unit], outcome: Outcome) -> None:
-        planes = (outcome.kept, outcome.log_votes, outcome.scores, outcome.aux, outcome.positions)
-        parts = zip(*(plane.split(self.num_heads) for plane in planes), strict=True)
-        for unit, (kept, *metadata) in zip(units, parts, strict=True):
-            plan, one = unit.compaction.plan, unit.compaction
-            pages = self.layers[unit.layer]
-            kernels.move_entries(pages, one.source_blocks, plan.front, plan.tail, one.destination, kept)
-            kernels.write_metadata(pages, one.destination, *metadata)
-        if outcome.keys is None and outcome.values is None:
-            return
-        nothing = [None] * len(units)
-        keys, values = (
-            nothing if rows is None else rows.split(self.num_heads) for rows in (outcome.keys, outcome.values)
+    def _write(self, units: list[_Unit], located: Units, outcome: Outcome) -> None:
+        destination = torch.tensor([unit.compaction.plan.blocks for unit in units])
+        kernels.move_entries(located, destination, outcome.kept)
+        metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
+        kernels.write_metadata(located, destination, *metadata)
+        if outcome.keys is not None or outcome.values is not None:
+            kernels.write_rows(located, destination, outcome.changed, outcome.keys, outcome.values)
+
+    def _located(self, units: list[_Unit]) -> Units:
+        plans = [unit.compaction.plan for unit in units]
+        return Units(
+            self.layers,
+            torch.tensor([unit.layer for unit in units]),
+            pad_sequence([unit.compaction.source_blocks for unit in units], batch_first=True),
+            torch.tensor([(plan.front, plan.tail, plan.num_tokens) for plan in plans]),
         )
-        for unit, *rows in zip(units, outcome.changed.split(self.num_heads), keys, values, strict=True):
-            kernels.write_rows(self.layers[unit.layer], unit.compaction.destination, *rows)
