@@ -112,6 +112,8 @@ struct Kernels {
   void (*update)(const Update&);
   int64_t (*similar_scratch)(int64_t num_members);
   void (*similar)(const Similar&);
+  // The key that has k others before it in ascending order, 0 <= k < n.
+  int32_t (*kth_smallest)(const int32_t* keys, int64_t n, int64_t k);
 };
 
 }  // namespace kvmerge

@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "entries.h"
+#include "index.h"
 #include "tensors.h"
 
 namespace kvmerge {
@@ -307,6 +308,65 @@ void call_write_tokens(TensorView cache_keys, TensorView slot_mapping, TensorVie
   write_tokens(pages, slots, keys, values);
 }
 
+// [rows, n]
+const uint8_t* mask_of(const char* name, const TensorView& mask, int64_t rows, int64_t n) {
+  return Argument(name, mask).contiguous({rows, n}).boolean();
+}
+
+void call_largest(TensorView ranking, int64_t count, TensorView mask) {
+  const Argument a("ranking", ranking);
+  a.contiguous({-1, -1});
+  uint8_t* out = Argument("mask", mask).contiguous({a.size(0), a.size(1)}).boolean();
+  if (a.is(kDLFloat, 32)) largest(*current(), a.f32(), a.size(0), a.size(1), count, out);
+  else largest(*current(), a.i64(), a.size(0), a.size(1), count, out);
+}
+
+void call_top(TensorView ranking, TensorView is_protected, TensorView is_live, int64_t count, TensorView mask) {
+  const Argument a("ranking", ranking);
+  const float* values = a.contiguous({-1, -1}).f32();
+  const int64_t rows = a.size(0), n = a.size(1);
+  uint8_t* out = Argument("mask", mask).contiguous({rows, n}).boolean();
+  top(*current(), values, mask_of("protected", is_protected, rows, n), mask_of("is_live", is_live, rows, n), rows, n,
+      count, out);
+}
+
+void call_in_place(TensorView mask, TensorView index) {
+  const Argument a("index", index);
+  int64_t* out = a.contiguous({mask.ndim() == 2 ? mask.size(0) : -1, -1}).i64();
+  const int64_t rows = a.size(0), n = mask.size(1), count = a.size(1);
+  KVM_CHECK(count <= n, ValueError) << count << " of " << n << " entries";
+  KVM_CHECK(in_place(mask_of("mask", mask, rows, n), rows, n, count, out), ValueError)
+      << "mask must have " << count << " entries in each row";
+}
+
+void call_by_position(TensorView positions, TensorView order) {
+  const Argument a("positions", positions);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  by_position(values, a.size(0), a.size(1), Argument("order", order).contiguous({a.size(0), a.size(1)}).i64());
+}
+
+int64_t call_most_true(TensorView mask) {
+  const Argument a("mask", mask);
+  const uint8_t* values = a.contiguous({-1, -1}).boolean();
+  return most_true(values, a.size(0), a.size(1));
+}
+
+void call_padded(TensorView mask, TensorView index) {
+  const Argument a("mask", mask), b("index", index);
+  const uint8_t* values = a.contiguous({-1, -1}).boolean();
+  int64_t* out = b.contiguous({a.size(0), -1}).i64();
+  KVM_CHECK(padded(values, a.size(0), a.size(1), b.size(1), out), ValueError)
+      << "mask has more than " << b.size(1) << " entries in a row";
+}
+
+void call_inverse(TensorView index, TensorView where) {
+  const Argument a("index", index), b("where", where);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  int64_t* out = b.contiguous({a.size(0), -1}).i64();
+  KVM_CHECK(inverse(values, a.size(0), a.size(1), b.size(1), out), IndexError)
+      << "index has elements that are not below " << b.size(1);
+}
+
 }  // namespace
 }  // namespace kvmerge
 
@@ -323,3 +383,10 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_entries, kvmerge::call_move_entries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, kvmerge::call_write_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_metadata, kvmerge::call_write_metadata);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_tokens, kvmerge::call_write_tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(largest, kvmerge::call_largest);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(top, kvmerge::call_top);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(in_place, kvmerge::call_in_place);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(by_position, kvmerge::call_by_position);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded, kvmerge::call_padded);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);

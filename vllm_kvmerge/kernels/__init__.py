@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+import torch
+
 from vllm_kvmerge.kernels import native, reference
 from vllm_kvmerge.kernels.page import METADATA_BYTES, Pages, Units, cell_bytes
 from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate, write_front
@@ -17,6 +19,12 @@ from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate, write_fron
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "by_position",
+    "in_place",
+    "inverse",
+    "largest",
+    "padded",
+    "top",
     "METADATA_BYTES",
     "UPDATE_MODES",
     "Pages",
@@ -61,6 +69,22 @@ def _module(pages: Pages | Units) -> ModuleType:
     return reference if _native_failure() or pages.native_obstacle else native
 
 
+def _suits(tensor: torch.Tensor) -> bool:
+    """Whether the native operators take an argument of index arithmetic."""
+    return tensor.is_cpu and tensor.dtype in (torch.float32, torch.int64, torch.bool) and not _native_failure()
+
+
+def _index_operator(operator: Operator) -> Operator:
+    """The operator on the implementation that suits its first argument, a plain tensor."""
+    name = operator.__name__
+
+    @functools.wraps(operator)
+    def run(*args: Any) -> Any:
+        return getattr(native if _suits(args[0]) else reference, name)(*args)
+
+    return cast(Operator, run)
+
+
 def _dispatched(operator: Operator, pages_at: int = 0) -> Operator:
     """The operator on the implementation that suits its ``pages_at``-th argument, ``pages`` or ``units``."""
     name = operator.__name__
@@ -83,3 +107,10 @@ move_entries = _dispatched(reference.move_entries)
 write_rows = _dispatched(reference.write_rows)
 write_metadata = _dispatched(reference.write_metadata)
 write_tokens = _dispatched(reference.write_tokens)
+
+largest = _index_operator(reference.largest)
+top = _index_operator(reference.top)
+in_place = _index_operator(reference.in_place)
+by_position = _index_operator(reference.by_position)
+padded = _index_operator(reference.padded)
+inverse = _index_operator(reference.inverse)

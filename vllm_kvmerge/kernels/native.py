@@ -152,3 +152,40 @@ def write_metadata(
 
 def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
     _function("write_tokens")(pages.keys, slot_mapping, key, value)
+
+
+def largest(ranking: Tensor, count: int) -> Tensor:
+    mask = torch.empty(ranking.shape, dtype=torch.bool)
+    _function("largest")(ranking.contiguous(), count, mask)
+    return mask
+
+
+def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int) -> Tensor:
+    mask = torch.empty(ranking.shape, dtype=torch.bool)
+    _function("top")(*(t.contiguous() for t in (ranking, protected, is_live)), count, mask)
+    return mask
+
+
+def in_place(mask: Tensor, count: int) -> Tensor:
+    index = torch.empty(len(mask), count, dtype=torch.int64)
+    _function("in_place")(mask.contiguous(), index)
+    return index
+
+
+def by_position(positions: Tensor) -> Tensor:
+    order = torch.empty(positions.shape, dtype=torch.int64)
+    _function("by_position")(positions.contiguous(), order)
+    return order
+
+
+def padded(mask: Tensor, width: int | None = None) -> Tensor:
+    mask = mask.contiguous()
+    index = torch.empty(len(mask), _function("most_true")(mask) if width is None else width, dtype=torch.int64)
+    _function("padded")(mask, index)
+    return index
+
+
+def inverse(index: Tensor, size: int) -> Tensor:
+    where = torch.empty(len(index), size, dtype=torch.int64)
+    _function("inverse")(index.contiguous(), where)
+    return where

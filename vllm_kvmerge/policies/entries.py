@@ -4,11 +4,15 @@ from abc import abstractmethod
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vllm_kvmerge.policies.similarity import most_similar
+
+TrackerMode = Literal["none", "sum", "mean", "log_ema"]
+"""What a tracker has attention accumulate in ``scores`` and ``aux``."""
 
 DEAD = -1
 """Position of an entry that holds nothing; its ``log_votes`` is ``-inf``, so attention gives it no weight."""
