@@ -248,6 +248,34 @@ void most_similar(const Kernels& kernels, const Units& units, const int64_t* mem
   else run(find_most_similar<BF16, float>);
 }
 
+void fused_attention(const Kernels& kernels, const Units& units, const float* queries, int64_t group,
+                     const int64_t* query_positions, int64_t num_queries, const float* log_votes,
+                     const int64_t* positions, float scale, bool largest, float* fused) {
+  if (units.empty()) return;
+  const int64_t heads = units[0].pages.num_heads, d = units[0].pages.head_size;
+  const int64_t n = num_entries(units[0].segments);
+  parallel_for(static_cast<int64_t>(units.size()) * heads, threads_for(units, n), [&](int64_t row) {
+    const Unit& unit = units[row / heads];
+    const int64_t num_tiles = Tiles(unit.segments, unit.pages.block_size).count;
+    thread_local Scratch scratch;
+    Fuse f{};
+    f.pages = &unit.pages;
+    f.segments = unit.segments;
+    f.head = static_cast<int32_t>(row % heads);
+    f.group = static_cast<int32_t>(group);
+    f.num_queries = static_cast<int32_t>(num_queries);
+    f.queries = queries + row * group * num_queries * d;
+    f.query_positions = query_positions + row * num_queries;
+    f.log_votes = log_votes + row * n;
+    f.positions = positions + row * n;
+    f.scale = scale;
+    f.largest = largest;
+    f.fused = fused + row * n;
+    f.scratch = scratch.floats(kernels.fuse_scratch(group, num_queries, d, num_tiles));
+    kernels.fuse(f);
+  });
+}
+
 void move_entries(const Units& units, const std::vector<const int32_t*>& destinations, const int64_t* kept,
                   int64_t count) {
   if (units.empty()) return;

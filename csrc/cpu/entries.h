@@ -31,6 +31,12 @@ void most_similar(const Kernels& kernels, const Units& units, const int64_t* mem
                   const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
                   int64_t* best);
 
+// fused: [rows, n], see Fuse. queries: [rows, group, num_queries, head_size]; query_positions: [rows, num_queries];
+// log_votes, positions: [rows, n].
+void fused_attention(const Kernels& kernels, const Units& units, const float* queries, int64_t group,
+                     const int64_t* query_positions, int64_t num_queries, const float* log_votes,
+                     const int64_t* positions, float scale, bool largest, float* fused);
+
 // destination: per unit the blocks of the places; kept: [rows, count].
 void move_entries(const Units& units, const std::vector<const int32_t*>& destination, const int64_t* kept,
                   int64_t count);

@@ -696,6 +696,131 @@ void similar(const Similar& x) {
   similar_as<float>(x);
 }
 
+// Queries go together whose weights for all entries the second-level cache holds with the keys.
+constexpr int kFuseRows = 32;
+
+inline int64_t fuse_rows(int64_t group, int64_t num_queries) {
+  return group * min64(num_queries, max64(1, kFuseRows / group));
+}
+
+inline int64_t fuse_slots(int64_t num_tiles) { return (num_tiles + kChunkTiles - 1) / kChunkTiles * kChunk; }
+
+int64_t fuse_scratch(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles) {
+  const int64_t rows = fuse_rows(group, num_queries);
+  // Votes, positions and result per slot; queries, logits and largest logits per row; weights.
+  return fuse_slots(num_tiles) * (3 + rows) + rows * (head_size + kChunk + kLanes + 1) + 64;
+}
+
+// Adds what `rows` queries and their heads give to the slots; row r is query r / group, query head r % group.
+template <class T, class Q>
+void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const int64_t* query_positions,
+                  const float* votes, const int32_t* positions, float* fused, float* logits, float* maxima,
+                  float* weights) {
+  const int64_t slots = fuse_slots(tiles.count);
+  const int d = f.pages->head_size, bs = f.pages->block_size;
+  Prefetcher none;
+  for (int i = 0; i < rows * kLanes; ++i) maxima[i] = -kInfinity;
+  for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
+    Run runs[kChunkTiles];
+    const int64_t last = min64(first + kChunkTiles, tiles.count);
+    Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
+    c.num_runs = find_runs(tiles, first, last, runs);
+    for (int i = 0; i < c.num_runs; ++i)
+      c.keys[i] = reinterpret_cast<const T*>(region(*f.pages, runs[i].block, f.head)) + runs[i].offset;
+    chunk_logits(c);
+    const int64_t start = first * kTile, width = (last - first) * kTile;
+    for (int r = 0; r < rows; ++r) {
+      const int64_t seen = query_positions[r / f.group];
+      const VI limit = VI{} + static_cast<int32_t>(max64(-1, min64(seen, INT32_MAX - 1)));
+      VF largest = load(maxima + r * kLanes);
+      for (int64_t v = 0; v < width; v += kLanes) {
+        const VI position = bit_cast<VI>(load(reinterpret_cast<const float*>(positions) + start + v));
+        const VF x = load(logits + r * kChunk + v) + load(votes + start + v);
+        const VF visible = select(position <= limit, x, broadcast(-kInfinity));
+        store(weights + r * slots + start + v, visible);
+        largest = maximum(largest, visible);
+      }
+      store(maxima + r * kLanes, largest);
+    }
+  }
+  const int64_t width = tiles.count * kTile;
+  for (int r = 0; r < rows; ++r) {
+    float* x = weights + r * slots;
+    float top = horizontal_max(load(maxima + r * kLanes));
+    if (top == -kInfinity) top = 0.0f;  // a query that sees nothing
+    const VF tops = broadcast(top);
+    VF total = {};
+    for (int64_t v = 0; v < width; v += kLanes) {
+      const VF weight = exp(load(x + v) - tops);
+      total += weight;
+      store(x + v, weight);
+    }
+    const float sum = horizontal_sum(total);
+    maxima[r * kLanes] = sum == 0.0f ? 0.0f : 1.0f / sum;
+  }
+  for (int64_t v = 0; v < width; v += kLanes) {
+    VF all = load(fused + v);
+    for (int first = 0; first < rows; first += f.group) {
+      VF of_query = {};
+      for (int r = first; r < first + f.group; ++r)
+        of_query += load(weights + r * slots + v) * broadcast(maxima[r * kLanes]);
+      all = f.largest ? maximum(all, of_query) : all + of_query;
+    }
+    store(fused + v, all);
+  }
+}
+
+template <class T, class Q>
+void fuse_as(const Fuse& f) {
+  const Tiles tiles(f.segments, f.pages->block_size);
+  const int64_t slots = fuse_slots(tiles.count), at_once = fuse_rows(f.group, f.num_queries) / f.group;
+  const int d = f.pages->head_size;
+  float *votes = f.scratch, *fused = votes + slots, *logits = fused + slots;
+  float *maxima = logits + at_once * f.group * kChunk, *weights = maxima + at_once * f.group * kLanes;
+  int32_t* positions = reinterpret_cast<int32_t*>(weights + at_once * f.group * slots);
+  Q* q = reinterpret_cast<Q*>(positions + slots);
+  for (int64_t i = 0; i < slots; ++i) votes[i] = 0.0f, fused[i] = 0.0f, positions[i] = INT32_MAX;
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    const Tile t = tiles[i];
+    for (int64_t k = t.lo; k < t.hi; ++k) {
+      const int64_t position = f.positions[t.entry + k];
+      votes[i * kTile + k] = f.log_votes[t.entry + k];
+      positions[i * kTile + k] = static_cast<int32_t>(position < 0 ? INT32_MAX : min64(position, INT32_MAX));
+    }
+  }
+  constexpr bool kPairs = sizeof(Q) == 2;  // as in attend: pairs are multiplied as they are, and their sum is scaled
+  for (int64_t first = 0; first < f.num_queries; first += at_once) {
+    const int64_t some = min64(at_once, f.num_queries - first);
+    for (int64_t j = 0; j < some; ++j)
+      for (int64_t g = 0; g < f.group; ++g) {
+        const float* query = f.queries + (g * f.num_queries + first + j) * d;
+        for (int e = 0; e < d; ++e)
+          q[(j * f.group + g) * d + e] = from_float<Q>(kPairs ? query[e] : query[e] * f.scale);
+      }
+    fuse_rows_as<T, Q>(f, tiles, q, static_cast<int>(some * f.group), f.query_positions + first, votes, positions, fused,
+                       logits, maxima, weights);
+  }
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    const Tile t = tiles[i];
+    for (int64_t k = t.lo; k < t.hi; ++k) f.fused[t.entry + k] = fused[i * kTile + k];
+  }
+}
+
+void fuse(const Fuse& f) {
+#if defined(__AVX512BF16__)
+  if (f.pages->dtype == DType::bf16) {
+    // Queries of a model in bfloat16, which are so exactly.
+    const int64_t count = static_cast<int64_t>(f.group) * f.num_queries * f.pages->head_size;
+    bool exact = true;
+    for (int64_t i = 0; i < count; ++i) exact &= (bit_cast<uint32_t>(f.queries[i]) & 0xffff) == 0;
+    if (exact) return fuse_as<BF16, BF16>(f);
+  }
+#endif
+  if (f.pages->dtype == DType::f32) return fuse_as<float, float>(f);
+  if (f.pages->dtype == DType::f16) return fuse_as<F16, float>(f);
+  fuse_as<BF16, float>(f);
+}
+
 // Bit by bit: how many keys are below what the result would be with this bit set? A pass over keys that the first-level
 // cache holds takes less time than moving any of them.
 int32_t kth_smallest(const int32_t* keys, int64_t n, int64_t k) {
@@ -726,7 +851,7 @@ int32_t kth_smallest(const int32_t* keys, int64_t n, int64_t k) {
 
 const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
-                                    finish, update, similar_scratch, similar, kth_smallest};
+                                    finish, update, similar_scratch, similar, fuse_scratch, fuse, kth_smallest};
   return table;
 }
 

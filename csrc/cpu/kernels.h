@@ -103,6 +103,22 @@ struct Similar {
   float* scratch;        // similar_scratch(num_members) floats
 };
 
+// How much the entries of one KV head get of the attention of some queries: summed over the query heads, then summed over
+// the queries or the largest of them.
+struct Fuse {
+  const Pages* pages;
+  Segments segments;
+  int32_t head, group, num_queries;
+  const float* queries;            // [group, num_queries, head_size]
+  const int64_t* query_positions;  // [num_queries]; a query sees entries up to its own position
+  const float* log_votes;          // [entries]
+  const int64_t* positions;        // [entries], negative where dead
+  float scale;
+  bool largest;
+  float* fused;    // [entries] out
+  float* scratch;  // fuse_scratch(...) floats
+};
+
 struct Kernels {
   const char* name;
   bool has_pairs;  // whether bfloat16 is multiplied as it is
@@ -112,6 +128,8 @@ struct Kernels {
   void (*update)(const Update&);
   int64_t (*similar_scratch)(int64_t num_members);
   void (*similar)(const Similar&);
+  int64_t (*fuse_scratch)(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles);
+  void (*fuse)(const Fuse&);
   // The key that has k others before it in ascending order, 0 <= k < n.
   int32_t (*kth_smallest)(const int32_t* keys, int64_t n, int64_t k);
 };

@@ -255,6 +255,22 @@ void call_most_similar(Layers layers, TensorView layer, TensorView blocks, Tenso
   most_similar(*current(), batch.units, m, num_members, c, num_carriers, use, found, names);
 }
 
+void call_fused_attention(Layers layers, TensorView layer, TensorView blocks, TensorView segments, TensorView queries,
+                          TensorView query_positions, TensorView log_votes, TensorView positions, double scale,
+                          bool largest, TensorView fused) {
+  const Batch batch(layers, layer, blocks, segments);
+  const Argument q("queries", queries);
+  const float* values = q.contiguous({batch.num_rows, -1, -1, batch.head_size}).f32();
+  const int64_t group = q.size(1), num_queries = q.size(2);
+  KVM_CHECK(group > 0 && num_queries > 0, ValueError) << "there must be a query";
+  const std::vector<int64_t> shape = {batch.num_rows, batch.num_entries};
+  fused_attention(*current(), batch.units, values, group,
+                  Argument("query_positions", query_positions).contiguous({batch.num_rows, num_queries}).i64(),
+                  num_queries, Argument("log_votes", log_votes).contiguous(shape).f32(),
+                  Argument("positions", positions).contiguous(shape).i64(), static_cast<float>(scale), largest,
+                  Argument("fused", fused).contiguous(shape).f32());
+}
+
 void call_move_entries(Layers layers, TensorView layer, TensorView blocks, TensorView segments,
                        TensorView destination_blocks, TensorView kept) {
   const Batch batch(layers, layer, blocks, segments), to(layers, layer, destination_blocks);
@@ -379,6 +395,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_metadata, kvmerge::call_gather_metadata);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, kvmerge::call_gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_all, kvmerge::call_gather_all);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_similar, kvmerge::call_most_similar);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_attention, kvmerge::call_fused_attention);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_entries, kvmerge::call_move_entries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, kvmerge::call_write_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_metadata, kvmerge::call_write_metadata);

@@ -252,3 +252,29 @@ def test_units_together_are_as_each_alone(operators, dtype):
         operators.write_metadata(unit, destination[[number]], *(plane[part] for plane in metadata))
     for maker, cache in zip(makers, after, strict=True):
         torch.testing.assert_close(maker.cache, cache, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("num_groups", "num_queries"), [(1, 1), (4, 13), (7, 9), (40, 2)])
+@pytest.mark.parametrize("fusion", ["sum", "max"])
+def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, num_groups, num_queries, fusion):
+    """Holes, dead entries that hold anything, queries that see only some entries or none, votes that pages do not."""
+    maker, s = make(dtype, shape)
+    n = s.keys.shape[1]
+    # As a model has them; in one case queries are not of the cache's dtype.
+    query_dtype = torch.float32 if num_groups == 7 else dtype
+    queries = (2 * maker.randn(3, num_groups, num_queries, 48)).to(query_dtype).float()
+    positions = torch.stack([torch.randperm(n, generator=maker.generator) for _ in range(3)]) + 10
+    positions[torch.rand(3, n, generator=maker.generator) < 0.2] = DEAD
+    query_positions = torch.randint(9, n + 10, (3, num_queries), generator=maker.generator)
+    query_positions[0, 0] = 9
+    log_votes = maker.randn(3, n).masked_fill(positions == DEAD, -torch.inf)
+    scale = 48**-0.5
+    fused = operators.fused_attention(units(maker, s), queries, query_positions, log_votes, positions, scale, fusion)
+    logits = torch.einsum("hgwd,hnd->hgwn", queries.double(), s.keys) * scale + log_votes[:, None, None].double()
+    seen = (positions != DEAD).unsqueeze(1) & (positions.unsqueeze(1) <= query_positions.unsqueeze(2))
+    weights = logits.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).nan_to_num(0.0).sum(1)
+    expected = weights.sum(1) if fusion == "sum" else weights.amax(1)
+    assert fused.dtype == torch.float32
+    torch.testing.assert_close(fused.double(), expected, rtol=2e-5, atol=2e-6)

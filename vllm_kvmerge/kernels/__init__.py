@@ -32,6 +32,7 @@ __all__ = [
     "Units",
     "cell_bytes",
     "column_scores",
+    "fused_attention",
     "gather_entries",
     "gather_metadata",
     "gather_rows",
@@ -103,6 +104,7 @@ gather_metadata = _dispatched(reference.gather_metadata)
 gather_rows = _dispatched(reference.gather_rows)
 gather_entries = _dispatched(reference.gather_entries)
 most_similar = _dispatched(reference.most_similar)
+fused_attention = _dispatched(reference.fused_attention)
 move_entries = _dispatched(reference.move_entries)
 write_rows = _dispatched(reference.write_rows)
 write_metadata = _dispatched(reference.write_metadata)

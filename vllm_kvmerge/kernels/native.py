@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vllm_kvmerge.kernels.page import Pages, Units
 from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate
-from vllm_kvmerge.policies.base import Entries
+from vllm_kvmerge.policies.attention import Fusion
+from vllm_kvmerge.policies.entries import Entries
 
 LIBRARY = Path(__file__).with_name("_native.so")
 
@@ -132,6 +133,21 @@ def most_similar(units: Units, members: Tensor, carriers: Tensor, usable: Tensor
     arguments = members.contiguous(), carriers.contiguous(), usable.contiguous()
     _function("most_similar")(*_located(units), *arguments, similarity, best)
     return similarity, best
+
+
+def fused_attention(
+    units: Units,
+    queries: Tensor,
+    query_positions: Tensor,
+    log_votes: Tensor,
+    positions: Tensor,
+    scale: float,
+    fusion: Fusion,
+) -> Tensor:
+    fused = torch.empty(positions.shape)
+    arguments = (t.contiguous() for t in (queries, query_positions, log_votes, positions))
+    _function("fused_attention")(*_located(units), *arguments, scale, fusion == "max", fused)
+    return fused
 
 
 def move_entries(units: Units, destination: Tensor, kept: Tensor) -> None:

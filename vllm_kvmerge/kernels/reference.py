@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.kernels.page import Pages, Units
+from vllm_kvmerge.policies.attention import Fusion
+from vllm_kvmerge.policies.attention import fused_attention as fused_attention_of
 from vllm_kvmerge.policies.entries import Entries, TrackerMode
 from vllm_kvmerge.policies.similarity import most_similar as most_similar_keys
 
@@ -232,6 +234,26 @@ def most_similar(units: Units, members: Tensor, carriers: Tensor, usable: Tensor
     """
     member_keys, carrier_keys = (gather_rows(units, "keys", index) for index in (members, carriers))
     return most_similar_keys(member_keys, carrier_keys, carriers, usable)
+
+
+def fused_attention(
+    units: Units,
+    queries: Tensor,
+    query_positions: Tensor,
+    log_votes: Tensor,
+    positions: Tensor,
+    scale: float,
+    fusion: Fusion,
+) -> Tensor:
+    """``[H, n]`` float32: attention to each entry, summed over the G query heads, then ``fusion`` over the queries.
+
+    queries: ``[H, G, w, d]`` float32. query_positions: ``[H, w]`` int64; a query sees live entries up to its own
+    position. log_votes: ``[H, n]`` float32 and positions: ``[H, n]`` int64, negative where dead, are those of the
+    entries, whatever the pages hold.
+    """
+    index = torch.arange(units.num_entries).repeat(units.num_heads, 1)
+    keys = gather_rows(units, "keys", index)
+    return fused_attention_of(queries, query_positions, keys, log_votes, positions, scale, fusion)
 
 
 def move_entries(units: Units, destination: Tensor, kept: Tensor) -> None:

@@ -38,9 +38,14 @@ class Compaction:
         return self.plan.front + self.plan.num_tokens - self.plan.tail
 
     @property
-    def query_positions(self) -> Tensor | None:
-        """``[w]`` int64, of the newest queries."""
-        return None if self.ring is None else self.ring.positions(self.plan.num_tokens)
+    def num_queries(self) -> int:
+        """How many of the newest queries are known."""
+        return 0 if self.ring is None else len(self.ring.positions(self.plan.num_tokens))
+
+    def newest_queries(self) -> tuple[Tensor, Tensor]:
+        """``[layers, w, H * G, d]`` in the model's dtype, and ``[w]`` int64, their positions."""
+        assert self.ring is not None
+        return self.ring.queries(self.plan.num_tokens), self.ring.positions(self.plan.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,8 @@ class Compactor:
         """Executes a step's plans; the numbers of merged and evicted entries of each, over layers and heads."""
         batches: dict[tuple[object, ...], list[int]] = {}
         for index, compaction in enumerate(compactions):
-            plan, positions = compaction.plan, compaction.query_positions
-            num_queries = None if positions is None else len(positions)
-            shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, num_queries)
+            plan = compaction.plan
+            shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries)
             batches.setdefault((compaction.policy, *shape), []).append(index)
         counts = torch.zeros(len(compactions), 2, dtype=torch.int64)
         for indices in batches.values():
@@ -112,8 +116,7 @@ class Compactor:
             num_entries, head_size = batch[0].num_entries, self.layers[0].head_size
             numbers = 2 * head_size
             if batch[0].ring is not None:
-                queries = batch[0].ring.queries(0, batch[0].plan.num_tokens, self.num_heads)
-                numbers += queries.shape[1] * queries.shape[2]
+                numbers += batch[0].num_queries * batch[0].ring.num_heads // self.num_heads
             size = max(1, MAX_BATCH_BYTES // (4 * self.num_heads * num_entries * numbers))
         for start in range(0, len(units), size):
             yield units[start : start + size]
@@ -138,14 +141,17 @@ class Compactor:
             all_heads=self.all_heads,
             head_indices=self.head_indices * len(units),
         )
-        queries, positions = [], []
-        for unit in units:
-            ring, num_tokens = unit.compaction.ring, unit.compaction.plan.num_tokens
-            if ring is None:
-                return context
-            queries.append(ring.queries(unit.layer, num_tokens, self.num_heads))
-            positions.append(ring.positions(num_tokens).expand(self.num_heads, -1))
-        return replace(context, queries=torch.cat(queries), query_positions=torch.cat(positions))
+        if batch[0].ring is None:
+            return context
+        newest = {index: batch[index].newest_queries() for index in {unit.index for unit in units}}
+        queries = torch.stack([newest[unit.index][0][unit.layer] for unit in units])  # [units, w, H * G, d]
+        by_head = queries.unflatten(2, (self.num_heads, -1)).permute(0, 2, 3, 1, 4)
+        positions = torch.stack([newest[unit.index][1] for unit in units])
+        return replace(
+            context,
+            queries=by_head.float().flatten(0, 1),
+            query_positions=positions.repeat_interleave(self.num_heads, dim=0),
+        )
 
     def _gather(self, units: list[_Unit]) -> PagedEntries:
         entries = PagedEntries.gather(self._located(units))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm_kvmerge import kernels
 from vllm_kvmerge.kernels import Units
+from vllm_kvmerge.policies.attention import Fusion
 from vllm_kvmerge.policies.base import DEAD
 from vllm_kvmerge.policies.entries import LazyEntries
 
@@ -47,6 +48,13 @@ class PagedEntries(LazyEntries):
         everywhere = self._everywhere(members, 0), self._everywhere(carriers, 0), self._everywhere(usable, False)
         similarity, best = kernels.most_similar(self.units, *everywhere)
         return self._of_these(similarity), self._of_these(best)
+
+    def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
+        if self._rows is not None:  # of all heads it would cost more than reading these heads' keys
+            return super().fused_attention(queries, query_positions, scale, fusion)
+        query_positions = query_positions.expand(len(queries), -1)
+        metadata = self.log_votes, self.positions
+        return kernels.fused_attention(self.units, queries, query_positions, *metadata, scale, fusion)
 
     def _read(self, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
         return self._of_these(kernels.gather_rows(self.units, plane, self._everywhere(index, DEAD)))
