@@ -153,6 +153,24 @@ void gather_all(const Units& units, float* keys, float* values) {
 
 namespace {
 
+inline float inverse_length(float squares) { return 1.0f / std::max(std::sqrt(squares), 1e-12f); }
+
+// keys: [count, head_size], those of the entries, and one over the length of each.
+template <class T, class Q>
+void read_members(const Unit& unit, int64_t head, const int64_t* entries, int64_t count, Q* keys, float* lengths) {
+  const int64_t d = unit.pages.head_size;
+  for (int64_t r = 0; r < count; ++r) {
+    const T* key = key_at<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, entries[r]));
+    float squares = 0.0f;
+    for (int64_t e = 0; e < d; ++e) {
+      const float x = to_float(key[e * unit.pages.block_size]);
+      squares += x * x;
+      keys[r * d + e] = from_float<Q>(x);
+    }
+    lengths[r] = inverse_length(squares);
+  }
+}
+
 // Members and carriers of all heads, as the kernel multiplies them.
 template <class T, class Q>
 void find_most_similar(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
@@ -168,7 +186,6 @@ void find_most_similar(const Kernels& kernels, const Units& units, const int64_t
     for (int64_t i = 0; i < num_carriers; ++i)
       if (usable[h * num_carriers + i]) names[h * num_tiles * kTile + counts[h]++] = static_cast<int32_t>(i);
 
-  const auto inverse_length = [&](float squares) { return 1.0f / std::max(std::sqrt(squares), 1e-12f); };
   for_ranges(units, num_tiles, kEntriesPerTask / kTile,
              [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
     const Pages& pages = unit.pages;
@@ -193,23 +210,12 @@ void find_most_similar(const Kernels& kernels, const Units& units, const int64_t
   for_ranges(units, num_members, kMembersPerTask,
              [&](const Unit& unit, int64_t kv_head, int64_t head, int64_t first, int64_t last) {
     thread_local Scratch scratch;
-    const Pages& pages = unit.pages;
     const int64_t rows = last - first;
     float* lengths = scratch.floats(kMembersPerTask * (d + 2) + kernels.similar_scratch(kMembersPerTask));
     float* found = lengths + kMembersPerTask;
     Q* keys = reinterpret_cast<Q*>(found + kMembersPerTask);
     int32_t where[kMembersPerTask];
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t entry = members[head * num_members + first + r];
-      const T* key = key_at<T>(pages, kv_head, place_of_entry(pages, unit.segments, entry));
-      float squares = 0.0f;
-      for (int64_t e = 0; e < d; ++e) {
-        const float x = to_float(key[e * pages.block_size]);
-        squares += x * x;
-        keys[r * d + e] = from_float<Q>(x);
-      }
-      lengths[r] = inverse_length(squares);
-    }
+    read_members<T>(unit, kv_head, members + head * num_members + first, rows, keys, lengths);
     Similar x{};
     x.in_pairs = sizeof(Q) == 2;
     x.head_size = static_cast<int32_t>(d);
@@ -231,21 +237,69 @@ void find_most_similar(const Kernels& kernels, const Units& units, const int64_t
   });
 }
 
+// The same where members are few and most entries are carriers: keys are multiplied where they lie.
+template <class T, class Q>
+void find_most_similar_entries(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
+                               const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
+                               int64_t* best) {
+  const int64_t d = units[0].pages.head_size, heads = units[0].pages.num_heads, n = num_entries(units[0].segments);
+  parallel_for(static_cast<int64_t>(units.size()) * heads, threads_for(units, n), [&](int64_t row) {
+    const Unit& unit = units[row / heads];
+    const int64_t head = row % heads, *own = carriers + row * num_carriers;
+    thread_local Scratch scratch;
+    float* lengths = scratch.floats(num_members * (d + 3) + n + kernels.similar_entries_scratch(num_members));
+    float* found = lengths + num_members;
+    int32_t *where = reinterpret_cast<int32_t*>(found + num_members), *ranks = where + num_members;
+    Q* keys = reinterpret_cast<Q*>(ranks + n);
+    read_members<T>(unit, head, members + row * num_members, num_members, keys, lengths);
+    std::fill_n(ranks, n, INT32_MAX);
+    for (int64_t i = num_carriers - 1; i >= 0; --i)
+      if (usable[row * num_carriers + i]) ranks[own[i]] = static_cast<int32_t>(i);
+    SimilarEntries x{};
+    x.pages = &unit.pages;
+    x.segments = unit.segments;
+    x.head = static_cast<int32_t>(head);
+    x.num_members = static_cast<int32_t>(num_members);
+    x.in_pairs = sizeof(Q) == 2;
+    x.members = keys;
+    x.ranks = ranks;
+    x.best = found;
+    x.where = where;
+    x.scratch = reinterpret_cast<float*>(ranks + n) + num_members * d;
+    kernels.similar_entries(x);
+    for (int64_t r = 0; r < num_members; ++r) {
+      const bool none = where[r] == INT32_MAX;
+      similarity[row * num_members + r] =
+          none ? -std::numeric_limits<float>::infinity() : std::min(1.0f, found[r] * lengths[r]);
+      best[row * num_members + r] = own[none ? 0 : where[r]];
+    }
+  });
+}
+
+template <class T, class Q>
+void find(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
+          const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity, int64_t* best) {
+  constexpr int64_t kFewMembers = 64;
+  const bool in_place = num_members <= kFewMembers && 2 * num_carriers >= num_entries(units[0].segments);
+  const auto run = in_place ? find_most_similar_entries<T, Q> : find_most_similar<T, Q>;
+  run(kernels, units, members, num_members, carriers, num_carriers, usable, similarity, best);
+}
+
 }  // namespace
 
 void most_similar(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
                   const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
                   int64_t* best) {
-  if (units.empty()) return;
+  if (units.empty() || num_members == 0) return;
   const auto run = [&](auto find) {
     find(kernels, units, members, num_members, carriers, num_carriers, usable, similarity, best);
   };
   const DType dtype = units[0].pages.dtype;
   // Products of bfloat16 are exact in float32, so pairs lose nothing.
-  if (dtype == DType::f32) run(find_most_similar<float, float>);
-  else if (dtype == DType::f16) run(find_most_similar<F16, float>);
-  else if (kernels.has_pairs) run(find_most_similar<BF16, BF16>);
-  else run(find_most_similar<BF16, float>);
+  if (dtype == DType::f32) run(find<float, float>);
+  else if (dtype == DType::f16) run(find<F16, float>);
+  else if (kernels.has_pairs) run(find<BF16, BF16>);
+  else run(find<BF16, float>);
 }
 
 void fused_attention(const Kernels& kernels, const Units& units, const float* queries, int64_t group,

@@ -696,6 +696,82 @@ void similar(const Similar& x) {
   similar_as<float>(x);
 }
 
+int64_t similar_entries_scratch(int64_t num_members) { return num_members * (kChunk + 2 * kLanes); }
+
+template <class T, class Q>
+void similar_entries_as(const SimilarEntries& x) {
+  const Tiles tiles(x.segments, x.pages->block_size);
+  const int rows = x.num_members, d = x.pages->head_size, bs = x.pages->block_size;
+  // Of each member kLanes candidates, one per lane of the tiles.
+  float *products = x.scratch, *best = products + rows * kChunk, *ranks = best + rows * kLanes;
+  for (int i = 0; i < rows * kLanes; ++i) best[i] = -kInfinity;
+  for (int i = 0; i < rows; ++i) store(ranks + i * kLanes, bit_cast<VF>(VI{} + INT32_MAX));
+  Prefetcher none;
+  for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
+    Run runs[kChunkTiles];
+    Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, static_cast<const Q*>(x.members), 1.0f, products, nullptr, nullptr, 0,
+                  &none};
+    c.num_runs = find_runs(tiles, first, min64(first + kChunkTiles, tiles.count), runs);
+    for (int i = 0; i < c.num_runs; ++i)
+      c.keys[i] = reinterpret_cast<const T*>(region(*x.pages, runs[i].block, x.head)) + runs[i].offset;
+    chunk_logits(c);
+    for (int i = 0; i < c.num_runs; ++i) {
+      const Run& run = runs[i];
+      for (int start = 0; start < run.count * kTile; start += kLanes) {
+        alignas(64) int32_t rank[kLanes];
+        alignas(64) float inverse[kLanes];
+        bool any = false;
+        for (int k = 0; k < kLanes; ++k) {
+          const bool live = run.lo <= start + k && start + k < run.hi;
+          rank[k] = live ? x.ranks[run.entry + start + k] : INT32_MAX;
+          any |= rank[k] != INT32_MAX;
+        }
+        if (!any) continue;
+        VF squares = {};
+        for (int e = 0; e < d; ++e) {
+          const VF key = load(c.keys[i] + static_cast<int64_t>(e) * bs + start);
+          squares += key * key;
+        }
+        store(inverse, squares);
+        for (int k = 0; k < kLanes; ++k) {
+          const float length = __builtin_sqrtf(inverse[k]);
+          inverse[k] = 1.0f / (length > 1e-12f ? length : 1e-12f);
+        }
+        const VI ours = bit_cast<VI>(load(reinterpret_cast<const float*>(rank)));
+        const VI usable = ours != VI{} + INT32_MAX;
+        for (int r = 0; r < rows; ++r) {
+          const VF product = load(products + r * kChunk + run.first * kTile + start) * load(inverse);
+          const VF old = load(best + r * kLanes), old_rank = load(ranks + r * kLanes);
+          const VI better = usable & ((product > old) | ((product == old) & (ours < bit_cast<VI>(old_rank))));
+          store(best + r * kLanes, select(better, product, old));
+          store(ranks + r * kLanes, select(better, bit_cast<VF>(ours), old_rank));
+        }
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    x.best[r] = -kInfinity;
+    x.where[r] = INT32_MAX;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float candidate = best[r * kLanes + lane];
+      const int32_t rank = bit_cast<int32_t>(ranks[r * kLanes + lane]);
+      if (candidate > x.best[r] || (candidate == x.best[r] && rank < x.where[r])) {
+        x.best[r] = candidate;
+        x.where[r] = rank;
+      }
+    }
+  }
+}
+
+void similar_entries(const SimilarEntries& x) {
+#if defined(__AVX512BF16__)
+  if (x.in_pairs) return similar_entries_as<BF16, BF16>(x);
+#endif
+  if (x.pages->dtype == DType::f32) return similar_entries_as<float, float>(x);
+  if (x.pages->dtype == DType::f16) return similar_entries_as<F16, float>(x);
+  similar_entries_as<BF16, float>(x);
+}
+
 // Queries go together whose weights for all entries the second-level cache holds with the keys.
 constexpr int kFuseRows = 32;
 
@@ -851,7 +927,7 @@ int32_t kth_smallest(const int32_t* keys, int64_t n, int64_t k) {
 
 const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
-                                    finish, update, similar_scratch, similar, fuse_scratch, fuse, kth_smallest};
+                                    finish, update, similar_scratch, similar, similar_entries_scratch, similar_entries, fuse_scratch, fuse, kth_smallest};
   return table;
 }
 

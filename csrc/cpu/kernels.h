@@ -103,6 +103,19 @@ struct Similar {
   float* scratch;        // similar_scratch(num_members) floats
 };
 
+// The same for few members of one KV head, among entries where they lie.
+struct SimilarEntries {
+  const Pages* pages;
+  Segments segments;
+  int32_t head, num_members;
+  bool in_pairs;
+  const void* members;   // [num_members, head_size]
+  const int32_t* ranks;  // [entries]: of equally similar ones that of lowest rank is taken, INT32_MAX never
+  float* best;           // [num_members] out: product with the key over its length; -inf: there is none
+  int32_t* where;        // [num_members] out: its rank
+  float* scratch;        // similar_entries_scratch(num_members) floats
+};
+
 // How much the entries of one KV head get of the attention of some queries: summed over the query heads, then summed over
 // the queries or the largest of them.
 struct Fuse {
@@ -128,6 +141,8 @@ struct Kernels {
   void (*update)(const Update&);
   int64_t (*similar_scratch)(int64_t num_members);
   void (*similar)(const Similar&);
+  int64_t (*similar_entries_scratch)(int64_t num_members);
+  void (*similar_entries)(const SimilarEntries&);
   int64_t (*fuse_scratch)(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles);
   void (*fuse)(const Fuse&);
   // The key that has k others before it in ascending order, 0 <= k < n.
