@@ -18,84 +18,46 @@ void for_rows(int64_t rows, int64_t n, const F& task) {
   parallel_for(rows, rows * n < kMinParallelItems ? 1 : max_threads(), task);
 }
 
-// An integer in the order of the numbers, where -0 is 0.
-inline int32_t ordered(float x) {
-  x += 0.0f;
-  int32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits ^ (bits >> 31 & 0x7fffffff);
-}
-
-// Marks the `count` largest keys, 0 < count < n, given the one that has n - count before it.
-template <class K>
-void mark(const K* keys, int64_t n, int64_t count, K threshold, uint8_t* mask) {
-  int64_t above = 0;
-  for (int64_t i = 0; i < n; ++i) above += keys[i] > threshold;
-  const int64_t level = count - above;
-  int64_t seen = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const bool equal = keys[i] == threshold;
-    mask[i] = keys[i] > threshold || (equal && seen < level);
-    seen += equal;
-  }
-}
-
-// make_keys(row, keys) gives the row's keys; where it returns false, wide(row) does the row another way.
-template <class F, class G>
-void largest_by(const Kernels& kernels, int64_t rows, int64_t n, int64_t count, uint8_t* mask, const F& make_keys,
-                const G& wide) {
+// Marks the largest of each row; `ranking` gives what is ranked, at row 0.
+void mark(const Kernels& kernels, const Ranking& ranking, int64_t rows) {
+  const int64_t n = ranking.n, count = ranking.count;
   if (count <= 0 || count >= n) {
-    std::memset(mask, count > 0, rows * n);
+    std::memset(ranking.mask, count > 0, rows * n);
     return;
   }
   for_rows(rows, n, [&](int64_t row) {
     thread_local Scratch scratch;
-    int32_t* keys = reinterpret_cast<int32_t*>(scratch.floats(n));
-    if (!make_keys(row * n, keys)) return wide(row);
-    mark(keys, n, count, kernels.kth_smallest(keys, n, n - count), mask + row * n);
+    Ranking r = ranking;
+    if (r.numbers) r.numbers += row * n;
+    if (r.integers) r.integers += row * n;
+    if (r.first) r.first += row * n, r.possible += row * n;
+    r.keys = reinterpret_cast<int32_t*>(scratch.floats(n));
+    r.mask += row * n;
+    if (kernels.mark_largest(r)) return;
+    std::vector<int64_t> order(n);
+    for (int64_t i = 0; i < n; ++i) order[i] = i;
+    const auto before = [&](int64_t a, int64_t b) {
+      return r.integers[a] != r.integers[b] ? r.integers[a] > r.integers[b] : a < b;
+    };
+    std::nth_element(order.begin(), order.begin() + count, order.end(), before);
+    std::fill_n(r.mask, n, 0);
+    for (int64_t i = 0; i < count; ++i) r.mask[order[i]] = 1;
   });
 }
 
 }  // namespace
 
 void largest(const Kernels& kernels, const float* ranking, int64_t rows, int64_t n, int64_t count, uint8_t* mask) {
-  const auto keys_of = [&](int64_t start, int32_t* keys) {
-    for (int64_t i = 0; i < n; ++i) keys[i] = ordered(ranking[start + i]);
-    return true;
-  };
-  largest_by(kernels, rows, n, count, mask, keys_of, [](int64_t) {});
+  mark(kernels, Ranking{ranking, nullptr, nullptr, nullptr, n, count, nullptr, mask}, rows);
 }
 
 void largest(const Kernels& kernels, const int64_t* ranking, int64_t rows, int64_t n, int64_t count, uint8_t* mask) {
-  // Positions fit in 32 bits, and INT64_MAX stands for what comes before all of them.
-  const auto keys_of = [&](int64_t start, int32_t* keys) {
-    bool fits = true;
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t x = ranking[start + i];
-      fits &= x == INT64_MAX || (INT32_MIN <= x && x < INT32_MAX);
-      keys[i] = x == INT64_MAX ? INT32_MAX : static_cast<int32_t>(x);
-    }
-    return fits;
-  };
-  largest_by(kernels, rows, n, count, mask, keys_of, [&](int64_t row) {
-    std::vector<int64_t> sorted(ranking + row * n, ranking + (row + 1) * n);
-    std::nth_element(sorted.begin(), sorted.begin() + (n - count), sorted.end());
-    mark(ranking + row * n, n, count, sorted[n - count], mask + row * n);
-  });
+  mark(kernels, Ranking{nullptr, ranking, nullptr, nullptr, n, count, nullptr, mask}, rows);
 }
 
 void top(const Kernels& kernels, const float* ranking, const uint8_t* is_protected, const uint8_t* is_live, int64_t rows,
          int64_t n, int64_t count, uint8_t* mask) {
-  const int32_t most = ordered(3.402823466e+38f), least = ordered(-3.402823466e+38f);
-  const auto keys_of = [&](int64_t start, int32_t* keys) {
-    for (int64_t i = 0; i < n; ++i) {
-      const float x = ranking[start + i];
-      const int32_t key = x != x ? least : std::clamp(ordered(x), least, most);
-      keys[i] = !is_live[start + i] ? INT32_MIN : is_protected[start + i] ? INT32_MAX : key;
-    }
-    return true;
-  };
-  largest_by(kernels, rows, n, count, mask, keys_of, [](int64_t) {});
+  mark(kernels, Ranking{ranking, nullptr, is_protected, is_live, n, count, nullptr, mask}, rows);
 }
 
 bool in_place(const uint8_t* mask, int64_t rows, int64_t n, int64_t count, int64_t* index) {

@@ -920,6 +920,48 @@ int32_t kth_smallest(const int32_t* keys, int64_t n, int64_t k) {
   return static_cast<int32_t>(result ^ 0x80000000u);
 }
 
+// An integer in the order of the numbers, where -0 is 0.
+inline int32_t ordered(float x) {
+  const int32_t bits = bit_cast<int32_t>(x + 0.0f);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
+bool mark_largest(const Ranking& r) {
+  int32_t* keys = r.keys;
+  if (r.numbers) {
+    for (int64_t i = 0; i < r.n; ++i) keys[i] = ordered(r.numbers[i]);
+  } else {
+    int64_t beyond = 0;
+    for (int64_t i = 0; i < r.n; ++i) {
+      const int64_t x = r.integers[i];
+      keys[i] = x == INT64_MAX ? INT32_MAX : static_cast<int32_t>(x);
+      beyond |= (x ^ keys[i]) & -static_cast<int64_t>(x != INT64_MAX);
+      beyond |= x == INT32_MAX;
+    }
+    if (beyond) return false;
+  }
+  if (r.first) {
+    const int32_t most = ordered(-kLowest), least = ordered(kLowest);
+    for (int64_t i = 0; i < r.n; ++i) {
+      int32_t key = keys[i] < least ? least : keys[i];
+      key = key > most ? most : key;
+      key = r.numbers[i] != r.numbers[i] ? least : key;
+      key = r.first[i] ? INT32_MAX : key;
+      keys[i] = r.possible[i] ? key : INT32_MIN;
+    }
+  }
+  const int32_t threshold = kth_smallest(keys, r.n, r.n - r.count);
+  int64_t above = 0, equal = 0;
+  for (int64_t i = 0; i < r.n; ++i) {
+    r.mask[i] = keys[i] >= threshold;
+    above += keys[i] > threshold;
+    equal += keys[i] == threshold;
+  }
+  for (int64_t i = r.n - 1, surplus = above + equal - r.count; surplus > 0; --i)
+    if (keys[i] == threshold) r.mask[i] = 0, --surplus;
+  return true;
+}
+
 }  // namespace
 
 #define KVM_TEXT_(x) #x
@@ -927,7 +969,7 @@ int32_t kth_smallest(const int32_t* keys, int64_t n, int64_t k) {
 
 const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
-                                    finish, update, similar_scratch, similar, similar_entries_scratch, similar_entries, fuse_scratch, fuse, kth_smallest};
+                                    finish, update, similar_scratch, similar, similar_entries_scratch, similar_entries, fuse_scratch, fuse, mark_largest};
   return table;
 }
 

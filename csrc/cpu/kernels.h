@@ -132,6 +132,16 @@ struct Fuse {
   float* scratch;  // fuse_scratch(...) floats
 };
 
+// Which `count` of n entries rank highest; of equal ones those of lower index. 0 < count < n.
+struct Ranking {
+  const float* numbers;              // [n], or null. No NaN, unless the masks below are given
+  const int64_t* integers;           // [n] where there are no numbers: of 32 bits, or INT64_MAX
+  const uint8_t *first, *possible;   // [n] or null: what ranks above all others; what does not rank below all others
+  int64_t n, count;
+  int32_t* keys;  // [n] scratch
+  uint8_t* mask;  // [n] out
+};
+
 struct Kernels {
   const char* name;
   bool has_pairs;  // whether bfloat16 is multiplied as it is
@@ -145,8 +155,7 @@ struct Kernels {
   void (*similar_entries)(const SimilarEntries&);
   int64_t (*fuse_scratch)(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles);
   void (*fuse)(const Fuse&);
-  // The key that has k others before it in ascending order, 0 <= k < n.
-  int32_t (*kth_smallest)(const int32_t* keys, int64_t n, int64_t k);
+  bool (*mark_largest)(const Ranking&);  // false where integers are none that it can rank
 };
 
 }  // namespace kvmerge

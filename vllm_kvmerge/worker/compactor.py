@@ -177,9 +177,12 @@ class Compactor:
 
     def _located(self, units: list[_Unit]) -> Units:
         plans = [unit.compaction.plan for unit in units]
+        sources = {unit.index: unit.compaction.source_blocks for unit in units}
+        requests = list(sources)
+        blocks = pad_sequence(list(sources.values()), batch_first=True)
         return Units(
             self.layers,
             torch.tensor([unit.layer for unit in units]),
-            pad_sequence([unit.compaction.source_blocks for unit in units], batch_first=True),
+            blocks[[requests.index(unit.index) for unit in units]],
             torch.tensor([(plan.front, plan.tail, plan.num_tokens) for plan in plans]),
         )
