@@ -16,7 +16,7 @@ MAX_ATTENTION_BYTES = 8 << 20
 """Size of one head's matrix of probabilities above which queries are taken in groups."""
 
 PART_BYTES = 1 << 20
-"""Size of the matrices of ``fused_attention``, unless one head's is larger: a processor's caches hold them."""
+"""Size of a matrix of probabilities above which heads are taken in parts, which a processor's caches can hold."""
 
 
 def attention(queries: Tensor, query_positions: Tensor, entries: "Entries", scale: float) -> Tensor:
@@ -57,12 +57,9 @@ def fused_attention(
     position. keys: ``[H, n, d]``, log_votes: ``[H, n]``, positions: ``[H, n]`` int64, negative where dead.
     """
     fused = torch.zeros_like(log_votes)
-    num_heads, num_groups = queries.shape[:2]
-    query_positions = query_positions.expand(num_heads, -1)
+    query_positions = query_positions.expand(len(queries), -1)
     for some, some_positions in _groups(queries, query_positions, keys.shape[1]):
-        size = max(1, PART_BYTES // (num_groups * some.shape[2] * keys.shape[1] * some.element_size()))
-        for start in range(0, num_heads, size):
-            heads = slice(start, start + size)
+        for heads in _parts(some, keys.shape[1]):
             arguments = some[heads], some_positions[heads], keys[heads], log_votes[heads], positions[heads]
             per_query = _attention(*arguments, scale).sum(1)
             if fusion == "sum":
@@ -70,6 +67,23 @@ def fused_attention(
             else:
                 fused[heads] = fused[heads].maximum(per_query.amax(1))
     return fused
+
+
+def attention_by_parts(
+    queries: Tensor, query_positions: Tensor, entries: "Entries", scale: float
+) -> Iterator[tuple[slice, Tensor]]:
+    """``attention`` of some heads after the other, which are said; each part fits in a processor's caches."""
+    query_positions = query_positions.expand(len(queries), -1)
+    for heads in _parts(queries, len(entries)):
+        planes = entries.keys[heads], entries.log_votes[heads], entries.positions[heads]
+        yield heads, _attention(queries[heads], query_positions[heads], *planes, scale)
+
+
+def _parts(queries: Tensor, num_entries: int) -> Iterator[slice]:
+    num_heads, num_groups, window, _ = queries.shape
+    size = max(1, PART_BYTES // (num_groups * window * num_entries * queries.element_size()))
+    for start in range(0, num_heads, size):
+        yield slice(start, start + size)
 
 
 def query_groups(context: "CompressionContext", count: int, num_entries: int) -> Iterator[tuple[Tensor, Tensor]]:
