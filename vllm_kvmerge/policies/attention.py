@@ -36,9 +36,15 @@ def _attention(
     logits = products.unflatten(1, queries.shape[1:3]).add_(log_votes[:, None, None])
     positions = positions.unsqueeze(1)
     seen = (positions >= 0) & (positions <= query_positions.unsqueeze(-1))  # a dead entry's is negative
-    # Masked rather than added: what a dead entry's key or votes hold must not matter.
-    logits.masked_fill_(~seen.unsqueeze(1), -torch.inf)
-    return logits.softmax(dim=-1).masked_fill_(~seen.any(-1)[:, None, :, None], 0.0)
+    # Masked rather than added: what a dead entry's key or votes hold must not matter. Most entries are seen by all
+    # queries, and masking takes more time than anything but the products.
+    hidden = (~seen.all(1)).any(0).nonzero().squeeze(1)
+    if len(hidden) > 0:
+        masked = logits[..., hidden].masked_fill_(~seen[..., hidden].unsqueeze(1), -torch.inf)
+        logits[..., hidden] = masked
+    probabilities = logits.softmax(dim=-1)
+    sees = seen.any(-1)
+    return probabilities if sees.all() else probabilities.masked_fill_(~sees[:, None, :, None], 0.0)
 
 
 def fused_attention(
