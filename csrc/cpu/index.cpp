@@ -152,4 +152,50 @@ bool inverse(const int64_t* index, int64_t rows, int64_t count, int64_t size, in
   return valid;
 }
 
+bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t places, int64_t* place) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, std::max(count, places), [&](int64_t row) {
+    const int64_t* in = index + row * count;
+    int64_t *out = place + row * count, next = 0;
+    std::vector<uint8_t> taken(places);
+    for (int64_t i = 0; i < count; ++i)
+      if (0 <= in[i] && in[i] < places) {
+        if (taken[in[i]]) valid = false;
+        taken[in[i]] = 1;
+      }
+    for (int64_t i = 0; i < count; ++i) {
+      out[i] = in[i];
+      if (0 <= in[i] && in[i] < places) continue;
+      while (next < places && taken[next]) ++next;
+      if (next == places) {
+        valid = false;
+        return;
+      }
+      out[i] = next++;
+    }
+  });
+  return valid;
+}
+
+void join_slots(float* products, const float* between, const float* member_weights, float* slot_weights, int64_t rows,
+                int64_t members, int64_t slots, int64_t* joined) {
+  for_rows(rows, members * slots, [&](int64_t row) {
+    float *p = products + row * members * slots, *weights = slot_weights + row * slots;
+    const float* b = between + row * members * members;
+    for (int64_t i = 0; i < members; ++i) {
+      const float *own = p + i * slots, weight = member_weights[row * members + i];
+      int64_t best = 0;
+      for (int64_t s = 1; s < slots; ++s)
+        if (own[s] > own[best] || (own[s] != own[s] && own[best] == own[best])) best = s;  // the first NaN, as argmax
+      joined[row * members + i] = best;
+      weights[best] += weight;
+      const float share = weight / std::max(weights[best], 1.0f);
+      for (int64_t j = 0; j < members; ++j) {
+        float& product = p[j * slots + best];
+        product += share * (b[i * members + j] - product);
+      }
+    }
+  });
+}
+
 }  // namespace kvmerge

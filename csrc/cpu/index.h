@@ -30,4 +30,14 @@ bool padded(const uint8_t* mask, int64_t rows, int64_t n, int64_t width, int64_t
 // False where one is too large.
 bool inverse(const int64_t* index, int64_t rows, int64_t count, int64_t size, int64_t* where);
 
+// place: [rows, count]: index itself where 0 <= index < places, the others in order where there is room. False where a
+// row has several of one index, or too many.
+bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t places, int64_t* place);
+
+// Members join slots one after the other, each that of largest product, which is then that of a mean.
+// products: [rows, members, slots] and between: [rows, members, members], of keys; products change. member_weights:
+// [rows, members]. slot_weights: [rows, slots], which grow. joined: [rows, members], which slot.
+void join_slots(float* products, const float* between, const float* member_weights, float* slot_weights, int64_t rows,
+                int64_t members, int64_t slots, int64_t* joined);
+
 }  // namespace kvmerge

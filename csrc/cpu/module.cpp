@@ -383,6 +383,26 @@ void call_inverse(TensorView index, TensorView where) {
       << "index has elements that are not below " << b.size(1);
 }
 
+void call_free_places(TensorView index, int64_t places, TensorView place) {
+  const Argument a("index", index);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  int64_t* out = Argument("place", place).contiguous({a.size(0), a.size(1)}).i64();
+  KVM_CHECK(places >= 0 && free_places(values, a.size(0), a.size(1), places, out), ValueError)
+      << "index does not fit in " << places << " places";
+}
+
+void call_join_slots(TensorView products, TensorView between, TensorView member_weights, TensorView slot_weights,
+                     TensorView joined) {
+  const Argument a("products", products);
+  float* values = a.contiguous({-1, -1, -1}).f32();
+  const int64_t rows = a.size(0), members = a.size(1), slots = a.size(2);
+  KVM_CHECK(slots > 0 || members == 0, ValueError) << "there must be a slot";
+  join_slots(values, Argument("between", between).contiguous({rows, members, members}).f32(),
+             Argument("member_weights", member_weights).contiguous({rows, members}).f32(),
+             Argument("slot_weights", slot_weights).contiguous({rows, slots}).f32(), rows, members, slots,
+             Argument("joined", joined).contiguous({rows, members}).i64());
+}
+
 }  // namespace
 }  // namespace kvmerge
 
@@ -407,3 +427,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(by_position, kvmerge::call_by_position);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded, kvmerge::call_padded);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);

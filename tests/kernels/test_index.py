@@ -115,5 +115,43 @@ def test_what_does_not_fit_raises():
         native.inverse(torch.tensor([[0, 2]]), 2)
     with pytest.raises(ValueError, match="is_live must have shape"):
         native.top(torch.zeros(2, 3), mask, mask[:1], 1)
+    with pytest.raises(ValueError, match="does not fit in 2 places"):
+        native.free_places(torch.tensor([[0, 1, 2]]), 2)
+    with pytest.raises(ValueError, match="does not fit"):
+        native.free_places(torch.tensor([[1, 1]]), 2)
+    with pytest.raises(ValueError, match="there must be a slot"):
+        native.join_slots(torch.zeros(1, 2, 0), torch.zeros(1, 2, 2), torch.zeros(1, 2), torch.zeros(1, 0))
     with pytest.raises(TypeError, match="integers of 64 bits"):
         native.largest(torch.zeros(2, 3, dtype=torch.int32), 1)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_what_has_no_place_gets_a_free_one(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    index = torch.rand(3, 2 * n, generator=generator).argsort(1)[:, :n]
+    index[torch.rand(3, n, generator=generator) < 0.1] = -1
+    for num_places in (n, n + 5):
+        for row, places in zip(index.tolist(), operators.free_places(index, num_places).tolist(), strict=True):
+            free = iter(i for i in range(num_places) if i not in row)
+            assert places == [i if 0 <= i < num_places else next(free) for i in row]
+
+
+@pytest.mark.parametrize(("members", "slots"), [(0, 3), (1, 1), (5, 3), (16, 100)])
+def test_members_join_the_slots_of_largest_product(operators, members, slots):
+    """Against means of keys, slot by slot, in float64."""
+    generator = torch.Generator().manual_seed(members)
+    keys, means = torch.randn(3, members, 8, generator=generator), torch.randn(3, slots, 8, generator=generator)
+    weights = torch.randint(0, 4, (3, members), generator=generator).float()
+    before = torch.randint(1, 9, (3, slots), generator=generator).float()
+    arguments = keys @ means.transpose(1, 2), keys @ keys.transpose(1, 2), weights, before
+    copies = [tensor.clone() for tensor in arguments]
+    joined, total = operators.join_slots(*arguments)
+    assert all(torch.equal(one, other) for one, other in zip(arguments, copies, strict=True))
+    means, expected = means.double(), before.clone()
+    for head in range(3):
+        for i in range(members):
+            slot = int((means[head] @ keys[head, i].double()).argmax())
+            assert joined[head, i] == slot
+            expected[head, slot] += weights[head, i]
+            means[head, slot] += weights[head, i] / expected[head, slot] * (keys[head, i] - means[head, slot])
+    assert torch.equal(total, expected)

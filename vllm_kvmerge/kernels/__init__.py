@@ -22,6 +22,7 @@ __all__ = [
     "by_position",
     "in_place",
     "inverse",
+    "join_slots",
     "largest",
     "padded",
     "top",
@@ -33,6 +34,7 @@ __all__ = [
     "cell_bytes",
     "column_scores",
     "fused_attention",
+    "free_places",
     "gather_entries",
     "gather_metadata",
     "gather_rows",
@@ -116,3 +118,5 @@ in_place = _index_operator(reference.in_place)
 by_position = _index_operator(reference.by_position)
 padded = _index_operator(reference.padded)
 inverse = _index_operator(reference.inverse)
+free_places = _index_operator(reference.free_places)
+join_slots = _index_operator(reference.join_slots)

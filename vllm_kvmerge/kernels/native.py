@@ -205,3 +205,18 @@ def inverse(index: Tensor, size: int) -> Tensor:
     where = torch.empty(len(index), size, dtype=torch.int64)
     _function("inverse")(index.contiguous(), where)
     return where
+
+
+def free_places(index: Tensor, num_places: int) -> Tensor:
+    place = torch.empty(index.shape, dtype=torch.int64)
+    _function("free_places")(index.contiguous(), num_places, place)
+    return place
+
+
+def join_slots(
+    products: Tensor, between: Tensor, member_weights: Tensor, slot_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    joined = torch.empty(member_weights.shape, dtype=torch.int64)
+    products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
+    _function("join_slots")(products, between.contiguous(), member_weights.contiguous(), total, joined)
+    return joined, total

@@ -403,3 +403,35 @@ def inverse(index: Tensor, size: int) -> Tensor:
     where = torch.full((len(index), size + 1), -1, dtype=torch.int64, device=index.device)
     place = torch.arange(index.shape[1], device=index.device).expand_as(index)
     return where.scatter_(1, index.masked_fill(index < 0, size), place)[:, :size]
+
+
+def free_places(index: Tensor, num_places: int) -> Tensor:
+    """``[H, m]`` int64: ``index`` (``[H, m]`` int64, without repeats among these) where that is one of the
+    ``num_places`` places, and for the others, in order, the places that are free."""
+    stays = (index >= 0) & (index < num_places)
+    # One place more than there are takes what is to be ignored.
+    free = torch.ones(len(index), num_places + 1, dtype=torch.bool, device=index.device)
+    free.scatter_(1, index.masked_fill(~stays, num_places), False)
+    rank = (~stays).cumsum(1) - 1
+    return torch.where(stays, index, padded(free[:, :-1], num_places).gather(1, rank.clamp(min=0)))
+
+
+def join_slots(
+    products: Tensor, between: Tensor, member_weights: Tensor, slot_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Members join slots, which are means of keys, one after the other: each that of largest product (ZSMerge eq. 6).
+
+    products: ``[H, m, s]`` float32, of each member's key with each slot's, and between: ``[H, m, m]``, with each other
+    member's. member_weights: ``[H, m]``, slot_weights: ``[H, s]`` float32: a slot's key moves as a member of weight w
+    joins, by w / max(1, total weight). Returns ``[H, m]`` int64, the slot of each member, and the slots' weights then.
+    """
+    products, total = products.clone(), slot_weights.clone()
+    joined = torch.zeros(member_weights.shape, dtype=torch.int64, device=products.device)
+    head = torch.arange(len(products), device=products.device)
+    for i in range(products.shape[1]):
+        joined[:, i] = slot = products[:, i].argmax(dim=1)
+        total[head, slot] += member_weights[:, i]
+        share = (member_weights[:, i] / total[head, slot].clamp(min=1.0)).unsqueeze(-1)
+        column = products[head, :, slot]
+        products[head, :, slot] = column + share * (between[:, i] - column)
+    return joined, total
