@@ -696,6 +696,272 @@ void similar(const Similar& x) {
   similar_as<float>(x);
 }
 
+int64_t similar_entries_scratch(int64_t num_members) { return num_members * (kChunk + 2 * kLanes); }
+
+template <class T, class Q>
+void similar_entries_as(const SimilarEntries& x) {
+  const Tiles tiles(x.segments, x.pages->block_size);
+  const int rows = x.num_members, d = x.pages->head_size, bs = x.pages->block_size;
+  // Of each member kLanes candidates, one per lane of the tiles.
+  float *products = x.scratch, *best = products + rows * kChunk, *ranks = best + rows * kLanes;
+  for (int i = 0; i < rows * kLanes; ++i) best[i] = -kInfinity;
+  for (int i = 0; i < rows; ++i) store(ranks + i * kLanes, bit_cast<VF>(VI{} + INT32_MAX));
+  Prefetcher none;
+  for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
+    Run runs[kChunkTiles];
+    Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, static_cast<const Q*>(x.members), 1.0f, products, nullptr, nullptr, 0,
+                  &none};
+    c.num_runs = find_runs(tiles, first, min64(first + kChunkTiles, tiles.count), runs);
+    for (int i = 0; i < c.num_runs; ++i)
+      c.keys[i] = reinterpret_cast<const T*>(region(*x.pages, runs[i].block, x.head)) + runs[i].offset;
+    chunk_logits(c);
+    for (int i = 0; i < c.num_runs; ++i) {
+      const Run& run = runs[i];
+      for (int start = 0; start < run.count * kTile; start += kLanes) {
+        alignas(64) int32_t rank[kLanes];
+        alignas(64) float inverse[kLanes];
+        bool any = false;
+        for (int k = 0; k < kLanes; ++k) {
+          const bool live = run.lo <= start + k && start + k < run.hi;
+          rank[k] = live ? x.ranks[run.entry + start + k] : INT32_MAX;
+          any |= rank[k] != INT32_MAX;
+        }
+        if (!any) continue;
+        VF squares = {};
+        for (int e = 0; e < d; ++e) {
+          const VF key = load(c.keys[i] + static_cast<int64_t>(e) * bs + start);
+          squares += key * key;
+        }
+        store(inverse, squares);
+        for (int k = 0; k < kLanes; ++k) {
+          const float length = __builtin_sqrtf(inverse[k]);
+          inverse[k] = 1.0f / (length > 1e-12f ? length : 1e-12f);
+        }
+        const VI ours = bit_cast<VI>(load(reinterpret_cast<const float*>(rank)));
+        const VI usable = ours != VI{} + INT32_MAX;
+        for (int r = 0; r < rows; ++r) {
+          const VF product = load(products + r * kChunk + run.first * kTile + start) * load(inverse);
+          const VF old = load(best + r * kLanes), old_rank = load(ranks + r * kLanes);
+          const VI better = usable & ((product > old) | ((product == old) & (ours < bit_cast<VI>(old_rank))));
+          store(best + r * kLanes, select(better, product, old));
+          store(ranks + r * kLanes, select(better, bit_cast<VF>(ours), old_rank));
+        }
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    x.best[r] = -kInfinity;
+    x.where[r] = INT32_MAX;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float candidate = best[r * kLanes + lane];
+      const int32_t rank = bit_cast<int32_t>(ranks[r * kLanes + lane]);
+      if (candidate > x.best[r] || (candidate == x.best[r] && rank < x.where[r])) {
+        x.best[r] = candidate;
+        x.where[r] = rank;
+      }
+    }
+  }
+}
+
+void similar_entries(const SimilarEntries& x) {
+#if defined(__AVX512BF16__)
+  if (x.in_pairs) return similar_entries_as<BF16, BF16>(x);
+#endif
+  if (x.pages->dtype == DType::f32) return similar_entries_as<float, float>(x);
+  if (x.pages->dtype == DType::f16) return similar_entries_as<F16, float>(x);
+  similar_entries_as<BF16, float>(x);
+}
+
+// Queries go together whose weights for all entries the second-level cache holds with the keys.
+constexpr int kFuseRows = 32;
+
+inline int64_t fuse_rows(int64_t group, int64_t num_queries) {
+  return group * min64(num_queries, max64(1, kFuseRows / group));
+}
+
+inline int64_t fuse_slots(int64_t num_tiles) { return (num_tiles + kChunkTiles - 1) / kChunkTiles * kChunk; }
+
+int64_t fuse_scratch(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles) {
+  const int64_t rows = fuse_rows(group, num_queries);
+  // Votes, positions and result per slot; queries, logits and largest logits per row; weights.
+  return fuse_slots(num_tiles) * (3 + rows) + rows * (head_size + kChunk + kLanes + 1) + 64;
+}
+
+// Adds what `rows` queries and their heads give to the slots; row r is query r / group, query head r % group.
+template <class T, class Q>
+void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const int64_t* query_positions,
+                  const float* votes, const int32_t* positions, float* fused, float* logits, float* maxima,
+                  float* weights) {
+  const int64_t slots = fuse_slots(tiles.count);
+  const int d = f.pages->head_size, bs = f.pages->block_size;
+  Prefetcher none;
+  for (int i = 0; i < rows * kLanes; ++i) maxima[i] = -kInfinity;
+  for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
+    Run runs[kChunkTiles];
+    const int64_t last = min64(first + kChunkTiles, tiles.count);
+    Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
+    c.num_runs = find_runs(tiles, first, last, runs);
+    for (int i = 0; i < c.num_runs; ++i)
+      c.keys[i] = reinterpret_cast<const T*>(region(*f.pages, runs[i].block, f.head)) + runs[i].offset;
+    chunk_logits(c);
+    const int64_t start = first * kTile, width = (last - first) * kTile;
+    for (int r = 0; r < rows; ++r) {
+      const int64_t seen = query_positions[r / f.group];
+      const VI limit = VI{} + static_cast<int32_t>(max64(-1, min64(seen, INT32_MAX - 1)));
+      VF largest = load(maxima + r * kLanes);
+      for (int64_t v = 0; v < width; v += kLanes) {
+        const VI position = bit_cast<VI>(load(reinterpret_cast<const float*>(positions) + start + v));
+        const VF x = load(logits + r * kChunk + v) + load(votes + start + v);
+        const VF visible = select(position <= limit, x, broadcast(-kInfinity));
+        store(weights + r * slots + start + v, visible);
+        largest = maximum(largest, visible);
+      }
+      store(maxima + r * kLanes, largest);
+    }
+  }
+  const int64_t width = tiles.count * kTile;
+  for (int r = 0; r < rows; ++r) {
+    float* x = weights + r * slots;
+    float top = horizontal_max(load(maxima + r * kLanes));
+    if (top == -kInfinity) top = 0.0f;  // a query that sees nothing
+    const VF tops = broadcast(top);
+    VF total = {};
+    for (int64_t v = 0; v < width; v += kLanes) {
+      const VF weight = exp(load(x + v) - tops);
+      total += weight;
+      store(x + v, weight);
+    }
+    const float sum = horizontal_sum(total);
+    maxima[r * kLanes] = sum == 0.0f ? 0.0f : 1.0f / sum;
+  }
+  for (int64_t v = 0; v < width; v += kLanes) {
+    VF all = load(fused + v);
+    for (int first = 0; first < rows; first += f.group) {
+      VF of_query = {};
+      for (int r = first; r < first + f.group; ++r)
+        of_query += load(weights + r * slots + v) * broadcast(maxima[r * kLanes]);
+      all = f.largest ? maximum(all, of_query) : all + of_query;
+    }
+    store(fused + v, all);
+  }
+}
+
+template <class T, class Q>
+void fuse_as(const Fuse& f) {
+  const Tiles tiles(f.segments, f.pages->block_size);
+  const int64_t slots = fuse_slots(tiles.count), at_once = fuse_rows(f.group, f.num_queries) / f.group;
+  const int d = f.pages->head_size;
+  float *votes = f.scratch, *fused = votes + slots, *logits = fused + slots;
+  float *maxima = logits + at_once * f.group * kChunk, *weights = maxima + at_once * f.group * kLanes;
+  int32_t* positions = reinterpret_cast<int32_t*>(weights + at_once * f.group * slots);
+  Q* q = reinterpret_cast<Q*>(positions + slots);
+  for (int64_t i = 0; i < slots; ++i) votes[i] = 0.0f, fused[i] = 0.0f, positions[i] = INT32_MAX;
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    const Tile t = tiles[i];
+    for (int64_t k = t.lo; k < t.hi; ++k) {
+      const int64_t position = f.positions[t.entry + k];
+      votes[i * kTile + k] = f.log_votes[t.entry + k];
+      positions[i * kTile + k] = static_cast<int32_t>(position < 0 ? INT32_MAX : min64(position, INT32_MAX));
+    }
+  }
+  constexpr bool kPairs = sizeof(Q) == 2;  // as in attend: pairs are multiplied as they are, and their sum is scaled
+  for (int64_t first = 0; first < f.num_queries; first += at_once) {
+    const int64_t some = min64(at_once, f.num_queries - first);
+    for (int64_t j = 0; j < some; ++j)
+      for (int64_t g = 0; g < f.group; ++g) {
+        const float* query = f.queries + (g * f.num_queries + first + j) * d;
+        for (int e = 0; e < d; ++e)
+          q[(j * f.group + g) * d + e] = from_float<Q>(kPairs ? query[e] : query[e] * f.scale);
+      }
+    fuse_rows_as<T, Q>(f, tiles, q, static_cast<int>(some * f.group), f.query_positions + first, votes, positions, fused,
+                       logits, maxima, weights);
+  }
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    const Tile t = tiles[i];
+    for (int64_t k = t.lo; k < t.hi; ++k) f.fused[t.entry + k] = fused[i * kTile + k];
+  }
+}
+
+void fuse(const Fuse& f) {
+#if defined(__AVX512BF16__)
+  if (f.pages->dtype == DType::bf16) {
+    // Queries of a model in bfloat16, which are so exactly.
+    const int64_t count = static_cast<int64_t>(f.group) * f.num_queries * f.pages->head_size;
+    bool exact = true;
+    for (int64_t i = 0; i < count; ++i) exact &= (bit_cast<uint32_t>(f.queries[i]) & 0xffff) == 0;
+    if (exact) return fuse_as<BF16, BF16>(f);
+  }
+#endif
+  if (f.pages->dtype == DType::f32) return fuse_as<float, float>(f);
+  if (f.pages->dtype == DType::f16) return fuse_as<F16, float>(f);
+  fuse_as<BF16, float>(f);
+}
+
+// Bit by bit: how many keys are below what the result would be with this bit set? A pass over keys that the first-level
+// cache holds takes less time than moving any of them.
+int32_t kth_smallest(const int32_t* keys, int64_t n, int64_t k) {
+  uint32_t result = 0;  // with the sign bit flipped, so that 0 is the smallest
+  for (int bit = 31; bit >= 0; --bit) {
+    const uint32_t candidate = result | 1u << bit;
+    const int32_t limit = static_cast<int32_t>(candidate ^ 0x80000000u);
+    const VI limits = VI{} + limit;
+    VI sums[4] = {};
+    int64_t i = 0, below = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+      for (int j = 0; j < 4; ++j) {
+        VI x;
+        __builtin_memcpy(&x, keys + i + j * kLanes, sizeof x);
+        sums[j] -= x < limits;
+      }
+    for (int j = 0; j < kLanes; ++j) below += sums[0][j] + sums[1][j] + sums[2][j] + sums[3][j];
+    for (; i < n; ++i) below += keys[i] < limit;
+    if (below <= k) result = candidate;
+  }
+  return static_cast<int32_t>(result ^ 0x80000000u);
+}
+
+// An integer in the order of the numbers, where -0 is 0.
+inline int32_t ordered(float x) {
+  const int32_t bits = bit_cast<int32_t>(x + 0.0f);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
+bool mark_largest(const Ranking& r) {
+  int32_t* keys = r.keys;
+  if (r.numbers) {
+    for (int64_t i = 0; i < r.n; ++i) keys[i] = ordered(r.numbers[i]);
+  } else {
+    int64_t beyond = 0;
+    for (int64_t i = 0; i < r.n; ++i) {
+      const int64_t x = r.integers[i];
+      keys[i] = x == INT64_MAX ? INT32_MAX : static_cast<int32_t>(x);
+      beyond |= (x ^ keys[i]) & -static_cast<int64_t>(x != INT64_MAX);
+      beyond |= x == INT32_MAX;
+    }
+    if (beyond) return false;
+  }
+  if (r.first) {
+    const int32_t most = ordered(-kLowest), least = ordered(kLowest);
+    for (int64_t i = 0; i < r.n; ++i) {
+      int32_t key = keys[i] < least ? least : keys[i];
+      key = key > most ? most : key;
+      key = r.numbers[i] != r.numbers[i] ? least : key;
+      key = r.first[i] ? INT32_MAX : key;
+      keys[i] = r.possible[i] ? key : INT32_MIN;
+    }
+  }
+  const int32_t threshold = kth_smallest(keys, r.n, r.n - r.count);
+  int64_t above = 0, equal = 0;
+  for (int64_t i = 0; i < r.n; ++i) {
+    r.mask[i] = keys[i] >= threshold;
+    above += keys[i] > threshold;
+    equal += keys[i] == threshold;
+  }
+  for (int64_t i = r.n - 1, surplus = above + equal - r.count; surplus > 0; --i)
+    if (keys[i] == threshold) r.mask[i] = 0, --surplus;
+  return true;
+}
+
 }  // namespace
 
 #define KVM_TEXT_(x) #x
@@ -703,7 +969,7 @@ void similar(const Similar& x) {
 
 const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
-                                    finish, update, similar_scratch, similar};
+                                    finish, update, similar_scratch, similar, similar_entries_scratch, similar_entries, fuse_scratch, fuse, mark_largest};
   return table;
 }
 

@@ -103,6 +103,45 @@ struct Similar {
   float* scratch;        // similar_scratch(num_members) floats
 };
 
+// The same for few members of one KV head, among entries where they lie.
+struct SimilarEntries {
+  const Pages* pages;
+  Segments segments;
+  int32_t head, num_members;
+  bool in_pairs;
+  const void* members;   // [num_members, head_size]
+  const int32_t* ranks;  // [entries]: of equally similar ones that of lowest rank is taken, INT32_MAX never
+  float* best;           // [num_members] out: product with the key over its length; -inf: there is none
+  int32_t* where;        // [num_members] out: its rank
+  float* scratch;        // similar_entries_scratch(num_members) floats
+};
+
+// How much the entries of one KV head get of the attention of some queries: summed over the query heads, then summed over
+// the queries or the largest of them.
+struct Fuse {
+  const Pages* pages;
+  Segments segments;
+  int32_t head, group, num_queries;
+  const float* queries;            // [group, num_queries, head_size]
+  const int64_t* query_positions;  // [num_queries]; a query sees entries up to its own position
+  const float* log_votes;          // [entries]
+  const int64_t* positions;        // [entries], negative where dead
+  float scale;
+  bool largest;
+  float* fused;    // [entries] out
+  float* scratch;  // fuse_scratch(...) floats
+};
+
+// Which `count` of n entries rank highest; of equal ones those of lower index. 0 < count < n.
+struct Ranking {
+  const float* numbers;              // [n], or null. No NaN, unless the masks below are given
+  const int64_t* integers;           // [n] where there are no numbers: of 32 bits, or INT64_MAX
+  const uint8_t *first, *possible;   // [n] or null: what ranks above all others; what does not rank below all others
+  int64_t n, count;
+  int32_t* keys;  // [n] scratch
+  uint8_t* mask;  // [n] out
+};
+
 struct Kernels {
   const char* name;
   bool has_pairs;  // whether bfloat16 is multiplied as it is
@@ -112,6 +151,11 @@ struct Kernels {
   void (*update)(const Update&);
   int64_t (*similar_scratch)(int64_t num_members);
   void (*similar)(const Similar&);
+  int64_t (*similar_entries_scratch)(int64_t num_members);
+  void (*similar_entries)(const SimilarEntries&);
+  int64_t (*fuse_scratch)(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles);
+  void (*fuse)(const Fuse&);
+  bool (*mark_largest)(const Ranking&);  // false where integers are none that it can rank
 };
 
 }  // namespace kvmerge

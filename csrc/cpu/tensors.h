@@ -156,10 +156,9 @@ inline Pages pages_of(const TensorView& keys) {
 }
 
 // Checks that a slot lies in one of the blocks, and that this is one of the cache's.
-inline void check_slot(const Pages& pages, const std::vector<int32_t>& blocks, int64_t slot) {
+inline void check_slot(const Pages& pages, const int32_t* blocks, int64_t num_blocks, int64_t slot) {
   const int64_t at = slot / pages.block_size;
-  KVM_CHECK(slot >= 0 && at < static_cast<int64_t>(blocks.size()) && blocks[at] >= 0 && blocks[at] < pages.num_blocks,
-            IndexError)
+  KVM_CHECK(slot >= 0 && at < num_blocks && blocks[at] >= 0 && blocks[at] < pages.num_blocks, IndexError)
       << "slot " << slot << " is not in a block of the sequence";
 }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.conftest import CacheMaker, row_tensors
 from vllm_kvmerge import kernels
-from vllm_kvmerge.kernels import Pages, ScoreUpdate, native, reference, torch_ops
+from vllm_kvmerge.kernels import Pages, ScoreUpdate, Units, native, reference, torch_ops
 
 needs_library = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native operators are not built")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -29,7 +29,7 @@ def attend(module, maker, query, sequences, lens, updates, scale):
     output = torch.full_like(query, torch.nan)
     rows = row_tensors(sequences, lens, updates)
     module.paged_attention(query=query, pages=pages, **rows, scale=scale, output=output)
-    live = [reference.gather_metadata(pages, s.blocks, s.front, s.tail, s.seq_len) for s in sequences]
+    live = [reference.gather_metadata(Units.of(pages, s.blocks, s.front, s.tail, s.seq_len)) for s in sequences]
     dead = [(pages.scores[b] != 1.0).sum() for b in range(pages.keys.shape[0]) if b not in used_blocks(sequences)]
     assert not any(dead), "scores outside of the sequences were changed"
     return output, torch.cat([m[1] for m in live], 1), torch.cat([m[2] for m in live], 1)
@@ -137,9 +137,11 @@ def test_float32_is_rounded_as_pytorch_does(operators):
     for dtype in (torch.bfloat16, torch.float16):
         maker = CacheMaker(3, 1, 48, 32, dtype)
         places = torch.arange(40)[None]
-        operators.write_rows(maker.pages, torch.tensor([4, 9]), places, rows, rows)
+        blocks = torch.tensor([4, 9])
+        units = Units.of(maker.pages, blocks, 40, 40, 40)
+        operators.write_rows(units, blocks[None], places, rows, rows)
         for plane in ("keys", "values"):
-            back = operators.gather_rows(maker.pages, plane, torch.tensor([4, 9]), 40, 40, places)
+            back = operators.gather_rows(units, plane, places)
             assert torch.equal(back, rows.to(dtype).float())
 
 
@@ -180,22 +182,39 @@ def test_bad_arguments_raise(change, error, message):
 def test_bad_entries_and_slots_raise():
     maker = CacheMaker(0, 2, 32, 32, torch.float32)
     pages, blocks, index = maker.pages, torch.tensor([3, 4]), torch.tensor([[0], [64]])
+    units = Units.of(pages, blocks, 0, 0, 64)
+    with pytest.raises(IndexError, match="index: there is no entry 64 among 64"):
+        native.gather_rows(units, "keys", index)
+    with pytest.raises(IndexError, match="no entry 64"):
+        native.move_entries(units, blocks[None], index)
+    with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):
+        native.move_entries(units, blocks[None], torch.zeros(2, 65).long())
     with pytest.raises(IndexError, match="slot 64"):
-        native.gather_rows(pages, "keys", blocks, 0, 0, index)
-    with pytest.raises(IndexError, match="slot 64"):
-        native.move_entries(pages, blocks, 0, 0, blocks, index)
-    with pytest.raises(IndexError, match="slot 64"):
-        native.write_rows(pages, blocks, index, torch.zeros(2, 1, 32), None)
-    with pytest.raises(IndexError, match="slot 64"):
-        native.most_similar(pages, blocks, 0, 0, index, index, torch.ones(2, 1, dtype=torch.bool))
-    with pytest.raises(IndexError, match="slot 64"):
-        native.write_metadata(pages, blocks, *(torch.zeros(2, 65) for _ in range(3)), torch.zeros(2, 65).long())
+        native.write_rows(units, blocks[None], index, torch.zeros(2, 1, 32), None)
+    with pytest.raises(IndexError, match="no entry 64"):
+        native.most_similar(units, index, index, torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(IndexError, match="no entry -1"):
+        native.most_similar(units, index - 1, index, torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):
+        native.write_metadata(units, blocks[None], *(torch.zeros(2, 65) for _ in range(3)), torch.zeros(2, 65).long())
+    with pytest.raises(ValueError, match="block 256"):
+        native.gather_metadata(Units.of(pages, torch.tensor([3, 256]), 0, 0, 64))
+    with pytest.raises(ValueError, match="not in order"):
+        native.gather_metadata(Units.of(pages, blocks, 9, 7, 64))
+    with pytest.raises(IndexError, match="no layer 1"):
+        native.gather_metadata(replace(units, layer=torch.tensor([1])))
+    with pytest.raises(ValueError, match="differ in number of entries"):
+        native.gather_metadata(
+            Units([pages], torch.tensor([0, 0]), blocks.repeat(2, 1), torch.tensor([[0, 0, 64], [0, 0, 63]]))
+        )
+    with pytest.raises(ValueError, match="layers differ"):
+        native.gather_metadata(replace(units, layers=[pages, CacheMaker(0, 2, 64, 32, torch.float32).pages]))
     with pytest.raises(IndexError, match="slot 8192"):
         native.write_tokens(pages, torch.tensor([8192]), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32))
     with pytest.raises(TypeError, match="index must hold integers"):
-        native.gather_rows(pages, "keys", blocks, 0, 0, index.int())
+        native.gather_rows(units, "keys", index.int())
     with pytest.raises(ValueError, match="keys must have shape"):
-        native.write_rows(pages, blocks, torch.zeros(2, 1).long(), torch.zeros(2, 2, 32), None)
+        native.write_rows(units, blocks[None], torch.zeros(2, 1).long(), torch.zeros(2, 2, 32), None)
     with pytest.raises(ValueError, match="queries, but 3 tokens"):
         native.column_scores(torch.zeros(4, 4, 32), pages, blocks, 3, UPDATES[1], 1.0, *torch.zeros(2, 2, 3))
     with pytest.raises(ValueError, match="not among"):

@@ -118,21 +118,21 @@ def test_what_is_read_and_written_in_steady_state(policy, monkeypatch):
     gather_rows, most_similar = kernels.gather_rows, kernels.most_similar
     move_entries, write_rows = kernels.move_entries, kernels.write_rows
 
-    def count_gather(pages, plane, blocks, front, tail, index):
+    def count_gather(units, plane, index):
         rows[plane] += int((index >= 0).sum())
-        return gather_rows(pages, plane, blocks, front, tail, index)
+        return gather_rows(units, plane, index)
 
     def count_similar(*args):
         calls["most_similar"] += 1
         return most_similar(*args)
 
-    def count_moves(pages, source, front, tail, destination, kept):
+    def count_moves(units, destination, kept):
         rows["moved"] += int(((kept >= 0) & (kept != torch.arange(kept.shape[1]))).sum())
-        return move_entries(pages, source, front, tail, destination, kept)
+        return move_entries(units, destination, kept)
 
-    def count_writes(pages, blocks, places, *planes):
+    def count_writes(units, blocks, places, *planes):
         rows["written"] += int((places >= 0).sum())
-        return write_rows(pages, blocks, places, *planes)
+        return write_rows(units, blocks, places, *planes)
 
     monkeypatch.setattr(kernels, "gather_rows", count_gather)
     monkeypatch.setattr(kernels, "most_similar", count_similar)

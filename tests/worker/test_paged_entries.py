@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.conftest import CacheMaker
 from vllm_kvmerge import kernels
-from vllm_kvmerge.kernels import gather_entries
+from vllm_kvmerge.kernels import Units, gather_entries
 from vllm_kvmerge.policies.base import Entries
-from vllm_kvmerge.worker.paged_entries import PagedEntries, PagedSequence
+from vllm_kvmerge.worker.paged_entries import PagedEntries
 
 SEQUENCES = [(0, 0, 60), (20, 100, 140), (37, 64, 87)]
 """front, tail, seq_len; 60 live entries each."""
@@ -18,9 +18,14 @@ def sample(dtype: torch.dtype) -> tuple[PagedEntries, Entries]:
     maker.pages.scores.copy_(maker.randn(*maker.pages.scores.shape))
     maker.pages.aux.copy_(maker.randn(*maker.pages.aux.shape))
     made = [maker.sequence(*shape, num_dead=min(3, shape[0])) for shape in SEQUENCES]
-    sequences = [PagedSequence(maker.pages, s.blocks, s.front, s.tail, s.seq_len) for s in made]
+    units = Units(
+        [maker.pages],
+        torch.zeros(len(made), dtype=torch.int64),
+        torch.nn.utils.rnn.pad_sequence([s.blocks for s in made], batch_first=True),
+        torch.tensor([(s.front, s.tail, s.seq_len) for s in made]),
+    )
     dense = [gather_entries(maker.pages, s.blocks, s.front, s.tail, s.seq_len) for s in made]
-    return PagedEntries.gather(sequences), Entries.stack_heads(dense)
+    return PagedEntries.gather(units), Entries.stack_heads(dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -60,5 +65,5 @@ def test_nothing_is_read_unasked(monkeypatch):
     assert view.is_live.any() and len(view) == 60 and not asked
     rows = view.values_at(torch.tensor([[7, -1], [3, 4]]))
     assert torch.equal(rows[1], dense.values[3, 3:5])
-    # One call per sequence; heads that are not wanted ask for nothing.
+    # Heads that are not wanted ask for nothing.
     assert torch.cat(asked).tolist() == [[7, -1], [-1, -1], [-1, -1], [3, 4], [-1, -1], [-1, -1]]

@@ -50,6 +50,7 @@ class QueryRing:
 
     def __init__(self, num_layers: int, window: int, num_heads: int, head_size: int, dtype: torch.dtype) -> None:
         self.window = window
+        self.num_heads = num_heads
         self._ring = torch.zeros(num_layers, window, num_heads, head_size, dtype=dtype)
 
     def write(self, layer: int, query: Tensor, seq_len: int) -> None:
@@ -60,10 +61,9 @@ class QueryRing:
         """``[w]`` int64: positions of the queries kept once ``seq_len`` tokens have been computed."""
         return torch.arange(max(0, seq_len - self.window), seq_len)
 
-    def queries(self, layer: int, seq_len: int, num_kv_heads: int) -> Tensor:
-        """``[H, G, w, d]`` float32, in the order of ``positions``."""
-        rows = self._ring[layer, self.positions(seq_len) % self.window].float()
-        return rows.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    def queries(self, seq_len: int) -> Tensor:
+        """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""
+        return self._ring.index_select(1, self.positions(seq_len) % self.window)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.kernels.page import Pages
+from vllm_kvmerge.kernels.page import Pages, Units
 from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate
-from vllm_kvmerge.policies.base import Entries
+from vllm_kvmerge.policies.attention import Fusion
+from vllm_kvmerge.policies.entries import Entries
 
 LIBRARY = Path(__file__).with_name("_native.so")
 
@@ -97,57 +98,125 @@ def column_scores(
     _function("column_scores")(query, pages.keys, blocks, seq_len, mode, update.decay, scale, scores, aux)
 
 
-def gather_metadata(
-    pages: Pages, blocks: Tensor, front: int, tail: int, seq_len: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape = pages.num_kv_heads, front + seq_len - tail
+def _layers(units: Units) -> tuple[list[Tensor], Tensor]:
+    return [pages.keys for pages in units.layers], units.layer
+
+
+def _located(units: Units) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    return *_layers(units), units.blocks, units.segments
+
+
+def gather_metadata(units: Units) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = units.num_heads, units.num_entries
     log_votes, scores, aux = (torch.empty(shape) for _ in range(3))
     positions = torch.empty(shape, dtype=torch.int64)
-    _function("gather_metadata")(pages.keys, blocks, front, tail, seq_len, log_votes, scores, aux, positions)
+    _function("gather_metadata")(*_located(units), log_votes, scores, aux, positions)
     return log_votes, scores, aux, positions
 
 
-def gather_rows(
-    pages: Pages, plane: Literal["keys", "values"], blocks: Tensor, front: int, tail: int, index: Tensor
-) -> Tensor:
-    rows = torch.empty(*index.shape, pages.head_size)
-    _function("gather_rows")(pages.keys, plane == "keys", blocks, front, tail, index.contiguous(), rows)
+def gather_rows(units: Units, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
+    rows = torch.empty(*index.shape, units.layers[0].head_size)
+    _function("gather_rows")(*_located(units), plane == "keys", index.contiguous(), rows)
     return rows
 
 
 def gather_entries(pages: Pages, blocks: Tensor, front: int, tail: int, seq_len: int) -> Entries:
-    metadata = gather_metadata(pages, blocks, front, tail, seq_len)
+    units = Units.of(pages, blocks, front, tail, seq_len)
+    metadata = gather_metadata(units)
     keys, values = (torch.empty(*metadata[0].shape, pages.head_size) for _ in range(2))
-    _function("gather_all")(pages.keys, blocks, front, tail, seq_len, keys, values)
+    _function("gather_all")(*_located(units), keys, values)
     return Entries(keys, values, *metadata)
 
 
-def most_similar(
-    pages: Pages, blocks: Tensor, front: int, tail: int, members: Tensor, carriers: Tensor, usable: Tensor
-) -> tuple[Tensor, Tensor]:
+def most_similar(units: Units, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
     similarity, best = torch.empty(members.shape), torch.empty(members.shape, dtype=torch.int64)
     arguments = members.contiguous(), carriers.contiguous(), usable.contiguous()
-    _function("most_similar")(pages.keys, blocks, front, tail, *arguments, similarity, best)
+    _function("most_similar")(*_located(units), *arguments, similarity, best)
     return similarity, best
 
 
-def move_entries(
-    pages: Pages, source_blocks: Tensor, front: int, tail: int, destination_blocks: Tensor, kept: Tensor
-) -> None:
-    _function("move_entries")(pages.keys, source_blocks, front, tail, destination_blocks, kept.contiguous())
+def fused_attention(
+    units: Units,
+    queries: Tensor,
+    query_positions: Tensor,
+    log_votes: Tensor,
+    positions: Tensor,
+    scale: float,
+    fusion: Fusion,
+) -> Tensor:
+    fused = torch.empty(positions.shape)
+    arguments = (t.contiguous() for t in (queries, query_positions, log_votes, positions))
+    _function("fused_attention")(*_located(units), *arguments, scale, fusion == "max", fused)
+    return fused
 
 
-def write_rows(pages: Pages, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
+def move_entries(units: Units, destination: Tensor, kept: Tensor) -> None:
+    _function("move_entries")(*_located(units), destination, kept.contiguous())
+
+
+def write_rows(units: Units, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
     rows = (None if t is None else t.contiguous() for t in (keys, values))
-    _function("write_rows")(pages.keys, blocks, places.contiguous(), *rows)
+    _function("write_rows")(*_layers(units), blocks, places.contiguous(), *rows)
 
 
 def write_metadata(
-    pages: Pages, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+    units: Units, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
 ) -> None:
     planes = (t.contiguous() for t in (log_votes, scores, aux, positions))
-    _function("write_metadata")(pages.keys, blocks, *planes)
+    _function("write_metadata")(*_layers(units), blocks, *planes)
 
 
 def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
     _function("write_tokens")(pages.keys, slot_mapping, key, value)
+
+
+def largest(ranking: Tensor, count: int) -> Tensor:
+    mask = torch.empty(ranking.shape, dtype=torch.bool)
+    _function("largest")(ranking.contiguous(), count, mask)
+    return mask
+
+
+def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int) -> Tensor:
+    mask = torch.empty(ranking.shape, dtype=torch.bool)
+    _function("top")(*(t.contiguous() for t in (ranking, protected, is_live)), count, mask)
+    return mask
+
+
+def in_place(mask: Tensor, count: int) -> Tensor:
+    index = torch.empty(len(mask), count, dtype=torch.int64)
+    _function("in_place")(mask.contiguous(), index)
+    return index
+
+
+def by_position(positions: Tensor) -> Tensor:
+    order = torch.empty(positions.shape, dtype=torch.int64)
+    _function("by_position")(positions.contiguous(), order)
+    return order
+
+
+def padded(mask: Tensor, width: int | None = None) -> Tensor:
+    mask = mask.contiguous()
+    index = torch.empty(len(mask), _function("most_true")(mask) if width is None else width, dtype=torch.int64)
+    _function("padded")(mask, index)
+    return index
+
+
+def inverse(index: Tensor, size: int) -> Tensor:
+    where = torch.empty(len(index), size, dtype=torch.int64)
+    _function("inverse")(index.contiguous(), where)
+    return where
+
+
+def free_places(index: Tensor, num_places: int) -> Tensor:
+    place = torch.empty(index.shape, dtype=torch.int64)
+    _function("free_places")(index.contiguous(), num_places, place)
+    return place
+
+
+def join_slots(
+    products: Tensor, between: Tensor, member_weights: Tensor, slot_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    joined = torch.empty(member_weights.shape, dtype=torch.int64)
+    products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
+    _function("join_slots")(products, between.contiguous(), member_weights.contiguous(), total, joined)
+    return joined, total

@@ -1,4 +1,4 @@
-"""Layout of one KV page: the planes that a (block, head) region is made of.
+"""Layout of KV pages: the planes that a (block, head) region is made of, and which of them a sequence lies in.
 
 A region of ``block_size`` cells holds, one after the other:
 
@@ -13,6 +13,7 @@ A region of ``block_size`` cells holds, one after the other:
 and its slot is its position, so requests without a policy never write metadata.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -93,3 +94,46 @@ class Pages:
     def stock_key_view(self) -> Tensor:
         """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed)."""
         return self.keys.flatten(2).unflatten(2, (self.block_size, self.head_size))
+
+
+@dataclass(frozen=True)
+class Units:
+    """Layers of sequences, one after the other: what operators work on together; all have equally many entries.
+
+    A unit is one layer of one sequence. Its live entries are its slots ``[0, front)`` and ``[tail, seq_len)``, in this
+    order. What operators take and give is ``[H, ...]`` with the heads of all units, a unit's one after the other.
+
+    layers: pages of the layers that units lie in. layer: ``[U]`` int64, which of these. blocks: ``[U, blocks]``, ids of
+    each unit's blocks. segments: ``[U, 3]`` int64, front, tail and seq_len.
+    """
+
+    layers: Sequence[Pages]
+    layer: Tensor
+    blocks: Tensor
+    segments: Tensor
+
+    @classmethod
+    def of(cls, pages: Pages, blocks: Tensor, front: int, tail: int, seq_len: int) -> "Units":
+        """One layer of one sequence; ``blocks``: ``[blocks]``."""
+        return cls((pages,), torch.zeros(1, dtype=torch.int64), blocks[None], torch.tensor([[front, tail, seq_len]]))
+
+    def __iter__(self) -> Iterator[tuple[Pages, Tensor, int, int, int]]:
+        """Of each unit its layer's pages, its blocks, front, tail and seq_len."""
+        for layer, blocks, bounds in zip(self.layer.tolist(), self.blocks, self.segments.tolist(), strict=True):
+            yield self.layers[layer], blocks, *bounds
+
+    @cached_property
+    def num_entries(self) -> int:
+        """Live entries of each unit."""
+        front, tail, seq_len = self.segments[0].tolist()
+        return int(front + seq_len - tail)
+
+    @property
+    def num_heads(self) -> int:
+        """Of all units together, ``H``."""
+        return len(self.layer) * self.layers[0].num_kv_heads
+
+    @property
+    def native_obstacle(self) -> str | None:
+        """Why the native operators cannot work on these pages; None if they can."""
+        return next((pages.native_obstacle for pages in self.layers if pages.native_obstacle), None)

@@ -9,11 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.kernels.page import Pages
-from vllm_kvmerge.policies.base import Entries, TrackerMode
+from vllm_kvmerge.kernels.page import Pages, Units
+from vllm_kvmerge.policies.attention import Fusion
+from vllm_kvmerge.policies.attention import fused_attention as fused_attention_of
+from vllm_kvmerge.policies.entries import Entries, TrackerMode
 from vllm_kvmerge.policies.similarity import most_similar as most_similar_keys
 
 
@@ -167,25 +170,31 @@ def column_scores(
         aux.copy_(new_aux)
 
 
-def gather_metadata(
-    pages: Pages, blocks: Tensor, front: int, tail: int, seq_len: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log_votes, scores, aux, positions) of one layer's live entries, copies, ``[H, n]`` float32, positions int64.
+def gather_metadata(units: Units) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log_votes, scores, aux, positions) of all live entries, copies, ``[H, n]`` float32, positions int64.
 
     Votes and positions of ordinary tokens are implied; statistics are as attention left them in the pages.
     """
+    planes = zip(*(_metadata(*unit) for unit in units), strict=True)
+    log_votes, scores, aux, positions = (torch.cat(plane) for plane in planes)
+    return log_votes, scores, aux, positions
+
+
+def _metadata(
+    pages: Pages, blocks: Tensor, front: int, tail: int, seq_len: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     positions = torch.arange(tail, seq_len).repeat(pages.num_kv_heads, 1)
     log_votes = torch.zeros(pages.num_kv_heads, seq_len - tail)
     if front > 0:
         positions = torch.cat([_segment(pages.positions, blocks, 0, front, 1).long(), positions], 1)
         log_votes = torch.cat([_segment(pages.log_votes, blocks, 0, front, 1), log_votes], 1)
-    scores, aux = (_segments(plane, blocks, front, tail, seq_len).clone() for plane in (pages.scores, pages.aux))
+    scores, aux = (_segments(plane, blocks, front, tail, seq_len) for plane in (pages.scores, pages.aux))
     return log_votes, scores, aux, positions
 
 
 def gather_entries(pages: Pages, blocks: Tensor, front: int, tail: int, seq_len: int) -> Entries:
     """Live entries of one layer as float32 copies; statistics as attention left them in the pages."""
-    log_votes, scores, aux, positions = gather_metadata(pages, blocks, front, tail, seq_len)
+    log_votes, scores, aux, positions = gather_metadata(Units.of(pages, blocks, front, tail, seq_len))
     return Entries(
         keys=_segments(pages.keys, blocks, front, tail, seq_len, slot_dim=2).float().transpose(1, 2).contiguous(),
         values=_segments(pages.values, blocks, front, tail, seq_len).float(),
@@ -206,73 +215,103 @@ def _slots(index: Tensor, front: int, tail: int) -> Tensor:
     return torch.where(index < front, index, index + (tail - front))
 
 
-def gather_rows(
-    pages: Pages, plane: Literal["keys", "values"], blocks: Tensor, front: int, tail: int, index: Tensor
-) -> Tensor:
+def gather_rows(units: Units, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
     """``[H, m, d]`` float32: keys or values of the entries at ``index`` (``[H, m]`` int64); zeros where negative."""
-    head = torch.arange(index.shape[0]).unsqueeze(1)
-    block, offset = _places(blocks, _slots(index.clamp(min=0), front, tail), pages.block_size)
-    rows = pages.keys[block, head, :, offset] if plane == "keys" else pages.values[block, head, offset]
-    return rows.float().masked_fill_((index < 0).unsqueeze(-1), 0.0)
+    rows = []
+    for (pages, blocks, front, tail, _), part in zip(units, index.chunk(len(units.layer)), strict=True):
+        head = torch.arange(len(part)).unsqueeze(1)
+        block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), pages.block_size)
+        stored = pages.keys[block, head, :, offset] if plane == "keys" else pages.values[block, head, offset]
+        rows.append(stored.float().masked_fill_((part < 0).unsqueeze(-1), 0.0))
+    return torch.cat(rows)
 
 
-def most_similar(
-    pages: Pages, blocks: Tensor, front: int, tail: int, members: Tensor, carriers: Tensor, usable: Tensor
-) -> tuple[Tensor, Tensor]:
+def most_similar(units: Units, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
     """For each member the usable carrier whose key has the largest cosine similarity, the first of several.
 
     members: ``[H, m]``, carriers: ``[H, c]`` int64, indices of entries. usable: ``[H, c]`` bool. Returns the
     similarity, ``[H, m]`` float32, at most 1, -inf where no carrier is usable, and the carrier's index, ``[H, m]``.
     """
-    return most_similar_keys(
-        gather_rows(pages, "keys", blocks, front, tail, members),
-        gather_rows(pages, "keys", blocks, front, tail, carriers),
-        carriers,
-        usable,
-    )
+    member_keys, carrier_keys = (gather_rows(units, "keys", index) for index in (members, carriers))
+    return most_similar_keys(member_keys, carrier_keys, carriers, usable)
 
 
-def move_entries(
-    pages: Pages, source_blocks: Tensor, front: int, tail: int, destination_blocks: Tensor, kept: Tensor
-) -> None:
-    """Moves keys and values of the entries ``kept`` (``[H, C]`` int64) to slots ``[0, C)`` of ``destination_blocks``.
+def fused_attention(
+    units: Units,
+    queries: Tensor,
+    query_positions: Tensor,
+    log_votes: Tensor,
+    positions: Tensor,
+    scale: float,
+    fusion: Fusion,
+) -> Tensor:
+    """``[H, n]`` float32: attention to each entry, summed over the G query heads, then ``fusion`` over the queries.
+
+    queries: ``[H, G, w, d]`` float32. query_positions: ``[H, w]`` int64; a query sees live entries up to its own
+    position. log_votes: ``[H, n]`` float32 and positions: ``[H, n]`` int64, negative where dead, are those of the
+    entries, whatever the pages hold.
+    """
+    index = torch.arange(units.num_entries).repeat(units.num_heads, 1)
+    keys = gather_rows(units, "keys", index)
+    return fused_attention_of(queries, query_positions, keys, log_votes, positions, scale, fusion)
+
+
+def move_entries(units: Units, destination: Tensor, kept: Tensor) -> None:
+    """Moves keys and values of the entries ``kept`` (``[H, C]`` int64) to slots ``[0, C)`` of other blocks.
+
+    destination: ``[U, blocks]``, the blocks of each unit that these slots lie in; no unit's are another's source.
 
     Bytes are copied as they are; a negative index empties its slot: key and value become zero. Source and destination
     may overlap in any way, as if everything were read first. An entry that stays where it is is not touched.
     """
-    num_heads, num_slots = kept.shape
-    head = torch.arange(num_heads).unsqueeze(1).expand_as(kept)
-    to_block, to_offset = (
-        place.expand_as(kept) for place in _places(destination_blocks, torch.arange(num_slots), pages.block_size)
-    )
-    block, offset = _places(source_blocks, _slots(kept.clamp(min=0), front, tail), pages.block_size)
-    empty = kept < 0
-    moves = ~empty & ((block != to_block) | (offset != to_offset))
-    source = block[moves], head[moves], offset[moves]
-    keys, values = pages.keys[source[0], source[1], :, source[2]], pages.values[source]
-    for where, key, value in ((moves, keys, values), (empty, 0.0, 0.0)):
-        pages.keys[to_block[where], head[where], :, to_offset[where]] = key
-        pages.values[to_block[where], head[where], to_offset[where]] = value
+    for (pages, blocks, front, tail, _), to_blocks, part in zip(
+        units, destination, kept.chunk(len(units.layer)), strict=True
+    ):
+        head = torch.arange(len(part)).unsqueeze(1).expand_as(part)
+        to_block, to_offset = (
+            place.expand_as(part) for place in _places(to_blocks, torch.arange(part.shape[1]), pages.block_size)
+        )
+        block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), pages.block_size)
+        empty = part < 0
+        moves = ~empty & ((block != to_block) | (offset != to_offset))
+        source = block[moves], head[moves], offset[moves]
+        keys, values = pages.keys[source[0], source[1], :, source[2]], pages.values[source]
+        for where, key, value in ((moves, keys, values), (empty, 0.0, 0.0)):
+            pages.keys[to_block[where], head[where], :, to_offset[where]] = key
+            pages.values[to_block[where], head[where], to_offset[where]] = value
 
 
-def write_rows(pages: Pages, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
+def write_rows(units: Units, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
     """Writes keys and values (``[H, r, d]`` float32; None: they stay) to the slots ``places`` (``[H, r]`` int64).
 
-    A negative place is skipped; no place occurs twice in a head.
+    blocks: ``[U, blocks]``, the blocks of each unit that these slots lie in. A negative place is skipped; no place
+    occurs twice in a head.
     """
-    wanted = places >= 0
-    head = torch.arange(places.shape[0]).unsqueeze(1).expand_as(places)[wanted]
-    block, offset = _places(blocks, places[wanted], pages.block_size)
-    if keys is not None:
-        pages.keys[block, head, :, offset] = keys[wanted].to(pages.keys.dtype)
-    if values is not None:
-        pages.values[block, head, offset] = values[wanted].to(pages.values.dtype)
+    parts = [None if t is None else t.chunk(len(units.layer)) for t in (places, keys, values)]
+    for unit, (pages, *_) in enumerate(units):
+        at, key, value = (None if part is None else part[unit] for part in parts)
+        assert at is not None
+        wanted = at >= 0
+        head = torch.arange(len(at)).unsqueeze(1).expand_as(at)[wanted]
+        block, offset = _places(blocks[unit], at[wanted], pages.block_size)
+        if key is not None:
+            pages.keys[block, head, :, offset] = key[wanted].to(pages.keys.dtype)
+        if value is not None:
+            pages.values[block, head, offset] = value[wanted].to(pages.values.dtype)
 
 
 def write_metadata(
+    units: Units, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+) -> None:
+    """Writes the metadata (``[H, C]`` each) of slots ``[0, C)`` of ``blocks`` (``[U, blocks]``); other slots stay."""
+    parts = zip(*(plane.chunk(len(units.layer)) for plane in (log_votes, scores, aux, positions)), strict=True)
+    for (pages, *_), ids, planes in zip(units, blocks, parts, strict=True):
+        _write_metadata(pages, ids, *planes)
+
+
+def _write_metadata(
     pages: Pages, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
 ) -> None:
-    """Writes the metadata (``[H, C]`` each) of slots ``[0, C)`` of ``blocks``; other slots stay as they are."""
     _scatter(pages.log_votes, blocks, 0, log_votes)
     _scatter(pages.scores, blocks, 0, scores)
     _scatter(pages.aux, blocks, 0, aux)
@@ -284,7 +323,7 @@ def write_front(pages: Pages, blocks: Tensor, entries: Entries) -> None:
     block, offset = _places(blocks, torch.arange(len(entries)), pages.block_size)
     pages.keys[block, :, :, offset] = entries.keys.transpose(0, 1).to(pages.keys.dtype)
     pages.values[block, :, offset] = entries.values.transpose(0, 1).to(pages.values.dtype)
-    write_metadata(pages, blocks, entries.log_votes, entries.scores, entries.aux, entries.positions)
+    _write_metadata(pages, blocks, entries.log_votes, entries.scores, entries.aux, entries.positions)
 
 
 def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
@@ -293,3 +332,106 @@ def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor)
     block, offset = slot_mapping[wanted] // pages.block_size, slot_mapping[wanted] % pages.block_size
     pages.keys[block, :, :, offset] = key[wanted].to(pages.keys.dtype)
     pages.values[block, :, offset] = value[wanted].to(pages.values.dtype)
+
+
+def largest(ranking: Tensor, count: int) -> Tensor:
+    """``[H, n]`` bool: the ``count`` entries of largest ``ranking`` (``[H, n]``, no NaN). Ties: lower index first."""
+    n = ranking.shape[1]
+    if count <= 0 or count >= n:
+        return torch.full_like(ranking, count > 0, dtype=torch.bool)
+    threshold = _kth_smallest(ranking, n - count)
+    above, level = ranking > threshold, ranking == threshold
+    return above | (level & (level.cumsum(1) <= count - above.sum(1, keepdim=True)))
+
+
+def _kth_smallest(ranking: Tensor, k: int) -> Tensor:
+    """``[H, 1]``: the element of each row that has ``k`` others before it in ascending order."""
+    if ranking.is_cpu:
+        # NumPy selects in less than half of PyTorch's time.
+        return torch.from_numpy(np.partition(ranking.numpy(), k, axis=1)[:, k : k + 1])
+    return ranking.kthvalue(k + 1, dim=1, keepdim=True).values
+
+
+def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int) -> Tensor:
+    """``[H, n]`` bool, ``count`` per head: those both protected and live, then the live ones of largest ``ranking``
+    (``[H, n]`` floating point), then dead ones. Ties: lower index first."""
+    limits = torch.finfo(ranking.dtype)
+    ranking = ranking.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
+    return largest(ranking.masked_fill(protected, torch.inf).masked_fill(~is_live, -torch.inf), count)
+
+
+def in_place(mask: Tensor, count: int) -> Tensor:
+    """``[H, count]`` int64: the entries in ``mask`` (``[H, n]`` bool, ``count`` per head), entry i at i where
+    i < ``count``, the others in order where there is room."""
+    index = torch.arange(count, device=mask.device).repeat(len(mask), 1)
+    # Each head has as many of the one as of the other.
+    index[~mask[:, :count]] = mask[:, count:].nonzero()[:, 1] + count
+    return index
+
+
+def by_position(positions: Tensor) -> Tensor:
+    """``[H, n]`` int64: the entries in ascending order of position (``[H, n]`` int64, from -1 on), equal ones as they
+    lie."""
+    # One sort of integers of all heads is several times faster than one sort per head.
+    num_heads, n = positions.shape
+    head = torch.arange(num_heads, device=positions.device).unsqueeze(1)
+    order = (positions + 1 + (head << 32)).flatten().argsort(stable=True)
+    return order.view(num_heads, n) - head * n
+
+
+def padded(mask: Tensor, width: int | None = None) -> Tensor:
+    """``[H, width]`` int64: where ``mask`` (``[H, n]`` bool) is true, ascending, then -1.
+
+    width: at least the most that any head has, which it is by default.
+    """
+    count = mask.sum(1)
+    if width is None:
+        width = int(count.max()) if len(count) else 0
+    head, place = mask.nonzero(as_tuple=True)
+    rank = torch.arange(len(head), device=mask.device) - (count.cumsum(0) - count)[head]
+    index = place.new_full((len(mask), width), -1)
+    index[head, rank] = place
+    return index
+
+
+def inverse(index: Tensor, size: int) -> Tensor:
+    """``[H, size]`` int64: where in ``index`` (``[H, m]`` int64, without repeats) each number is; -1: nowhere.
+
+    Negative elements of ``index`` are nowhere.
+    """
+    # One more than there are takes what is to be ignored.
+    where = torch.full((len(index), size + 1), -1, dtype=torch.int64, device=index.device)
+    place = torch.arange(index.shape[1], device=index.device).expand_as(index)
+    return where.scatter_(1, index.masked_fill(index < 0, size), place)[:, :size]
+
+
+def free_places(index: Tensor, num_places: int) -> Tensor:
+    """``[H, m]`` int64: ``index`` (``[H, m]`` int64, without repeats among these) where that is one of the
+    ``num_places`` places, and for the others, in order, the places that are free."""
+    stays = (index >= 0) & (index < num_places)
+    # One place more than there are takes what is to be ignored.
+    free = torch.ones(len(index), num_places + 1, dtype=torch.bool, device=index.device)
+    free.scatter_(1, index.masked_fill(~stays, num_places), False)
+    rank = (~stays).cumsum(1) - 1
+    return torch.where(stays, index, padded(free[:, :-1], num_places).gather(1, rank.clamp(min=0)))
+
+
+def join_slots(
+    products: Tensor, between: Tensor, member_weights: Tensor, slot_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Members join slots, which are means of keys, one after the other: each that of largest product (ZSMerge eq. 6).
+
+    products: ``[H, m, s]`` float32, of each member's key with each slot's, and between: ``[H, m, m]``, with each other
+    member's. member_weights: ``[H, m]``, slot_weights: ``[H, s]`` float32: a slot's key moves as a member of weight w
+    joins, by w / max(1, total weight). Returns ``[H, m]`` int64, the slot of each member, and the slots' weights then.
+    """
+    products, total = products.clone(), slot_weights.clone()
+    joined = torch.zeros(member_weights.shape, dtype=torch.int64, device=products.device)
+    head = torch.arange(len(products), device=products.device)
+    for i in range(products.shape[1]):
+        joined[:, i] = slot = products[:, i].argmax(dim=1)
+        total[head, slot] += member_weights[:, i]
+        share = (member_weights[:, i] / total[head, slot].clamp(min=1.0)).unsqueeze(-1)
+        column = products[head, :, slot]
+        products[head, :, slot] = column + share * (between[:, i] - column)
+    return joined, total

@@ -9,18 +9,16 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from vllm_kvmerge.policies.entries import DEAD, Entries
+from vllm_kvmerge.policies.entries import DEAD, Entries, TrackerMode
 from vllm_kvmerge.policies.outcome import Outcome
 
-__all__ = ["DEAD", "Entries", "Outcome"]
-
-TrackerMode = Literal["none", "sum", "mean", "log_ema"]
+__all__ = ["DEAD", "Entries", "Outcome", "TrackerMode"]
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,9 @@ class CompressionPolicy(BaseModel):
         else:
             importance = torch.zeros_like(entries.scores)
         groups: dict[int, list[int]] = {}
+        least = self.min_budget
         for head, budget in enumerate(self.allocator.head_budgets(entries, importance, context)):
-            groups.setdefault(min(max(budget, self.min_budget), capacity), []).append(head)
+            groups.setdefault(min(max(budget, least), capacity), []).append(head)
         return groups
 
     def _compress_heads(self, entries: Entries, context: CompressionContext, capacity: int) -> Outcome:

@@ -4,11 +4,16 @@ from abc import abstractmethod
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from vllm_kvmerge.policies.attention import Fusion, fused_attention
 from vllm_kvmerge.policies.similarity import most_similar
+
+TrackerMode = Literal["none", "sum", "mean", "log_ema"]
+"""What a tracker has attention accumulate in ``scores`` and ``aux``."""
 
 DEAD = -1
 """Position of an entry that holds nothing; its ``log_votes`` is ``-inf``, so attention gives it no weight."""
@@ -23,7 +28,7 @@ class Entries:
     merger's second statistic. positions: ``[H, n]`` int64, of the newest token merged in; ``DEAD`` where empty.
 
     Where entries lie in pages, ``keys`` and ``values`` are read when they are asked for, all of them: ``keys_at``,
-    ``values_at`` and ``most_similar`` read what they need.
+    ``values_at``, ``most_similar`` and ``fused_attention`` read what they need.
     """
 
     keys: Tensor
@@ -57,6 +62,14 @@ class Entries:
         equally similar ones the first's.
         """
         return most_similar(self.keys_at(members), self.keys_at(carriers), carriers, usable)
+
+    def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
+        """``[H, n]``: attention to each entry, summed over the G query heads, then ``fusion`` over the ``w`` queries.
+
+        queries: ``[H, G, w, d]``. query_positions: ``[w]`` or ``[H, w]`` int64; a query sees live entries up to its own
+        position. scale: of the logits.
+        """
+        return fused_attention(queries, query_positions, self.keys, self.log_votes, self.positions, scale, fusion)
 
     def take(self, index: Tensor) -> "Entries":
         """Entries at ``index`` (``[H, m]`` int64), per head; copies."""

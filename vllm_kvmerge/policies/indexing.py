@@ -1,9 +1,9 @@
 """Index arithmetic over the entries of each head."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_kvmerge import kernels
 from vllm_kvmerge.policies.entries import Entries
 
 
@@ -19,15 +19,12 @@ def in_place(mask: Tensor, count: int) -> Tensor:
     Entry i is at i where i < ``count``; the entries behind, in order, take the numbers of those that are not in the
     mask. So of a cache that is compressed into its first ``count`` places hardly anything moves.
     """
-    index = torch.arange(count, device=mask.device).repeat(len(mask), 1)
-    # Each head has as many of the one as of the other.
-    index[~mask[:, :count]] = mask[:, count:].nonzero()[:, 1] + count
-    return index
+    return kernels.in_place(mask, count)
 
 
 def complement(index: Tensor, num_entries: int) -> Tensor:
     """``[H, num_entries - m]`` int64, ascending: what ``index`` (``[H, m]``, without repeats) leaves out."""
-    return (~mask_of(index, num_entries)).nonzero()[:, 1].view(index.shape[0], -1)
+    return kernels.padded(~mask_of(index, num_entries), num_entries - index.shape[1])
 
 
 def any_at(index: Tensor, where: Tensor, size: int) -> Tensor:
@@ -40,14 +37,7 @@ def padded(mask: Tensor, width: int | None = None) -> Tensor:
 
     width: at least the most that any head has, which it is by default.
     """
-    count = mask.sum(1)
-    if width is None:
-        width = int(count.max()) if len(count) else 0
-    head, place = mask.nonzero(as_tuple=True)
-    rank = torch.arange(len(head), device=mask.device) - (count.cumsum(0) - count)[head]
-    index = place.new_full((len(mask), width), -1)
-    index[head, rank] = place
-    return index
+    return kernels.padded(mask, width)
 
 
 def inverse(index: Tensor, size: int) -> Tensor:
@@ -55,10 +45,7 @@ def inverse(index: Tensor, size: int) -> Tensor:
 
     Negative elements of ``index`` are nowhere.
     """
-    # One more than there are takes what is to be ignored.
-    where = torch.full((len(index), size + 1), -1, dtype=torch.int64, device=index.device)
-    place = torch.arange(index.shape[1], device=index.device).expand_as(index)
-    return where.scatter_(1, index.masked_fill(index < 0, size), place)[:, :size]
+    return kernels.inverse(index, size)
 
 
 def select(plane: Tensor, index: Tensor) -> Tensor:
@@ -68,20 +55,7 @@ def select(plane: Tensor, index: Tensor) -> Tensor:
 
 def largest(ranking: Tensor, count: int) -> Tensor:
     """``[H, n]`` bool: the ``count`` entries of largest ``ranking`` (``[H, n]``, no NaN). Ties: lower index first."""
-    n = ranking.shape[1]
-    if count <= 0 or count >= n:
-        return torch.full_like(ranking, count > 0, dtype=torch.bool)
-    threshold = _kth_smallest(ranking, n - count)
-    above, level = ranking > threshold, ranking == threshold
-    return above | (level & (level.cumsum(1) <= count - above.sum(1, keepdim=True)))
-
-
-def _kth_smallest(ranking: Tensor, k: int) -> Tensor:
-    """``[H, 1]``: the element of each row that has ``k`` others before it in ascending order."""
-    if ranking.is_cpu:
-        # NumPy selects in less than half of PyTorch's time.
-        return torch.from_numpy(np.partition(ranking.numpy(), k, axis=1)[:, k : k + 1])
-    return ranking.kthvalue(k + 1, dim=1, keepdim=True).values
+    return kernels.largest(ranking, count)
 
 
 def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:
@@ -94,11 +68,7 @@ def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:
 
 def by_position(entries: Entries) -> Tensor:
     """``[H, n]`` int64: the entries in order of position, dead ones first."""
-    # One sort of integers of all heads is several times faster than one sort per head.
-    num_heads, n = entries.positions.shape
-    head = torch.arange(num_heads, device=entries.positions.device).unsqueeze(1)
-    order = (entries.positions + 1 + (head << 32)).flatten().argsort(stable=True)
-    return order.view(num_heads, n) - head * n
+    return kernels.by_position(entries.positions)
 
 
 def newest(entries: Entries, count: int) -> Tensor:
@@ -123,5 +93,8 @@ def ranked(ranking: Tensor, protected: Tensor, entries: Entries) -> Tensor:
 
 def top(ranking: Tensor, protected: Tensor, entries: Entries, count: int) -> Tensor:
     """``[H, n]`` bool, ``count`` per head: the protected entries, then the live ones of largest ``ranking``, then dead
-    ones. Ties: lower index first."""
-    return largest(ranked(ranking, protected, entries), count)
+    ones. Ties: lower index first.
+
+    ranking: ``[H, n]`` floating point; infinite and NaN values only ever order live entries.
+    """
+    return kernels.top(ranking, protected, entries.is_live, count)

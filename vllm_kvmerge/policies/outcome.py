@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vllm_kvmerge import kernels
 from vllm_kvmerge.policies.entries import DEAD, Entries, LazyEntries
 from vllm_kvmerge.policies.indexing import inverse, padded, select
 
@@ -86,12 +87,7 @@ class Outcome:
         empty, preferably where an empty entry lies already.
         """
         num_heads = len(self.kept)
-        stays = (self.kept >= 0) & (self.kept < num_places)
-        # One place more than there are takes what is to be ignored.
-        free = torch.ones(num_heads, num_places + 1, dtype=torch.bool, device=stays.device)
-        free.scatter_(1, self.kept.masked_fill(~stays, num_places), False)
-        rank = (~stays).cumsum(1) - 1
-        place = torch.where(stays, self.kept, padded(free[:, :-1], num_places).gather(1, rank.clamp(min=0)))
+        place = kernels.free_places(self.kept, num_places)
 
         def moved(plane: Tensor, empty: float) -> Tensor:
             return plane.new_full((num_heads, num_places), empty).scatter_(1, place, plane)

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_kvmerge import kernels
 from vllm_kvmerge.attention.backend import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
-from vllm_kvmerge.kernels import Pages
+from vllm_kvmerge.kernels import Pages, Units
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Outcome
-from vllm_kvmerge.worker.paged_entries import PagedEntries, PagedSequence
+from vllm_kvmerge.worker.paged_entries import PagedEntries
 
 MAX_BATCH_BYTES = 256 << 20
 """What a policy may hold in float32 of one batch's keys, values and attention; larger batches are split."""
@@ -38,17 +38,14 @@ class Compaction:
         return self.plan.front + self.plan.num_tokens - self.plan.tail
 
     @property
-    def query_positions(self) -> Tensor | None:
-        """``[w]`` int64, of the newest queries."""
-        return None if self.ring is None else self.ring.positions(self.plan.num_tokens)
+    def num_queries(self) -> int:
+        """How many of the newest queries are known."""
+        return 0 if self.ring is None else len(self.ring.positions(self.plan.num_tokens))
 
-    @cached_property
-    def destination(self) -> Tensor:
-        """``[blocks]`` int64, ids of the blocks of the new front."""
-        return torch.tensor(self.plan.blocks)
-
-    def sequence(self, pages: Pages) -> PagedSequence:
-        return PagedSequence(pages, self.source_blocks, self.plan.front, self.plan.tail, self.plan.num_tokens)
+    def newest_queries(self) -> tuple[Tensor, Tensor]:
+        """``[layers, w, H * G, d]`` in the model's dtype, and ``[w]`` int64, their positions."""
+        assert self.ring is not None
+        return self.ring.queries(self.plan.num_tokens), self.ring.positions(self.plan.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,8 @@ class Compactor:
         """Executes a step's plans; the numbers of merged and evicted entries of each, over layers and heads."""
         batches: dict[tuple[object, ...], list[int]] = {}
         for index, compaction in enumerate(compactions):
-            plan, positions = compaction.plan, compaction.query_positions
-            num_queries = None if positions is None else len(positions)
-            shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, num_queries)
+            plan = compaction.plan
+            shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries)
             batches.setdefault((compaction.policy, *shape), []).append(index)
         counts = torch.zeros(len(compactions), 2, dtype=torch.int64)
         for indices in batches.values():
@@ -105,10 +101,11 @@ class Compactor:
         counts = torch.zeros(len(batch), 2, dtype=torch.int64)
         for units in self._parts(batch):
             context = self._context(units, batch, statistics)
-            result = policy.compress(self._gather(units), context)
+            entries = self._gather(units)
+            result = policy.compress(entries, context)
             per_head = torch.stack([result.outcome.merged, result.evicted], 1)
             counts.index_add_(0, torch.tensor([unit.index for unit in units]), context.by_unit(per_head).sum(1))
-            self._write(units, result.outcome)
+            self._write(units, entries.units, result.outcome)
         return counts
 
     def _parts(self, batch: list[Compaction]) -> Iterator[list[_Unit]]:
@@ -119,8 +116,7 @@ class Compactor:
             num_entries, head_size = batch[0].num_entries, self.layers[0].head_size
             numbers = 2 * head_size
             if batch[0].ring is not None:
-                queries = batch[0].ring.queries(0, batch[0].plan.num_tokens, self.num_heads)
-                numbers += queries.shape[1] * queries.shape[2]
+                numbers += batch[0].num_queries * batch[0].ring.num_heads // self.num_heads
             size = max(1, MAX_BATCH_BYTES // (4 * self.num_heads * num_entries * numbers))
         for start in range(0, len(units), size):
             yield units[start : start + size]
@@ -145,17 +141,20 @@ class Compactor:
             all_heads=self.all_heads,
             head_indices=self.head_indices * len(units),
         )
-        queries, positions = [], []
-        for unit in units:
-            ring, num_tokens = unit.compaction.ring, unit.compaction.plan.num_tokens
-            if ring is None:
-                return context
-            queries.append(ring.queries(unit.layer, num_tokens, self.num_heads))
-            positions.append(ring.positions(num_tokens).expand(self.num_heads, -1))
-        return replace(context, queries=torch.cat(queries), query_positions=torch.cat(positions))
+        if batch[0].ring is None:
+            return context
+        newest = {index: batch[index].newest_queries() for index in {unit.index for unit in units}}
+        queries = torch.stack([newest[unit.index][0][unit.layer] for unit in units])  # [units, w, H * G, d]
+        by_head = queries.unflatten(2, (self.num_heads, -1)).permute(0, 2, 3, 1, 4)
+        positions = torch.stack([newest[unit.index][1] for unit in units])
+        return replace(
+            context,
+            queries=by_head.float().flatten(0, 1),
+            query_positions=positions.repeat_interleave(self.num_heads, dim=0),
+        )
 
     def _gather(self, units: list[_Unit]) -> PagedEntries:
-        entries = PagedEntries.gather([unit.compaction.sequence(self.layers[unit.layer]) for unit in units])
+        entries = PagedEntries.gather(self._located(units))
         if units[0].compaction.plan.front == 0:
             # Before its first compression a request's pages hold no statistics of its own.
             entries.scores.zero_()
@@ -168,19 +167,22 @@ class Compactor:
                     entries.aux[heads] = scores.aux[unit.layer, :, : len(entries)]
         return entries
 
-    def _write(self, units: list[_Unit], outcome: Outcome) -> None:
-        planes = (outcome.kept, outcome.log_votes, outcome.scores, outcome.aux, outcome.positions)
-        parts = zip(*(plane.split(self.num_heads) for plane in planes), strict=True)
-        for unit, (kept, *metadata) in zip(units, parts, strict=True):
-            plan, one = unit.compaction.plan, unit.compaction
-            pages = self.layers[unit.layer]
-            kernels.move_entries(pages, one.source_blocks, plan.front, plan.tail, one.destination, kept)
-            kernels.write_metadata(pages, one.destination, *metadata)
-        if outcome.keys is None and outcome.values is None:
-            return
-        nothing = [None] * len(units)
-        keys, values = (
-            nothing if rows is None else rows.split(self.num_heads) for rows in (outcome.keys, outcome.values)
+    def _write(self, units: list[_Unit], located: Units, outcome: Outcome) -> None:
+        destination = torch.tensor([unit.compaction.plan.blocks for unit in units])
+        kernels.move_entries(located, destination, outcome.kept)
+        metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
+        kernels.write_metadata(located, destination, *metadata)
+        if outcome.keys is not None or outcome.values is not None:
+            kernels.write_rows(located, destination, outcome.changed, outcome.keys, outcome.values)
+
+    def _located(self, units: list[_Unit]) -> Units:
+        plans = [unit.compaction.plan for unit in units]
+        sources = {unit.index: unit.compaction.source_blocks for unit in units}
+        requests = list(sources)
+        blocks = pad_sequence(list(sources.values()), batch_first=True)
+        return Units(
+            self.layers,
+            torch.tensor([unit.layer for unit in units]),
+            blocks[[requests.index(unit.index) for unit in units]],
+            torch.tensor([(plan.front, plan.tail, plan.num_tokens) for plan in plans]),
         )
-        for unit, *rows in zip(units, outcome.changed.split(self.num_heads), keys, values, strict=True):
-            kernels.write_rows(self.layers[unit.layer], unit.compaction.destination, *rows)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
-from vllm_kvmerge.policies.indexing import any_at, by_position, inverse, mask_of, padded, select
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.indexing import by_position, inverse, mask_of, padded, select
 from vllm_kvmerge.policies.registry import register
 
 
@@ -36,26 +36,21 @@ class NeighbourValueMerger(Merger):
         n = len(entries)
         # Everything below is in order of position; dead entries come first, and never lie between two others.
         order = by_position(entries)
-        live = entries.is_live.gather(1, order)
-        leaves = live & ~mask_of(kept, n).gather(1, order)
-        scores = importance.gather(1, order).clamp(min=0.0).masked_fill(~live, 0.0)
-        carriers = _next_true(~leaves)
-        merges = leaves & (carriers < n)
-        receives = any_at(carriers, merges, n)
-        givers, receivers = padded(merges), padded(receives)
-        shares = torch.exp(_log_shares(scores, leaves))
-
-        def shared(index: Tensor) -> Tensor:
-            share = shares.gather(1, index.clamp(min=0)).unsqueeze(-1)
-            return share * entries.values_at(select(order, index))
-
-        values = shared(receivers)
-        if receivers.shape[1]:
-            row = (receives.cumsum(1) - 1).gather(1, select(carriers, givers).clamp(min=0)).clamp(min=0)
-            given = shared(givers)
-            values.scatter_add_(1, row.unsqueeze(-1).expand_as(given), given)
-        changed = select(inverse(kept, n), select(order, receivers))
-        return replace(Outcome.of(entries, kept), changed=changed, values=values, merged=merges.sum(1))
+        leaves = (entries.is_live & ~mask_of(kept, n)).gather(1, order)
+        rank = torch.arange(n, device=order.device)
+        last = rank.masked_fill(leaves, -1).amax(1, keepdim=True)
+        leaves &= rank < last  # what has nobody to its right is lost, and nothing to the others
+        # Of the others, only those take part that follow one that leaves: far fewer, but for the prompt's end.
+        column = padded(leaves | pad(leaves, (1, -1)))
+        index = select(order, column)
+        leaves = leaves.gather(1, column.clamp(min=0)) & (column >= 0)
+        scores = importance.gather(1, index.clamp(min=0)).clamp(min=0.0).masked_fill(index < 0, 0.0)
+        given = entries.values_at(index)
+        given *= torch.exp(_log_shares(scores, leaves)).unsqueeze(-1)
+        target = _next_true(~leaves)  # of what stays itself
+        values = torch.zeros_like(given).scatter_add_(1, target.unsqueeze(-1).expand_as(given), given)
+        changed = select(inverse(kept, n), index.masked_fill(leaves, DEAD))
+        return replace(Outcome.of(entries, kept), changed=changed, values=values, merged=leaves.sum(1))
 
 
 def _log_shares(scores: Tensor, leaves: Tensor) -> Tensor:

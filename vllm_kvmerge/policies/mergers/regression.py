@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import pad
 
-from vllm_kvmerge.policies.attention import attention, query_groups
+from vllm_kvmerge.policies.attention import attention, attention_by_parts, query_groups
 from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
 from vllm_kvmerge.policies.indexing import first, padded, sinks
 from vllm_kvmerge.policies.registry import register
@@ -99,12 +101,17 @@ class RegressionMerger(Merger):
 
     def _full_attention(self, entries: Entries, context: CompressionContext) -> tuple[Tensor, Tensor]:
         """Y, ``[H, G, m, d]``, and how much attention all queries together give to each entry, ``[H, n]``."""
-        values = entries.values.masked_fill(~entries.is_live.unsqueeze(-1), 0.0).unsqueeze(1)
+        values = entries.values
         outputs, weight = [], torch.zeros_like(entries.log_votes)
         for queries, positions in query_groups(context, self.regression_window, len(entries)):
-            probabilities = attention(queries, positions, entries, context.scale)
-            outputs.append(probabilities @ values)
-            weight += probabilities.sum((1, 2))
+            output = torch.empty_like(queries)
+            for heads, probabilities in attention_by_parts(queries, positions, entries, context.scale):
+                # The query heads' rows one after the other: a head's values are not repeated for each.
+                rows = probabilities.flatten(1, 2)
+                live = values[heads].masked_fill(~entries.is_live[heads].unsqueeze(-1), 0.0)
+                output[heads] = (rows @ live).view_as(output[heads])
+                weight[heads] += rows.sum(1)
+            outputs.append(output)
         return torch.cat(outputs, dim=2), weight
 
     def _free(self, kept: Entries, weight: Tensor, context: CompressionContext) -> Tensor:
@@ -151,10 +158,10 @@ class _Fit:
     def keys(self, keys: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float) -> Tensor:
         """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these keys and values."""
         derivative = OutputDerivative(self._attention(keys), values, self.queries.flatten(1, 2), self.scale, self.free)
-        output = derivative.weights @ values
+        output = derivative.output
         right = self.target.flatten(1, 2) - output + derivative.forward(keys - self.kept.keys)
         alpha = conjugate_gradients(
-            lambda vector: derivative.forward(derivative.adjoint(vector)) + ridge * vector, right, iterations, tolerance
+            lambda vector: derivative.forward_adjoint(vector).add_(vector, alpha=ridge), right, iterations, tolerance
         )
         change = self.kept.keys + derivative.adjoint(alpha) - keys
         fitted, undecided = keys, self.free.any(1)
@@ -195,18 +202,45 @@ class OutputDerivative:
     def forward(self, keys: Tensor) -> Tensor:
         """J dK, ``[H, r, d]``, for ``keys`` dK, ``[H, c, d]``: A' V with dS = scale Q dK^T, A' = A (dS - sum A dS)."""
         keys = keys * self.free.unsqueeze(-1)
-        logits = self.scale * (self.queries @ keys.transpose(1, 2))
-        return self._through_softmax(logits) @ self.values
+        return self._forward_logits(self.scale * (self.queries @ keys.transpose(1, 2)))
 
     def adjoint(self, output: Tensor) -> Tensor:
         """J^T R, ``[H, c, d]``, for ``output`` R, ``[H, r, d]``: scale (A (B - sum A B))^T Q with B = R V^T."""
-        logits = self._through_softmax(output @ self.values.transpose(1, 2))
-        return self.scale * (logits.transpose(1, 2) @ self.queries) * self.free.unsqueeze(-1)
+        return self.scale * (self._adjoint_logits(output).transpose(1, 2) @ self.queries)
 
-    def _through_softmax(self, change: Tensor) -> Tensor:
-        """``[H, r, c]``: the derivative of a softmax, which is its own adjoint."""
-        weighted = self.weights * change
-        return weighted - self.weights * weighted.sum(-1, keepdim=True)
+    def forward_adjoint(self, output: Tensor) -> Tensor:
+        """J J^T R, ``[H, r, d]``, without the keys between, of which there are more than queries."""
+        return self._forward_logits(self._query_products @ self._adjoint_logits(output))
+
+    @cached_property
+    def output(self) -> Tensor:
+        """A V, ``[H, r, d]``."""
+        return self.weights @ self.values
+
+    @cached_property
+    def _query_products(self) -> Tensor:
+        """``[H, r, r]``: scale^2 Q Q^T."""
+        return self.scale**2 * (self.queries @ self.queries.transpose(1, 2))
+
+    @cached_property
+    def _free_weights(self) -> Tensor:
+        return self.weights * self.free.unsqueeze(1)
+
+    @cached_property
+    def _values_and_one(self) -> Tensor:
+        """``[H, c, d + 1]``: so that one product gives both what values add up to and the sum of weights."""
+        return pad(self.values, (0, 1), value=1.0)
+
+    def _forward_logits(self, change: Tensor) -> Tensor:
+        """``[H, r, d]``: (A dS) V - (sum A dS) A V for ``change`` dS, ``[H, r, c]``, which it overwrites."""
+        moved = change.mul_(self.weights) @ self._values_and_one
+        return moved[..., :-1] - moved[..., -1:] * self.output
+
+    def _adjoint_logits(self, output: Tensor) -> Tensor:
+        """``[H, r, c]``: A (B - sum A B) where free, with B = R V^T, so that sum A B is the product of R and A V."""
+        mean = (output * self.output).sum(-1, keepdim=True)
+        centred = torch.cat([output, -mean], -1) @ self._values_and_one.transpose(1, 2)
+        return centred.mul_(self._free_weights)
 
 
 def conjugate_gradients(

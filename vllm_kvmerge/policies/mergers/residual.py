@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vllm_kvmerge import kernels
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
 from vllm_kvmerge.policies.indexing import complement
 from vllm_kvmerge.policies.mergers.convex import take_in
@@ -119,18 +120,10 @@ def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slot
     member_keys = entries.keys_at(members)
     products = member_keys @ entries.keys_at(slots).transpose(1, 2)
     between = member_keys @ member_keys.transpose(1, 2)
-    head = torch.arange(len(rest), device=rest.device)
-    joined = torch.empty_like(members)
-    for i in range(members.shape[1]):
-        # Dead entries come last and weigh nothing; whoever is alive here finds all slots of its head taken.
-        weight = weights[:, num_slots + i]
-        joined[:, i] = slot = products[:, i].argmax(dim=1)
-        aux[head, slot] += weight
-        share = (weight / aux[head, slot].clamp(min=1.0)).unsqueeze(-1)
-        column = products[head, :, slot]
-        products[head, :, slot] = column + share * (between[:, i] - column)
+    # Dead entries come last and weigh nothing; whoever is alive among the members finds all slots of its head taken.
+    joined, aux = kernels.join_slots(products, between, weights[:, num_slots:], aux)
     sums.scatter_add_(1, joined, scores[:, num_slots:])
     newest.scatter_reduce_(1, joined, positions[:, num_slots:], "amax")
     shares = weights[:, num_slots:] / aux.gather(1, joined).clamp(min=1.0)
     changed, keys, values = take_in(entries, slots, members, joined, shares)
-    return Outcome(slots, aux, sums, aux, newest, changed, keys, values, merged=torch.zeros_like(head))
+    return Outcome(slots, aux, sums, aux, newest, changed, keys, values, merged=newest.new_zeros(len(newest)))

@@ -1,5 +1,6 @@
 """Merger that leaves the current attention output unchanged (KeepKV)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -112,50 +113,62 @@ class ZipMerger(Merger):
         entries; carriers are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool.
         """
         n = len(entries)
-        is_joined = any_at(carriers, joins, n)
-        carrier = is_joined.nonzero(as_tuple=True)  # of all heads in one list, each carrier a group
-        num_groups = len(carrier[0])
-        number = torch.zeros_like(entries.positions)
-        number[carrier] = torch.arange(num_groups, device=number.device)
-        # First each group's carrier, then all that join.
-        group = torch.cat([number[carrier], number.gather(1, carriers)[joins]])
-        head = torch.arange(len(members), device=members.device).unsqueeze(1).expand_as(members)
-        entry = torch.cat([carrier[0], head[joins]]), torch.cat([carrier[1], members[joins]])
+        # A group is a carrier that something joins, and all that join it: [H, r] and [H, j], padded.
+        carrier = padded(any_at(carriers, joins, n))
+        joining = padded(joins)
+        member, carriers = select(members, joining), select(carriers, joining)
+        exists, joins = carrier >= 0, member >= 0
+        own, other = carrier.clamp(min=0), member.clamp(min=0)
+        group = inverse(carrier, n).gather(1, carriers.clamp(min=0)).clamp(min=0)
 
-        log_votes, log_weights = entries.log_votes[entry], importance[entry]
-        log_scores = log_weights - log_votes
-        log_total = _log_sum_exp(log_weights, group, num_groups)
-        weights = torch.exp(log_weights - log_total[group])  # W_i / sum W_i
+        def log_sum_exp(mine: Tensor, theirs: Tensor) -> Tensor:
+            theirs = theirs.masked_fill(~joins, -torch.inf)
+            largest = mine.scatter_reduce(1, group, theirs, "amax")
+            total = torch.exp(mine - largest)
+            return largest + total.scatter_add(1, group, torch.exp(theirs - largest.gather(1, group))).log()
 
-        def mean(tensor: Tensor) -> Tensor:
-            weighted = tensor * weights.view(-1, *(1 for _ in tensor.shape[1:]))
-            return tensor.new_zeros(num_groups, *tensor.shape[1:]).index_add_(0, group, weighted)
+        log_votes = entries.log_votes.gather(1, own), entries.log_votes.gather(1, other)
+        log_weights = importance.gather(1, own), importance.gather(1, other)
+        log_scores = log_weights[0] - log_votes[0], log_weights[1] - log_votes[1]
+        log_total = log_sum_exp(*log_weights)
+        own_share = torch.exp(log_weights[0] - log_total)  # W_i / sum W_i
+        share = torch.exp(log_weights[1] - log_total.gather(1, group)).masked_fill(~joins, 0.0)
 
-        log_sum_votes = _log_sum_exp(log_votes, group, num_groups)
+        def mean(mine: Tensor, theirs: Tensor) -> Tensor:
+            # What does not join has no share, but may hold anything.
+            given = (share * theirs).masked_fill(~joins, 0.0)
+            return (own_share * mine).scatter_add(1, group, given)
+
+        def mean_rows(read: Callable[[Tensor], Tensor]) -> Tensor:
+            rows, given = read(carrier), read(member)  # zeros where there is none
+            rows *= own_share.masked_fill(~exists, 0.0).unsqueeze(-1)
+            given *= share.unsqueeze(-1)
+            return rows.scatter_add_(1, group.unsqueeze(-1).expand_as(given), given)
+
+        log_sum_votes = log_sum_exp(*log_votes)
         log_mean_score = log_total - log_sum_votes  # L_r
-        mean_log_score = mean(log_scores)  # L_bar
+        mean_log_score = mean(*log_scores)  # L_bar
         factor = log_mean_score / mean_log_score
         scales = self._scales(factor)
         new_log_scores = torch.where(scales, log_mean_score, mean_log_score)
-        newest = entries.positions[carrier].scatter_reduce(0, group, entries.positions[entry], "amax")
+        positions = entries.positions.gather(1, own)
+        newest = positions.scatter_reduce(1, group, select(entries.positions, member), "amax")
+        newest = torch.where(protected.gather(1, own), positions, newest)
 
-        index, joining = padded(is_joined), members.masked_fill(~joins, DEAD)
-        wanted = index >= 0
-        keys, values = entries.keys_at(index), entries.values_at(index)
-        keys[wanted] = mean(torch.cat([keys[wanted], entries.keys_at(joining)[joins]]))
-        keys[wanted] *= torch.where(scales, factor, 1.0).unsqueeze(-1)
-        values[wanted] = mean(torch.cat([values[wanted], entries.values_at(joining)[joins]]))
+        keys = mean_rows(entries.keys_at) * torch.where(scales & exists, factor, 1.0).unsqueeze(-1)
         outcome = Outcome.of(entries, kept)
-        changed = select(inverse(kept, n), index)
-        place = carrier[0], changed[wanted]
-        outcome.log_votes[place] = torch.where(scales, log_sum_votes, log_total - mean_log_score)
-        outcome.positions[place] = torch.where(protected[carrier], entries.positions[carrier], newest)
+        changed = select(inverse(kept, n), carrier)
+        row = exists.nonzero(as_tuple=True)
+        place = row[0], changed[row]
+        outcome.log_votes[place] = torch.where(scales, log_sum_votes, log_total - mean_log_score)[row]
+        outcome.positions[place] = newest[row]
         # The bias correction depends on the carrier's aux alone, which stays: S moves by as much as L.
-        outcome.scores[place] += new_log_scores - log_scores[:num_groups]
+        outcome.scores[place] += (new_log_scores - log_scores[0])[row]
+        values = mean_rows(entries.values_at)
         return replace(outcome, changed=changed, keys=keys, values=values, merged=joins.sum(1))
 
     def _scales(self, factor: Tensor) -> Tensor:
-        """``[r]`` bool: whether a merge scales its key, by L_r / L_bar; elsewhere the votes make up for it."""
+        """``[H, r]`` bool: whether a merge scales its key, by L_r / L_bar; elsewhere the votes make up for it."""
         if self.zip_mode == "votes":
             return torch.zeros_like(factor, dtype=torch.bool)
         if self.zip_mode == "scale":
@@ -164,11 +177,4 @@ class ZipMerger(Merger):
 
 
 def _is_scored(entries: Entries, importance: Tensor) -> Tensor:
-    return entries.is_live & importance.isfinite()
-
-
-def _log_sum_exp(tensor: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """``[num_groups]``: ln sum exp over the elements of ``tensor`` (``[m]``) that belong to each group."""
-    largest = tensor.new_full((num_groups,), -torch.inf).scatter_reduce(0, group, tensor, "amax")
-    total = tensor.new_zeros(num_groups).index_add_(0, group, torch.exp(tensor - largest[group]))
-    return largest + torch.log(total)
+    return entries.is_live & (importance.abs() < torch.inf)  # in half the time of isfinite()

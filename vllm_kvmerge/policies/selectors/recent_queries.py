@@ -1,12 +1,11 @@
 """Selector that keeps the newest entries and, of the others, those that the newest queries attend to."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.attention import attention_in_parts, query_groups
+from vllm_kvmerge.policies.attention import Fusion
 from vllm_kvmerge.policies.base import CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -27,9 +26,7 @@ class RecentQueries(RankedSelector):
     needs_scores: ClassVar[bool] = False
 
     recent_window: int = Field(32, ge=1, description="Newest entries, always kept, whose queries rank the others.")
-    fusion: Literal["sum", "max"] = Field(
-        "sum", description="How an entry's attention from several queries becomes one number."
-    )
+    fusion: Fusion = Field("sum", description="How an entry's attention from several queries becomes one number.")
 
     @property
     def query_window(self) -> int:
@@ -37,14 +34,8 @@ class RecentQueries(RankedSelector):
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         """``[H, n]``: F (eq. 4); positions, so that the newest stay, where there are no queries."""
-        if context.queries is None:
+        if context.queries is None or context.query_positions is None:
             return entries.positions.to(entries.scores.dtype)
-        fused = torch.zeros_like(entries.log_votes)
-        for queries, positions in query_groups(context, self.recent_window, len(entries)):
-            for heads, probabilities in attention_in_parts(queries, positions, entries, context.scale):
-                per_query = probabilities.sum(1)
-                if self.fusion == "sum":
-                    fused[heads] += per_query.sum(1)
-                else:
-                    fused[heads] = fused[heads].maximum(per_query.amax(1))
-        return fused
+        queries = context.queries[:, :, -self.recent_window :]
+        positions = context.query_positions[..., -self.recent_window :]
+        return entries.fused_attention(queries, positions, context.scale, self.fusion)
