@@ -26,7 +26,7 @@ from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvmerge.evaluation.options import print_table
-from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, cell_bytes, native, reference
+from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cell_bytes, native, reference
 
 BLOCK_SIZE = 128
 DECAY = 0.9
@@ -89,6 +89,10 @@ class Caches:
 
     def pages(self, call: int) -> Pages:
         return self._pages[call % self.copies]
+
+    def units(self, call: int, front: int) -> Units:
+        """The first ``front`` entries as the front, the others as the tail."""
+        return Units.of(self.pages(call), self.blocks, front, front, self.entries)
 
     def stock(self, call: int) -> Sequence[Tensor]:
         """Keys and values ``[B, H, bs, d]`` in vLLM's layout."""
@@ -153,7 +157,7 @@ def torch_attention(caches: Caches, query: Tensor, front: int) -> Side:
         visible = torch.ones(num_queries, caches.entries, dtype=torch.bool).tril(caches.entries - num_queries)
         mask = visible.repeat(num_heads // caches.heads, 1)
     if front:
-        log_votes = reference.gather_metadata(caches.pages(0), caches.blocks, front, front, caches.entries)[0]
+        log_votes = reference.gather_metadata(caches.units(0, front))[0]
         mask = log_votes.to(caches.dtype)[None, :, None]
 
     def run(call: int) -> Sequence[Tensor]:
@@ -207,10 +211,56 @@ def similarities(caches: Caches) -> Case:
     usable = torch.rand(carriers.shape) < 0.9
 
     def run(module: ModuleType, call: int) -> Sequence[Tensor]:
-        return list(module.most_similar(caches.pages(call), caches.blocks, 0, 0, members, carriers, usable))
+        return list(module.most_similar(caches.units(call, 0), members, carriers, usable))
 
     flops = 2 * members.numel() * carriers.shape[1] * caches.head_size
     return Case("most_similar", f"{members.shape[1]} of {carriers.shape[1]}", "gemm", flops, both(run))
+
+
+def newest_queries(caches: Caches, groups: int, count: int) -> Case:
+    queries = torch.randn(caches.heads, groups, count, caches.head_size)
+    n = caches.entries
+    seen = torch.arange(n - count, n).repeat(caches.heads, 1)
+    log_votes, positions = torch.zeros(caches.heads, n), torch.arange(n).repeat(caches.heads, 1)
+
+    def run(module: ModuleType, call: int) -> Sequence[Tensor]:
+        scale = caches.head_size**-0.5
+        return [module.fused_attention(caches.units(call, 0), queries, seen, log_votes, positions, scale, "sum")]
+
+    flops = 2 * queries.numel() * n
+    return Case("fused_attention", f"{count} queries, G {groups}", "gemm", flops, both(run))
+
+
+def selections(caches: Caches) -> list[Case]:
+    """What is chosen, and where it goes: bytes are those of arguments and results."""
+    n, kept = caches.entries, caches.entries // 8
+    ranking, index = torch.rand(caches.heads, n), caches.some(kept)
+    protected, is_live = ranking > 0.99, torch.rand(ranking.shape) < 0.9
+    mask = reference.largest(ranking, kept)
+    positions = torch.rand(ranking.shape).argsort(1)
+    products, weights = torch.randn(caches.heads, 64, kept), torch.rand(caches.heads, kept)
+    between, member_weights = torch.randn(caches.heads, 64, 64), torch.rand(caches.heads, 64)
+    arguments: dict[str, tuple[object, ...]] = {
+        "largest": (ranking, kept),
+        "top": (ranking, protected, is_live, kept),
+        "in_place": (mask, kept),
+        "padded": (mask, kept),
+        "by_position": (positions,),
+        "inverse": (index, n),
+        "free_places": (index, kept),
+        "join_slots": (products, between, member_weights, weights),
+    }
+
+    def run(name: str, module: ModuleType, call: int) -> Sequence[Tensor]:
+        found = getattr(module, name)(*arguments[name])
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    cases = []
+    for name, given in arguments.items():
+        tensors = [one for one in given if isinstance(one, Tensor)] + list(run(name, native, 0))
+        size = sum(tensor.nbytes for tensor in tensors)
+        cases.append(Case(name, f"{kept} of {n} entries", "copy", size, both(partial(run, name))))
+    return cases
 
 
 def gathers(caches: Caches) -> list[Case]:
@@ -220,10 +270,10 @@ def gathers(caches: Caches) -> list[Case]:
     grown = 1 + 4 / caches.dtype.itemsize  # read in the cache's dtype, written in float32
 
     def rows(plane: str, module: ModuleType, call: int) -> Sequence[Tensor]:
-        return [module.gather_rows(caches.pages(call), plane, caches.blocks, 0, 0, index)]
+        return [module.gather_rows(caches.units(call, 0), plane, index)]
 
     def metadata(module: ModuleType, call: int) -> Sequence[Tensor]:
-        return list(module.gather_metadata(caches.pages(call), caches.blocks, half, half, n))
+        return list(module.gather_metadata(caches.units(call, half)))
 
     def entries(module: ModuleType, call: int) -> Sequence[Tensor]:
         found = module.gather_entries(caches.pages(call), caches.blocks, half, half, n)
@@ -263,19 +313,19 @@ def writes(caches: Caches) -> list[Case]:
     n, quarter = caches.entries, caches.entries // 4
     places = caches.some(quarter)
     keys, values = torch.randn(2, caches.heads, quarter, caches.head_size)
-    metadata = native.gather_metadata(caches.pages(0), caches.blocks, n, n, n)
+    metadata = native.gather_metadata(caches.units(0, n))
     log_votes, statistics, aux, positions = (plane.flip(1) for plane in metadata)
 
     def rows(module: ModuleType, call: int) -> Sequence[Tensor]:
-        module.write_rows(caches.pages(call), caches.blocks, places, keys, values)
+        module.write_rows(caches.units(call, 0), caches.blocks[None], places, keys, values)
         return []
 
     def planes(module: ModuleType, call: int) -> Sequence[Tensor]:
-        module.write_metadata(caches.pages(call), caches.blocks, log_votes, statistics, aux, positions)
+        module.write_metadata(caches.units(call, n), caches.blocks[None], log_votes, statistics, aux, positions)
         return []
 
     def moves(module: ModuleType, call: int) -> Sequence[Tensor]:
-        module.move_entries(caches.pages(call), caches.blocks, 0, 0, caches.blocks, places)
+        module.move_entries(caches.units(call, 0), caches.blocks[None], places)
         return []
 
     grown = 1 + 4 / caches.dtype.itemsize
@@ -297,7 +347,8 @@ def all_cases(caches: Caches) -> list[Case]:
         cases += [attention(caches, groups, 1, half, mode) for mode in UPDATE_MODES]
     cases.append(attention(caches, 4, 64, 0, "none"))
     cases += [scores(caches, 4, 64, ScoreUpdate(mode, DECAY)) for mode in UPDATE_MODES if mode != "none"]
-    return [*cases, similarities(caches), *gathers(caches), *writes(caches)]
+    cases += [similarities(caches), newest_queries(caches, 4, 32), *selections(caches)]
+    return [*cases, *gathers(caches), *writes(caches)]
 
 
 class Runner:
