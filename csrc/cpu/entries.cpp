@@ -119,6 +119,39 @@ void gather_metadata(const Units& units, float* log_votes, float* scores, float*
   });
 }
 
+namespace {
+
+// Keys of the entries at index, [count, head_size]. Where many lie in one block one after the other they are read together:
+// an element's neighbours share its cache line.
+template <class T>
+void gather_keys(const Unit& unit, int64_t head, const int64_t* index, int64_t count, float* rows) {
+  const int64_t d = unit.pages.head_size, bs = unit.pages.block_size;
+  constexpr int64_t kMany = 8;
+  for (int64_t first = 0; first < count;) {
+    if (index[first] < 0) {
+      std::fill_n(rows + first++ * d, d, 0.0f);
+      continue;
+    }
+    const Place start = place_of_entry(unit.pages, unit.segments, index[first]);
+    int64_t some = 1;
+    while (first + some < count && index[first + some] == index[first] + some &&
+           place_of_entry(unit.pages, unit.segments, index[first + some]) == Place{start.block, start.offset + some})
+      ++some;
+    const T* keys = key_at<T>(unit.pages, head, start);
+    float* out = rows + first * d;
+    if (some < kMany) {
+      for (int64_t i = 0; i < some; ++i)
+        for (int64_t e = 0; e < d; ++e) out[i * d + e] = to_float(keys[e * bs + i]);
+    } else {
+      for (int64_t e = 0; e < d; ++e)
+        for (int64_t i = 0; i < some; ++i) out[i * d + e] = to_float(keys[e * bs + i]);
+    }
+    first += some;
+  }
+}
+
+}  // namespace
+
 void gather_rows(const Units& units, bool keys, const int64_t* index, int64_t count, float* rows) {
   if (units.empty()) return;
   with_type(units[0].pages.dtype, [&](auto* type) {
@@ -126,11 +159,13 @@ void gather_rows(const Units& units, bool keys, const int64_t* index, int64_t co
     for_ranges(units, count, kEntriesPerTask,
                [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
                  const int64_t d = unit.pages.head_size;
-                 for (int64_t i = row * count + first; i < row * count + last; ++i) {
-                   float* out = rows + i * d;
-                   if (index[i] < 0) std::fill_n(out, d, 0.0f);
-                   else if (keys) read_key<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, index[i]), out);
-                   else read_value<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, index[i]), out);
+                 const int64_t* entries = index + row * count;
+                 float* out = rows + row * count * d;
+                 if (keys) return gather_keys<T>(unit, head, entries + first, last - first, out + first * d);
+                 for (int64_t i = first; i < last; ++i) {
+                   if (entries[i] < 0) std::fill_n(out + i * d, d, 0.0f);
+                   else
+                     read_value<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, entries[i]), out + i * d);
                  }
                });
   });

@@ -152,6 +152,23 @@ bool inverse(const int64_t* index, int64_t rows, int64_t count, int64_t size, in
   return valid;
 }
 
+template <class T>
+bool take(const T* plane, const int64_t* index, int64_t rows, int64_t n, int64_t count, T* taken) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, count, [&](int64_t row) {
+    const int64_t* in = index + row * count;
+    bool fits = true;
+    for (int64_t i = 0; i < count; ++i) fits &= static_cast<uint64_t>(in[i]) < static_cast<uint64_t>(n);
+    if (!fits) valid = false;
+    else
+      for (int64_t i = 0; i < count; ++i) taken[row * count + i] = plane[row * n + in[i]];
+  });
+  return valid;
+}
+
+template bool take(const float*, const int64_t*, int64_t, int64_t, int64_t, float*);
+template bool take(const int64_t*, const int64_t*, int64_t, int64_t, int64_t, int64_t*);
+
 bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t places, int64_t* place) {
   std::atomic<bool> valid{true};
   for_rows(rows, std::max(count, places), [&](int64_t row) {

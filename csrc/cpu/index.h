@@ -30,6 +30,10 @@ bool padded(const uint8_t* mask, int64_t rows, int64_t n, int64_t width, int64_t
 // False where one is too large.
 bool inverse(const int64_t* index, int64_t rows, int64_t count, int64_t size, int64_t* where);
 
+// taken: [rows, count], elements of plane, [rows, n], at index, [rows, count]. False where one is not below n, or negative.
+template <class T>
+bool take(const T* plane, const int64_t* index, int64_t rows, int64_t n, int64_t count, T* taken);
+
 // place: [rows, count]: index itself where 0 <= index < places, the others in order where there is room. False where a
 // row has several of one index, or too many.
 bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t places, int64_t* place);

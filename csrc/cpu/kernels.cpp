@@ -720,13 +720,14 @@ void similar_entries_as(const SimilarEntries& x) {
       for (int start = 0; start < run.count * kTile; start += kLanes) {
         alignas(64) int32_t rank[kLanes];
         alignas(64) float inverse[kLanes];
-        bool any = false;
-        for (int k = 0; k < kLanes; ++k) {
-          const bool live = run.lo <= start + k && start + k < run.hi;
-          rank[k] = live ? x.ranks[run.entry + start + k] : INT32_MAX;
-          any |= rank[k] != INT32_MAX;
+        if (run.lo <= start && start + kLanes <= run.hi) {
+          __builtin_memcpy(rank, x.ranks + run.entry + start, sizeof rank);
+        } else {
+          for (int k = 0; k < kLanes; ++k) {
+            const bool live = run.lo <= start + k && start + k < run.hi;
+            rank[k] = live ? x.ranks[run.entry + start + k] : INT32_MAX;
+          }
         }
-        if (!any) continue;
         VF squares = {};
         for (int e = 0; e < d; ++e) {
           const VF key = load(c.keys[i] + static_cast<int64_t>(e) * bs + start);

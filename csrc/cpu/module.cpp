@@ -152,7 +152,7 @@ void column_scores(TensorView query, TensorView keys, TensorView blocks, int64_t
   attend_rows(*current(), pages, {row}, static_cast<int>(group), static_cast<float>(scale), false, false);
 }
 
-typedef tvm::ffi::Array<tvm::ffi::Tensor> Layers;
+typedef tvm::ffi::Array<tvm::ffi::Tensor> Tensors;
 
 // Layers of sequences: unit u lies in layer[u]'s pages, in row u of `blocks`.
 struct Batch {
@@ -160,7 +160,7 @@ struct Batch {
   int64_t num_blocks = 0, num_rows = 0, num_entries = 0, head_size = 0;
   Units units;
 
-  Batch(const Layers& layers, const TensorView& layer, const TensorView& ids) {
+  Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids) {
     const int64_t num_units = layer.ndim() == 1 ? layer.size(0) : 0;
     const std::vector<int64_t> which = Argument("layer", layer).integers(num_units);
     const Argument table("blocks", ids);
@@ -186,7 +186,7 @@ struct Batch {
   }
 
   // With the segments that the units' live entries are in, equally many each.
-  Batch(const Layers& layers, const TensorView& layer, const TensorView& ids, const TensorView& segments)
+  Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids, const TensorView& segments)
       : Batch(layers, layer, ids) {
     const Argument s("segments", segments);
     const int64_t* bounds = s.contiguous({static_cast<int64_t>(units.size()), 3}).i64();
@@ -218,7 +218,7 @@ struct Batch {
   }
 };
 
-void call_gather_metadata(Layers layers, TensorView layer, TensorView blocks, TensorView segments,
+void call_gather_metadata(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
                           TensorView log_votes, TensorView scores, TensorView aux, TensorView positions) {
   const Batch batch(layers, layer, blocks, segments);
   const std::vector<int64_t> shape = {batch.num_rows, batch.num_entries};
@@ -227,7 +227,7 @@ void call_gather_metadata(Layers layers, TensorView layer, TensorView blocks, Te
                   Argument("positions", positions).contiguous(shape).i64());
 }
 
-void call_gather_rows(Layers layers, TensorView layer, TensorView blocks, TensorView segments, bool of_keys,
+void call_gather_rows(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, bool of_keys,
                       TensorView index, TensorView rows) {
   const Batch batch(layers, layer, blocks, segments);
   const int64_t* entries = batch.entries("index", index, true);
@@ -235,7 +235,7 @@ void call_gather_rows(Layers layers, TensorView layer, TensorView blocks, Tensor
   gather_rows(batch.units, of_keys, entries, index.size(1), out);
 }
 
-void call_gather_all(Layers layers, TensorView layer, TensorView blocks, TensorView segments, TensorView all_keys,
+void call_gather_all(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, TensorView all_keys,
                      TensorView all_values) {
   const Batch batch(layers, layer, blocks, segments);
   const std::vector<int64_t> shape = {batch.num_rows, batch.num_entries, batch.head_size};
@@ -243,7 +243,7 @@ void call_gather_all(Layers layers, TensorView layer, TensorView blocks, TensorV
              Argument("values", all_values).contiguous(shape).f32());
 }
 
-void call_most_similar(Layers layers, TensorView layer, TensorView blocks, TensorView segments, TensorView members,
+void call_most_similar(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, TensorView members,
                        TensorView carriers, TensorView usable, TensorView similarity, TensorView best) {
   const Batch batch(layers, layer, blocks, segments);
   const int64_t *m = batch.entries("members", members, false), *c = batch.entries("carriers", carriers, false);
@@ -255,7 +255,7 @@ void call_most_similar(Layers layers, TensorView layer, TensorView blocks, Tenso
   most_similar(*current(), batch.units, m, num_members, c, num_carriers, use, found, names);
 }
 
-void call_fused_attention(Layers layers, TensorView layer, TensorView blocks, TensorView segments, TensorView queries,
+void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, TensorView queries,
                           TensorView query_positions, TensorView log_votes, TensorView positions, double scale,
                           bool largest, TensorView fused) {
   const Batch batch(layers, layer, blocks, segments);
@@ -271,7 +271,7 @@ void call_fused_attention(Layers layers, TensorView layer, TensorView blocks, Te
                   Argument("fused", fused).contiguous(shape).f32());
 }
 
-void call_move_entries(Layers layers, TensorView layer, TensorView blocks, TensorView segments,
+void call_move_entries(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
                        TensorView destination_blocks, TensorView kept) {
   const Batch batch(layers, layer, blocks, segments), to(layers, layer, destination_blocks);
   const int64_t* entries = batch.entries("kept", kept, true);
@@ -281,7 +281,7 @@ void call_move_entries(Layers layers, TensorView layer, TensorView blocks, Tenso
   move_entries(batch.units, destinations, entries, kept.size(1));
 }
 
-void call_write_rows(Layers layers, TensorView layer, TensorView blocks, TensorView places,
+void call_write_rows(Tensors layers, TensorView layer, TensorView blocks, TensorView places,
                      tvm::ffi::Optional<TensorView> keys, tvm::ffi::Optional<TensorView> values) {
   const Batch batch(layers, layer, blocks);
   const int64_t* slots = Argument("places", places).contiguous({batch.num_rows, -1}).i64();
@@ -299,7 +299,7 @@ void call_write_rows(Layers layers, TensorView layer, TensorView blocks, TensorV
   write_rows(batch.units, slots, count, rows("keys", keys), rows("values", values));
 }
 
-void call_write_metadata(Layers layers, TensorView layer, TensorView blocks, TensorView log_votes, TensorView scores,
+void call_write_metadata(Tensors layers, TensorView layer, TensorView blocks, TensorView log_votes, TensorView scores,
                          TensorView aux, TensorView positions) {
   const Batch batch(layers, layer, blocks);
   const float* votes = Argument("log_votes", log_votes).contiguous({batch.num_rows, -1}).f32();
@@ -383,6 +383,22 @@ void call_inverse(TensorView index, TensorView where) {
       << "index has elements that are not below " << b.size(1);
 }
 
+void call_take(Tensors planes, TensorView index, Tensors taken) {
+  const Argument a("index", index);
+  const int64_t *values = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
+  KVM_CHECK(planes.size() == taken.size(), ValueError) << "as many planes must be given as taken";
+  for (size_t i = 0; i < planes.size(); ++i) {
+    const TensorView from = planes[i], to = taken[i];
+    const Argument plane("plane", from), out("taken", to);
+    plane.contiguous({rows, -1});
+    out.contiguous({rows, count});
+    const int64_t n = plane.size(1);
+    const bool fits = plane.is(kDLFloat, 32) ? take(plane.f32(), values, rows, n, count, out.f32())
+                                             : take(plane.i64(), values, rows, n, count, out.i64());
+    KVM_CHECK(fits, IndexError) << "index has elements that are not among " << n;
+  }
+}
+
 void call_free_places(TensorView index, int64_t places, TensorView place) {
   const Argument a("index", index);
   const int64_t* values = a.contiguous({-1, -1}).i64();
@@ -427,5 +443,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(by_position, kvmerge::call_by_position);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded, kvmerge::call_padded);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, kvmerge::call_take);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);

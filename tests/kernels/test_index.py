@@ -119,6 +119,9 @@ def test_what_does_not_fit_raises():
         native.free_places(torch.tensor([[0, 1, 2]]), 2)
     with pytest.raises(ValueError, match="does not fit"):
         native.free_places(torch.tensor([[1, 1]]), 2)
+    for bad in (-1, 3):
+        with pytest.raises(IndexError, match="not among 3"):
+            native.take(torch.tensor([[0, bad]]), [torch.zeros(1, 3)])
     with pytest.raises(ValueError, match="there must be a slot"):
         native.join_slots(torch.zeros(1, 2, 0), torch.zeros(1, 2, 2), torch.zeros(1, 2), torch.zeros(1, 0))
     with pytest.raises(TypeError, match="integers of 64 bits"):
@@ -155,3 +158,12 @@ def test_members_join_the_slots_of_largest_product(operators, members, slots):
             expected[head, slot] += weights[head, i]
             means[head, slot] += weights[head, i] / expected[head, slot] * (keys[head, i] - means[head, slot])
     assert torch.equal(total, expected)
+
+
+def test_planes_are_taken_together(operators):
+    generator = torch.Generator().manual_seed(1)
+    planes = [torch.randn(3, 50, generator=generator), torch.randint(-9, 9, (3, 50), generator=generator)]
+    planes += [torch.randn(50, 3, generator=generator).T, planes[0].double()]
+    index = torch.randint(0, 50, (3, 70), generator=generator)
+    for taken, plane in zip(operators.take(index, planes), planes, strict=True):
+        assert taken.dtype == plane.dtype and torch.equal(taken, plane.gather(1, index))

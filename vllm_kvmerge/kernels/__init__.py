@@ -25,6 +25,7 @@ __all__ = [
     "join_slots",
     "largest",
     "padded",
+    "take",
     "top",
     "METADATA_BYTES",
     "UPDATE_MODES",
@@ -120,3 +121,4 @@ padded = _index_operator(reference.padded)
 inverse = _index_operator(reference.inverse)
 free_places = _index_operator(reference.free_places)
 join_slots = _index_operator(reference.join_slots)
+take = _index_operator(reference.take)

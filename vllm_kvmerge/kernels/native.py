@@ -3,6 +3,7 @@
 Arguments are checked on the native side: TypeError for a wrong dtype, ValueError for anything else.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vllm_kvmerge.kernels import reference
 from vllm_kvmerge.kernels.page import Pages, Units
 from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate
 from vllm_kvmerge.policies.attention import Fusion
@@ -205,6 +207,14 @@ def inverse(index: Tensor, size: int) -> Tensor:
     where = torch.empty(len(index), size, dtype=torch.int64)
     _function("inverse")(index.contiguous(), where)
     return where
+
+
+def take(index: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
+    if any(plane.dtype not in (torch.float32, torch.int64) for plane in planes):
+        return reference.take(index, planes)
+    taken = [torch.empty(index.shape, dtype=plane.dtype) for plane in planes]
+    _function("take")([plane.contiguous() for plane in planes], index.contiguous(), taken)
+    return taken
 
 
 def free_places(index: Tensor, num_places: int) -> Tensor:

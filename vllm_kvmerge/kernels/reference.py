@@ -6,6 +6,7 @@ arithmetic is in float32.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -403,6 +404,11 @@ def inverse(index: Tensor, size: int) -> Tensor:
     where = torch.full((len(index), size + 1), -1, dtype=torch.int64, device=index.device)
     place = torch.arange(index.shape[1], device=index.device).expand_as(index)
     return where.scatter_(1, index.masked_fill(index < 0, size), place)[:, :size]
+
+
+def take(index: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
+    """``[H, m]`` each: elements of the planes (``[H, n]``) at ``index`` (``[H, m]`` int64)."""
+    return [plane.gather(1, index) for plane in planes]
 
 
 def free_places(index: Tensor, num_places: int) -> Tensor:

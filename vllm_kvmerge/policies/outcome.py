@@ -36,7 +36,7 @@ class Outcome:
     @classmethod
     def of(cls, entries: Entries, kept: Tensor) -> "Outcome":
         """The entries at ``kept`` (``[H, C]`` int64) as they are."""
-        return cls._as_they_are(kept, *(getattr(entries, name).gather(1, kept) for name in METADATA))
+        return cls._as_they_are(kept, *kernels.take(kept, [getattr(entries, name) for name in METADATA]))
 
     @classmethod
     def unchanged(cls, entries: Entries) -> "Outcome":
@@ -86,24 +86,30 @@ class Outcome:
         An entry whose index is a place gets that place; the others, in order, those that are free. What remains is
         empty, preferably where an empty entry lies already.
         """
-        num_heads = len(self.kept)
         place = kernels.free_places(self.kept, num_places)
 
-        def moved(plane: Tensor, empty: float) -> Tensor:
-            return plane.new_full((num_heads, num_places), empty).scatter_(1, place, plane)
-
-        kept = moved(self.kept, DEAD)
+        planes = [self.kept, *(getattr(self, name) for name in METADATA)]
+        if self.kept.shape[1] == num_places:  # none is empty
+            planes = kernels.take(inverse(place, num_places), planes)
+        else:
+            blank = (DEAD, -torch.inf, 0.0, 0.0, DEAD)
+            planes = [
+                plane.new_full((len(place), num_places), empty).scatter_(1, place, plane)
+                for plane, empty in zip(planes, blank, strict=True)
+            ]
+        kept, log_votes, scores, aux, positions = planes
         length = min(num_places, len(entries))
-        own = torch.arange(length, device=kept.device).expand(num_heads, -1)
-        empty = (kept[:, :length] < 0) & ~entries.is_live[:, :length]
-        kept[:, :length] = torch.where(empty, own, kept[:, :length])
+        if (kept[:, :length] < 0).any():
+            own = torch.arange(length, device=kept.device).expand(len(kept), -1)
+            empty = (kept[:, :length] < 0) & ~entries.is_live[:, :length]
+            kept[:, :length] = torch.where(empty, own, kept[:, :length])
         return replace(
             self,
             kept=kept,
-            log_votes=moved(self.log_votes, -torch.inf),
-            scores=moved(self.scores, 0.0),
-            aux=moved(self.aux, 0.0),
-            positions=moved(self.positions, DEAD),
+            log_votes=log_votes,
+            scores=scores,
+            aux=aux,
+            positions=positions,
             changed=select(place, self.changed),
         )
 

@@ -117,9 +117,8 @@ def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slot
     slots, members = index[:, :num_slots], index[:, num_slots:]
 
     # What each member's key is to each slot and to each other member; a slot's key moves as members join it.
-    member_keys = entries.keys_at(members)
-    products = member_keys @ entries.keys_at(slots).transpose(1, 2)
-    between = member_keys @ member_keys.transpose(1, 2)
+    keys = entries.keys_at(index)
+    products, between = (keys[:, num_slots:] @ keys.transpose(1, 2)).tensor_split([num_slots], dim=2)
     # Dead entries come last and weigh nothing; whoever is alive among the members finds all slots of its head taken.
     joined, aux = kernels.join_slots(products, between, weights[:, num_slots:], aux)
     sums.scatter_add_(1, joined, scores[:, num_slots:])
