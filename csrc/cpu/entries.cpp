@@ -196,13 +196,13 @@ void read_members(const Unit& unit, int64_t head, const int64_t* entries, int64_
   const int64_t d = unit.pages.head_size;
   for (int64_t r = 0; r < count; ++r) {
     const T* key = key_at<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, entries[r]));
-    float squares = 0.0f;
+    typename SumOfSquares<T>::type squares = 0;
     for (int64_t e = 0; e < d; ++e) {
       const float x = to_float(key[e * unit.pages.block_size]);
-      squares += x * x;
+      squares += static_cast<decltype(squares)>(x) * x;
       keys[r * d + e] = from_float<Q>(x);
     }
-    lengths[r] = inverse_length(squares);
+    lengths[r] = inverse_length(static_cast<float>(squares));
   }
 }
 
@@ -230,13 +230,13 @@ void find_most_similar(const Kernels& kernels, const Units& units, const int64_t
         const int64_t carrier = names[at * kTile + lane];
         const int64_t entry = carriers[row * num_carriers + carrier];
         const T* key = key_at<T>(pages, head, place_of_entry(pages, unit.segments, entry));
-        float squares = 0.0f;
+        typename SumOfSquares<T>::type squares = 0;
         for (int64_t e = 0; e < d; ++e) {
           const float x = to_float(key[e * pages.block_size]);
-          squares += x * x;
+          squares += static_cast<decltype(squares)>(x) * x;
           packed[(at * d + e) * kTile + lane] = from_float<Q>(x);
         }
-        inverse[at * kTile + lane] = inverse_length(squares);
+        inverse[at * kTile + lane] = inverse_length(static_cast<float>(squares));
       }
     }
   });

@@ -72,7 +72,8 @@ bool in_place(const uint8_t* mask, int64_t rows, int64_t n, int64_t count, int64
       if (next < n) out[i] = next++;
       else valid = false;
     }
-    while (next < n) valid = kept[next++] ? false : valid.load();
+    for (; next < n; ++next)
+      if (kept[next]) valid = false;
   });
   return valid;
 }

@@ -728,12 +728,21 @@ void similar_entries_as(const SimilarEntries& x) {
             rank[k] = live ? x.ranks[run.entry + start + k] : INT32_MAX;
           }
         }
-        VF squares = {};
-        for (int e = 0; e < d; ++e) {
-          const VF key = load(c.keys[i] + static_cast<int64_t>(e) * bs + start);
-          squares += key * key;
+        if constexpr (sizeof(T) == sizeof(float)) {
+          typename SumOfSquares<T>::type squares[kLanes] = {};
+          for (int e = 0; e < d; ++e) {
+            const T* key = c.keys[i] + static_cast<int64_t>(e) * bs + start;
+            for (int k = 0; k < kLanes; ++k) squares[k] += static_cast<double>(key[k]) * key[k];
+          }
+          for (int k = 0; k < kLanes; ++k) inverse[k] = static_cast<float>(squares[k]);
+        } else {
+          VF squares = {};
+          for (int e = 0; e < d; ++e) {
+            const VF key = load(c.keys[i] + static_cast<int64_t>(e) * bs + start);
+            squares += key * key;
+          }
+          store(inverse, squares);
         }
-        store(inverse, squares);
         for (int k = 0; k < kLanes; ++k) {
           const float length = __builtin_sqrtf(inverse[k]);
           inverse[k] = 1.0f / (length > 1e-12f ? length : 1e-12f);

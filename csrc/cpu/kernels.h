@@ -103,6 +103,17 @@ struct Similar {
   float* scratch;        // similar_scratch(num_members) floats
 };
 
+// What squares of keys are summed in. Each is exact in it, so a compiler that fuses multiplication and addition, at some
+// levels and not at others, changes no bit: both ways of comparing keys must agree, whichever a batch gets.
+template <class T>
+struct SumOfSquares {
+  typedef float type;
+};
+template <>
+struct SumOfSquares<float> {
+  typedef double type;
+};
+
 // The same for few members of one KV head, among entries where they lie.
 struct SimilarEntries {
   const Pages* pages;

@@ -279,3 +279,25 @@ def test_custom_ops_can_be_traced():
     compiled = torch.compile(torch_ops.paged_attention, backend="eager", fullgraph=True)
     compiled(arguments[0], maker.cache, *rows.values(), 0.5, output)
     assert relative_error(output, expected) < 1e-5
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_similarity_does_not_depend_on_how_many_members_there_are(dtype):
+    """Padding makes a call's width depend on a request's company, its results must not: bit for bit."""
+    maker = CacheMaker(0, 2, 64, 32, dtype)
+    s = maker.sequence(front=37, tail=200, seq_len=463)
+    units = Units.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
+    members = torch.stack([torch.randperm(300, generator=maker.generator)[:100] for _ in range(2)])
+    carriers = torch.arange(300).expand(2, -1)
+    usable = torch.rand(2, 300, generator=maker.generator) < 0.7
+    chosen = native.level()
+    try:
+        for level in native.levels():
+            native.set_level(level)
+            many = native.most_similar(units, members, carriers, usable)
+            for count in (1, 16, 33, 64, 65):
+                few = native.most_similar(units, members[:, :count], carriers, usable)
+                assert all(torch.equal(a, b[:, :count]) for a, b in zip(few, many, strict=True))
+    finally:
+        native.set_level(chosen)
