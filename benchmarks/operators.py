@@ -81,7 +81,7 @@ class Caches:
         pages.positions.random_(self.entries)
         self.blocks = torch.randperm(num_blocks, dtype=torch.int32)
         self._pages = [Pages.of(cache.clone(), head_size) for _ in range(self.copies)]
-        stock = torch.cat([pages.stock_key_view(), pages.values], 2)
+        stock = torch.cat([pages.stock_keys, pages.values], 2)
         self._stock = [stock.clone().chunk(2, 2) for _ in range(self.copies)]
         entries = reference.gather_entries(pages, self.blocks, 0, 0, self.entries)
         dense = [plane.unsqueeze(0).to(dtype) for plane in (entries.keys, entries.values)]

@@ -18,10 +18,11 @@ constexpr int kChunkTiles = 4;
 constexpr int kChunk = kTile * kChunkTiles;
 constexpr int kMaxHeadSize = 256;
 
-// One layer's cache. A (block, head) region holds K [head_size, block_size], V [block_size, head_size] in the cache
-// dtype, then four planes [block_size] of 4 bytes: log_votes, scores, aux, positions (kernels/page.py).
+// One layer's cache. A (block, head) region holds K [head_size, block_size] and V [block_size, head_size] in the cache
+// dtype. After all of them come the metadata: for each block and head four planes [block_size] of 4 bytes, log_votes,
+// scores, aux, positions (kernels/page.py).
 struct Pages {
-  char* base;
+  char *base, *metadata;
   int64_t block_stride, head_stride;  // bytes
   int64_t num_blocks;
   int32_t num_heads, head_size, block_size, item_size;

@@ -130,7 +130,7 @@ class Argument {
   const TensorView& tensor_;
 };
 
-// keys: [blocks, heads, head_size, block_size], the view that Pages.of makes at the start of each region.
+// keys: [blocks, heads, head_size, block_size], the view that Pages.of makes.
 inline Pages pages_of(const TensorView& keys) {
   const Argument a("pages.keys", keys);
   a.check_shape({-1, -1, -1, -1});
@@ -144,14 +144,16 @@ inline Pages pages_of(const TensorView& keys) {
   p.block_size = static_cast<int32_t>(a.size(3));
   p.block_stride = a.stride(0) * p.item_size;
   p.head_stride = a.stride(1) * p.item_size;
-  const int64_t bytes = (2 * int64_t{p.head_size} * p.item_size + 16) * p.block_size;
+  const int64_t bytes = 2 * int64_t{p.head_size} * p.item_size * p.block_size;
+  p.metadata = p.base + p.num_blocks * p.num_heads * bytes;
   KVM_CHECK(p.head_size % 16 == 0 && p.head_size >= 16 && p.head_size <= kMaxHeadSize, ValueError)
       << "head size " << p.head_size << " is not a multiple of 16 up to " << kMaxHeadSize;
   KVM_CHECK(p.block_size % 16 == 0 && p.block_size >= 16, ValueError)
       << "block size " << p.block_size << " is not a multiple of 16";
   KVM_CHECK(a.stride(3) == 1 && a.stride(2) == p.block_size, ValueError) << "pages.keys must be contiguous in a block";
-  KVM_CHECK((p.num_heads <= 1 || p.head_stride >= bytes) && (p.num_blocks <= 1 || p.block_stride >= bytes), ValueError)
-      << "pages.keys: regions of neighbouring blocks or heads overlap";
+  KVM_CHECK((p.num_heads <= 1 || p.head_stride == bytes) && (p.num_blocks <= 1 || p.block_stride == p.num_heads * bytes),
+            ValueError)
+      << "pages.keys: regions of blocks and heads must follow each other";
   return p;
 }
 

@@ -54,6 +54,5 @@ inline char* region(const Pages& p, int64_t block, int64_t head) {
 enum Plane : int { kLogVotes, kScores, kAux, kPositions };
 
 inline float* plane(const Pages& p, int64_t block, int64_t head, Plane which) {
-  const int64_t values_end = 2 * static_cast<int64_t>(p.head_size) * p.block_size * p.item_size;
-  return reinterpret_cast<float*>(region(p, block, head) + values_end) + which * p.block_size;
+  return reinterpret_cast<float*>(p.metadata) + ((block * p.num_heads + head) * 4 + which) * p.block_size;
 }

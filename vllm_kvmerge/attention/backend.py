@@ -245,7 +245,7 @@ class MergeableAttentionImpl(CPUAttentionBackendImpl):
         ops.cpu_attn_reshape_and_cache(
             key,
             value,
-            pages.stock_key_view(),
+            pages.stock_keys,
             pages.values,
             slot_mapping,
             layer.isa,
@@ -305,7 +305,7 @@ class MergeableAttentionImpl(CPUAttentionBackendImpl):
         """vLLM's own operator over strided views of our pages."""
         ops.cpu_attention_with_kv_cache(
             query=query,
-            key_cache=pages.stock_key_view(),
+            key_cache=pages.stock_keys,
             value_cache=pages.values,
             output=output,
             query_start_loc=metadata.query_start_loc,

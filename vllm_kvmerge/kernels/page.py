@@ -1,13 +1,19 @@
-"""Layout of KV pages: the planes that a (block, head) region is made of, and which of them a sequence lies in.
+"""Layout of KV pages: the planes of each (block, head), and which of them a sequence lies in.
 
-A region of ``block_size`` cells holds, one after the other:
+A layer's cache holds, one after the other, for each block and head
 
     K          [head_size, block_size]  cache dtype (transposed, as vLLM's CPU operators keep it)
     V          [block_size, head_size]  cache dtype
+
+and then, again for each block and head,
+
     log_votes  [block_size]             float32, added to the entry's logit; -inf where the entry is dead
     scores     [block_size]             float32, the tracker's statistic
     aux        [block_size]             float32, a second statistic
     positions  [block_size]             int32, of the newest token merged into the entry; -1 where dead
+
+Metadata lies apart so that K and V are where they would be without it: between them it would put them across the
+pages of memory at which processors stop reading ahead, which made vLLM's own operator 6% slower.
 
 ``log_votes`` and ``positions`` are meaningful only for the entries of a compressed front: an ordinary token has no bias
 and its slot is its position, so requests without a policy never write metadata.
@@ -41,19 +47,23 @@ class Pages:
 
     @classmethod
     def of(cls, cache: Tensor, head_size: int) -> "Pages":
-        """Views of ``cache``, ``[B, H, bs, cell]`` in the cache dtype with each (block, head) region contiguous."""
+        """Views of ``cache``, contiguous ``[B, H, bs, cell]`` in the cache dtype.
+
+        That shape only says how large it is: bytes of a cell do not lie together.
+        """
         num_blocks, num_heads, block_size, cell = cache.shape
-        if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache[0, 0].is_contiguous():
+        if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache.is_contiguous():
             raise ValueError(
                 f"cache of shape {tuple(cache.shape)} and {cache.dtype} does not hold "
                 f"{cell_bytes(head_size, cache.dtype)} contiguous bytes per cell (head size {head_size})"
             )
-        regions = cache.view(num_blocks, num_heads, block_size * cell)
         plane = block_size * head_size
-        metadata = regions[..., 2 * plane :].view(torch.float32).unflatten(-1, (4, block_size))
+        size = num_blocks * num_heads * 2 * plane
+        keys_and_values = cache.view(-1)[:size].view(num_blocks, num_heads, 2, plane)
+        metadata = cache.view(-1)[size:].view(torch.float32).view(num_blocks, num_heads, 4, block_size)
         return cls(
-            keys=regions[..., :plane].unflatten(-1, (head_size, block_size)),
-            values=regions[..., plane : 2 * plane].unflatten(-1, (block_size, head_size)),
+            keys=keys_and_values[:, :, 0].unflatten(-1, (head_size, block_size)),
+            values=keys_and_values[:, :, 1].unflatten(-1, (block_size, head_size)),
             log_votes=metadata[:, :, 0],
             scores=metadata[:, :, 1],
             aux=metadata[:, :, 2],
@@ -71,12 +81,13 @@ class Pages:
             return f"head size {self.head_size} is not a multiple of 16 from 32 to 256"
         if self.block_size % 16:
             return f"block size {self.block_size} is not a multiple of 16"
+        first = self.keys.data_ptr()
         plane_bytes = self.block_size * self.head_size * self.keys.element_size()
-        expected = self.keys.data_ptr()
-        for field, size in zip(fields(self), [plane_bytes] * 2 + [4 * self.block_size] * 4, strict=True):
-            if getattr(self, field.name).data_ptr() != expected:
-                return f"the plane of {field.name} does not follow the one before it"
-            expected += size
+        metadata = first + self.keys.shape[0] * self.num_kv_heads * 2 * plane_bytes
+        expected = [first, first + plane_bytes, *(metadata + i * 4 * self.block_size for i in range(4))]
+        for field, address in zip(fields(self), expected, strict=True):
+            if getattr(self, field.name).data_ptr() != address:
+                return f"the plane of {field.name} is not where it should be"
         return None
 
     @property
@@ -91,7 +102,8 @@ class Pages:
     def num_kv_heads(self) -> int:
         return self.values.shape[1]
 
-    def stock_key_view(self) -> Tensor:
+    @cached_property
+    def stock_keys(self) -> Tensor:
         """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed)."""
         return self.keys.flatten(2).unflatten(2, (self.block_size, self.head_size))
 
