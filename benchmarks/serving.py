@@ -46,7 +46,7 @@ class Row:
 
 
 def measure(cases: list[Case], length: int, arguments: argparse.Namespace) -> list[Row]:
-    rng = np.random.default_rng(arguments.seed)
+    rng = np.random.default_rng([arguments.seed, length])
 
     def draw(count: int) -> list[list[int]]:
         return rng.integers(1, 32_000, (count, length)).tolist()
