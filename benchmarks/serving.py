@@ -131,7 +131,7 @@ def main() -> None:
             peer = stack.enter_context(kvpress_side("kvpress", folder, shape, arguments.kvpress))
             cases.append(Case("kvpress SnapKV", peer, {"ratio": 1 - arguments.budget}))
         rows = [row for length in arguments.lengths for row in measure(cases, length, arguments)]
-    save(arguments.output, vars(arguments) | {"shape": shape}, rows)
+    save(arguments.output, vars(arguments) | {"shape": shape, "kvpress": bool(arguments.kvpress)}, rows)
     for length in arguments.lengths:
         print_table(
             f"{arguments.requests} requests of {length} tokens, budget {arguments.budget}; median (range)",
