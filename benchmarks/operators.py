@@ -248,6 +248,7 @@ def selections(caches: Caches) -> list[Case]:
         "by_position": (positions,),
         "inverse": (index, n),
         "free_places": (index, kept),
+        "take": (index, [ranking, positions]),
         "join_slots": (products, between, member_weights, weights),
     }
 
@@ -258,6 +259,8 @@ def selections(caches: Caches) -> list[Case]:
     cases = []
     for name, given in arguments.items():
         tensors = [one for one in given if isinstance(one, Tensor)] + list(run(name, native, 0))
+        if name == "take":  # of whose planes it reads as much as it returns
+            tensors += run(name, native, 0)
         size = sum(tensor.nbytes for tensor in tensors)
         cases.append(Case(name, f"{kept} of {n} entries", "copy", size, both(partial(run, name))))
     return cases

@@ -53,7 +53,7 @@ def test_memory_pressure(tmp_path, cases):
     assert [row["case"] for row in some] == cases
     assert all(row["requests_per_minute"]["median"] > 0 and 0 < row["peak_usage"] <= 1 for row in some)
     # Two prompts fit, and cannot both grow by half; compressed to a fifth, they can.
-    assert some[0]["most_preemptions"] == some[1]["most_preemptions"] > 0 == some[2]["most_preemptions"]
+    assert [row["most_preemptions"] > 0 for row in some] == [True, True, False]
 
 
 def test_longrun(tmp_path, cases):
