@@ -17,8 +17,7 @@ from torch import Tensor
 from vllm_kvmerge.attention.backend import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import CompressionConfig, parse_compression
-from vllm_kvmerge.demo import recall
-from vllm_kvmerge.evaluation.options import parser_of, print_table, seed_of
+from vllm_kvmerge.evaluation.options import add_document_options, draw_documents, parser_of, print_table, seed_of
 from vllm_kvmerge.kernels import UPDATE_MODES, Pages, cell_bytes, column_scores, paged_attention, write_tokens
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
@@ -185,21 +184,14 @@ def output_errors(
 
 def main() -> None:
     parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), sorted(PRESETS))
-    parser.add_argument("--documents", type=int, default=8, help="how many documents")
-    parser.add_argument("--prompt", type=int, default=768, help="tokens of the prompt")
+    add_document_options(parser, documents=8, questions=5)
     parser.add_argument("--queries", type=int, default=64, help="how many queries after it")
     parser.add_argument("--interval", type=int, default=16, help="tokens between compressions")
-    parser.add_argument("--facts", type=int, default=16, help="facts per document")
-    parser.add_argument("--questions", type=int, default=5, help="questions at the end of a document, with answers")
     parser.add_argument("--dtype", default="float32", help="dtype of the cache")
     arguments = parser.parse_args()
     seed = seed_of(arguments)
-    rng = np.random.default_rng(seed)
     length = arguments.prompt + arguments.queries
-    documents = [
-        recall.training_sample(rng, length, arguments.facts, arguments.questions)[0].tolist()
-        for _ in range(arguments.documents)
-    ]
+    documents = draw_documents(arguments, seed, length)
     traces = trace(arguments.model, documents)
     dtype = getattr(torch, arguments.dtype)
 

@@ -12,8 +12,14 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from vllm_kvmerge.config import FULL, compression
-from vllm_kvmerge.demo import recall
-from vllm_kvmerge.evaluation.options import make_engine, parser_of, print_table, seed_of
+from vllm_kvmerge.evaluation.options import (
+    add_document_options,
+    draw_documents,
+    make_engine,
+    parser_of,
+    print_table,
+    seed_of,
+)
 from vllm_kvmerge.policies import PRESETS
 
 if TYPE_CHECKING:
@@ -74,20 +80,13 @@ def continuation_loss(
 
 def main() -> None:
     parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), (FULL, *sorted(PRESETS)))
-    parser.add_argument("--documents", type=int, default=16, help="how many documents")
-    parser.add_argument("--prompt", type=int, default=768, help="tokens of the prompt")
+    add_document_options(parser, documents=16, questions=18)
     parser.add_argument("--continuation", type=int, default=256, help="tokens of the continuation")
-    parser.add_argument("--facts", type=int, default=16, help="facts per document")
-    parser.add_argument("--questions", type=int, default=18, help="questions at the end of a document, with answers")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of model and cache")
     arguments = parser.parse_args()
     seed = seed_of(arguments)
-    rng = np.random.default_rng(seed)
     length = arguments.prompt + arguments.continuation
-    documents = [
-        recall.training_sample(rng, length, arguments.facts, arguments.questions)[0].tolist()
-        for _ in range(arguments.documents)
-    ]
+    documents = draw_documents(arguments, seed, length)
     prompts, continuations = zip(*((d[: arguments.prompt], d[arguments.prompt :]) for d in documents), strict=True)
     llm = make_engine(arguments, length + 64, logits_processors=[ForcedContinuation])
     rows = {}

@@ -5,11 +5,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from vllm_kvmerge import demo
+from vllm_kvmerge.demo import recall
 from vllm_kvmerge.policies import PRESETS
 
 if TYPE_CHECKING:
@@ -38,6 +40,25 @@ def parser_of(
     )
     parser.add_argument("--seed", type=int, default=None, help="default: a new one at each run, printed")
     return parser
+
+
+def add_document_options(parser: argparse.ArgumentParser, documents: int, questions: int) -> None:
+    """Options of evaluations that read documents of the demo task, with these defaults."""
+    parser.add_argument("--documents", type=int, default=documents, help="how many documents")
+    parser.add_argument("--prompt", type=int, default=768, help="tokens of the prompt")
+    parser.add_argument("--facts", type=int, default=16, help="facts per document")
+    parser.add_argument(
+        "--questions", type=int, default=questions, help="questions at the end of a document, with answers"
+    )
+
+
+def draw_documents(arguments: argparse.Namespace, seed: int, length: int) -> list[list[int]]:
+    """Token ids of fresh documents of ``length`` tokens, as ``add_document_options`` has it."""
+    rng = np.random.default_rng(seed)
+    return [
+        recall.training_sample(rng, length, arguments.facts, arguments.questions)[0].tolist()
+        for _ in range(arguments.documents)
+    ]
 
 
 def seed_of(arguments: argparse.Namespace) -> int:
