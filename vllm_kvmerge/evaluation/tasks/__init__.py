@@ -1,0 +1,1 @@
+"""What a model is asked in an evaluation; one module per benchmark."""

@@ -1,0 +1,92 @@
+"""What a task is: it draws samples, and says how good a completion is."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Tokenizer(Protocol):
+    """What tasks need of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One thing to ask. The prompt is ``context + question``.
+
+    context: what a question-agnostic run compresses before the rest is read. question: the rest, with what precedes the
+    answer. references: the right answers. max_tokens: to generate. continuation: what the model is made to generate
+    instead of choosing, where the task reads log-probabilities. data: what else ``score`` needs, as JSON has it.
+    """
+
+    context: str
+    question: str
+    references: list[str]
+    max_tokens: int
+    continuation: str | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str:
+        return self.context + self.question
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came back. logprobs: ln p of each token of the sample's continuation; empty where it has none."""
+
+    text: str
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Task(BaseModel):
+    """A task; its fields are its options, named as in its source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    metric: ClassVar[str]
+    """What ``score`` is, such as ``exact match``."""
+
+    higher_is_better: ClassVar[bool] = True
+    needs_logprobs: ClassVar[bool] = False
+    """Whether samples have a continuation."""
+
+    @abstractmethod
+    def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
+        """``count`` samples, or all there are if fewer; the same for the same seed.
+
+        Raises:
+            ValueError: the task's options leave no room, or its data cannot be read; the message names the field.
+        """
+
+    @abstractmethod
+    def score(self, sample: Sample, completion: Completion) -> float:
+        """From 0 to 1 where ``higher_is_better``, larger is better; otherwise what ``metric`` says."""
+
+    def summary(self, scores: Sequence[float]) -> float:
+        """One number for the scores of many samples. Default: their mean."""
+        return sum(scores) / len(scores)
+
+
+TASKS: dict[str, type[Task]] = {}
+"""Every task, by name."""
+
+
+def register(task: type[Task]) -> type[Task]:
+    """Class decorator: makes a task known by its name."""
+    if task.name in TASKS:
+        raise ValueError(f"two tasks are called {task.name!r}")
+    TASKS[task.name] = task
+    return task
+
+
+Scorer = Callable[[str, list[str]], float]
+"""(prediction, references) -> 0..1."""
