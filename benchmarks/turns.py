@@ -1,5 +1,7 @@
 """Cases that take turns on their sides, and how they compare turn by turn."""
 
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +26,8 @@ def take_turns(
     cases: Sequence[Case], repeats: int, description: str, run: Callable[[Case], Measured]
 ) -> dict[str, list[Measured]]:
     """What each case measured in each of the turns, by name."""
+    # Sides are stopped between their turns, and must not be left so where this process is asked to end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for case in cases:
         case.side.wait()
     turns: dict[str, list[Measured]] = {case.name: [] for case in cases}
