@@ -35,11 +35,11 @@ Quantity = Literal["completion_rate", "once", "range", "periodic", "average", "s
 
 
 def parse_entries(text: str, unit: str) -> dict[int, str]:
-    """The entries of a list by number: the first that names each, as in ``Floor 7``."""
+    """The entries of a list by number: the first that has each, as in ``Floor 7``, without these words."""
     entries: dict[int, str] = {}
     for block in text.partition(FINISHED)[0].split(SEPARATOR):
         if (match := re.search(rf"{unit} (\d+)", block)) is not None:
-            entries.setdefault(int(match[1]), block)
+            entries.setdefault(int(match[1]), block[: match.start()] + block[match.end() :])
     return entries
 
 

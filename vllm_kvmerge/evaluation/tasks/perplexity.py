@@ -114,16 +114,12 @@ class Perplexity(Task):
     def _cut(self, window: list[int], tokenizer: Tokenizer) -> tuple[str, str] | None:
         """The texts of a window's prompt and continuation; None if they are not read as its tokens.
 
-        What a tokenizer adds in front, such as ``<s>``, belongs to the prompt.
+        What the tokenizer puts in front of every text, such as ``<s>``, comes before the prompt's tokens.
         """
         prompt, whole = tokenizer.decode(window[: self.prompt]), tokenizer.decode(window)
-        read = tokenizer.encode(prompt)
-        same = (
-            whole.startswith(prompt)
-            and read[-self.prompt :] == window[: self.prompt]
-            and tokenizer.encode(whole) == read + window[self.prompt :]
-        )
-        return (prompt, whole[len(prompt) :]) if same else None
+        front = tokenizer.encode("")
+        same = tokenizer.encode(prompt) == front + window[: self.prompt] and tokenizer.encode(whole) == front + window
+        return (prompt, whole[len(prompt) :]) if same and whole.startswith(prompt) else None
 
     def _texts(self, rng: random.Random) -> list[str]:
         texts = self._read_file(self.text_file) if self.text_file is not None else self._load_dataset(str(self.dataset))
@@ -143,11 +139,12 @@ class Perplexity(Task):
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 try:
-                    texts.append(json.loads(line)[self.field])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(
-                        f"text_file: {path}, line {number}: no object with the field {self.field}"
-                    ) from error
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"text_file: {path}, line {number}: {error}") from error
+                if not (isinstance(row, dict) and isinstance(row.get(self.field), str)):
+                    raise ValueError(f"text_file: {path}, line {number}: no object with a text in {self.field}")
+                texts.append(row[self.field])
         return texts
 
     def _load_dataset(self, name: str) -> Sequence[str]:
