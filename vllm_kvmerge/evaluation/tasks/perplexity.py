@@ -32,10 +32,6 @@ class Perplexity(Task):
 
     Windows lie in one text each and begin ``stride`` tokens apart, or a few more: a window begins where its prompt and
     its whole text are read as the very tokens that they were cut from.
-
-    text_file: one text; or, if its name ends in .jsonl, one object per line with a text in ``field``. dataset: name on
-    the Hugging Face hub, or a folder, with its ``config``, ``split`` and ``field``. separator: joins all texts into
-    one, for data sets that are split into lines. documents: how many texts to draw (default: all).
     """
 
     name = "perplexity"
@@ -44,16 +40,16 @@ class Perplexity(Task):
     higher_is_better = False
     needs_logprobs = True
 
-    length: int = Field(default=4096, ge=2, description="Tokens of a window.")
-    prompt: int = Field(default=64, ge=1, description="Tokens of it that are read at once and not scored.")
-    stride: int | None = Field(default=None, ge=1, description="Tokens between windows' starts; default: length.")
-    text_file: str | None = None
-    dataset: str | None = None
-    config: str | None = None
-    split: str = "test"
-    field: str = "text"
-    separator: str | None = None
-    documents: int | None = Field(default=None, ge=1)
+    length: int = Field(4096, ge=2, description="Tokens of a window.")
+    prompt: int = Field(64, ge=1, description="Tokens of a window that are read at once, and not scored.")
+    stride: int | None = Field(None, ge=1, description="Tokens from one window's start to the next; default: length.")
+    text_file: str | None = Field(None, description="One text; or, as .jsonl, one object per line, with a text.")
+    dataset: str | None = Field(None, description="Instead: a name on the Hugging Face hub, or a folder.")
+    config: str | None = Field(None, description="The data set's configuration.")
+    split: str = Field("test", description="The data set's split.")
+    field: str = Field("text", description="Which field of the data set, or of a line, holds the text.")
+    separator: str | None = Field(None, description="Joins all texts into one, where each is a line or so.")
+    documents: int | None = Field(None, ge=1, description="How many texts to draw; default: all.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

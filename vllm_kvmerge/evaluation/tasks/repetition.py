@@ -42,10 +42,6 @@ class NgramRepetition(Task):
     MorphKV reports this of LongWriter's prompts, n = 10, over answers of at least 5,000 words: 0.68 with its cache of
     600 entries, 0.89 with full attention (Llama 3.1 8B Instruct, table 5). Look at completions as well: a text that
     ends early or dissolves into noise hardly repeats itself.
-
-    words: how long the text is to be. max_tokens: after which it is cut off. n: words of an n-gram. data_file: prompts
-    to use instead of our own, one JSON object with ``prompt`` per line, such as LongWriter's
-    ``evaluation/longbench_write_en.jsonl`` (github.com/THUDM/LongWriter).
     """
 
     name = "ngram_repetition"
@@ -53,10 +49,13 @@ class NgramRepetition(Task):
     metric = "share of repeated n-grams"
     higher_is_better = False
 
-    words: int = Field(default=5000, ge=1)
-    max_tokens: int = Field(default=8192, ge=1)
-    n: int = Field(default=10, ge=1)
-    data_file: str | None = None
+    words: int = Field(5000, ge=1, description="How long the text is to be.")
+    max_tokens: int = Field(8192, ge=1, description="After which it is cut off.")
+    n: int = Field(10, ge=1, description="Words of an n-gram.")
+    data_file: str | None = Field(
+        None,
+        description="Prompts to use instead of our own, in lines of JSON, as LongWriter's longbench_write_en.jsonl.",
+    )
 
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
         """``count`` of all prompts, drawn at random."""
