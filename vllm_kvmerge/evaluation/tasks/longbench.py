@@ -98,6 +98,16 @@ def code_similarity(prediction: str, reference: str, classes: list[str]) -> floa
     return round(100 * difflib.SequenceMatcher(None, code, reference).ratio()) / 100
 
 
+_METRIC_NAMES: dict[Metric, str] = {
+    qa_f1: "F1",
+    rouge_l: "ROUGE-L",
+    classification: "classification",
+    retrieval: "retrieval",
+    count: "count",
+    code_similarity: "code similarity",
+}
+
+
 # Datasets
 
 
@@ -347,9 +357,7 @@ for _name, _entry in DATASETS.items():
                 "__doc__": LongBench.__doc__,
                 "name": f"longbench_{_name}",
                 "dataset": _name,
-                "metric": {qa_f1: "F1", rouge_l: "ROUGE-L"}.get(
-                    _entry.metric, _entry.metric.__name__.replace("_", " ")
-                ),
+                "metric": _METRIC_NAMES[_entry.metric],
             },
         )
     )

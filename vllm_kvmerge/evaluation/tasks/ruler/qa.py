@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from vllm_kvmerge.evaluation.tasks.base import Sample, Scorer, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.base import Sample, Tokenizer, register
 from vllm_kvmerge.evaluation.tasks.ruler.fitting import NoRoomError, draw_fitting
 from vllm_kvmerge.evaluation.tasks.ruler.task import Ruler, string_match_part
 from vllm_kvmerge.evaluation.tasks.ruler.text import read_text
@@ -38,7 +38,6 @@ class Qa(Ruler):
     """
 
     metric: ClassVar[str] = "string_match_part"
-    scorer: ClassVar[Scorer] = staticmethod(string_match_part)
     tokens_to_generate: ClassVar[int] = 32
     corpus: ClassVar[str]
     instruction: ClassVar[str] = (
@@ -47,6 +46,10 @@ class Qa(Ruler):
     )
 
     data_file: str | None = None
+
+    @staticmethod
+    def match(prediction: str, references: list[str]) -> float:
+        return string_match_part(prediction, references)
 
     @staticmethod
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Scorer, Task, Tokenizer
+from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer
 from vllm_kvmerge.evaluation.tasks.ruler.fitting import Draw, draw_fitting, largest_fitting
 
 SHORT = 4096
@@ -31,10 +31,14 @@ class Ruler(Task):
 
     source: ClassVar[str] = "RULER, arXiv 2404.06654"
     metric: ClassVar[str] = "string_match_all"
-    scorer: ClassVar[Scorer] = staticmethod(string_match_all)
     tokens_to_generate: ClassVar[int]
 
     length: int = Field(default=4096, ge=1)
+
+    @staticmethod
+    def match(prediction: str, references: list[str]) -> float:
+        """From 0 to 1; ``metric`` names it."""
+        return string_match_all(prediction, references)
 
     @abstractmethod
     def step(self) -> int:
@@ -51,7 +55,7 @@ class Ruler(Task):
     def score(self, sample: Sample, completion: Completion) -> float:
         """As the official evaluation: control characters count as line ends."""
         prediction = re.sub(r"[\x00-\x1f]", "\n", completion.text.strip()).strip()
-        return self.scorer(prediction, sample.references)
+        return self.match(prediction, sample.references)
 
     def _fits(self, tokenizer: Tokenizer, sample: Sample) -> bool:
         return len(tokenizer.encode(sample.prompt)) + sample.max_tokens <= self.length
