@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 
 from tests.evaluation.tasks.tokenizers import Pieces
 from vllm_kvmerge import demo
+from vllm_kvmerge.evaluation.tasks import longbench  # noqa: F401
 from vllm_kvmerge.evaluation.tasks.base import TASKS, Completion, Sample, Tokenizer
 from vllm_kvmerge.evaluation.tasks.ruler.common_words import CommonWords
 from vllm_kvmerge.evaluation.tasks.ruler.fitting import NoRoomError, draw_fitting, largest_fitting
@@ -47,6 +49,16 @@ def draw(task: str, count: int = 3, seed: int = 0, tokenizer: str = "pieces", **
 def test_the_thirteen_tasks_are_registered() -> None:
     names = {name for name in TASKS if name.startswith("ruler_")}
     assert names == {f"ruler_{task}" for task in (*SYNTHETIC, *QA)} and len(names) == 13
+
+
+@pytest.mark.parametrize("benchmark", ["ruler", "longbench"])
+def test_the_configuration_names_the_tasks(benchmark: str) -> None:
+    """RULER's questions are left out: their data has to be named."""
+    text = (Path(__file__).parents[3] / "configs" / "eval" / f"{benchmark}.yaml").read_text()
+    tasks = {entry.pop("task"): entry for entry in yaml.safe_load(text)["tasks"]}
+    assert set(tasks) == {name for name in TASKS if name.startswith(benchmark)} - {"ruler_qa_1", "ruler_qa_2"}
+    for name, options in tasks.items():
+        assert TASKS[name](**options).model_dump(include=set(options)) == options
 
 
 # Lengths and seeds
