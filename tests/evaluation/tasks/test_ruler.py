@@ -51,6 +51,12 @@ def test_the_thirteen_tasks_are_registered() -> None:
     assert names == {f"ruler_{task}" for task in (*SYNTHETIC, *QA)} and len(names) == 13
 
 
+def test_every_option_is_described() -> None:
+    for name, task in TASKS.items():
+        if name.startswith(("ruler_", "longbench_")):
+            assert all(field.description for field in task.model_fields.values()), name
+
+
 @pytest.mark.parametrize("benchmark", ["ruler", "longbench"])
 def test_the_configuration_names_the_tasks(benchmark: str) -> None:
     """RULER's questions are left out: their data has to be named."""

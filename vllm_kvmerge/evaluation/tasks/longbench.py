@@ -226,18 +226,18 @@ DATASETS = {
 class LongBench(Task):
     """Questions about texts of LongBench, with the official prompt around them.
 
-    max_length: tokens of a prompt, special tokens included; of a longer one, the middle is left out, as in the official
-    evaluation, which allows some 500 tokens less than the model does. By default nothing is left out. data_dir: a
-    folder with ``<dataset>.jsonl``, such as that of the official data.zip. data_file: one such file. With neither,
-    data.zip is downloaded from THUDM/LongBench on Hugging Face (114 MB, once).
+    The official evaluation cuts prompts to some 500 tokens less than the model's context. Data that is not named is
+    downloaded: data.zip of THUDM/LongBench on Hugging Face (114 MB, once).
     """
 
     source: ClassVar[str] = "LongBench, arXiv 2308.14508"
     dataset: ClassVar[str]
 
-    max_length: int | None = Field(default=None, ge=2)
-    data_dir: str | None = None
-    data_file: str | None = None
+    max_length: int | None = Field(
+        None, ge=2, description="Tokens of a prompt; of a longer one the middle is left out; default: any number."
+    )
+    data_dir: str | None = Field(None, description="A folder with DATASET.jsonl, as data.zip has it.")
+    data_file: str | None = Field(None, description="Instead: one such file.")
 
     @model_validator(mode="after")
     def _one_place_of_data(self) -> "LongBench":

@@ -15,12 +15,10 @@ from vllm_kvmerge.evaluation.tasks.ruler.text import compound_word, english_word
 
 @register
 class CommonWords(Synthetic):
-    """A numbered list of words in random order, ``num_cw`` of them more often than the others; asked are those.
+    """A numbered list of words in random order, some of them more often than the others; asked are those.
 
-    freq_cw, freq_ucw: how often a common word and any other occur; below 4,096 tokens 6 and 1 instead, as in the
-    official generator. A short solved example precedes. Where wonderwords has too few words (beyond some 100,000
-    tokens), pairs of an adjective and a noun are used; officially those of a list of English words, which may be named
-    with ``words`` (a JSON object whose values are words, or a text with one per line).
+    A short solved example precedes. wonderwords has too few words for lists of more than some 100,000 tokens; RULER
+    then turns to its json/english_words.json.
     """
 
     name: ClassVar[str] = "ruler_cwe"
@@ -34,10 +32,12 @@ class CommonWords(Synthetic):
         " Answer: The top 10 words that appear most often in the list are:"
     )
 
-    freq_cw: int = Field(default=30, ge=1)
-    freq_ucw: int = Field(default=3, ge=1)
-    num_cw: int = Field(default=10, ge=1)
-    words: str | None = None
+    freq_cw: int = Field(30, ge=1, description="How often a common word occurs; below 4,096 tokens: 6, officially.")
+    freq_ucw: int = Field(3, ge=1, description="How often another word occurs; below 4,096 tokens: 1, officially.")
+    num_cw: int = Field(10, ge=1, le=20, description="Common words.")
+    words: str | None = Field(
+        None, description="For long lists: JSON with words as values, or one per line; default: adjective-noun pairs."
+    )
 
     def step(self) -> int:
         return 10

@@ -16,10 +16,9 @@ from vllm_kvmerge.evaluation.tasks.ruler.text import distinct_names
 
 @register
 class FrequentWords(Synthetic):
-    """Made-up words of ``coded_wordlen`` letters in random order; asked are the three most frequent ones.
+    """Made-up words in random order; asked are the three most frequent ones.
 
-    The k-th of ``vocab_size`` words (by default a fiftieth of the tokens of the prompt) occurs in proportion to
-    ``k ** -alpha``; the first is ``...`` and does not count.
+    The k-th word occurs in proportion to ``k ** -alpha``; the first is ``...`` and does not count.
     """
 
     name: ClassVar[str] = "ruler_fwe"
@@ -34,9 +33,9 @@ class FrequentWords(Synthetic):
         " Answer: According to the coded text above, the three most frequently appeared words are:"
     )
 
-    alpha: float = Field(default=2.0, gt=1)
-    coded_wordlen: int = Field(default=6, ge=2)
-    vocab_size: int | None = Field(default=None, ge=4)
+    alpha: float = Field(2.0, gt=1, description="How steeply frequencies fall.")
+    coded_wordlen: int = Field(6, ge=2, description="Letters of a word.")
+    vocab_size: int | None = Field(None, ge=4, description="Different words; default: one for 50 tokens of the prompt.")
 
     @model_validator(mode="after")
     def _vocabulary_exists(self) -> "FrequentWords":

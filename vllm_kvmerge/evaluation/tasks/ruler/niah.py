@@ -4,7 +4,7 @@ import math
 import random
 import uuid
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,8 +13,16 @@ from vllm_kvmerge.evaluation.tasks.ruler.fitting import Draw
 from vllm_kvmerge.evaluation.tasks.ruler.task import SHORT, Synthetic
 from vllm_kvmerge.evaluation.tasks.ruler.text import NOISE, compound_word, essay_words, split_sentences
 
-Haystack = Literal["noise", "essay", "needle"]
 Kind = Literal["words", "numbers", "uuids"]
+HaystackType = Annotated[
+    Literal["noise", "essay", "needle"],
+    Field(description="What surrounds the needles: five sentences over and over, running text, or other needles."),
+]
+KeyType = Annotated[Kind, Field(description="What keys are.")]
+ValueType = Annotated[Kind, Field(description="What values are.")]
+NumKeys = Annotated[int, Field(ge=1, description="Keys with needles.")]
+NumValues = Annotated[int, Field(ge=1, description="Values, and so needles, of each key.")]
+NumQueries = Annotated[int, Field(ge=1, description="Keys that are asked for.")]
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _DEPTHS = [round(100 * place / 39) for place in range(40)]
 
@@ -22,10 +30,8 @@ _DEPTHS = [round(100 * place / 39) for place in range(40)]
 class Niah(Synthetic):
     """Needles, ``key: value``, in a haystack; the values of some keys are asked for.
 
-    type_haystack: ``noise`` repeats five sentences, ``needle`` is made of other needles, ``essay`` is running text:
-    that of the file ``haystack`` (plain text, or RULER's PaulGrahamEssays.json) or, by default, one of 1,400 words that
-    ships; it is repeated as needed. type_needle_k, type_needle_v: what keys and values are. num_needle_k, num_needle_v:
-    keys, and values of each. num_needle_q: keys asked for.
+    An essay is repeated as needed. RULER's are Paul Graham's, which may not be passed on; the one that ships was
+    written for this package.
     """
 
     tokens_to_generate: ClassVar[int] = 128
@@ -38,13 +44,15 @@ class Niah(Synthetic):
         "The special magic {kind} for {query} mentioned in the provided text are"
     )
 
-    type_haystack: Haystack = "essay"
-    type_needle_k: Kind = "words"
-    type_needle_v: Kind = "numbers"
-    num_needle_k: int = Field(default=1, ge=1)
-    num_needle_v: int = Field(default=1, ge=1)
-    num_needle_q: int = Field(default=1, ge=1)
-    haystack: str | None = None
+    type_haystack: HaystackType = "essay"
+    type_needle_k: KeyType = "words"
+    type_needle_v: ValueType = "numbers"
+    num_needle_k: NumKeys = 1
+    num_needle_v: NumValues = 1
+    num_needle_q: NumQueries = 1
+    haystack: str | None = Field(
+        None, description="The essay: plain text, or RULER's PaulGrahamEssays.json; default: 1,400 words that ship."
+    )
 
     @model_validator(mode="after")
     def _needles_have_places(self) -> "Niah":
@@ -135,7 +143,7 @@ def _insert_sentences(rng: random.Random, words: list[str], units: int, needles:
 @register
 class NiahSingle1(Niah):
     name: ClassVar[str] = "ruler_niah_single_1"
-    type_haystack: Haystack = "noise"
+    type_haystack: HaystackType = "noise"
 
 
 @register
@@ -146,36 +154,36 @@ class NiahSingle2(Niah):
 @register
 class NiahSingle3(Niah):
     name: ClassVar[str] = "ruler_niah_single_3"
-    type_needle_v: Kind = "uuids"
+    type_needle_v: ValueType = "uuids"
 
 
 @register
 class NiahMultikey1(Niah):
     name: ClassVar[str] = "ruler_niah_multikey_1"
-    num_needle_k: int = Field(default=4, ge=1)
+    num_needle_k: NumKeys = 4
 
 
 @register
 class NiahMultikey2(Niah):
     name: ClassVar[str] = "ruler_niah_multikey_2"
-    type_haystack: Haystack = "needle"
+    type_haystack: HaystackType = "needle"
 
 
 @register
 class NiahMultikey3(Niah):
     name: ClassVar[str] = "ruler_niah_multikey_3"
-    type_haystack: Haystack = "needle"
-    type_needle_k: Kind = "uuids"
-    type_needle_v: Kind = "uuids"
+    type_haystack: HaystackType = "needle"
+    type_needle_k: KeyType = "uuids"
+    type_needle_v: ValueType = "uuids"
 
 
 @register
 class NiahMultivalue(Niah):
     name: ClassVar[str] = "ruler_niah_multivalue"
-    num_needle_v: int = Field(default=4, ge=1)
+    num_needle_v: NumValues = 4
 
 
 @register
 class NiahMultiquery(Niah):
     name: ClassVar[str] = "ruler_niah_multiquery"
-    num_needle_q: int = Field(default=4, ge=1)
+    num_needle_q: NumQueries = 4

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from vllm_kvmerge.evaluation.tasks.base import Sample, Tokenizer, register
 from vllm_kvmerge.evaluation.tasks.ruler.fitting import NoRoomError, draw_fitting
 from vllm_kvmerge.evaluation.tasks.ruler.task import Ruler, string_match_part
@@ -33,8 +35,7 @@ class _Corpus:
 class Qa(Ruler):
     """A question about one of many documents, or some of them; the others are of the same corpus.
 
-    data_file: the corpus, in its official format; nothing is downloaded. Questions come in its order, without those
-    whose own documents are too long.
+    Questions come in the order of the corpus, without those whose own documents are too long.
     """
 
     metric: ClassVar[str] = "string_match_part"
@@ -45,7 +46,7 @@ class Qa(Ruler):
         "Only give me the answer and do not output any other words.\n\n"
     )
 
-    data_file: str | None = None
+    data_file: str | None = Field(None, description="The corpus, in its official format; it is not downloaded.")
 
     @staticmethod
     def match(prediction: str, references: list[str]) -> float:

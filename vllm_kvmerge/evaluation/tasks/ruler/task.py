@@ -27,13 +27,13 @@ def string_match_part(prediction: str, references: list[str]) -> float:
 
 
 class Ruler(Task):
-    """length: tokens of prompt and answer together, special tokens included."""
+    """A task whose prompts are grown to a length, and whose answers are looked for in the completion."""
 
     source: ClassVar[str] = "RULER, arXiv 2404.06654"
     metric: ClassVar[str] = "string_match_all"
     tokens_to_generate: ClassVar[int]
 
-    length: int = Field(default=4096, ge=1)
+    length: int = Field(4096, ge=1, description="Tokens of prompt and answer together, special ones included.")
 
     @staticmethod
     def match(prediction: str, references: list[str]) -> float:

@@ -16,7 +16,7 @@ from vllm_kvmerge.evaluation.tasks.ruler.text import NOISE, distinct_names
 class VariableTracking(Synthetic):
     """Chains of assignments among repeated sentences; asked is which variables got the first chain's value.
 
-    num_chains: chains. num_hops: assignments of a variable to a variable in each. A short solved example precedes.
+    A short solved example precedes.
     """
 
     name: ClassVar[str] = "ruler_vt"
@@ -32,8 +32,8 @@ class VariableTracking(Synthetic):
         "the value {query}, they are: "
     )
 
-    num_chains: int = Field(default=1, ge=1)
-    num_hops: int = Field(default=4, ge=1)
+    num_chains: int = Field(1, ge=1, description="Chains.")
+    num_hops: int = Field(4, ge=1, description="Assignments of a variable to a variable in each chain.")
 
     def step(self) -> int:
         return 10 if self.length >= SHORT else 5
