@@ -96,8 +96,10 @@ class EngineBackend:
     """vLLM in this process."""
 
     def __init__(self, model: str, options: EngineOptions) -> None:
-        # Read when vLLM is imported: what it logs at start-up says nothing about an evaluation.
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # Read when vLLM is imported. What it logs at start-up says nothing about an evaluation, and in a process of its
+        # own an engine would take twice as long to start and not stop at once.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.model, self.options = model, options
         trusted = options.model_dump(include={"revision", "trust_remote_code"}, exclude_none=True)
         self.tokenizer = load_tokenizer(model, **trusted)
@@ -130,7 +132,8 @@ class EngineBackend:
         running: dict[str, tuple[K, Request, float]] = {}
         try:
             while True:
-                for key, request in islice(waiting, limit - len(running)):
+                fresh = list(islice(waiting, limit - len(running)))
+                for key, request in fresh:
                     name, number = str(number), number + 1
                     try:
                         self._add(name, request)
@@ -138,7 +141,9 @@ class EngineBackend:
                     except (ValueError, VLLMClientError) as error:
                         yield key, RequestError(str(error))
                 if not running:
-                    return
+                    if not fresh:
+                        return
+                    continue  # all were refused
                 for output in engine.step():
                     if output.finished:
                         key, request, started = running.pop(output.request_id)
@@ -151,13 +156,13 @@ class EngineBackend:
         from vllm.inputs import tokens_input
 
         extra: dict[str, Any] = {EXTRA_ARGS_KEY: json.dumps(request.compression), USAGE_KEY: True}
-        params = SamplingParams(temperature=0, max_tokens=request.max_tokens, extra_args=extra)
+        options: dict[str, Any] = {"max_tokens": request.max_tokens}
         if request.continuation:
             from vllm_kvmerge.evaluation.continuation import CONTINUATION
 
             extra[CONTINUATION] = request.continuation
-            forced = {"max_tokens": len(request.continuation), "ignore_eos": True, "logprobs": 0}
-            params = SamplingParams(temperature=0, extra_args=extra, **forced)
+            options = {"max_tokens": len(request.continuation), "ignore_eos": True, "logprobs": 0}
+        params = SamplingParams(temperature=0, extra_args=extra, **options)
         self._llm.llm_engine.add_request(name, tokens_input(request.token_ids), params)
 
     def versions(self) -> dict[str, str]:

@@ -141,13 +141,15 @@ def _heat_map(config: EvalConfig, tasks: list[TaskSummary], budget: Budget) -> s
     axis = figure.subplots()
     rows = [[task.find(policy, budget) for policy in policies] for task in tasks]
     colours = [_shades(task, cells) for task, cells in zip(tasks, rows, strict=True)]
-    axis.imshow(colours, cmap="RdYlGn", vmin=-0.4, vmax=1.4, aspect="auto")
+    # Not imshow: its image would be a bitmap.
+    axis.pcolormesh(colours, cmap="RdYlGn", vmin=-0.4, vmax=1.4, edgecolors="white")
+    axis.invert_yaxis()
     for y, cells in enumerate(rows):
         for x, cell in enumerate(cells):
             if cell is not None:
-                axis.text(x, y, number(cell.score), ha="center", va="center", fontsize="small")
-    axis.set_xticks(range(len(policies)), policies, rotation=40, ha="right", rotation_mode="anchor")
-    axis.set_yticks(range(len(tasks)), [task.label for task in tasks])
+                axis.text(x + 0.5, y + 0.5, number(cell.score), ha="center", va="center", fontsize="small")
+    axis.set_xticks([x + 0.5 for x in range(len(policies))], policies, rotation=40, ha="right", rotation_mode="anchor")
+    axis.set_yticks([y + 0.5 for y in range(len(tasks))], [task.label for task in tasks])
     axis.set_title("full cache" if budget is None else f"budget {budget}")
     return _svg(figure, f"heat {budget}")
 

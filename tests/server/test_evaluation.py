@@ -1,0 +1,76 @@
+"""``vllm-kvmerge eval`` against the real server, and against one that is not ours."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.demo_model import BYTES_PER_BLOCK
+from tests.evaluation.runs import write_config
+from vllm_kvmerge import demo
+from vllm_kvmerge.server import cli
+
+CELLS, SAMPLES = 2, 6
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    tasks = [{"task": "demo_recall", "length": 128, "facts": 4}]
+    return str(
+        write_config(tmp_path / "c.yaml", policies=["full", "snapkv"], budgets=[64], samples=SAMPLES, tasks=tasks)
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--tokenizer", demo.model_path(), "--concurrency", "1", "--model", "demo"]])
+def test_the_real_server(server, config: str, tmp_path: Path, options: list[str]) -> None:
+    before = server.metric("vllm:kvmerge_requests_total", policy="snapkv")
+    out = tmp_path / "out"
+    assert cli.main(["eval", config, "--endpoint", f"{server.url}/v1", "--output", str(out), *options]) == 0
+    assert server.metric("vllm:kvmerge_requests_total", policy="snapkv") == before + SAMPLES
+    results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert len(results) == CELLS * SAMPLES
+    sizes = {(r["policy"], r["prompt_tokens"], r["mean_entries"], r["mean_bytes"]) for r in results}
+    assert sizes == {("full", 128, 130.0, 4.8 * BYTES_PER_BLOCK), ("snapkv", 128, 66.0, 2.8 * BYTES_PER_BLOCK)}
+    assert sum(result["score"] for result in results if result["policy"] == "full") >= SAMPLES - 1
+    assert server.url in (out / "report.html").read_text()
+
+
+def test_what_the_server_cannot_do(server, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*options: str) -> str:
+        capsys.readouterr()
+        assert cli.main(["eval", config, "--endpoint", server.url, "--output", str(tmp_path / "out"), *options]) == 2
+        return capsys.readouterr().err
+
+    assert "model: the server has no 'other'; allowed: demo" in said("--model", "other")
+    write_config(Path(config), tasks=[{"task": "demo_recall", "length": 4093}])
+    assert "the longest sample takes 4098 tokens, the server 4096" in said()
+
+
+class Stock(BaseHTTPRequestHandler):
+    """A server that knows nothing of compression."""
+
+    def do_GET(self) -> None:  # noqa: N802
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "other"}]}).encode())
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def stock_url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Stock) as stock:
+        threading.Thread(target=stock.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{stock.server_port}"
+        stock.shutdown()
+
+
+def test_a_server_that_would_ignore_the_policy(
+    stock_url: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", config, "--endpoint", stock_url, "--output", str(tmp_path / "out")]) == 2
+    assert "does not run vllm-kvmerge: it would ignore kv_compression" in capsys.readouterr().err
