@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.demo_model import BYTES_PER_BLOCK
-from tests.evaluation.runs import Forced, write_config
+from tests.evaluation.runs import Forced, Refused, write_config
 from vllm_kvmerge import demo
 from vllm_kvmerge.evaluation.config import read_config
 from vllm_kvmerge.evaluation.runner import draw_prompts

@@ -227,3 +227,5 @@ def test_samples_that_cannot_be_drawn(tmp_path: Path) -> None:
     config = small_config(tmp_path, tasks=[{"task": "demo_recall", "length": 32, "facts": 9}])
     with pytest.raises(Fault, match="task demo_recall length=32 facts=9: length 29 cannot hold 9 facts"):
         go(config, tmp_path / "out", constant)
+    # Nothing was answered, so the folder is not bound to that configuration.
+    assert go(small_config(tmp_path), tmp_path / "out", constant)[0] == 0

@@ -80,13 +80,14 @@ class RunFolder:
         self._lines.close()
 
     def _check_identity(self, identity: dict[str, Any]) -> None:
-        """Saves the configuration of a new run; refuses one that is not the saved one."""
+        """Saves the configuration of a run that has no results yet; refuses one that is not that of the results."""
         path = self.path / "config.yaml"
-        if not path.exists():
-            if self._lines.tell():
-                raise Fault(f"--output {self.path}: it holds results, but no config.yaml that says of what")
+        if not self._lines.tell():
+            (self.path / "run.json").unlink(missing_ok=True)
             _write(path, yaml.safe_dump(identity, sort_keys=False, allow_unicode=True))
             return
+        if not path.exists():
+            raise Fault(f"--output {self.path}: it holds results, but no config.yaml that says of what")
         try:
             saved = yaml.safe_load(path.read_text())
         except (OSError, ValueError, yaml.YAMLError) as error:
