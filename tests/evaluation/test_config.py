@@ -77,6 +77,9 @@ def test_cells_and_labels(tmp_path: Path) -> None:
         *(key.replace("demo_recall", "demo_recall length=64") for key in first),
     ]
     assert [config.samples_of(entry) for entry in config.tasks] == [4, 2]
+    both = [{"task": "demo_recall"}, {"task": "demo_recall", "question_agnostic": False}]
+    config = small_config(tmp_path, tasks=both)
+    assert [entry.label for entry in config.tasks] == ["demo_recall", "demo_recall question_agnostic=false"]
 
 
 def test_command_line_wins(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.evaluation.runs import ScriptedBackend, constant, small_config
 from vllm_kvmerge.evaluation import command
 from vllm_kvmerge.evaluation.backends import Answer, BackendError, Request, RequestError
 from vllm_kvmerge.evaluation.results import RunFolder
-from vllm_kvmerge.evaluation.runner import draw_prompts
+from vllm_kvmerge.evaluation.runner import _tokenize, draw_prompts
 from vllm_kvmerge.evaluation.tasks.base import Sample
 from vllm_kvmerge.evaluation.tasks.demo import DemoRecall
 from vllm_kvmerge.fault import Fault
@@ -93,9 +93,8 @@ def test_interrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             raise KeyboardInterrupt
         return constant(index, request)
 
-    with pytest.raises(command._Stopped) as stopped:
+    with pytest.raises(KeyboardInterrupt):
         go(config, tmp_path / "out", interrupted)
-    assert stopped.value.number == 2
     assert "stopped after 2 samples; the same command goes on from there" in capsys.readouterr().err
     status, backend = go(config, tmp_path / "out", constant)
     assert status == 0 and len(backend.requests) == CELLS * SAMPLES - 2
@@ -221,6 +220,19 @@ def test_texts_are_split_at_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert " ".join(tokenizer.decode(prompt.token_ids).split()) == "<s> remember fiso 1 9 5 3 . recall fiso"
     assert tokenizer.decode(prompt.continuation).split() == ["1", "9"]
     assert (prompt.context_tokens, prompt.length) == (None, len(prompt.token_ids) + 2)
+
+
+def test_context_of_a_question_agnostic_run() -> None:
+    tokenizer = ScriptedBackend(constant).tokenizer
+
+    def context_tokens(context: str, question: str) -> int | None:
+        sample = Sample(context, question, references=[], max_tokens=3)
+        return _tokenize(sample, tokenizer, agnostic=True).context_tokens
+
+    assert context_tokens("remember fiso 1953.", " recall fiso") == 8  # <s> remember fiso 1 9 5 3 .
+    # "recallfiso" is one unknown word: the context shares its last token with the question, which gets it.
+    assert context_tokens("remember fiso 19. recall", "fiso") == 6
+    assert context_tokens("remember fiso 1953.", "") is None
 
 
 def test_samples_that_cannot_be_drawn(tmp_path: Path) -> None:

@@ -38,13 +38,13 @@ def test_wilson(successes: int, count: int, low: float, high: float) -> None:
 
 def test_bootstrap_of_a_binomial() -> None:
     # Resampled means are B(16, 1/2) / 32, whose 2.5% and 97.5% quantiles are 4 / 32 and 12 / 32.
-    assert bootstrap_interval([0.0, 0.5] * 8, mean) == (0.125, 0.375)
+    assert bootstrap_interval([0.0, 0.5] * 8) == bootstrap_interval([0.0, 0.5] * 8, mean) == (0.125, 0.375)
 
 
 def test_bootstrap_of_a_mean_is_near_the_normal_interval() -> None:
     values = np.random.default_rng(5).normal(3, 2, 400)
     half = 1.96 * values.std() / math.sqrt(400)
-    low, high = bootstrap_interval(values.tolist(), mean)
+    low, high = bootstrap_interval(values.tolist())
     assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
 
 
@@ -89,6 +89,20 @@ def test_tables(tmp_path: Path) -> None:
         f"{config.tasks[0].label} | snapkv | 64: 0 of 4 samples",
     ]
     assert "| h2o | 0.333 [0.061, 0.792] | 1.000 [0.510, 1.000] * |" in markdown(table)
+
+
+def test_change_is_that_of_the_same_samples(tmp_path: Path) -> None:
+    config = small_config(tmp_path, policies=["full", "h2o"], budgets=[64])
+    full = [1, 0, 1, 0, 1, 1, 0, 1]
+    run = Run({config.tasks[0].label: 8}, [])
+    (task,) = summarize(config, results(config, {("full", None): full, ("h2o", 64): full}), run)
+    assert [cell.change for cell in task.cells] == [None, (0.0, 0.0, 0.0)]
+    (task,) = summarize(config, results(config, {("full", None): full, ("h2o", 64): [0, *full[1:]]}), run)
+    # One of eight fell from 1 to 0: a resample has B(8, 1/8) of it, which is 0 to 3 but for 2.5% at either end.
+    assert task.cells[1].change == (-1 / 8, -3 / 8, 0.0)
+    assert details_table([task]).rows[1][7] == "-0.125 (-0.375 to +0.000)"
+    (task,) = summarize(config, results(config, {("h2o", 64): full}), run)
+    assert task.cells[0].change is None
 
 
 def test_scores_between_are_bootstrapped_in_all_cells_of_a_task(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ vllm-kvmerge eval attention [options]  how far compression moves attention's out
 
 import argparse
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -99,8 +101,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         },
         left_out=("engine",) if arguments.endpoint is not None else (),
     )
-    signal.signal(signal.SIGTERM, _stop)
-    with RunFolder(arguments.output or RESULTS / path.stem, config.identity()) as folder:
+    output = arguments.output or RESULTS / path.stem
+    with _signals_as_exceptions(), RunFolder(output, config.identity()) as folder:
         backend = make_backend(config)
         try:
             return run_and_report(config, folder, backend)
@@ -128,11 +130,9 @@ def run_and_report(config: "EvalConfig", folder: "RunFolder", backend: "Backend"
     notes = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     try:
         run = _run_with_progress(config, folder, backend, notes)
-    except (KeyboardInterrupt, _Stopped) as stop:
+    except (KeyboardInterrupt, _Stopped):
         notes.print(f"stopped after {len(folder.results)} samples; the same command goes on from there")
-        if isinstance(stop, _Stopped):
-            raise
-        raise _Stopped(signal.SIGINT) from None
+        raise
     tables = write_report(config, folder, run)
     for table in tables:
         _print(table)
@@ -184,5 +184,14 @@ class _Stopped(BaseException):
         self.number = number
 
 
-def _stop(number: int, _: Any) -> NoReturn:
-    raise _Stopped(number)
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    def stop(number: int, _: Any) -> NoReturn:
+        raise _Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

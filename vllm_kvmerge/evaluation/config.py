@@ -102,7 +102,8 @@ class TaskEntry(_Model):
 
     @property
     def label(self) -> str:
-        return _label(self.task.name, self.given)
+        agnostic = {} if self.question_agnostic is None else {"question_agnostic": self.question_agnostic}
+        return _label(self.task.name, {**self.given, **agnostic})
 
 
 def _label(name: str, values: Mapping[str, Any]) -> str:

@@ -137,7 +137,9 @@ def _finish(figure: "Figure", axis: "Axes", task: TaskSummary) -> None:
 def _heat_map(config: EvalConfig, tasks: list[TaskSummary], budget: Budget) -> str:
     """Tasks by policies at one budget. Colours compare the policies of a task, from its worst to its best score."""
     policies = [policy.label for policy in config.policies]
-    figure = _figure(2.5 + 0.7 * len(policies), 1.6 + 0.45 * len(tasks))
+    # Inches that the names take, and those of the cells.
+    beside, below = (0.09 * max(map(len, names)) for names in ([task.label for task in tasks], policies))
+    figure = _figure(0.8 + beside + 0.7 * len(policies), 0.8 + 0.7 * below + 0.45 * len(tasks))
     axis = figure.subplots()
     rows = [[task.find(policy, budget) for policy in policies] for task in tasks]
     colours = [_shades(task, cells) for task, cells in zip(tasks, rows, strict=True)]

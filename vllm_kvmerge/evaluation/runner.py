@@ -69,7 +69,7 @@ def draw_prompts(config: EvalConfig, entry: TaskEntry, tokenizer: Tokenizer) -> 
         raise Fault(f"task {entry.label}: it has no samples")
     agnostic = config.is_question_agnostic(entry)
     prompts = [_tokenize(sample, tokenizer, agnostic) for sample in samples]
-    if agnostic and any(prompt.context_tokens == 0 for prompt in prompts):
+    if agnostic and any(not sample.context for sample in samples):
         raise Fault(f"question_agnostic: {entry.label} has samples without a context of their own; allowed: false")
     return prompts
 
@@ -83,7 +83,8 @@ def _tokenize(sample: Sample, tokenizer: Tokenizer, agnostic: bool) -> Prompt:
         token_ids, continuation = whole[:shared], whole[shared:]
     context_tokens = None
     if agnostic and sample.question:
-        context_tokens = min(_common_prefix(tokenizer.encode(sample.context), token_ids), len(token_ids) - 1)
+        shared = _common_prefix(tokenizer.encode(sample.context), token_ids)
+        context_tokens = max(1, min(shared, len(token_ids) - 1))
     return Prompt(sample, token_ids, continuation, context_tokens)
 
 

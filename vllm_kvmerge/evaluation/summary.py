@@ -30,12 +30,13 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
 
 
 def bootstrap_interval(
-    scores: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int = 0
+    scores: Sequence[float], statistic: Callable[[Sequence[float]], float] | None = None
 ) -> tuple[float, float]:
-    """95% percentile interval of a statistic over ``RESAMPLES`` resamples with replacement (B. Efron 1979)."""
+    """95% percentile interval of a statistic (default: the mean) over ``RESAMPLES`` resamples with replacement
+    (B. Efron 1979); the same whenever it is asked for."""
     values = np.asarray(scores, dtype=float)
-    picks = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
-    statistics = [statistic(values[pick].tolist()) for pick in picks]
+    resamples = values[np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))]
+    statistics = resamples.mean(1) if statistic is None else [statistic(resample) for resample in resamples.tolist()]
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(statistics, [tail, 100 - tail])
     return float(low), float(high)
@@ -44,7 +45,9 @@ def bootstrap_interval(
 @dataclass(frozen=True)
 class CellSummary:
     """One cell's figures. low, high: of the score's interval. Entries and bytes are means over requests; None where
-    they were not measured. count: answered samples of ``expected``. failed: those that brought errors."""
+    they were not measured. count: answered samples of ``expected``. failed: those that brought errors. change: mean
+    difference of a sample's score to ``full``'s on the same sample, with its interval; None where ``full`` has none.
+    """
 
     task: str
     policy: str
@@ -60,6 +63,7 @@ class CellSummary:
     peak_bytes: float | None
     prompt_tokens: float
     seconds: float
+    change: tuple[float, float, float] | None
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,17 @@ def summarize(config: EvalConfig, results: list[Result], run: Run) -> list[TaskS
     for entry in config.tasks:
         cells = [cell for cell in cells_of(config) if cell.entry is entry and cell.key in by_cell]
         scores = [result.score for cell in cells for result in by_cell[cell.key]]
-        is_share = type(entry.task).summary is Task.summary and all(score in (0, 1) for score in scores)
+        is_mean = type(entry.task).summary is Task.summary
+        is_share = is_mean and all(score in (0, 1) for score in scores)
+        full = {result.sample: result.score for cell in cells if cell.budget is None for result in by_cell[cell.key]}
+
+        def interval(
+            scores: list[float], task: Task = entry.task, is_share: bool = is_share, is_mean: bool = is_mean
+        ) -> tuple[float, float]:
+            if is_share:
+                return wilson_interval(int(sum(scores)), len(scores))
+            return bootstrap_interval(scores, None if is_mean else task.summary)
+
         summaries.append(
             TaskSummary(
                 label=entry.label,
@@ -113,11 +127,12 @@ def summarize(config: EvalConfig, results: list[Result], run: Run) -> list[TaskS
                 interval="Wilson" if is_share else f"bootstrap, {RESAMPLES} resamples",
                 cells=[
                     _summarize_cell(
-                        sorted(by_cell[cell.key], key=lambda result: result.sample),
+                        by_cell[cell.key],
+                        full,
                         entry.task,
-                        run.sizes[entry.label],
-                        failed.get(cell.key, 0),
-                        is_share,
+                        interval,
+                        expected=run.sizes[entry.label],
+                        failed=failed.get(cell.key, 0),
                     )
                     for cell in cells
                 ],
@@ -126,9 +141,20 @@ def summarize(config: EvalConfig, results: list[Result], run: Run) -> list[TaskS
     return summaries
 
 
-def _summarize_cell(results: list[Result], task: Task, expected: int, failed: int, is_share: bool) -> CellSummary:
+def _summarize_cell(
+    results: list[Result],
+    full: dict[int, float],
+    task: Task,
+    interval: Callable[[list[float]], tuple[float, float]],
+    expected: int,
+    failed: int,
+) -> CellSummary:
+    """full: scores of ``full`` by sample."""
+    results = sorted(results, key=lambda result: result.sample)
     scores = [result.score for result in results]
-    low, high = wilson_interval(int(sum(scores)), len(scores)) if is_share else bootstrap_interval(scores, task.summary)
+    low, high = interval(scores)
+    changes = [result.score - full[result.sample] for result in results if result.sample in full]
+    is_compressed = results[0].budget is not None
     return CellSummary(
         task=results[0].task,
         policy=results[0].policy,
@@ -144,6 +170,7 @@ def _summarize_cell(results: list[Result], task: Task, expected: int, failed: in
         peak_bytes=_mean([result.peak_bytes for result in results]),
         prompt_tokens=sum(result.prompt_tokens for result in results) / len(results),
         seconds=sum(result.seconds for result in results) / len(results),
+        change=(float(np.mean(changes)), *bootstrap_interval(changes)) if changes and is_compressed else None,
     )
 
 
@@ -192,7 +219,7 @@ def memory_table(config: EvalConfig, task: TaskSummary) -> Table:
 
 def details_table(tasks: list[TaskSummary]) -> Table:
     """One row per cell."""
-    header = ["task", "policy", "budget", "samples", "failed", "score", "95% CI", "prompt tokens"]
+    header = ["task", "policy", "budget", "samples", "failed", "score", "95% CI", "change", "prompt tokens"]
     header += ["live entries", "live bytes", "peak bytes", "seconds"]
     rows = [
         [
@@ -203,6 +230,7 @@ def details_table(tasks: list[TaskSummary]) -> Table:
             str(cell.failed),
             number(cell.score),
             f"{number(cell.low)} to {number(cell.high)}",
+            "" if cell.change is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*cell.change),
             f"{cell.prompt_tokens:.0f}",
             "not measured" if cell.mean_entries is None else f"{cell.mean_entries:.1f}",
             size(cell.mean_bytes),
@@ -213,8 +241,10 @@ def details_table(tasks: list[TaskSummary]) -> Table:
         for cell in task.cells
     ]
     notes = (
-        "Live entries per KV head of one layer and live bytes over all layers: mean over the steps from the end of the "
-        "prompt on. Peak: over all steps, the prompt's included. Seconds: from submission to the end, waiting included."
+        "Change: a sample's score less that of full on the same sample, mean and 95% confidence interval (bootstrap, "
+        f"{RESAMPLES} resamples). Live entries per KV head of one layer and live bytes over all layers: mean over the "
+        "steps from the end of the prompt on. Peak: over all steps, the prompt's included. Seconds: from submission to "
+        "the end, waiting included."
     )
     return Table("All cells", header, rows, notes)
 
