@@ -38,6 +38,18 @@ def test_the_real_server(server, config: str, tmp_path: Path, options: list[str]
     assert server.url in (out / "report.html").read_text()
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_report_of_a_request_that_asks(server, path: str) -> None:
+    prompt = (
+        {"prompt": "recall fiso"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "fiso"}]}
+    )
+    body = {"model": "demo", "max_tokens": 2, "ignore_eos": True, **prompt}
+    assert not server.post(path, body).json().get("kv_transfer_params")
+    report = server.post(path, body | {"vllm_xargs": {"kvmerge_usage": 1}}).json()["kv_transfer_params"]["kvmerge"]
+    assert report["mean_bytes"] == report["peak_bytes"] == BYTES_PER_BLOCK
+    assert report["peak_entries"] == report["mean_entries"] + 0.5
+
+
 def test_what_the_server_cannot_do(server, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*options: str) -> str:
         capsys.readouterr()
