@@ -2,8 +2,8 @@
 
 import json
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -64,25 +64,87 @@ def test_what_the_server_cannot_do(server, config: str, tmp_path: Path, capsys: 
 class Stock(BaseHTTPRequestHandler):
     """A server that knows nothing of compression."""
 
-    def do_GET(self) -> None:  # noqa: N802
-        self.send_response(200 if self.path == "/v1/models" else 404)
+    policies_status = 404
+    keys: list[str | None] = []
+
+    def answer(self, status: int, body: object) -> None:
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "other"}]}).encode())
+        self.wfile.write(json.dumps(body).encode())
+
+    def do_GET(self) -> None:  # noqa: N802
+        self.keys.append(self.headers.get("Authorization"))
+        found = {"/v1/models": 200, "/kvmerge/policies": self.policies_status}
+        self.answer(found.get(self.path, 404), {"data": [{"id": "other"}]})
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.keys.append(self.headers.get("Authorization"))
+        if body["kv_compression"]["policy"] == "full":
+            self.answer(200, {"choices": [{"text": "1 2 3 4"}]})
+        else:
+            self.answer(500, {"error": {"message": "overheated"}})
 
     def log_message(self, *_) -> None:
         pass
 
 
+class Failing(Stock):
+    """One that knows compression, fails when it is asked for some, and reports no usage."""
+
+    policies_status = 200
+
+
 @pytest.fixture
-def stock_url() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Stock) as stock:
-        threading.Thread(target=stock.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{stock.server_port}"
-        stock.shutdown()
+def url_of() -> Iterator[Callable[[type[Stock]], str]]:
+    servers = []
+
+    def start(handler: type[Stock]) -> str:
+        handler.keys = []
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for one in servers:
+        one.shutdown()
+        one.server_close()
 
 
 def test_a_server_that_would_ignore_the_policy(
-    stock_url: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url_of, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["eval", config, "--endpoint", stock_url, "--output", str(tmp_path / "out")]) == 2
+    assert cli.main(["eval", config, "--endpoint", url_of(Stock), "--output", str(tmp_path / "out")]) == 2
     assert "does not run vllm-kvmerge: it would ignore kv_compression" in capsys.readouterr().err
+
+
+def test_a_server_that_fails(
+    url_of, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_MINE", "secret")
+    options = ["--endpoint", url_of(Failing), "--tokenizer", demo.model_path(), "--api-key-env", "KEY_OF_MINE"]
+    assert cli.main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
+    printed = capsys.readouterr()
+    assert f"facts=4 | snapkv | 64, sample {SAMPLES - 1}: HTTP 500: overheated" in printed.err
+    assert f"facts=4 | snapkv | 64: 0 of {SAMPLES} samples, {SAMPLES} failed" in printed.err
+    assert "not measured" in printed.out
+    assert set(Failing.keys) == {"Bearer secret"}
+    for path in (tmp_path / "out").rglob("*.*"):
+        assert path.is_dir() or "secret" not in path.read_text()
+
+
+def test_a_server_that_goes_away(url_of, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Leaving(Failing):
+        """Answers one request and closes all other connections."""
+
+        def do_POST(self) -> None:  # noqa: N802
+            if len(self.keys) > 4:
+                self.connection.close()
+            else:
+                super().do_POST()
+
+    options = ["--endpoint", url_of(Leaving), "--tokenizer", demo.model_path(), "--concurrency", "1"]
+    assert cli.main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
+    printed = capsys.readouterr().err
+    assert "cannot be reached" in printed
+    assert "| full: 1 of 6 samples" in printed and "| snapkv | 64: 0 of 6 samples" in printed

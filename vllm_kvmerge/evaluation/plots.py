@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from io import StringIO
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from vllm_kvmerge.config import FULL
@@ -128,8 +129,8 @@ def _score_against_memory(config: EvalConfig, task: TaskSummary) -> str:
 
 
 def _finish(figure: "Figure", axis: "Axes", task: TaskSummary) -> None:
-    figure.suptitle(task.label)
-    axis.set_ylabel(task.metric + ("" if task.higher_is_better else " (lower is better)"))
+    figure.suptitle(fill(task.label, 60), fontsize="medium")
+    axis.set_ylabel(fill(task.metric + ("" if task.higher_is_better else ", lower is better"), 40))
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")
 
@@ -157,10 +158,10 @@ def _heat_map(config: EvalConfig, tasks: list[TaskSummary], budget: Budget) -> s
 
 
 def _shades(task: TaskSummary, cells: list[CellSummary | None]) -> list[float]:
-    """0 for the task's worst score in the row, 1 for its best; nan where there is none."""
+    """0 for the task's worst score in the row, 1 for its best (and where all are equal); nan where there is none."""
     scores = [cell.score for cell in cells if cell is not None]
     if not scores:
         return [float("nan")] * len(cells)
     worst, best = (min(scores), max(scores)) if task.higher_is_better else (max(scores), min(scores))
-    span = best - worst or 1.0
-    return [float("nan") if cell is None else (cell.score - worst) / span for cell in cells]
+    span = best - worst
+    return [float("nan") if cell is None else (cell.score - worst) / span if span else 1.0 for cell in cells]
