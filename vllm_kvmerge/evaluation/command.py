@@ -36,7 +36,9 @@ def main(argv: list[str]) -> int:
         Fault: nothing was run.
     """
     parser = _Parser(
-        prog="vllm-kvmerge eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="vllm-kvmerge eval",
+        description=(__doc__ or "").replace("``", ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="configs/eval holds examples")
     parser.add_argument("--list", action="store_true", help="list the tasks and their options")
