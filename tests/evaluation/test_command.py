@@ -68,7 +68,7 @@ def test_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "160")
     assert cli.main(["eval", *argv]) == 0
     printed = capsys.readouterr().out
-    for text in ("demo_recall", "length=1024: Tokens of the prompt.", "facts=16", "exact match", "demo.recall"):
+    for text in ("demo_recall", "length=1024: Tokens of the prompt.", "facts=16", "exact match", "vllm_kvmerge.demo."):
         assert text in printed
 
 

@@ -217,8 +217,8 @@ def test_texts_are_split_at_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(DemoRecall, "samples", lambda *_: [sample])
     (prompt,) = draw_prompts(config, config.tasks[0], tokenizer)
-    assert " ".join(tokenizer.decode(prompt.token_ids).split()) == "<s> remember fiso 1 9 5 3 . recall fiso"
-    assert tokenizer.decode(prompt.continuation).split() == ["1", "9"]
+    assert prompt.token_ids == tokenizer.encode(sample.prompt)
+    assert prompt.continuation == tokenizer.encode("1 9", add_special_tokens=False)
     assert (prompt.context_tokens, prompt.length) == (None, len(prompt.token_ids) + 2)
 
 
@@ -229,15 +229,16 @@ def test_context_of_a_question_agnostic_run() -> None:
         sample = Sample(context, question, references=[], max_tokens=3)
         return _tokenize(sample, tokenizer, agnostic=True).context_tokens
 
-    assert context_tokens("remember fiso 1953.", " recall fiso") == 8  # <s> remember fiso 1 9 5 3 .
+    context = "remember fiso 1953."
+    assert context_tokens(context, " recall fiso") == len(tokenizer.encode(context))
     # "recallfiso" is one unknown word: the context shares its last token with the question, which gets it.
-    assert context_tokens("remember fiso 19. recall", "fiso") == 6
+    assert context_tokens(f"{context} recall", "fiso") == len(tokenizer.encode(context))
     assert context_tokens("remember fiso 1953.", "") is None
 
 
 def test_samples_that_cannot_be_drawn(tmp_path: Path) -> None:
     config = small_config(tmp_path, tasks=[{"task": "demo_recall", "length": 32, "facts": 9}])
-    with pytest.raises(Fault, match="task demo_recall length=32 facts=9: length 29 cannot hold 9 facts"):
+    with pytest.raises(Fault, match="task demo_recall length=32 facts=9: .*cannot hold"):
         go(config, tmp_path / "out", constant)
     # Nothing was answered, so the folder is not bound to that configuration.
     assert go(small_config(tmp_path), tmp_path / "out", constant)[0] == 0
