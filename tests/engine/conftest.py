@@ -58,7 +58,7 @@ def engine() -> Iterator[Engine]:
     from vllm import LLM
 
     from vllm_kvmerge import kvmerge_engine_args
-    from vllm_kvmerge.evaluation.loss import ForcedContinuation
+    from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 
     llm = LLM(
         **kvmerge_engine_args(

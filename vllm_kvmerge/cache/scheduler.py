@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from vllm_kvmerge.cache.manager import MergeableAttentionManager, Segments, register_spec
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep, PromptWindow
+from vllm_kvmerge.cache.usage import REPORT_KEY, USAGE_KEY, CacheUsage
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, parse_compression
 from vllm_kvmerge.metrics import CacheGauges, count_compression, count_request
 from vllm_kvmerge.support import UnsupportedConfigError, check_config
@@ -60,15 +61,23 @@ class CompressionSchedulerMixin(Scheduler):
         )
         self._bytes_per_block = bytes_per_block * self.parallel_config.tensor_parallel_size
         self._gauges = CacheGauges(self._bytes_per_block)
+        self._usages: dict[str, CacheUsage] = {}
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             request.kv_compression = self._resolve(request)  # type: ignore[attr-defined]
+            if _extra_args(request).get(USAGE_KEY):
+                self._usages[request.request_id] = CacheUsage()
         super().add_request(request)
 
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        params, *others = super()._free_request(request, *args, **kwargs)
+        if usage := self._usages.pop(request.request_id, None):
+            params = {**(params or {}), REPORT_KEY: usage.report(self._bytes_per_block)}
+        return params, *others
+
     def _resolve(self, request: Request) -> RequestCompression | None:
-        extra_args = (request.sampling_params.extra_args if request.sampling_params else None) or {}
-        value = extra_args.get(EXTRA_ARGS_KEY, self._default)
+        value = _extra_args(request).get(EXTRA_ARGS_KEY, self._default)
         config = parse_compression(value)
         count_request(config.name if config else FULL)
         if config is None:
@@ -135,6 +144,7 @@ class CompressionSchedulerMixin(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
+        self._note_peaks()
         step = CompressionStep()
         waiting = self._plan_due(step)
         while waiting and not output.num_scheduled_tokens and not step.plans:
@@ -144,8 +154,9 @@ class CompressionSchedulerMixin(Scheduler):
             waiting = self._plan_due(step)
         self._manager.release_retired()
         output.kvmerge = step  # type: ignore[attr-defined]
+        self._count_step()
         if self.log_stats:
-            self._gauges.update(self._live_sizes())
+            self._gauges.update([self._live_size(request) for request in self.running])
         return output
 
     def _plan_due(self, step: CompressionStep) -> list[Request]:
@@ -190,17 +201,35 @@ class CompressionSchedulerMixin(Scheduler):
     def _interval(self, config: CompressionConfig) -> int:
         return config.interval or self.block_size
 
-    def _live_sizes(self) -> list[tuple[str, int, int, int]]:
-        """(policy, live entries per KV head, represented tokens, blocks held) of each running request."""
-        sizes = []
-        for request in self.running:
-            state = request.kv_compression  # type: ignore[attr-defined]
-            segments = self._manager.segments.get(request.request_id)
-            hidden = segments.tail - segments.front if segments else 0
-            num_tokens = request.num_computed_tokens
-            name = state.config.name if state else FULL
-            sizes.append((name, num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id)))
-        return sizes
+    def _live_size(self, request: Request) -> tuple[str, int, int, int]:
+        """(policy, live entries per KV head, represented tokens, blocks held) of a running request."""
+        state = request.kv_compression  # type: ignore[attr-defined]
+        segments = self._manager.segments.get(request.request_id)
+        hidden = segments.tail - segments.front if segments else 0
+        num_tokens = request.num_computed_tokens
+        name = state.config.name if state else FULL
+        return name, num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id)
+
+    def _reporting(self) -> list[tuple[Request, CacheUsage]]:
+        """The running requests that asked for a report of what they hold."""
+        if not self._usages:
+            return []
+        return [(request, usage) for request in self.running if (usage := self._usages.get(request.request_id))]
+
+    def _note_peaks(self) -> None:
+        for request, usage in self._reporting():
+            _, entries, _, blocks = self._live_size(request)
+            usage.note_peak(entries, blocks)
+
+    def _count_step(self) -> None:
+        for request, usage in self._reporting():
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                _, entries, _, blocks = self._live_size(request)
+                usage.count_step(entries, blocks)
+
+
+def _extra_args(request: Request) -> dict[str, Any]:
+    return (request.sampling_params.extra_args if request.sampling_params else None) or {}
 
 
 class SyncCompressionScheduler(CompressionSchedulerMixin, Scheduler):

@@ -182,13 +182,13 @@ def output_errors(
             yield from (distance / other.float().flatten(1).norm(dim=1)).tolist()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), sorted(PRESETS))
     add_document_options(parser, documents=8, questions=5)
     parser.add_argument("--queries", type=int, default=64, help="how many queries after it")
     parser.add_argument("--interval", type=int, default=16, help="tokens between compressions")
     parser.add_argument("--dtype", default="float32", help="dtype of the cache")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     seed = seed_of(arguments)
     length = arguments.prompt + arguments.queries
     documents = draw_documents(arguments, seed, length)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from vllm_kvmerge.config import FULL, compression
+from vllm_kvmerge.evaluation.continuation import CONTINUATION, ForcedContinuation
 from vllm_kvmerge.evaluation.options import (
     add_document_options,
     draw_documents,
@@ -23,32 +23,7 @@ from vllm_kvmerge.evaluation.options import (
 from vllm_kvmerge.policies import PRESETS
 
 if TYPE_CHECKING:
-    import torch
     from vllm import LLM
-
-CONTINUATION = "kvmerge_continuation"
-"""Key of ``SamplingParams.extra_args``: the token ids to generate."""
-
-
-class ForcedContinuation(AdapterLogitsProcessor):
-    """Lets a request generate nothing but its continuation. Log-probabilities are taken before it acts."""
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: SamplingParams):  # type: ignore[no-untyped-def]
-        continuation = (params.extra_args or {}).get(CONTINUATION)
-        if continuation is None:
-            return None
-
-        def force(output_ids: list[int], logits: "torch.Tensor") -> "torch.Tensor":
-            wanted = continuation[len(output_ids)]
-            value = logits[wanted].item()
-            logits.fill_(-float("inf"))
-            logits[wanted] = value
-            return logits
-
-        return force
 
 
 def continuation_loss(

@@ -1,4 +1,4 @@
-"""The command ``vllm-kvmerge``: vLLM's server with compression switched on, and the list of policies."""
+"""The command ``vllm-kvmerge``: vLLM's server with compression switched on, evaluation, and the list of policies."""
 
 import argparse
 import atexit
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 
 from vllm_kvmerge import __version__
+from vllm_kvmerge.fault import Fault
 from vllm_kvmerge.support import UnsupportedConfigError, check_config, check_vllm_version
 
 if TYPE_CHECKING:
@@ -44,10 +45,6 @@ LISTED_GROUPS = (
 """Entry point groups of which vLLM loads everything as long as VLLM_PLUGINS is unset."""
 
 
-class Fault(Exception):
-    """Something that the user can put right; the message is one line that says how."""
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Fault(f"{message}; see vllm-kvmerge --help")
@@ -61,12 +58,15 @@ def main(argv: list[str] | None = None) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, _exit_at_once)
             return serve(argv)
+        if argv[:1] == ["eval"]:
+            return evaluate(argv[1:])
         parser = _Parser(prog="vllm-kvmerge", description=__doc__)
         parser.add_argument("--version", action="version", version=f"vllm-kvmerge {__version__}")
         commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
         commands.add_parser(
             "serve", help="serve a model over HTTP: vllm-kvmerge serve MODEL [any option of vllm serve]"
         )
+        commands.add_parser("eval", help="measure policies and budgets on tasks: vllm-kvmerge eval CONFIG.yaml")
         policies = commands.add_parser("policies", help="list the policies and parts that a request can name")
         policies.add_argument("--json", action="store_true", help="everything as JSON, with the schema of the field")
         print_policies(parser.parse_args(argv).json)
@@ -79,6 +79,16 @@ def main(argv: list[str] | None = None) -> int:
 def _exit_at_once(number: int, _: Any) -> NoReturn:
     """Handles a signal until the server is up; from then on vLLM stops it in good order."""
     sys.exit(128 + number)
+
+
+def evaluate(argv: list[str]) -> int:
+    """``vllm-kvmerge eval``; ``argv`` without that word."""
+    if argv[:1] == ["attention"]:
+        module = importlib.import_module("vllm_kvmerge.evaluation.attention")
+        return module.main(argv[1:]) or 0
+    from vllm_kvmerge.evaluation import command
+
+    return command.main(argv)
 
 
 def print_policies(as_json: bool = False) -> None:

@@ -19,7 +19,8 @@ SCRIPT = """
 import json, sys
 from vllm import LLM
 from vllm_kvmerge import kvmerge_engine_args
-from vllm_kvmerge.evaluation.loss import ForcedContinuation, continuation_loss
+from vllm_kvmerge.evaluation.continuation import ForcedContinuation
+from vllm_kvmerge.evaluation.loss import continuation_loss
 
 model, prompts, continuations = json.load(open(sys.argv[1]))
 llm = LLM(model, **kvmerge_engine_args(

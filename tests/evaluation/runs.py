@@ -1,0 +1,91 @@
+"""A back end without an engine, and small configurations, for tests of everything around one."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from transformers import AutoTokenizer
+
+from vllm_kvmerge import demo
+from vllm_kvmerge.demo import recall
+from vllm_kvmerge.evaluation.backends import Answer, Request, RequestError
+from vllm_kvmerge.evaluation.config import EvalConfig, read_config
+from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task
+from vllm_kvmerge.evaluation.tasks.demo import DemoRecall
+
+BASE: dict[str, Any] = {
+    "policies": ["full", {"policy": "keepkv", "zip_mode": "votes"}],
+    "budgets": [0.25, 64],
+    "tasks": [{"task": "demo_recall", "length": 128, "facts": 2}],
+    "samples": 4,
+    "seed": 3,
+}
+
+
+class Forced(Task):
+    """The loss of the right answer; ``pair`` is an option of a type that YAML does not have."""
+
+    name = "forced"
+    source = "here"
+    metric = "nats per token"
+    higher_is_better = False
+    needs_logprobs = True
+
+    pair: tuple[int, int] = (1, 2)
+
+    def samples(self, count, seed, tokenizer):
+        prompts = [recall.draw_prompt(np.random.default_rng([seed, i]), 128, 2) for i in range(count)]
+        return [Sample(prompt.text, "", [prompt.answer], 0, continuation=f" {prompt.answer}") for prompt in prompts]
+
+    def score(self, sample: Sample, completion: Completion) -> float:
+        return -sum(completion.logprobs) / len(completion.logprobs)
+
+
+class Refused(DemoRecall):
+    """Asks for nothing, which engines refuse."""
+
+    name = "refused"
+
+    def samples(self, count, seed, tokenizer):
+        return [Sample("recall", "", [], max_tokens=0) for _ in range(count)]
+
+
+def write_config(path: Path, **changes: Any) -> Path:
+    path.write_text(yaml.safe_dump({**BASE, **changes}, sort_keys=False))
+    return path
+
+
+def small_config(folder: Path, **changes: Any) -> EvalConfig:
+    return read_config(write_config(folder / "small.yaml", **changes), {})
+
+
+class ScriptedBackend:
+    """Answers as ``answer`` says; what it raises comes out of ``run``. requests: all that it was asked."""
+
+    def __init__(self, answer: Callable[[int, Request], Answer | RequestError]) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(demo.model_path())
+        self.answer = answer
+        self.requests: list[Request] = []
+        self.started: list[tuple[int, bool]] = []
+
+    def start(self, longest: int, with_logprobs: bool) -> None:
+        self.started.append((longest, with_logprobs))
+
+    def run(self, requests: Iterable[tuple[Any, Request]]) -> Iterator[tuple[Any, Answer | RequestError]]:
+        for key, request in requests:
+            self.requests.append(request)
+            yield key, self.answer(len(self.requests) - 1, request)
+
+    def versions(self) -> dict[str, str]:
+        return {"script": "1"}
+
+    def close(self) -> None:
+        pass
+
+
+def constant(_: int, request: Request) -> Answer:
+    entries = request.compression.get("budget", len(request.token_ids))
+    usage = {"mean_entries": entries, "mean_bytes": 1024.0 * entries, "peak_entries": 128, "peak_bytes": 131072}
+    return Answer("0 0 0 0", [], usage, 0.5)

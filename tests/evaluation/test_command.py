@@ -1,0 +1,162 @@
+"""The command line, and whole evaluations with the engine in a process of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.demo_model import BYTES_PER_BLOCK
+from tests.evaluation.runs import Forced, Refused, write_config
+from vllm_kvmerge import demo
+from vllm_kvmerge.evaluation.config import read_config
+from vllm_kvmerge.evaluation.runner import draw_prompts
+from vllm_kvmerge.evaluation.tasks.base import TASKS
+from vllm_kvmerge.server import cli
+
+COMMAND = """
+import sys
+from tests.evaluation.runs import Forced, Refused
+from vllm_kvmerge.evaluation.tasks.base import register
+from vllm_kvmerge.server import cli
+if __name__ == "__main__":
+    register(Forced)
+    register(Refused)
+    sys.exit(cli.main(["eval", *sys.argv[1:]]))
+"""
+
+
+def fault(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert cli.main(["eval", *map(str, argv)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_faults_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "name a configuration; see vllm-kvmerge eval --help" in fault(capsys)
+    assert "unrecognized arguments: --outptu" in fault(capsys, "c.yaml", "--outptu")
+    assert "no-such.yaml: no such file" in fault(capsys, "no-such.yaml")
+    path = write_config(tmp_path / "c.yaml", samples=0)
+    assert f"{path}: samples: Input should be greater than 0" in fault(capsys, path, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_endpoint_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.yaml")
+    options = ["--endpoint", "http://127.0.0.1:1", "--output", tmp_path / "out"]
+    assert "endpoint.url: http://127.0.0.1:1 cannot be reached" in fault(capsys, path, *options)
+    assert "has no variable KVMERGE_NO_KEY" in fault(capsys, path, *options, "--api-key-env", "KVMERGE_NO_KEY")
+
+
+def test_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'vllm-kvmerge[eval]'" in fault(capsys, write_config(tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize("argv", [["list"], ["--list"]])
+def test_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli.main(["eval", *argv]) == 0
+    printed = capsys.readouterr().out
+    for text in ("demo_recall", "length=1024: Tokens of the prompt.", "facts=16", "exact match", "vllm_kvmerge.demo."):
+        assert text in printed
+
+
+def test_list_needs_no_vllm() -> None:
+    code = "import sys; from vllm_kvmerge.server import cli; cli.main(['eval', 'list']); " + (
+        "sys.exit(bool({'vllm', 'torch', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_attention_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setitem(sys.modules, "vllm_kvmerge.evaluation.attention", SimpleNamespace(main=given.append))
+    assert cli.main(["eval", "attention", "--queries", "8"]) == 0
+    assert given == [["--queries", "8"]]
+
+
+def start(script: Path, *argv: object) -> subprocess.Popen:
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(script), *map(str, argv)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def expected_losses(config_path: Path) -> list[float]:
+    config = read_config(config_path, {})
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_path())
+    model = AutoModelForCausalLM.from_pretrained(demo.model_path(), dtype=torch.float32, local_files_only=True)
+    losses = []
+    for prompt in draw_prompts(config, config.tasks[1], tokenizer):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt.token_ids + prompt.continuation])).logits[0]
+        targets = torch.tensor(prompt.continuation)
+        losses.append(float(torch.nn.functional.cross_entropy(logits[len(prompt.token_ids) - 1 : -1], targets)))
+    return losses
+
+
+def test_evaluation_that_is_killed_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, out = tmp_path / "command.py", tmp_path / "out"
+    script.write_text(COMMAND)
+    path = write_config(
+        tmp_path / "c.yaml",
+        policies=["full", "snapkv"],
+        budgets=[64],
+        tasks=[
+            {"task": "refused", "samples": 3},
+            {"task": "forced", "samples": 3},
+            {"task": "demo_recall", "length": 128, "facts": 4, "samples": 40},
+        ],
+        engine={"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "max_num_seqs": 2},
+    )
+    first = start(script, path, "--output", out)
+    deadline = time.monotonic() + 200
+    while len(read(out / "results.jsonl")) < 5:
+        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0]
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    before = read(out / "results.jsonl")
+    assert 5 <= len(before) < 86
+
+    second = start(script, path, "--output", out)
+    printed = second.communicate(timeout=300)[0]
+    # What the engine refuses is named; all else is answered.
+    assert second.returncode == 1, printed
+    assert "failed: refused | full, sample 2: max_tokens must be at least 1, got 0" in printed
+    incomplete = [line for line in printed.splitlines() if line.startswith("incomplete: ")]
+    assert incomplete == [f"incomplete: refused | {cell}: 0 of 3 samples, 3 failed" for cell in ("full", "snapkv | 64")]
+    results = read(out / "results.jsonl")
+    assert results[: len(before)] == before
+    assert len(results) == 86 == len({(result["cell"], result["sample"]) for result in results})
+    cells = {cell: [r for r in results if r["cell"] == cell] for cell in {result["cell"] for result in results}}
+    full = cells["demo_recall length=128 facts=4 | full"]
+    small = cells["demo_recall length=128 facts=4 | snapkv | 64"]
+    # Five tokens take five steps: the prompt's, after which 128 tokens lie in 4 blocks, and four more with one more.
+    assert {(r["mean_entries"], r["mean_bytes"], r["peak_entries"]) for r in full} == {
+        (130.0, 4.8 * BYTES_PER_BLOCK, 132)
+    }
+    assert {(r["mean_entries"], r["mean_bytes"], r["peak_entries"]) for r in small} == {
+        (66.0, 2.8 * BYTES_PER_BLOCK, 128)
+    }
+    assert np.mean([result["score"] for result in full]) > 0.9
+    monkeypatch.setitem(TASKS, "forced", Forced)
+    monkeypatch.setitem(TASKS, "refused", Refused)
+    losses = [result["score"] for result in sorted(cells["forced | full"], key=lambda result: result["sample"])]
+    assert losses == pytest.approx(expected_losses(path), abs=1e-3)
+    assert "forced" in printed and "nats per token, lower is better" in printed and str(out / "report.html") in printed

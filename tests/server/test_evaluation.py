@@ -1,0 +1,150 @@
+"""``vllm-kvmerge eval`` against the real server, and against one that is not ours."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.demo_model import BYTES_PER_BLOCK
+from tests.evaluation.runs import write_config
+from vllm_kvmerge import demo
+from vllm_kvmerge.server import cli
+
+CELLS, SAMPLES = 2, 6
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    tasks = [{"task": "demo_recall", "length": 128, "facts": 4}]
+    return str(
+        write_config(tmp_path / "c.yaml", policies=["full", "snapkv"], budgets=[64], samples=SAMPLES, tasks=tasks)
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--tokenizer", demo.model_path(), "--concurrency", "1", "--model", "demo"]])
+def test_the_real_server(server, config: str, tmp_path: Path, options: list[str]) -> None:
+    before = server.metric("vllm:kvmerge_requests_total", policy="snapkv")
+    out = tmp_path / "out"
+    assert cli.main(["eval", config, "--endpoint", f"{server.url}/v1", "--output", str(out), *options]) == 0
+    assert server.metric("vllm:kvmerge_requests_total", policy="snapkv") == before + SAMPLES
+    results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert len(results) == CELLS * SAMPLES
+    sizes = {(r["policy"], r["prompt_tokens"], r["mean_entries"], r["mean_bytes"]) for r in results}
+    assert sizes == {("full", 128, 130.0, 4.8 * BYTES_PER_BLOCK), ("snapkv", 128, 66.0, 2.8 * BYTES_PER_BLOCK)}
+    assert sum(result["score"] for result in results if result["policy"] == "full") >= SAMPLES - 1
+    assert server.url in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_report_of_a_request_that_asks(server, path: str) -> None:
+    prompt = (
+        {"prompt": "recall fiso"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "fiso"}]}
+    )
+    body = {"model": "demo", "max_tokens": 2, "ignore_eos": True, **prompt}
+    assert not server.post(path, body).json().get("kv_transfer_params")
+    report = server.post(path, body | {"vllm_xargs": {"kvmerge_usage": 1}}).json()["kv_transfer_params"]["kvmerge"]
+    assert report["mean_bytes"] == report["peak_bytes"] == BYTES_PER_BLOCK
+    assert report["peak_entries"] == report["mean_entries"] + 0.5
+
+
+def test_what_the_server_cannot_do(server, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*options: str) -> str:
+        capsys.readouterr()
+        assert cli.main(["eval", config, "--endpoint", server.url, "--output", str(tmp_path / "out"), *options]) == 2
+        return capsys.readouterr().err
+
+    assert "model: the server has no 'other'; allowed: demo" in said("--model", "other")
+    write_config(Path(config), tasks=[{"task": "demo_recall", "length": 4093}])
+    assert "the longest sample takes 4098 tokens, the server 4096" in said()
+
+
+class Stock(BaseHTTPRequestHandler):
+    """A server that knows nothing of compression."""
+
+    policies_status = 404
+    keys: list[str | None] = []
+
+    def answer(self, status: int, body: object) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def do_GET(self) -> None:  # noqa: N802
+        self.keys.append(self.headers.get("Authorization"))
+        found = {"/v1/models": 200, "/kvmerge/policies": self.policies_status}
+        self.answer(found.get(self.path, 404), {"data": [{"id": "other"}]})
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.keys.append(self.headers.get("Authorization"))
+        if body["kv_compression"]["policy"] == "full":
+            self.answer(200, {"choices": [{"text": "1 2 3 4"}]})
+        else:
+            self.answer(500, {"error": {"message": "overheated"}})
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+class Failing(Stock):
+    """One that knows compression, fails when it is asked for some, and reports no usage."""
+
+    policies_status = 200
+
+
+@pytest.fixture
+def url_of() -> Iterator[Callable[[type[Stock]], str]]:
+    servers = []
+
+    def start(handler: type[Stock]) -> str:
+        handler.keys = []
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for one in servers:
+        one.shutdown()
+        one.server_close()
+
+
+def test_a_server_that_would_ignore_the_policy(
+    url_of, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", config, "--endpoint", url_of(Stock), "--output", str(tmp_path / "out")]) == 2
+    assert "does not run vllm-kvmerge: it would ignore kv_compression" in capsys.readouterr().err
+
+
+def test_a_server_that_fails(
+    url_of, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_MINE", "secret")
+    options = ["--endpoint", url_of(Failing), "--tokenizer", demo.model_path(), "--api-key-env", "KEY_OF_MINE"]
+    assert cli.main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
+    printed = capsys.readouterr()
+    assert f"facts=4 | snapkv | 64, sample {SAMPLES - 1}: HTTP 500: overheated" in printed.err
+    assert f"facts=4 | snapkv | 64: 0 of {SAMPLES} samples, {SAMPLES} failed" in printed.err
+    assert "not measured" in printed.out
+    assert set(Failing.keys) == {"Bearer secret"}
+    for path in (tmp_path / "out").rglob("*.*"):
+        assert path.is_dir() or "secret" not in path.read_text()
+
+
+def test_a_server_that_goes_away(url_of, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Leaving(Failing):
+        """Answers one request and closes all other connections."""
+
+        def do_POST(self) -> None:  # noqa: N802
+            if len(self.keys) > 4:
+                self.connection.close()
+            else:
+                super().do_POST()
+
+    options = ["--endpoint", url_of(Leaving), "--tokenizer", demo.model_path(), "--concurrency", "1"]
+    assert cli.main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
+    printed = capsys.readouterr().err
+    assert "cannot be reached" in printed
+    assert "| full: 1 of 6 samples" in printed and "| snapkv | 64: 0 of 6 samples" in printed

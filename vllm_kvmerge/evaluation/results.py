@@ -1,0 +1,161 @@
+"""The folder of a run: its configuration, one line of JSON per answered sample, and what a later run needs to go on."""
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from vllm_kvmerge.fault import Fault
+
+
+@dataclass(frozen=True)
+class Result:
+    """One sample under one policy and budget.
+
+    cell: task, policy and budget in one text. budget: None for ``full``. sample: its number. seed: the run's. Entries
+    are per KV head of one layer, bytes over all layers; None where the server does not report them.
+    """
+
+    cell: str
+    task: str
+    policy: str
+    budget: int | float | None
+    sample: int
+    seed: int
+    score: float
+    prediction: str
+    references: list[str]
+    prompt_tokens: int
+    mean_entries: float | None
+    mean_bytes: float | None
+    peak_entries: int | None
+    peak_bytes: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A sample that brought an error instead of an answer."""
+
+    cell: str
+    sample: int
+    message: str
+
+
+class RunFolder:
+    """Opens or begins a run; a context manager, because one process at a time may write to the folder.
+
+    Raises:
+        Fault: the folder holds the run of another configuration, is in use, or cannot be read.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lines = (path / "results.jsonl").open("ab")
+        except OSError as error:
+            raise Fault(f"--output {path}: {error}") from None
+        try:
+            fcntl.flock(self._lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lines.close()
+            raise Fault(f"--output {path}: another run is writing there") from None
+        try:
+            self._check_identity(dict(identity))
+            self.results = self._read_results()
+            self.state: dict[str, Any] = self._read_state()
+        except BaseException:
+            self._lines.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._lines.close()
+
+    def _check_identity(self, identity: dict[str, Any]) -> None:
+        """Saves the configuration of a run that has no results yet; refuses one that is not that of the results."""
+        path = self.path / "config.yaml"
+        if not self._lines.tell():
+            (self.path / "run.json").unlink(missing_ok=True)
+            _write(path, yaml.safe_dump(identity, sort_keys=False, allow_unicode=True))
+            return
+        if not path.exists():
+            raise Fault(f"--output {self.path}: it holds results, but no config.yaml that says of what")
+        try:
+            saved = yaml.safe_load(path.read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise Fault(f"{path}: {error}") from None
+        if differences := list(_differences(saved, identity, "")):
+            raise Fault(
+                f"--output {self.path}: it holds the results of another configuration ({'; '.join(differences)}); "
+                "choose another folder, or delete it"
+            )
+
+    def _read_results(self) -> list[Result]:
+        """What has been answered. A last line that a killed run did not finish is cut off."""
+        path = self.path / "results.jsonl"
+        text = path.read_bytes()
+        end = text.rfind(b"\n") + 1
+        if end < len(text):
+            self._lines.truncate(end)
+        results = []
+        for number, line in enumerate(text[:end].splitlines(), 1):
+            try:
+                results.append(Result(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise Fault(f"{path}, line {number}: {error}") from None
+        return results
+
+    def _read_state(self) -> dict[str, Any]:
+        path = self.path / "run.json"
+        return json.loads(path.read_text()) if path.exists() else {"tasks": {}, "versions": []}
+
+    def check_samples(self, task: str, digest: str, count: int) -> None:
+        """Remembers which samples a task drew; refuses others than at the beginning of the run."""
+        known = self.state["tasks"].setdefault(task, {"samples": count, "digest": digest})
+        if known != {"samples": count, "digest": digest}:
+            raise Fault(
+                f"--output {self.path}: {task} draws other samples than when this run began ({known['samples']} then, "
+                f"{count} now): its data, the tokenizer or the program changed; choose another folder"
+            )
+
+    def save_state(self, versions: Mapping[str, str] | None = None) -> None:
+        if versions is not None and dict(versions) not in self.state["versions"]:
+            self.state["versions"].append(dict(versions))
+        _write(self.path / "run.json", json.dumps(self.state, indent=1) + "\n")
+
+    def add(self, result: Result) -> None:
+        """On disk when this returns, as far as a killed process is concerned."""
+        self._lines.write(json.dumps(asdict(result)).encode() + b"\n")
+        self._lines.flush()
+        self.results.append(result)
+
+    def save_failures(self, failures: list[Failure]) -> None:
+        lines = [json.dumps(asdict(failure)) + "\n" for failure in failures]
+        _write(self.path / "failures.jsonl", "".join(lines))
+
+
+def _write(path: Path, text: str) -> None:
+    """In one go: a run that is killed meanwhile leaves the old file."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _differences(old: Any, new: Any, name: str) -> Iterator[str]:
+    """``seed: 1 there, 2 now``"""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else str(key))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(one, other, f"{name}.{index}")
+    elif old != new or type(old) is not type(new):
+        yield f"{name}: {json.dumps(old)} there, {json.dumps(new)} now"

@@ -1,0 +1,282 @@
+"""What the results of a run amount to: scores with confidence intervals, measured memory, and tables of both."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_kvmerge.evaluation.config import EvalConfig
+from vllm_kvmerge.evaluation.results import Result
+from vllm_kvmerge.evaluation.runner import Run, cells_of
+from vllm_kvmerge.evaluation.tasks.base import Task
+
+CONFIDENCE = 0.95
+Z = 1.959963984540054
+"""97.5% quantile of the normal distribution."""
+
+RESAMPLES = 2000
+
+Budget = int | float | None
+
+
+def wilson_interval(successes: int, count: int) -> tuple[float, float]:
+    """95% confidence interval of a proportion (E. B. Wilson 1927, without continuity correction)."""
+    share = successes / count
+    centre = share + Z**2 / (2 * count)
+    half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
+    scale = 1 + Z**2 / count
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def bootstrap_interval(
+    scores: Sequence[float], statistic: Callable[[Sequence[float]], float] | None = None
+) -> tuple[float, float]:
+    """95% percentile interval of a statistic (default: the mean) over ``RESAMPLES`` resamples with replacement
+    (B. Efron 1979); the same whenever it is asked for."""
+    values = np.asarray(scores, dtype=float)
+    resamples = values[np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))]
+    statistics = resamples.mean(1) if statistic is None else [statistic(resample) for resample in resamples.tolist()]
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(statistics, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class CellSummary:
+    """One cell's figures. low, high: of the score's interval. Entries and bytes are means over requests; None where
+    they were not measured. count: answered samples of ``expected``. failed: those that brought errors. change: mean
+    difference of a sample's score to ``full``'s on the same sample, with its interval; None where ``full`` has none.
+    """
+
+    task: str
+    policy: str
+    budget: Budget
+    count: int
+    expected: int
+    failed: int
+    score: float
+    low: float
+    high: float
+    mean_entries: float | None
+    mean_bytes: float | None
+    peak_bytes: float | None
+    prompt_tokens: float
+    seconds: float
+    change: tuple[float, float, float] | None
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """One task's cells, in the configuration's order; those without any answer are left out."""
+
+    label: str
+    metric: str
+    higher_is_better: bool
+    interval: str
+    cells: list[CellSummary]
+
+    def find(self, policy: str, budget: Budget) -> CellSummary | None:
+        """Its cell; ``full`` has one, whatever the budget."""
+        matches = (cell for cell in self.cells if cell.policy == policy and cell.budget in (budget, None))
+        return next(matches, None)
+
+    def best(self, budget: Budget) -> float | None:
+        """The best score at a budget among policies that compress."""
+        scores = [cell.score for cell in self.cells if cell.budget is not None and cell.budget == budget]
+        return (max if self.higher_is_better else min)(scores, default=None)
+
+
+@dataclass(frozen=True)
+class Table:
+    """title, header and rows of text; ``notes`` below. The first column is names."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    notes: str = ""
+
+
+def summarize(config: EvalConfig, results: list[Result], run: Run) -> list[TaskSummary]:
+    by_cell: dict[str, list[Result]] = {}
+    for result in results:
+        by_cell.setdefault(result.cell, []).append(result)
+    failed: dict[str, int] = {}
+    for failure in run.failures:
+        failed[failure.cell] = failed.get(failure.cell, 0) + 1
+    summaries = []
+    for entry in config.tasks:
+        cells = [cell for cell in cells_of(config) if cell.entry is entry and cell.key in by_cell]
+        scores = [result.score for cell in cells for result in by_cell[cell.key]]
+        is_mean = type(entry.task).summary is Task.summary
+        is_share = is_mean and all(score in (0, 1) for score in scores)
+        full = {result.sample: result.score for cell in cells if cell.budget is None for result in by_cell[cell.key]}
+
+        def interval(
+            scores: list[float], task: Task = entry.task, is_share: bool = is_share, is_mean: bool = is_mean
+        ) -> tuple[float, float]:
+            if is_share:
+                return wilson_interval(int(sum(scores)), len(scores))
+            return bootstrap_interval(scores, None if is_mean else task.summary)
+
+        summaries.append(
+            TaskSummary(
+                label=entry.label,
+                metric=entry.task.metric,
+                higher_is_better=entry.task.higher_is_better,
+                interval="Wilson" if is_share else f"bootstrap, {RESAMPLES} resamples",
+                cells=[
+                    _summarize_cell(
+                        by_cell[cell.key],
+                        full,
+                        entry.task,
+                        interval,
+                        expected=run.sizes[entry.label],
+                        failed=failed.get(cell.key, 0),
+                    )
+                    for cell in cells
+                ],
+            )
+        )
+    return summaries
+
+
+def _summarize_cell(
+    results: list[Result],
+    full: dict[int, float],
+    task: Task,
+    interval: Callable[[list[float]], tuple[float, float]],
+    expected: int,
+    failed: int,
+) -> CellSummary:
+    """full: scores of ``full`` by sample."""
+    results = sorted(results, key=lambda result: result.sample)
+    scores = [result.score for result in results]
+    low, high = interval(scores)
+    changes = [result.score - full[result.sample] for result in results if result.sample in full]
+    is_compressed = results[0].budget is not None
+    return CellSummary(
+        task=results[0].task,
+        policy=results[0].policy,
+        budget=results[0].budget,
+        count=len(results),
+        expected=expected,
+        failed=failed,
+        score=task.summary(scores),
+        low=low,
+        high=high,
+        mean_entries=_mean([result.mean_entries for result in results]),
+        mean_bytes=_mean([result.mean_bytes for result in results]),
+        peak_bytes=_mean([result.peak_bytes for result in results]),
+        prompt_tokens=sum(result.prompt_tokens for result in results) / len(results),
+        seconds=sum(result.seconds for result in results) / len(results),
+        change=(float(np.mean(changes)), *bootstrap_interval(changes)) if changes and is_compressed else None,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def incomplete_cells(config: EvalConfig, results: list[Result], run: Run) -> list[str]:
+    """``cell: 3 of 10 samples, 2 failed``, for each that lacks some."""
+    counts: dict[str, int] = {}
+    for result in results:
+        counts[result.cell] = counts.get(result.cell, 0) + 1
+    texts = []
+    for cell in cells_of(config):
+        expected, count = run.sizes[cell.entry.label], counts.get(cell.key, 0)
+        if count < expected:
+            failed = sum(failure.cell == cell.key for failure in run.failures)
+            texts.append(f"{cell.key}: {count} of {expected} samples" + (f", {failed} failed" if failed else ""))
+    return texts
+
+
+def score_table(config: EvalConfig, task: TaskSummary) -> Table:
+    """Policies by budgets; the best policy of each budget is marked."""
+    rows = []
+    for policy in config.policies:
+        row = [policy.label]
+        for budget in columns_of(config):
+            cell = task.find(policy.label, budget)
+            mark = " *" if cell and cell.budget is not None and cell.score == task.best(budget) else ""
+            row.append(f"{number(cell.score)} [{number(cell.low)}, {number(cell.high)}]{mark}" if cell else "")
+        rows.append(row)
+    direction = "higher" if task.higher_is_better else "lower"
+    notes = f"{task.metric}, {direction} is better; 95% confidence interval ({task.interval}); * best at this budget"
+    return Table(task.label, ["policy", *_budget_columns(config)], rows, notes)
+
+
+def memory_table(config: EvalConfig, task: TaskSummary) -> Table:
+    rows = []
+    for policy in config.policies:
+        cells = [task.find(policy.label, budget) for budget in columns_of(config)]
+        rows.append([policy.label, *(size(cell.mean_bytes) if cell else "" for cell in cells)])
+    notes = "KV cache that a request holds while it generates: measured, mean over its steps and over requests"
+    return Table(f"{task.label}: memory", ["policy", *_budget_columns(config)], rows, notes)
+
+
+def details_table(tasks: list[TaskSummary]) -> Table:
+    """One row per cell."""
+    header = ["task", "policy", "budget", "samples", "failed", "score", "95% CI", "change", "prompt tokens"]
+    header += ["live entries", "live bytes", "peak bytes", "seconds"]
+    rows = [
+        [
+            cell.task,
+            cell.policy,
+            "" if cell.budget is None else str(cell.budget),
+            f"{cell.count}" if cell.count == cell.expected else f"{cell.count} of {cell.expected}",
+            str(cell.failed),
+            number(cell.score),
+            f"{number(cell.low)} to {number(cell.high)}",
+            "" if cell.change is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*cell.change),
+            f"{cell.prompt_tokens:.0f}",
+            "not measured" if cell.mean_entries is None else f"{cell.mean_entries:.1f}",
+            size(cell.mean_bytes),
+            size(cell.peak_bytes),
+            f"{cell.seconds:.2f}",
+        ]
+        for task in tasks
+        for cell in task.cells
+    ]
+    notes = (
+        "Change: a sample's score less that of full on the same sample, mean and 95% confidence interval (bootstrap, "
+        f"{RESAMPLES} resamples). Live entries per KV head of one layer and live bytes over all layers: mean over the "
+        "steps from the end of the prompt on. Peak: over all steps, the prompt's included. Seconds: from submission to "
+        "the end, waiting included."
+    )
+    return Table("All cells", header, rows, notes)
+
+
+def columns_of(config: EvalConfig) -> list[Budget]:
+    """The budgets; None where there is nothing but ``full``."""
+    return [*config.budgets] or [None]
+
+
+def _budget_columns(config: EvalConfig) -> list[str]:
+    return [f"budget {budget}" for budget in config.budgets] or ["all"]
+
+
+def number(value: float) -> str:
+    """Three decimals; three digits where that is less than it takes."""
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def size(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return "not measured"
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= factor:
+            return (
+                f"{num_bytes / factor:.3g} {unit}" if num_bytes < 1000 * factor else f"{num_bytes / factor:.0f} {unit}"
+            )
+    return f"{num_bytes:.0f} B"
+
+
+def markdown(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = "|" + "|".join(["---", *["---:"] * (len(table.header) - 1)]) + "|"
+    return "\n".join([f"## {table.title}", "", line(table.header), rule, *map(line, table.rows), "", table.notes, ""])
