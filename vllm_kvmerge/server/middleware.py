@@ -20,6 +20,9 @@ CARRIERS: dict[str, tuple[str, ...]] = {
 }
 """Routes that take the field, and the object in their body that becomes ``SamplingParams.extra_args``."""
 
+PROMPT_FIELD = "context_tokens"
+"""The field's only parameter that can be refused once the prompt's length is known, so by vLLM."""
+
 
 class CompressionFieldMiddleware:
     """ASGI middleware over vLLM's routes; responses pass untouched, and so do requests without the field."""
@@ -42,6 +45,8 @@ class CompressionFieldMiddleware:
             return
         if rewritten is not None:
             scope, body = _with_length(scope, len(rewritten)), rewritten
+        if PROMPT_FIELD.encode() in body:
+            send = _with_late_refusal(scope, receive, send)
         await self.app(scope, _replay(body, receive), send)
 
 
@@ -125,6 +130,46 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return unread.pop() if unread else await receive()
 
     return replay
+
+
+def _with_late_refusal(scope: Scope, receive: Receive, send: Send) -> Send:
+    """A ``send`` that answers with HTTP 400 where a stream's first event says that the field is refused.
+
+    vLLM has sent the status by the time it looks at the request, and reports what is wrong as an event.
+    """
+    start: list[Message] = []
+    refused = False
+
+    async def send_checked(message: Message) -> None:
+        nonlocal refused
+        if refused:
+            return
+        if message["type"] == "http.response.start":
+            start.append(message)
+            return
+        if start:
+            held = start.pop()
+            error = _refusal_event(message.get("body", b"")) if held["status"] == 200 else None
+            if error is not None:
+                refused = True
+                await JSONResponse(error, 400)(scope, receive, send)
+                return
+            await send(held)
+        await send(message)
+
+    return send_checked
+
+
+def _refusal_event(chunk: bytes) -> dict[str, Any] | None:
+    """The data of a stream's event that refuses ``PROMPT_FIELD``; None where a chunk is no such event."""
+    if not chunk.startswith(b"data: "):
+        return None
+    try:
+        data = json.loads(chunk.removeprefix(b"data: "))
+        refused = data["error"]["param"] == f"{FIELD}.{PROMPT_FIELD}"
+    except (ValueError, KeyError, TypeError):
+        return None
+    return data if refused else None
 
 
 def _with_length(scope: Scope, length: int) -> Scope:
