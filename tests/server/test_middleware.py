@@ -236,6 +236,41 @@ def test_response_is_not_buffered() -> None:
     assert seen_by_app == ["http.request", "http.disconnect"]
 
 
+REFUSAL = {"error": {"message": "too long", "type": "BadRequestError", "param": "kv_compression.context_tokens"}}
+
+
+@pytest.mark.parametrize(
+    ("first", "parameters", "status"),
+    [
+        (REFUSAL, {"context_tokens": 9}, 400),
+        (REFUSAL, {}, 200),  # not this request's fault
+        ({"error": {"message": "other", "param": None}}, {"context_tokens": 9}, 200),
+        ({"error": "other"}, {"context_tokens": 9}, 200),
+        ({"choices": []}, {"context_tokens": 9}, 200),
+        ("[DONE]", {"context_tokens": 9}, 200),
+    ],
+)
+def test_a_refusal_in_a_stream_is_answered_as_any_other(first: Any, parameters: dict[str, Any], status: int) -> None:
+    """vLLM knows the prompt's length once it has sent the status of a stream."""
+    events = [f"data: {first if isinstance(first, str) else json.dumps(first)}\n\n", "data: [DONE]\n\n"]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def chunks() -> AsyncIterator[str]:
+            for event in events:
+                yield event
+
+        await StreamingResponse(chunks(), media_type="text/event-stream")(scope, receive, send)
+
+    body = {"prompt": "x", "stream": True, "kv_compression": VALID | parameters}
+    response = post("/v1/completions", app=CompressionFieldMiddleware(app), json=body)  # type: ignore[arg-type]
+    assert response.status_code == status
+    if status == 400:
+        assert response.json() == REFUSAL
+        assert response.headers["content-type"] == "application/json"
+    else:
+        assert response.text == "".join(events)
+
+
 def test_client_that_leaves_before_the_end_of_its_body_reaches_nobody() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("reached")
