@@ -196,10 +196,10 @@ def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
     rng = np.random.default_rng(27)
     policies = ["h2o", "keepkv", "zsmerge", "streaming_llm", "snapkv", "morphkv", "grkv"]
     prompts = [random_prompt(rng, 900) for _ in policies]
-    params = [greedy(150, policy, budget=500, context_tokens=650) for policy in policies]
+    params = [greedy(400, policy, budget=600, context_tokens=750) for policy in policies]
     alone = [engine.tokens([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
     for i in range(3):  # these only grow, and push the others out
-        add(engine, f"plain{i}", random_prompt(rng, 1000), greedy(900))
+        add(engine, f"plain{i}", random_prompt(rng, 1000), greedy(500))
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         add(engine, str(i), prompt, p)
     seen: dict[str, int] = {}
@@ -282,6 +282,12 @@ def test_parallel_samples_share_the_context(engine):
     first, second = (engine.generate([prompt], sampled)[0] for _ in range(2))
     assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
     assert len({tuple(o.token_ids) for o in first.outputs}) > 1
+    # A prompt that is computed in several chunks takes no more random numbers than one computed at once.
+    whole, chunked = (
+        SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, extra_args=extra)
+        for extra in (None, compression("keepkv", budget=MAX_MODEL_LEN, context_tokens=640))
+    )
+    assert engine.tokens([prompt], whole) == engine.tokens([prompt], chunked)
     engine.assert_empty()
 
 
