@@ -199,7 +199,7 @@ def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
     params = [greedy(400, policy, budget=600, context_tokens=750) for policy in policies]
     alone = [engine.tokens([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
     for i in range(3):  # these only grow, and push the others out
-        add(engine, f"plain{i}", random_prompt(rng, 1000), greedy(500))
+        add(engine, f"plain{i}", random_prompt(rng, 1000), greedy(900))
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         add(engine, str(i), prompt, p)
     seen: dict[str, int] = {}
