@@ -11,8 +11,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
+from vllm_kvmerge.config import CompressionError
 from vllm_kvmerge.server import middleware
 from vllm_kvmerge.server.middleware import CARRIERS, CompressionFieldMiddleware
+from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 VALID = {"policy": "streaming_llm", "budget": 64}
 XARGS_ROUTES = [route for route, carrier in CARRIERS.items() if carrier == ("vllm_xargs",)]
@@ -236,39 +238,61 @@ def test_response_is_not_buffered() -> None:
     assert seen_by_app == ["http.request", "http.disconnect"]
 
 
-REFUSAL = {"error": {"message": "too long", "type": "BadRequestError", "param": "kv_compression.context_tokens"}}
-
-
-@pytest.mark.parametrize(
-    ("first", "parameters", "status"),
-    [
-        (REFUSAL, {"context_tokens": 9}, 400),
-        (REFUSAL, {}, 200),  # not this request's fault
-        ({"error": {"message": "other", "param": None}}, {"context_tokens": 9}, 200),
-        ({"error": "other"}, {"context_tokens": 9}, 200),
-        ({"choices": []}, {"context_tokens": 9}, 200),
-        ("[DONE]", {"context_tokens": 9}, 200),
-    ],
-)
-def test_a_refusal_in_a_stream_is_answered_as_any_other(first: Any, parameters: dict[str, Any], status: int) -> None:
-    """vLLM knows the prompt's length once it has sent the status of a stream."""
-    events = [f"data: {first if isinstance(first, str) else json.dumps(first)}\n\n", "data: [DONE]\n\n"]
+@pytest.mark.parametrize("events", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("parameters", [{"context_tokens": 9}, {}])
+def test_a_refusal_that_comes_late_is_answered_as_any_other(
+    parameters: dict[str, Any], refused: bool, stream: bool, events: int
+) -> None:
+    """vLLM looks at the prompt's length when it has sent a stream's status, and on some routes its first events."""
+    error = CompressionError("kv_compression.context_tokens", "9 tokens are more", "context_too_long")
+    seen: list[Verdict | None] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        verdict = VERDICT.get()
+        seen.append(verdict)
+
+        def check() -> None:
+            if verdict is not None:
+                verdict.checked, verdict.error = True, error if refused else None
+
         async def chunks() -> AsyncIterator[str]:
-            for event in events:
-                yield event
+            for number in range(events):
+                yield f"data: {number}\n\n"
+            check()
+            yield "data: the rest\n\n"
+            yield "data: [DONE]\n\n"
 
-        await StreamingResponse(chunks(), media_type="text/event-stream")(scope, receive, send)
+        if stream:
+            await StreamingResponse(chunks(), media_type="text/event-stream")(scope, receive, send)
+        else:
+            check()
+            await Response("vLLM's own", 400 if refused else 200)(scope, receive, send)
 
-    body = {"prompt": "x", "stream": True, "kv_compression": VALID | parameters}
+    body = {"prompt": "x", "stream": stream, "kv_compression": VALID | parameters}
     response = post("/v1/completions", app=CompressionFieldMiddleware(app), json=body)  # type: ignore[arg-type]
-    assert response.status_code == status
-    if status == 400:
-        assert response.json() == REFUSAL
-        assert response.headers["content-type"] == "application/json"
+    assert VERDICT.get() is None and (seen == [None]) == (not parameters)
+    if parameters and refused:
+        assert response.status_code == 400
+        assert response.json()["error"] == {
+            "message": str(error), "type": "BadRequestError", "param": error.param, "code": 400
+        }  # fmt: skip
+    elif stream:
+        start = "".join(f"data: {number}\n\n" for number in range(events))
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.text == start + "data: the rest\n\ndata: [DONE]\n\n"
     else:
-        assert response.text == "".join(events)
+        assert (response.status_code, response.text) == (400 if refused else 200, "vLLM's own")
+
+
+def test_an_answer_without_a_verdict_is_not_kept() -> None:
+    """What vLLM refuses for a reason of its own never comes to be checked."""
+    body = {"prompt": "x", "kv_compression": VALID | {"context_tokens": 9}}
+    received = post("/v1/completions", json=body).json()
+    assert json.loads(received["vllm_xargs"]["kv_compression"])["context_tokens"] == 9
+    assert post("/stream", json={"prompt": "context_tokens"}).text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
 
 
 def test_client_that_leaves_before_the_end_of_its_body_reaches_nobody() -> None:

@@ -122,16 +122,22 @@ def test_bad_requests_are_refused_by_name(server, path, value, param, reason):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_a_context_longer_than_the_prompt_is_refused(server, path, stream):
     before = server.metric("vllm:kvmerge_rejected_requests_total", reason="context_too_long")
-    content = {"prompt": [2, 20, 30]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    content = {
+        "/v1/completions": {"prompt": [2, 20, 30]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]},
+    }
     field = {"policy": "snapkv", "budget": 64, "context_tokens": 100}
-    response = server.post(path, {"model": "demo", "stream": stream, "kv_compression": field} | content)
+    response = server.post(path, {"model": "demo", "stream": stream, "kv_compression": field} | content[path])
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["param"], error["type"], error["code"]) == ("kv_compression.context_tokens", "BadRequestError", 400)
-    assert "100 tokens are more than the prompt has; allowed: 1 to " in error["message"]
+    assert error["message"].startswith("kv_compression.context_tokens: 100 tokens are more than the prompt has")
+    assert server.complete("a", max_tokens=2, kv_compression=field | {"context_tokens": 1})["choices"]
     assert server.metric("vllm:kvmerge_rejected_requests_total", reason="context_too_long") == before + 1
 
 

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_kvmerge.config import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.config import CompressionError, parse_compression
 from vllm_kvmerge.metrics import count_rejection
+from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 CARRIERS: dict[str, tuple[str, ...]] = {
     "/v1/completions": ("vllm_xargs",),
@@ -21,7 +22,7 @@ CARRIERS: dict[str, tuple[str, ...]] = {
 """Routes that take the field, and the object in their body that becomes ``SamplingParams.extra_args``."""
 
 PROMPT_FIELD = "context_tokens"
-"""The field's only parameter that can be refused once the prompt's length is known, so by vLLM."""
+"""The field's only parameter that may be refused once the prompt's length is known."""
 
 
 class CompressionFieldMiddleware:
@@ -45,9 +46,15 @@ class CompressionFieldMiddleware:
             return
         if rewritten is not None:
             scope, body = _with_length(scope, len(rewritten)), rewritten
-        if PROMPT_FIELD.encode() in body:
-            send = _with_late_refusal(scope, receive, send)
-        await self.app(scope, _replay(body, receive), send)
+        if FIELD.encode() not in body or PROMPT_FIELD.encode() not in body:
+            await self.app(scope, _replay(body, receive), send)
+            return
+        verdict = Verdict()
+        token = VERDICT.set(verdict)
+        try:
+            await self.app(scope, _replay(body, receive), _with_verdict(scope, receive, send, verdict))
+        finally:
+            VERDICT.reset(token)
 
 
 def rewrite_body(route: str, body: bytes) -> bytes | None:
@@ -132,44 +139,33 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _with_late_refusal(scope: Scope, receive: Receive, send: Send) -> Send:
-    """A ``send`` that answers with HTTP 400 where a stream's first event says that the field is refused.
+def _with_verdict(scope: Scope, receive: Receive, send: Send, verdict: Verdict) -> Send:
+    """A ``send`` that holds the answer back until the verdict is known, and answers with HTTP 400 if it is a refusal.
 
-    vLLM has sent the status by the time it looks at the request, and reports what is wrong as an event.
+    vLLM looks at a request with its prompt after it has sent a stream's status, and would report what is wrong as an
+    event of the stream.
     """
-    start: list[Message] = []
-    refused = False
+    held: list[Message] = []
+    decided = refused = False
 
     async def send_checked(message: Message) -> None:
-        nonlocal refused
-        if refused:
+        nonlocal decided, refused
+        if decided:
+            if not refused:
+                await send(message)
             return
-        if message["type"] == "http.response.start":
-            start.append(message)
+        held.append(message)
+        decided = verdict.checked or (message["type"] == "http.response.body" and not message.get("more_body", False))
+        if not decided:
             return
-        if start:
-            held = start.pop()
-            error = _refusal_event(message.get("body", b"")) if held["status"] == 200 else None
-            if error is not None:
-                refused = True
-                await JSONResponse(error, 400)(scope, receive, send)
-                return
-            await send(held)
-        await send(message)
+        if verdict.error is not None:
+            refused = True
+            await _refusal(verdict.error)(scope, receive, send)
+            return
+        for message in held:
+            await send(message)
 
     return send_checked
-
-
-def _refusal_event(chunk: bytes) -> dict[str, Any] | None:
-    """The data of a stream's event that refuses ``PROMPT_FIELD``; None where a chunk is no such event."""
-    if not chunk.startswith(b"data: "):
-        return None
-    try:
-        data = json.loads(chunk.removeprefix(b"data: "))
-        refused = data["error"]["param"] == f"{FIELD}.{PROMPT_FIELD}"
-    except (ValueError, KeyError, TypeError):
-        return None
-    return data if refused else None
 
 
 def _with_length(scope: Scope, length: int) -> Scope:

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionConfig, CompressionError, parse_compression
 from vllm_kvmerge.engine_args import VALIDATOR
 from vllm_kvmerge.metrics import count_rejection
+from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,8 @@ def _requested(params: "SamplingParams | PoolingParams") -> CompressionConfig | 
 def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams | PoolingParams") -> None:
     """The platform's own check, then ours of what depends on the prompt's length."""
     type(current_platform).validate_request(processed_inputs, params)
+    verdict = VERDICT.get() or Verdict()
+    verdict.checked = True
     config = _requested(params)
     if config is None:
         return
@@ -67,6 +70,7 @@ def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams |
     try:
         config.check_context(length_from_prompt_token_ids_or_embeds(token_ids, embeds))
     except CompressionError as error:
+        verdict.error = error
         count_rejection(error.reason)
         raise VLLMValidationError(str(error), parameter=error.param) from None
 
