@@ -287,6 +287,42 @@ def test_a_refusal_that_comes_late_is_answered_as_any_other(
         assert (response.status_code, response.text) == (400 if refused else 200, "vLLM's own")
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_answer_that_is_broken_off(begun: bool) -> None:
+    """A refusal takes its place unless it has begun: the verdict on one of several prompts may come later."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        verdict = VERDICT.get()
+        assert verdict is not None
+        verdict.checked = begun
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"0", "more_body": True})
+        verdict.checked, verdict.error = True, CompressionError("kv_compression.context_tokens", "9 are more", "x")
+        if begun:
+            await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        raise ValueError("broken off")
+
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    body = json.dumps({"kv_compression": VALID | {"context_tokens": 9}}).encode()
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    call = CompressionFieldMiddleware(app)(scope, receive, send)
+    if begun:
+        with pytest.raises(ValueError, match="broken off"):
+            asyncio.run(call)
+        assert [message.get("body") for message in sent] == [None, b"0", b"1"]
+    else:
+        asyncio.run(call)
+        assert sent[0]["status"] == 400 and b"9 are more" in sent[1]["body"] and len(sent) == 2
+
+
 def test_an_answer_without_a_verdict_is_not_kept() -> None:
     """What vLLM refuses for a reason of its own never comes to be checked."""
     body = {"prompt": "x", "kv_compression": VALID | {"context_tokens": 9}}

@@ -51,8 +51,12 @@ class CompressionFieldMiddleware:
             return
         verdict = Verdict()
         token = VERDICT.set(verdict)
+        answer = _HeldAnswer(scope, receive, send, verdict)
         try:
-            await self.app(scope, _replay(body, receive), _with_verdict(scope, receive, send, verdict))
+            await self.app(scope, _replay(body, receive), answer.send)
+        except Exception:
+            if not await answer.broken_off():
+                raise
         finally:
             VERDICT.reset(token)
 
@@ -139,33 +143,41 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _with_verdict(scope: Scope, receive: Receive, send: Send, verdict: Verdict) -> Send:
-    """A ``send`` that holds the answer back until the verdict is known, and answers with HTTP 400 if it is a refusal.
+class _HeldAnswer:
+    """Holds an answer back until the verdict is known, and sends HTTP 400 instead if it is a refusal.
 
     vLLM looks at a request with its prompt after it has sent a stream's status, and would report what is wrong as an
-    event of the stream.
+    event of the stream, or break it off.
     """
-    held: list[Message] = []
-    decided = refused = False
 
-    async def send_checked(message: Message) -> None:
-        nonlocal decided, refused
-        if decided:
-            if not refused:
-                await send(message)
-            return
-        held.append(message)
-        decided = verdict.checked or (message["type"] == "http.response.body" and not message.get("more_body", False))
-        if not decided:
-            return
-        if verdict.error is not None:
-            refused = True
-            await _refusal(verdict.error)(scope, receive, send)
-            return
-        for message in held:
-            await send(message)
+    def __init__(self, scope: Scope, receive: Receive, send: Send, verdict: Verdict) -> None:
+        self._scope, self._receive, self._send, self._verdict = scope, receive, send, verdict
+        self._held: list[Message] = []
+        self._decided = self._refused = False
 
-    return send_checked
+    async def send(self, message: Message) -> None:
+        if not self._decided:
+            self._held.append(message)
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if self._verdict.checked or is_last:
+                await self._decide()
+        elif not self._refused:
+            await self._send(message)
+
+    async def _decide(self) -> None:
+        self._decided = True
+        self._refused = self._verdict.error is not None
+        if self._verdict.error is not None:
+            await _refusal(self._verdict.error)(self._scope, self._receive, self._send)
+            return
+        for message in self._held:
+            await self._send(message)
+
+    async def broken_off(self) -> bool:
+        """Whether the answer ended by an exception because of the verdict; the refusal has been sent then."""
+        if self._verdict.error is not None and not self._decided:
+            await self._decide()
+        return self._refused
 
 
 def _with_length(scope: Scope, length: int) -> Scope:
