@@ -166,6 +166,11 @@ def test_json_text_is_parsed():
         ({"policy": "h2o", "interval": True}, "interval", "wrong_type", ["True", "integer"]),
         ({"policy": "h2o", "interval": 1.0}, "interval", "wrong_type", ["1.0", "integer"]),
         ({"policy": "h2o", "decode": "never"}, "decode", "invalid_value", ["'never'", "bounded", "grow"]),
+        ({"policy": "h2o", "context_tokens": 0}, "context_tokens", "invalid_value", ["0", "equal to 1"]),
+        ({"policy": "h2o", "context_tokens": True}, "context_tokens", "wrong_type", ["True", "integer"]),
+        ({"policy": "h2o", "context_tokens": 0.5}, "context_tokens", "wrong_type", ["0.5", "integer"]),
+        ({"policy": "h2o", "context_tokens": "9"}, "context_tokens", "wrong_type", ["'9'", "integer"]),
+        ({"policy": "full", "context_tokens": 9}, "context_tokens", "unknown_field", ["full", "policy"]),
         ({"policy": "h2o", "decay": 1.01}, "decay", "invalid_value", ["1.01", "less than or equal to 1"]),
         ({"policy": "h2o", "decay": "1"}, "decay", "wrong_type", ["'1'", "number"]),
         ({"policy": "h2o", "score_window": 0}, "score_window", "invalid_value", ["0", "equal to 1", "'all'"]),
@@ -200,6 +205,19 @@ def test_a_share_is_rounded_up_and_raised_to_what_the_policy_protects():
     assert parse_compression({"policy": "h2o", "budget": 77}).resolve_budget(5) == 77
     assert parse_compression({"policy": "local", "budget": 1.0}).resolve_budget(9) == 9
     assert parse_compression({"policy": "local", "budget": 1}).resolve_budget(9) == 1
+
+
+def test_a_context_is_part_of_the_prompt():
+    config = parse_compression({"policy": "h2o", "budget": 0.2, "context_tokens": 1000})
+    assert [config.resolve_context(n) for n in (1000, 1500)] == [1000, 1000]
+    for length in (1000, 1500):
+        config.check_context(length)
+    with pytest.raises(CompressionError, match="1000 tokens are more than the prompt has; allowed: 1 to 999") as caught:
+        config.check_context(999)
+    assert (caught.value.param, caught.value.reason) == ("kv_compression.context_tokens", "context_too_long")
+    everything = parse_compression({"policy": "h2o"})
+    everything.check_context(1)
+    assert (everything.context_tokens, everything.resolve_context(77)) == (None, 77)
 
 
 def test_the_capacity_is_the_allocators(monkeypatch):

@@ -207,6 +207,10 @@ def test_engine_args_check_the_default() -> None:
         kvmerge_engine_args(additional_config=given)
     with pytest.raises(ValueError, match="give one"):
         kvmerge_engine_args({"policy": "full"}, additional_config=given)
+    with pytest.raises(
+        ValueError, match=r"kv_compression\.context_tokens: 9 cannot be a default.* allowed: in a request"
+    ):
+        kvmerge_engine_args({"policy": "snapkv", "context_tokens": 9})
 
 
 def test_class_names_resolve() -> None:

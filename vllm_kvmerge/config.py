@@ -57,11 +57,21 @@ def _check_budget(budget: int | float) -> int | float:
 Budget = Annotated[
     StrictInt | StrictFloat,
     AfterValidator(_check_budget),
-    Field(description="Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, rounded up."),
+    Field(
+        description="Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its context "
+        "where context_tokens says how long that is, rounded up."
+    ),
 ]
 
 
-DECODE_TEXT = "bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's end only."
+DECODE_TEXT = (
+    "bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's (or context's) end "
+    "only."
+)
+CONTEXT_TEXT = (
+    "Compress the prompt's first so many tokens as if they were the whole prompt, before the rest of it, such as a "
+    "question, is read; at most the prompt's tokens. Default: the whole prompt."
+)
 
 
 class FullRequest(BaseModel):
@@ -83,6 +93,7 @@ def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
             Field(None, description="Live entries above the budget that trigger a compression; default: one block."),
         ),
         "decode": (DecodeMode, Field(preset.decode, description=DECODE_TEXT)),
+        "context_tokens": (Annotated[int, Field(strict=True, ge=1)] | None, Field(None, description=CONTEXT_TEXT)),
     }
     for kind, name in names._asdict().items():
         own = f"The policy's own is {getattr(preset, kind)}"
@@ -104,7 +115,10 @@ def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
 
 
 class CompressionConfig(BaseModel):
-    """One request's compression, resolved: what to run, how large, how often."""
+    """One request's compression, resolved: what to run, how large, how often.
+
+    context_tokens: how many of the prompt's tokens are compressed before the others are read; None: all, at its end.
+    """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
@@ -113,6 +127,7 @@ class CompressionConfig(BaseModel):
     interval: int | None
     decode: DecodeMode
     policy: CompressionPolicy
+    context_tokens: int | None = None
 
     @property
     def tracks_decode(self) -> bool:
@@ -121,23 +136,36 @@ class CompressionConfig(BaseModel):
 
     @property
     def prompt_window(self) -> int | Literal["all"]:
-        """How many of the last prompt tokens' queries must be scored; 0 where the policy needs no scores."""
+        """How many of the context's last tokens must be scored as queries; 0 where the policy needs no scores."""
         return getattr(self.policy.tracker, "score_window", 0)
 
-    def resolve_budget(self, num_prompt_tokens: int) -> int:
-        """Entries per KV head for a prompt of this length.
+    def check_context(self, num_prompt_tokens: int) -> None:
+        """Raises CompressionError if the context is longer than a prompt of this length."""
+        if self.context_tokens is not None and self.context_tokens > num_prompt_tokens:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.context_tokens",
+                f"{self.context_tokens} tokens are more than the prompt has; allowed: 1 to {num_prompt_tokens}",
+                "context_too_long",
+            )
+
+    def resolve_context(self, num_prompt_tokens: int) -> int:
+        """How many of a prompt's tokens are compressed first; all of them where the request does not say."""
+        return min(self.context_tokens or num_prompt_tokens, num_prompt_tokens)
+
+    def resolve_budget(self, num_context_tokens: int) -> int:
+        """Entries per KV head for a prompt, or the context in one, of this length.
 
         A share that comes out smaller than what the policy protects (sinks, recent window) is raised to it.
         """
         if isinstance(self.budget, int):
             return self.budget
         # The small term undoes float noise: 0.7 * 10 is 7 entries, not 8.
-        return max(math.ceil(self.budget * num_prompt_tokens - 1e-9), self.policy.min_budget)
+        return max(math.ceil(self.budget * num_context_tokens - 1e-9), self.policy.min_budget)
 
-    def resolve_capacity(self, num_prompt_tokens: int) -> int | None:
+    def resolve_capacity(self, num_context_tokens: int) -> int | None:
         """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget.
         None: all there are."""
-        return self.policy.allocator.capacity(self.resolve_budget(num_prompt_tokens))
+        return self.policy.allocator.capacity(self.resolve_budget(num_context_tokens))
 
 
 @lru_cache(maxsize=4096)
@@ -163,9 +191,8 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         for kind, part in names.classes.items()
     }
     policy = CompressionPolicy(**parts)  # type: ignore[arg-type]
-    config = CompressionConfig(
-        name=name, policy=policy, **{field: getattr(request, field) for field in ("budget", "interval", "decode")}
-    )
+    common = {field: getattr(request, field) for field in ("budget", "interval", "decode", "context_tokens")}
+    config = CompressionConfig(name=name, policy=policy, **common)
     if isinstance(config.budget, int) and config.budget < policy.min_budget:
         raise CompressionError(
             f"{EXTRA_ARGS_KEY}.budget",

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from vllm_kvmerge.config import EXTRA_ARGS_KEY, parse_compression
+from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionError, parse_compression
 from vllm_kvmerge.support import UnsupportedConfigError, check_options
 
 WORKER_CLS = "vllm_kvmerge.worker.worker.KVMergeWorker"
@@ -43,7 +43,13 @@ def _with_default(
             f"additional_config.{CONFIG_KEY}.default={given} is not supported together with {EXTRA_ARGS_KEY}; give one"
         )
     default = given if kv_compression is None else kv_compression
-    parse_compression(default)
+    config = parse_compression(default)
+    if config is not None and config.context_tokens is not None:
+        raise CompressionError(
+            f"{EXTRA_ARGS_KEY}.context_tokens",
+            f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request",
+            "not_a_default",
+        )
     if isinstance(default, str):
         default = json.loads(default)
     return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}

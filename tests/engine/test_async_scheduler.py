@@ -74,11 +74,16 @@ def finish(scheduler, output) -> None:
         )
 
 
+@pytest.mark.parametrize("context_share", [None, 0.6])
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"])
-def test_plans_are_those_of_synchronous_scheduling(engine, policy):
+def test_plans_are_those_of_synchronous_scheduling(engine, policy, context_share):
+    def parameters(length: int) -> dict:
+        context = {} if context_share is None else {"context_tokens": int(context_share * length)}
+        return compression(policy, budget=100, **context)
+
     def requests():
         return [
-            make_request(f"r{i}", length, 90, compression(policy, budget=100) if i % 3 else None)
+            make_request(f"r{i}", length, 90, parameters(length) if i % 3 else None)
             for i, length in enumerate([50, 700, 90, 1500, 130, 99])
         ]
 

@@ -33,7 +33,8 @@ def draw_jobs(rng: np.random.Generator) -> list[Job]:
         if rng.random() < 0.75:
             policy = POLICIES[rng.integers(len(POLICIES))]
             budget = [64, 128, 300, 700, 0.1, 0.3, 0.9][rng.integers(7)]
-            extra = compression(policy, budget=budget, interval=int(rng.integers(1, 50)))
+            context = {"context_tokens": int(rng.integers(1, length + 1))} if rng.random() < 0.4 else {}
+            extra = compression(policy, budget=budget, interval=int(rng.integers(1, 50)), **context)
         num_tokens = int(rng.integers(2, 60))
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2, extra_args=extra)
         jobs.append(Job(prompt, params, int(rng.integers(1, num_tokens)) if rng.random() < 0.2 else None))

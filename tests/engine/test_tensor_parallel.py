@@ -77,7 +77,7 @@ def test_two_workers_equal_one(model, tmp_path):
     jobs = [
         (random_prompt(rng, int(rng.integers(100, 1500))), compression(policy, budget=96) if policy else None)
         for policy in policies
-    ]
+    ] + [(random_prompt(rng, 900), compression(policy, budget=96, context_tokens=700)) for policy in policies[1::4]]
     script = tmp_path / "generate.py"
     script.write_text(GENERATE)
     one, two = (generate(model, script, size, jobs) for size in (1, 2))

@@ -11,8 +11,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
+from vllm_kvmerge.config import CompressionError
 from vllm_kvmerge.server import middleware
 from vllm_kvmerge.server.middleware import CARRIERS, CompressionFieldMiddleware
+from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 VALID = {"policy": "streaming_llm", "budget": 64}
 XARGS_ROUTES = [route for route, carrier in CARRIERS.items() if carrier == ("vllm_xargs",)]
@@ -234,6 +236,99 @@ def test_response_is_not_buffered() -> None:
     asyncio.run(CompressionFieldMiddleware(app)(scope, receive, send))
     assert sent == [b"0", b"1", b"2"]
     assert seen_by_app == ["http.request", "http.disconnect"]
+
+
+@pytest.mark.parametrize("events", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("parameters", [{"context_tokens": 9}, {}])
+def test_a_refusal_that_comes_late_is_answered_as_any_other(
+    parameters: dict[str, Any], refused: bool, stream: bool, events: int
+) -> None:
+    """vLLM looks at the prompt's length when it has sent a stream's status, and on some routes its first events."""
+    error = CompressionError("kv_compression.context_tokens", "9 tokens are more", "context_too_long")
+    seen: list[Verdict | None] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        verdict = VERDICT.get()
+        seen.append(verdict)
+
+        def check() -> None:
+            if verdict is not None:
+                verdict.checked, verdict.error = True, error if refused else None
+
+        async def chunks() -> AsyncIterator[str]:
+            for number in range(events):
+                yield f"data: {number}\n\n"
+            check()
+            yield "data: the rest\n\n"
+            yield "data: [DONE]\n\n"
+
+        if stream:
+            await StreamingResponse(chunks(), media_type="text/event-stream")(scope, receive, send)
+        else:
+            check()
+            await Response("vLLM's own", 400 if refused else 200)(scope, receive, send)
+
+    body = {"prompt": "x", "stream": stream, "kv_compression": VALID | parameters}
+    response = post("/v1/completions", app=CompressionFieldMiddleware(app), json=body)  # type: ignore[arg-type]
+    assert VERDICT.get() is None and (seen == [None]) == (not parameters)
+    if parameters and refused:
+        assert response.status_code == 400
+        assert response.json()["error"] == {
+            "message": str(error), "type": "BadRequestError", "param": error.param, "code": 400
+        }  # fmt: skip
+    elif stream:
+        start = "".join(f"data: {number}\n\n" for number in range(events))
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.text == start + "data: the rest\n\ndata: [DONE]\n\n"
+    else:
+        assert (response.status_code, response.text) == (400 if refused else 200, "vLLM's own")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_answer_that_is_broken_off(begun: bool) -> None:
+    """A refusal takes its place unless it has begun: the verdict on one of several prompts may come later."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        verdict = VERDICT.get()
+        assert verdict is not None
+        verdict.checked = begun
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"0", "more_body": True})
+        verdict.checked, verdict.error = True, CompressionError("kv_compression.context_tokens", "9 are more", "x")
+        if begun:
+            await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        raise ValueError("broken off")
+
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    body = json.dumps({"kv_compression": VALID | {"context_tokens": 9}}).encode()
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    call = CompressionFieldMiddleware(app)(scope, receive, send)
+    if begun:
+        with pytest.raises(ValueError, match="broken off"):
+            asyncio.run(call)
+        assert [message.get("body") for message in sent] == [None, b"0", b"1"]
+    else:
+        asyncio.run(call)
+        assert sent[0]["status"] == 400 and b"9 are more" in sent[1]["body"] and len(sent) == 2
+
+
+def test_an_answer_without_a_verdict_is_not_kept() -> None:
+    """What vLLM refuses for a reason of its own never comes to be checked."""
+    body = {"prompt": "x", "kv_compression": VALID | {"context_tokens": 9}}
+    received = post("/v1/completions", json=body).json()
+    assert json.loads(received["vllm_xargs"]["kv_compression"])["context_tokens"] == 9
+    assert post("/stream", json={"prompt": "context_tokens"}).text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
 
 
 def test_client_that_leaves_before_the_end_of_its_body_reaches_nobody() -> None:

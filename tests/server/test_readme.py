@@ -65,6 +65,12 @@ def test_a_part_is_replaced(outputs):
     assert 1 <= usage["completion_tokens"] <= 5
 
 
+def test_a_document_before_its_question(outputs):
+    usage = json.loads(outputs[6])["usage"]
+    assert usage["prompt_tokens"] == 1000
+    assert 1 <= usage["completion_tokens"] <= 5
+
+
 def test_the_official_client(server):
     client, _ = PYTHON
     assert run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).strip()

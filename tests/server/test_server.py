@@ -121,6 +121,48 @@ def test_bad_requests_are_refused_by_name(server, path, value, param, reason):
     assert server.metric("vllm:kvmerge_rejected_requests_total", reason=reason) == before + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_context_longer_than_the_prompt_is_refused(server, path, stream):
+    before = server.metric("vllm:kvmerge_rejected_requests_total", reason="context_too_long")
+    content = {
+        "/v1/completions": {"prompt": [2, 20, 30]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]},
+    }
+    field = {"policy": "snapkv", "budget": 64, "context_tokens": 100}
+    response = server.post(path, {"model": "demo", "stream": stream, "kv_compression": field} | content[path])
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["type"], error["code"]) == ("kv_compression.context_tokens", "BadRequestError", 400)
+    assert error["message"].startswith("kv_compression.context_tokens: 100 tokens are more than the prompt has")
+    assert server.complete("a", max_tokens=2, kv_compression=field | {"context_tokens": 1})["choices"]
+    assert server.metric("vllm:kvmerge_rejected_requests_total", reason="context_too_long") == before + 1
+
+
+def test_a_document_is_compressed_before_its_question_is_read(server):
+    """The cache is compressed once, at the context's end; a bounded policy compresses again at the prompt's."""
+    before = server.metric("vllm:kvmerge_compressions_total", policy="snapkv")
+    body = {"max_tokens": 20, "ignore_eos": True, "stream": False}
+    field = {"policy": "snapkv", "budget": 256, "context_tokens": 2000}
+    answer = server.complete(long_prompt(8), kv_compression=field, **body)
+    assert answer["usage"] == answer["usage"] | {"prompt_tokens": 3000, "completion_tokens": 20}
+    assert server.metric("vllm:kvmerge_compressions_total", policy="snapkv") == before + 1
+    bounded = server.complete(long_prompt(8), kv_compression=field | {"decode": "bounded"}, **body)
+    assert bounded["usage"]["completion_tokens"] == 20
+    assert server.metric("vllm:kvmerge_compressions_total", policy="snapkv") == before + 3
+    events = httpx.post(
+        server.url + "/v1/completions",
+        json={"model": "demo", "prompt": long_prompt(8), "temperature": 0, "kv_compression": field} | body
+        | {"stream": True},
+        timeout=60,
+    ).text.split("\n\n")  # fmt: skip
+    assert len(events) > 10 and events[-2] == "data: [DONE]"
+    text = "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-2])
+    assert text == answer["choices"][0]["text"]
+
+
 def test_the_client_raises_bad_request(server):
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     with pytest.raises(openai.BadRequestError, match="allowed: "):

@@ -25,11 +25,13 @@ register_spec()
 class RequestCompression:
     """A request's policy, kept on the request as ``kv_compression``.
 
+    context: tokens of its prompt that are compressed first, before the others are computed; all of them as a rule.
     budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all.
     """
 
     config: CompressionConfig
     text: str
+    context: int
     budget: int
     capacity: int | None
 
@@ -82,36 +84,38 @@ class CompressionSchedulerMixin(Scheduler):
         count_request(config.name if config else FULL)
         if config is None:
             return None
-        budget = config.resolve_budget(request.num_prompt_tokens)
+        # The front end has refused a context that is longer than the prompt.
+        context = config.resolve_context(request.num_prompt_tokens)
+        budget = config.resolve_budget(context)
         if budget >= request.num_prompt_tokens + request.max_tokens:
             # It can never hold more entries than the budget: plain attention is exact and cheaper.
             return None
         text = value if isinstance(value, str) else json.dumps(value)
-        return RequestCompression(config, text, budget, config.resolve_capacity(request.num_prompt_tokens))
+        return RequestCompression(config, text, context, budget, config.resolve_capacity(context))
 
     def _next_compression(self, request: Request, state: RequestCompression) -> int | None:
         """The number of computed tokens at which the request is to be compressed next; None: never."""
-        config, num_prompt_tokens = state.config, request.num_prompt_tokens
-        bounded = config.decode == "bounded"
+        bounded = state.config.decode == "bounded"
         # Where some layers keep everything, the others count.
-        limit = (state.budget if state.capacity is None else state.capacity) + self._interval(config)
+        limit = (state.budget if state.capacity is None else state.capacity) + self._interval(state.config)
         segments = self._manager.segments.get(request.request_id)
         if segments is not None:
             front = segments.front if state.capacity is not None else min(segments.front, state.budget)
-            return segments.tail + limit - front if bounded else None
-        # Attention writes scores into the blocks it reads, so a policy that tracks them moves to blocks of its own at
-        # the end of the prompt even if nothing has to go yet.
-        if num_prompt_tokens > state.budget or config.tracks_decode:
-            return num_prompt_tokens
-        return limit if bounded else None
+            limit += segments.tail - front
+        elif state.context > state.budget or state.config.tracks_decode:
+            # Attention writes scores into the blocks it reads, so a policy that tracks them moves to blocks of its own
+            # at the end of the context even if nothing has to go yet.
+            return state.context
+        # What follows the context stays whole until the prompt has been computed.
+        return max(limit, request.num_prompt_tokens) if bounded else None
 
     @staticmethod
-    def _window_start(request: Request, state: RequestCompression, compression: int) -> int | None:
+    def _window_start(state: RequestCompression, compression: int) -> int | None:
         """Position of the first query that the policy needs for a first compression at ``compression`` tokens."""
         starts = []
         if state.config.prompt_window:
             window = state.config.prompt_window
-            starts.append(0 if window == "all" else max(0, request.num_prompt_tokens - window))
+            starts.append(0 if window == "all" else max(0, state.context - window))
         if state.config.policy.query_window:
             starts.append(max(0, compression - state.config.policy.query_window))
         return min(starts) if starts else None
@@ -122,7 +126,7 @@ class CompressionSchedulerMixin(Scheduler):
         compression = self._next_compression(request, state) if state is not None else None
         if compression is not None:
             limit = compression - 1  # a compression follows a step that computes something
-            start = self._window_start(request, state, compression)
+            start = self._window_start(state, compression)
             if start is not None:  # a cached token's query is gone
                 limit = min(limit, start)
             allowed = limit // self.block_size * self.block_size
@@ -132,8 +136,9 @@ class CompressionSchedulerMixin(Scheduler):
         return blocks, num_hit_tokens, boundary, diverged
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        # vLLM asks here where a chunk may end. A preempted request computes its prompt and the tokens that it had
-        # generated again: chunks end where it was compressed the first time, so that its cache comes out the same.
+        # vLLM asks here where a chunk may end. A context is compressed before the rest of the prompt is computed. A
+        # preempted request computes its prompt and the tokens that it had generated again: chunks end where it was
+        # compressed the first time, so that its cache comes out the same.
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         state = request.kv_compression  # type: ignore[attr-defined]
         compression = self._next_compression(request, state) if state is not None else None
@@ -168,7 +173,7 @@ class CompressionSchedulerMixin(Scheduler):
             if compression is None:
                 continue
             if request.request_id not in self._manager.segments:
-                start = self._window_start(request, state, compression)
+                start = self._window_start(state, compression)
                 if start is not None:
                     step.windows[request.request_id] = PromptWindow(start, state.text)
             if request.num_computed_tokens >= compression and not self._plan(request, state, step):

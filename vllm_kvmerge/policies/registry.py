@@ -25,7 +25,7 @@ _KINDS: tuple[tuple[type[Part], dict[str, Any]], ...] = (
 PARTS: Mapping[str, Mapping[str, type[Part]]] = {base.__name__.lower(): parts for base, parts in _KINDS}
 """The registered parts of each kind; a request names them in fields of these names."""
 
-COMMON_FIELDS = ("policy", "budget", "interval", "decode")
+COMMON_FIELDS = ("policy", "budget", "interval", "decode", "context_tokens")
 """What every request may give, besides the parts it names and their hyper-parameters."""
 
 

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_kvmerge.config import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.config import CompressionError, parse_compression
 from vllm_kvmerge.metrics import count_rejection
+from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 CARRIERS: dict[str, tuple[str, ...]] = {
     "/v1/completions": ("vllm_xargs",),
@@ -19,6 +20,9 @@ CARRIERS: dict[str, tuple[str, ...]] = {
     "/inference/v1/generate": ("sampling_params", "extra_args"),
 }
 """Routes that take the field, and the object in their body that becomes ``SamplingParams.extra_args``."""
+
+PROMPT_FIELD = "context_tokens"
+"""The field's only parameter that may be refused once the prompt's length is known."""
 
 
 class CompressionFieldMiddleware:
@@ -42,7 +46,19 @@ class CompressionFieldMiddleware:
             return
         if rewritten is not None:
             scope, body = _with_length(scope, len(rewritten)), rewritten
-        await self.app(scope, _replay(body, receive), send)
+        if FIELD.encode() not in body or PROMPT_FIELD.encode() not in body:
+            await self.app(scope, _replay(body, receive), send)
+            return
+        verdict = Verdict()
+        token = VERDICT.set(verdict)
+        answer = _HeldAnswer(scope, receive, send, verdict)
+        try:
+            await self.app(scope, _replay(body, receive), answer.send)
+        except Exception:
+            if not await answer.broken_off():
+                raise
+        finally:
+            VERDICT.reset(token)
 
 
 def rewrite_body(route: str, body: bytes) -> bytes | None:
@@ -125,6 +141,43 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return unread.pop() if unread else await receive()
 
     return replay
+
+
+class _HeldAnswer:
+    """Holds an answer back until the verdict is known, and sends HTTP 400 instead if it is a refusal.
+
+    vLLM looks at a request with its prompt after it has sent a stream's status, and would report what is wrong as an
+    event of the stream, or break it off.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, verdict: Verdict) -> None:
+        self._scope, self._receive, self._send, self._verdict = scope, receive, send, verdict
+        self._held: list[Message] = []
+        self._decided = self._refused = False
+
+    async def send(self, message: Message) -> None:
+        if not self._decided:
+            self._held.append(message)
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if self._verdict.checked or is_last:
+                await self._decide()
+        elif not self._refused:
+            await self._send(message)
+
+    async def _decide(self) -> None:
+        self._decided = True
+        self._refused = self._verdict.error is not None
+        if self._verdict.error is not None:
+            await _refusal(self._verdict.error)(self._scope, self._receive, self._send)
+            return
+        for message in self._held:
+            await self._send(message)
+
+    async def broken_off(self) -> bool:
+        """Whether the answer ended by an exception because of the verdict; the refusal has been sent then."""
+        if self._verdict.error is not None and not self._decided:
+            await self._decide()
+        return self._refused
 
 
 def _with_length(scope: Scope, length: int) -> Scope:

@@ -2,17 +2,25 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import split_enc_dec_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
-from vllm_kvmerge.config import EXTRA_ARGS_KEY, parse_compression
+from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionConfig, CompressionError, parse_compression
 from vllm_kvmerge.engine_args import VALIDATOR
+from vllm_kvmerge.metrics import count_rejection
+from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 if TYPE_CHECKING:
     import torch
-    from vllm import SamplingParams
+    from vllm import PoolingParams
     from vllm.config import VllmConfig
+    from vllm.inputs import EngineInput
 
 
 class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
@@ -27,10 +35,9 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
         pass
 
     @classmethod
-    def validate_params(cls, sampling_params: "SamplingParams") -> None:
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raises CompressionError, which vLLM turns into its VLLMValidationError with the same message."""
-        if extra := sampling_params.extra_args:
-            parse_compression(extra.get(EXTRA_ARGS_KEY))
+        _requested(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -38,11 +45,39 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         pass
 
-    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         return False
 
     def apply(self, logits: "torch.Tensor", *_: Any) -> "torch.Tensor":
         return logits
+
+
+def _requested(params: "SamplingParams | PoolingParams") -> CompressionConfig | None:
+    extra_args = params.extra_args if isinstance(params, SamplingParams) else None
+    return parse_compression((extra_args or {}).get(EXTRA_ARGS_KEY))
+
+
+def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams | PoolingParams") -> None:
+    """The platform's own check, then ours of what depends on the prompt's length."""
+    type(current_platform).validate_request(processed_inputs, params)
+    verdict = VERDICT.get() or Verdict()
+    verdict.checked = True
+    config = _requested(params)
+    if config is None:
+        return
+    _, prompt = split_enc_dec_input(processed_inputs)
+    token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+    try:
+        config.check_context(length_from_prompt_token_ids_or_embeds(token_ids, embeds))
+    except CompressionError as error:
+        verdict.error = error
+        count_rejection(error.reason)
+        raise VLLMValidationError(str(error), parameter=error.param) from None
+
+
+# A logits processor sees no prompt. The platform is what vLLM asks next, and it sees prompt and parameters; handing
+# logits processors the prompt as well would make this unnecessary.
+current_platform.validate_request = _validate_request  # type: ignore[method-assign]
 
 
 def drop_validator(vllm_config: "VllmConfig") -> None:

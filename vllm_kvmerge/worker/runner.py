@@ -182,3 +182,14 @@ class CompressionRunnerMixin(CPUModelRunner):
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
     """vLLM's CPU model runner with compression."""
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        # After a chunk that is not a prompt's last, vLLM discards what it sampled and winds the generator of a request
+        # with a seed back, which CPU generators cannot do: the worker would die. Such rows sample without theirs. A
+        # runner that skips discarded rows, or restores the generator's state, would make this unnecessary.
+        generators, discarded = self.input_batch.generators, self.discard_request_mask.np
+        kept = {row: generators.pop(row) for row in list(generators) if discarded[row]}
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(kept)

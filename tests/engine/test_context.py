@@ -1,0 +1,330 @@
+"""``context_tokens``: a prompt's first tokens are compressed before the rest of it, the question, is read."""
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.conftest import MAX_MODEL_LEN, random_prompt
+from vllm_kvmerge import compression
+from vllm_kvmerge.config import parse_compression
+from vllm_kvmerge.demo import recall
+from vllm_kvmerge.demo.evaluate import score
+from vllm_kvmerge.evaluation.loss import CONTINUATION, continuation_loss
+from vllm_kvmerge.policies import PRESETS
+
+POLICIES = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv", "pyramidkv"]
+"""One of each kind: without scores, with them, merging, with queries of its own, with uneven budgets."""
+
+
+def greedy(max_tokens: int, policy: str | None = None, **parameters) -> SamplingParams:
+    logprobs = parameters.pop("prompt_logprobs", None)
+    extra = compression(policy, **parameters) if policy else None
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=logprobs, extra_args=extra
+    )
+
+
+def add(engine, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+
+def run(engine, watch=lambda: None) -> dict[str, list[int]]:
+    """Steps the engine until nothing is left, calling ``watch`` after each step; what each request generated."""
+    tokens: dict[str, list[int]] = {}
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for output in engine.llm.llm_engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        watch()
+    return tokens
+
+
+def name_of(request) -> str:
+    return request.request_id.rsplit("-", 1)[0]
+
+
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+def test_a_context_is_compressed_as_if_it_were_the_whole_prompt(engine, policy):
+    """The reference is a request whose prompt is the context and which is made to generate question and answer."""
+    rng = np.random.default_rng(21)
+    context, question, answer = 700, 25, 70  # the question is shorter than an interval
+    document = recall.training_sample(rng, context + question + answer, 12, 13)[0].tolist()
+    parameters = {"budget": 150, "interval": 30}
+    extra_args = compression(policy, **parameters) | {CONTINUATION: document[context:]}
+    forced = SamplingParams(
+        temperature=0, max_tokens=question + answer, ignore_eos=True, logprobs=0, extra_args=extra_args
+    )
+    reference = engine.generate([document[:context]], forced)[0].outputs[0]
+    assert list(reference.token_ids) == document[context:]
+    expected = [logprobs[token].logprob for logprobs, token in zip(reference.logprobs, document[context:], strict=True)]
+
+    extra_args = compression(policy, context_tokens=context, **parameters) | {CONTINUATION: document[-answer:]}
+    forced = SamplingParams(
+        temperature=0, max_tokens=answer, ignore_eos=True, logprobs=0, prompt_logprobs=0, extra_args=extra_args
+    )
+    output = engine.generate([document[: context + question]], forced)[0]
+    found = [
+        logprobs[token].logprob
+        for logprobs, token in zip(
+            [*output.prompt_logprobs[context:], *output.outputs[0].logprobs], document[context:], strict=True
+        )
+    ]
+    assert np.abs(np.subtract(found, expected)).max() < 2e-3
+    plain = continuation_loss(engine.llm, [document[:context]], [document[context:]], "full", 0)[0]
+    assert np.abs(np.add(found, plain)).max() > 0.1  # the budget is small enough to tell
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "criticalkv", "cam"])
+def test_a_budget_that_is_never_exceeded_changes_nothing(engine, policy):
+    rng = np.random.default_rng(22)
+    prompts = [random_prompt(rng, length) for length in (60, 700, 1500, 2600)]
+    full = engine.tokens(prompts, greedy(24))
+    for decode in ("bounded", "grow"):
+        roomy = [
+            greedy(24, policy, budget=2600, interval=24, decode=decode, context_tokens=int(len(prompt) * 0.7))
+            for prompt in prompts
+        ]
+        assert engine.tokens(prompts, roomy) == full
+    # An entry for each token of the context is enough for policies that keep the rest.
+    exact = [greedy(24, policy, budget=1.0, decode="grow", context_tokens=int(len(prompt) * 0.7)) for prompt in prompts]
+    assert engine.tokens(prompts, exact) == full
+    engine.assert_empty()
+
+
+def test_the_question_is_read_before_any_of_it_is_compressed(engine):
+    """Compressions happen at the context's end, then at the prompt's, then every interval; ``grow``: at the first."""
+    context, length, num_tokens, budget, interval = 1300, 1700, 80, 128, 16
+    rng = np.random.default_rng(23)
+    tails: dict[str, set[int]] = {}
+    live: dict[str, list[int]] = {}
+    for decode in ("bounded", "grow"):
+        for policy in ("streaming_llm", "h2o", "snapkv", "keepkv", "morphkv"):
+            params = greedy(num_tokens, policy, budget=budget, interval=interval, decode=decode, context_tokens=context)
+            add(engine, f"{decode} {policy}", random_prompt(rng, length), params)
+            tails[f"{decode} {policy}"] = set()
+            live[f"{decode} {policy}"] = []
+
+    def watch():
+        for request in engine.scheduler.running:
+            segments = engine.manager.segments.get(request.request_id)
+            if segments is not None:
+                tails[name_of(request)].add(segments.tail)
+                live[name_of(request)].append(segments.front + request.num_computed_tokens - segments.tail)
+
+    run(engine, watch)
+    for name in tails:
+        if name.startswith("grow"):
+            assert tails[name] == {context}
+            assert max(live[name]) == budget + length - context + num_tokens - 2  # of the last step but one
+        else:
+            assert tails[name] == {context, *range(length, length + num_tokens, interval)}
+            assert max(live[name][-num_tokens + 1 :]) <= budget + interval
+    engine.assert_empty()
+
+
+def test_memory_returns_before_the_question_is_read(engine):
+    prompt = random_prompt(np.random.default_rng(24), 3000)
+    assert engine.llm.reset_prefix_cache()
+    add(engine, "long", prompt, greedy(40, "snapkv", budget=256, context_tokens=2048))
+    held = []
+    run(engine, lambda: held.append(engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks()))
+    # Two chunks of the context, the second of which ends with the compression; then 952 tokens and 40 more.
+    assert held[:3] == [32, 8, 8 + 30]
+    assert max(held[3:]) == 8 + 31
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_result_does_not_depend_on_chunks_company_or_the_prefix_cache(engine, policy, monkeypatch):
+    rng = np.random.default_rng(25)
+    context, length = 970, 1290
+    prompt = random_prompt(rng, length)
+    params = greedy(40, policy, budget=180, context_tokens=context)
+    assert engine.llm.reset_prefix_cache()
+    cold = engine.generate([prompt], params)[0]
+    expected = list(cold.outputs[0].token_ids)
+    assert cold.num_cached_tokens == 0
+    again = engine.generate([prompt], params)[0]
+    assert list(again.outputs[0].token_ids) == expected
+    # A hit leaves the queries to be computed that the policy looks at, those of the context's end.
+    config = parse_compression({"policy": policy})
+    window = max(config.prompt_window, config.policy.query_window, 1)
+    assert again.num_cached_tokens == (context - window) // 32 * 32
+    # Whoever wrote them: a plain request has put all of the prompt's blocks into the cache.
+    engine.generate([prompt], greedy(1))
+    warm = engine.generate([prompt], params)[0]
+    assert (list(warm.outputs[0].token_ids), warm.num_cached_tokens) == (expected, again.num_cached_tokens)
+    for chunk in (97, 300, 971):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.scheduler, "max_num_scheduled_tokens", chunk)
+            assert engine.llm.reset_prefix_cache()
+            assert engine.tokens([prompt], params)[0] == expected, chunk
+    others = [random_prompt(rng, int(n)) for n in rng.integers(50, 1200, 9)]
+    params_of_others = [
+        greedy(30),
+        greedy(50, "h2o", budget=100),
+        greedy(30, "keepkv", budget=0.3, context_tokens=45),
+    ] * 3
+    together = engine.tokens([*others[:5], prompt, *others[5:]], [*params_of_others[:5], params, *params_of_others[5:]])
+    assert together[5] == expected
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_prefix_cache_holds_what_full_attention_computed(engine, policy):
+    """The context's full blocks are found by hash afterwards; what was read on the compressed cache is not."""
+    prompt = random_prompt(np.random.default_rng(26), 1500)
+    context = 1000
+    assert engine.llm.reset_prefix_cache()
+    cold = engine.generate([prompt], greedy(40))[0]
+    assert engine.llm.reset_prefix_cache()
+    engine.generate([prompt], greedy(60, policy, budget=200, context_tokens=context))
+    warm = engine.generate([prompt], greedy(40))[0]
+    assert warm.num_cached_tokens == context // 32 * 32
+    assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
+    # One that finds all of the prompt's blocks leaves them as they are.
+    engine.generate([prompt], greedy(60, policy, budget=200, context_tokens=context))
+    warm = engine.generate([prompt], greedy(40))[0]
+    assert warm.num_cached_tokens == 1472
+    assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
+    engine.assert_empty()
+
+
+def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
+    """Its context is compressed again, its question read again, and its generated tokens go the way they went."""
+    rng = np.random.default_rng(27)
+    policies = ["h2o", "keepkv", "zsmerge", "streaming_llm", "snapkv", "morphkv", "grkv"]
+    prompts = [random_prompt(rng, 900) for _ in policies]
+    params = [greedy(400, policy, budget=600, context_tokens=750) for policy in policies]
+    alone = [engine.tokens([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    for i in range(3):  # these only grow, and push the others out
+        add(engine, f"plain{i}", random_prompt(rng, 1000), greedy(900))
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        add(engine, str(i), prompt, p)
+    seen: dict[str, int] = {}
+
+    def watch():
+        for request in engine.scheduler.requests.values():
+            seen[name_of(request)] = max(seen.get(name_of(request), 0), request.num_preemptions)
+
+    tokens = run(engine, watch)
+    assert sum(seen[str(i)] > 0 for i in range(len(policies))) >= 2, seen
+    assert [tokens[str(i)] for i in range(len(policies))] == alone
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
+def test_aborted_requests_leave_nothing(engine, steps):
+    """While the context is computed, after its compression, in the middle of the question, and after that."""
+    rng = np.random.default_rng(28)
+    for policy in ("h2o", "snapkv", "morphkv"):
+        add(engine, policy, random_prompt(rng, 2900), greedy(50, policy, budget=200, context_tokens=500))
+    for _ in range(steps):
+        engine.llm.llm_engine.step()
+    engine.llm.llm_engine.abort_request(list(engine.scheduler.requests), internal=True)
+    engine.assert_empty()
+
+
+def test_a_context_of_the_whole_prompt_is_as_none(engine):
+    rng = np.random.default_rng(29)
+    prompts = [random_prompt(rng, length) for length in (90, 700, 1300)]
+    for policy in POLICIES:
+        whole = [greedy(40, policy, budget=0.4, context_tokens=len(prompt)) for prompt in prompts]
+        assert engine.tokens(prompts, whole) == engine.tokens(prompts, greedy(40, policy, budget=0.4)), policy
+    engine.assert_empty()
+
+
+def test_a_context_of_one_token_and_one_that_leaves_one(engine):
+    prompt = random_prompt(np.random.default_rng(30), 400)
+    assert engine.tokens([prompt], greedy(20, "snapkv", context_tokens=1)) == engine.tokens([prompt], greedy(20))
+    for policy in POLICIES:
+        for context in (1, 33, 64, 399):
+            tokens = engine.tokens([prompt], greedy(20, policy, budget=96, context_tokens=context))[0]
+            assert len(tokens) == 20
+    engine.assert_empty()
+
+
+def test_a_share_is_one_of_the_context(engine):
+    prompt = random_prompt(np.random.default_rng(31), 1000)
+    add(engine, "share", prompt, greedy(8, "snapkv", budget=0.25, context_tokens=800))
+    fronts = set()
+
+    def watch():
+        fronts.update(segments.front for segments in engine.manager.segments.values())
+
+    run(engine, watch)
+    assert fronts == {200}
+    engine.assert_empty()
+
+
+def test_a_longer_context_than_the_prompt_is_refused_before_it_is_queued(engine):
+    prompt = random_prompt(np.random.default_rng(32), 50)
+    bad = greedy(5, "snapkv", context_tokens=51)
+    with pytest.raises(
+        VLLMValidationError, match=r"kv_compression.context_tokens: 51 tokens are more .* allowed: 1 to 50"
+    ) as caught:
+        engine.generate([prompt], bad)
+    assert caught.value.parameter == "kv_compression.context_tokens"
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+    with pytest.raises(VLLMValidationError, match="context_tokens"):  # the second of two
+        engine.generate([random_prompt(np.random.default_rng(32), 51), prompt], bad)
+    engine.assert_empty()
+    assert len(engine.tokens([prompt], greedy(5, "snapkv", context_tokens=50))[0]) == 5
+
+
+def test_parallel_samples_share_the_context(engine):
+    prompt = random_prompt(np.random.default_rng(33), 900)
+    extra = compression("keepkv", budget=200, context_tokens=640)
+    alone = engine.tokens([prompt], greedy(40, "keepkv", budget=200, context_tokens=640))[0]
+    assert engine.tokens([prompt] * 4, greedy(40, "keepkv", budget=200, context_tokens=640)) == [alone] * 4
+    sampled = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, extra_args=extra)
+    first, second = (engine.generate([prompt], sampled)[0] for _ in range(2))
+    assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
+    assert len({tuple(o.token_ids) for o in first.outputs}) > 1
+    # A prompt that is computed in several chunks takes no more random numbers than one computed at once.
+    whole, chunked = (
+        SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, extra_args=extra)
+        for extra in (None, compression("keepkv", budget=MAX_MODEL_LEN, context_tokens=640))
+    )
+    assert engine.tokens([prompt], whole) == engine.tokens([prompt], chunked)
+    engine.assert_empty()
+
+
+def test_log_probabilities_of_the_prompt(engine):
+    """Those of the context are full attention's; those of the question say what the policy lost."""
+    rng = np.random.default_rng(34)
+    context, length = 700, 900
+    prompt = recall.training_sample(rng, length, 12, 20)[0].tolist()
+
+    def logprobs(params: SamplingParams) -> np.ndarray:
+        rows = engine.generate([prompt], params)[0].prompt_logprobs
+        assert len(rows) == length and rows[0] is None
+        return np.array([row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)])
+
+    full = logprobs(greedy(2, prompt_logprobs=0))
+    lossy = logprobs(greedy(2, "local", budget=32, context_tokens=context, prompt_logprobs=0))
+    assert np.abs(lossy - full)[:context].max() < 1e-4  # the first token after the context is its last one's guess
+    assert lossy[context:].mean() < full[context:].mean() - 0.1
+    roomy = logprobs(greedy(2, "keepkv", budget=MAX_MODEL_LEN, context_tokens=context, prompt_logprobs=0))
+    assert np.abs(roomy - full).max() < 1e-4
+    engine.assert_empty()
+
+
+def test_a_policy_that_has_not_seen_the_question_cannot_keep_its_answer(engine):
+    """Recall of snapkv, whose window ends with the question or just before it."""
+    rng = np.random.default_rng()
+    length, question = 600, 2  # "recall K"
+    prompts = [recall.draw_prompt(rng, length, 10) for _ in range(40)]
+
+    def exact(**parameters) -> float:
+        extra = compression("snapkv", budget=0.2, **parameters)
+        params = SamplingParams(temperature=0, max_tokens=recall.DIGITS_PER_ANSWER + 1, extra_args=extra)
+        outputs = engine.llm.generate([prompt.text for prompt in prompts], params, use_tqdm=False)
+        assert {len(output.prompt_token_ids) for output in outputs} == {length}
+        return score([output.outputs[0].text for output in outputs], prompts, "snapkv").exact
+
+    aware, agnostic = exact(), exact(context_tokens=length - question)
+    assert aware >= 0.8
+    assert agnostic <= aware - 0.3
+    engine.assert_empty()
