@@ -26,7 +26,14 @@ from vllm_kvmerge.config import FULL, CompressionConfig, CompressionError, parse
 from vllm_kvmerge.evaluation.instrument import END, PROMPT_END, Findings, measure
 from vllm_kvmerge.evaluation.options import add_document_options, draw_documents, parser_of, print_table, seed_of
 from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, errors_against, full_outputs, output_errors
-from vllm_kvmerge.evaluation.trace import LayerTrace, knows_demo_task, text_documents, trace, trace_one_by_one
+from vllm_kvmerge.evaluation.trace import (
+    LayerTrace,
+    knows_demo_task,
+    num_layers_of,
+    text_documents,
+    trace,
+    trace_one_by_one,
+)
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.mergers import DropMerger
 
@@ -45,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     documents = _documents(parser, arguments, seed)
     cells = [(policy, budget) for policy in arguments.policies for budget in arguments.budget]
     variants = {cell: _variants(parser, arguments, cell) for cell in cells}
+    looked_at = _layers(parser, arguments)
     dtype = getattr(torch, arguments.dtype)
     schedule = Schedule(arguments.prompt, arguments.queries, arguments.interval, dtype)
     if arguments.output is not None:
@@ -55,7 +63,6 @@ def main(argv: list[str] | None = None) -> None:
     traces = trace_one_by_one(arguments.model, documents)
     with _progress("measuring", len(documents) * sum(map(len, variants.values()))) as advance:
         for layers in traces:
-            looked_at = _layers(parser, arguments, len(layers))
             full = full_outputs(layers, schedule)
             for cell in cells:
                 for name, config in variants[cell].items():
@@ -132,12 +139,13 @@ def _documents(parser: argparse.ArgumentParser, arguments: argparse.Namespace, s
         parser.error(str(error))
 
 
-def _layers(parser: argparse.ArgumentParser, arguments: argparse.Namespace, num_layers: int) -> list[int]:
+def _layers(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[int]:
+    num_layers = num_layers_of(arguments.model)
     if arguments.layers is None:
         return list(range(num_layers))
-    wrong = [layer for layer in arguments.layers if not 0 <= layer < num_layers]
-    if wrong:
-        parser.error(f"--layers {wrong[0]}: the model's are 0 to {num_layers - 1}")
+    for layer in arguments.layers:
+        if not 0 <= layer < num_layers:
+            parser.error(f"--layers {layer}: the model's are 0 to {num_layers - 1}")
     return sorted(set(arguments.layers))
 
 
@@ -291,7 +299,11 @@ def _write_weights(place: Path, found: Findings) -> list[Path]:
 def _summary(run: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     lines = ["# Attention under compression", ""]
     lines += [f"- {name}: {value}" for name, value in run.items() if value not in (None, [])]
-    lines += ["", "| policy | budget | | error | error per head | attention kept | represented |", "|---|---|---|" + "---|" * 4]
+    lines += [
+        "",
+        "| policy | budget | | error | error per head | attention kept | represented |",
+        "|---|---|---|" + "---|" * 4,
+    ]
     for row in rows:
         numbers = (row[name] for name in ("layer_error", "error", "kept", "represented"))
         cells = [row["policy"], row["budget"], row["variant"], *(f"{value:.3f}" for value in numbers)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import normalize
 
 from vllm_kvmerge.config import CompressionConfig
 from vllm_kvmerge.evaluation.merge_map import Ledger, Provenance, RecordedPolicy
@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 class Measurement:
     """One document on one compressed cache. ``L`` layers were looked at, ``S`` decoding steps; ``N`` query heads.
 
-    layer_error: ``[L, S]``, ||o' - o|| / ||o|| over all heads. error: ``[L, N, S]``, the same for each query head. kept:
+    layer_error: ``[L, S]``, relative error over all heads. error: ``[L, N, S]``, of each query head alone. kept:
     ``[L, N, S]``, the share of the full cache's attention that goes to tokens whose own entry is still there.
     represented: the same for tokens of whose value a live entry holds a part. snapshots: what each layer's entries
     consist of, at ``PROMPT_END`` and, if there was another compression, at ``END``. residual: see ``Mixture``; the
@@ -130,9 +130,9 @@ class MergeMap:
         carriers = given.any(1).nonzero().squeeze(1)
         carriers = carriers[position[carriers].argsort()]
         tokens = given.any(0).nonzero().squeeze(1)
-        mine = keys[tokens, head].unsqueeze(1)
-        theirs = keys[origins[carriers].clamp(min=0), head].unsqueeze(0)
-        similarity = cosine_similarity(mine, theirs, dim=-1).masked_fill(origins[carriers] < 0, torch.nan)
+        directions = normalize(keys[:, head], dim=-1)
+        similarity = directions[tokens] @ directions[origins[carriers].clamp(min=0)].T
+        similarity = similarity.masked_fill(origins[carriers] < 0, torch.nan)
         return cls(
             tokens.numpy(),
             position[carriers].numpy(),

@@ -87,10 +87,10 @@ def heads(title: str, variants: Mapping[str, Findings]) -> "Figure":
 
 
 def _ticks(axis: "Axes", num_heads: int, layers: Sequence[int]) -> None:
-    every = max(1, num_heads // 8)
-    axis.set_xticks([head + 0.5 for head in range(0, num_heads, every)], list(range(0, num_heads, every)))
-    every = max(1, len(layers) // 16)
-    axis.set_yticks([row + 0.5 for row in range(0, len(layers), every)], list(layers[::every]))
+    heads = range(0, num_heads, max(1, num_heads // 8))
+    axis.set_xticks([head + 0.5 for head in heads], [str(head) for head in heads])
+    rows = range(0, len(layers), max(1, len(layers) // 16))
+    axis.set_yticks([row + 0.5 for row in rows], [str(layers[row]) for row in rows])
     axis.invert_yaxis()
     axis.set(xlabel="query head", ylabel="layer")
 
@@ -105,21 +105,17 @@ def steps(title: str, variants: Mapping[str, Findings], num_prompt_tokens: int, 
         colours = _colours(len(found.layers))
         for row, (layer, colour) in enumerate(zip(found.layers, colours, strict=True)):
             left.plot(at, found.mean("layer_error")[row], style, color=colour, label=f"layer {layer}, {name}")
-            right.plot(at, found.mean("kept")[row].mean(0), style, color=colour, label=f"layer {layer}, {name}")
+            right.plot(at, found.mean("kept")[row].mean(0), style, color=colour)
             if found.has_merged(PROMPT_END) or found.has_merged(END):
                 right.plot(at, found.mean("represented")[row].mean(0), ":", color=colour)
-        _mark_compressions(left, at, interval)
-        _mark_compressions(right, at, interval)
+    for axis in (left, right):
+        for start in range(0, len(at), interval):  # where the cache was compressed
+            axis.axvline(at[start] - 0.5, color="0.85", linewidth=0.8, zorder=0)
     left.set(xlabel="position of the query", ylabel="||o' - o|| / ||o||", ylim=(0, None), title="error, all heads")
     right.set(xlabel="position of the query", ylim=(0, 1.02), title="attention kept; dotted: represented")
     if len(next(iter(variants.values())).layers) <= 6:
         left.legend(fontsize="x-small")
     return figure
-
-
-def _mark_compressions(axis: "Axes", at: Array, interval: int) -> None:
-    for start in range(0, len(at), interval):
-        axis.axvline(at[start] - 0.5, color="0.85", linewidth=0.8, zorder=0)
 
 
 def votes(title: str, found: Findings) -> "Figure":
@@ -140,9 +136,7 @@ def votes(title: str, found: Findings) -> "Figure":
             numbers = np.array([tally[size] for size in sizes.tolist()])
             above = numbers[::-1].cumsum()[::-1] / numbers.sum()
             axes[1, column].step(sizes, above, where="post", marker=".", color=colour, label=f"layer {layer}")
-        axes[1, column].set(
-            xlabel="tokens in an entry", ylabel="share of entries with as many or more", xscale="log", yscale="log"
-        )
+        axes[1, column].set(xlabel="tokens in an entry", ylabel="share as large or larger", xscale="log", yscale="log")
     if len(found.layers) <= 8:
         axes[0, 0].legend(fontsize="x-small")
     return figure
@@ -164,17 +158,17 @@ def merge_maps(title: str, found: Findings, moment: str) -> "Figure":
     figure = _figure(3.2 * len(heads) + 0.9, 3.0 * len(layers) + 0.5)
     figure.suptitle(title)
     axes = figure.subplots(len(layers), len(heads), squeeze=False, sharex=True, sharey=True)
-    limit = max((float(np.quantile(np.abs(one.weights), 0.99)) for one in every if one.tokens.size), default=1.0)
+    weights = np.concatenate([np.abs(one.weights).ravel() for one in every])
+    # Of many weights the largest are few.
+    limit = float(np.quantile(weights, 0.99)) if is_dense else 1.0
+    colours = np.concatenate([_pair_colours(one, has_cosine) for one in every])
+    low = min(0.5, np.floor(10 * colours.min(initial=1.0)) / 10) if has_cosine else 0.0
     image = None
     for row, layer in enumerate(layers):
         for column, head in enumerate(heads):
             axis, one = axes[row, column], shown[row][column]
             if one.tokens.size:
-                if is_dense:
-                    drawn = _draw_dense(axis, one, limit)
-                else:
-                    drawn = _draw_pairs(axis, one, has_cosine)
-                image = drawn
+                image = _draw_dense(axis, one, limit) if is_dense else _draw_pairs(axis, one, has_cosine, low)
             bars = {"marker": "|", "linestyle": "none", "color": "black", "markersize": 5, "rasterized": True}
             axis.plot(one.retained, np.zeros(len(one.retained)), transform=axis.get_xaxis_transform(), **bars)
             axis.set_title(f"layer {layer}, KV head {head}", fontsize="small")
@@ -188,26 +182,32 @@ def merge_maps(title: str, found: Findings, moment: str) -> "Figure":
     return figure
 
 
-def _draw_pairs(axis: "Axes", one: MergeMap, has_cosine: bool):  # type: ignore[no-untyped-def]
+def _pair_colours(one: MergeMap, has_cosine: bool) -> Array:
+    return (one.similarity if has_cosine else one.weights)[one.weights != 0]
+
+
+def _draw_pairs(axis: "Axes", one: MergeMap, has_cosine: bool, low: float):  # type: ignore[no-untyped-def]
     row, column = np.nonzero(one.weights)
-    colours = one.similarity[row, column] if has_cosine else one.weights[row, column]
-    low = -1.0 if has_cosine and colours.min() < 0 else 0.0
+    colours = _pair_colours(one, has_cosine)
     return axis.scatter(
         one.carriers[column], one.tokens[row], c=colours, s=5, cmap="viridis", vmin=low, vmax=1.0, rasterized=True
     )
 
 
 def _draw_dense(axis: "Axes", one: MergeMap, limit: float):  # type: ignore[no-untyped-def]
-    # Two entries can have one position only if one of them is nobody's own; cells of no width are not seen.
-    return axis.pcolormesh(
-        one.carriers,
-        one.tokens,
-        one.weights,
+    size = 1 + int(max(one.tokens.max(), one.carriers.max(), one.retained.max()))
+    image = np.full((size, size), np.nan, dtype=np.float32)
+    image[one.tokens[:, None], one.carriers] = one.weights
+    extent = (-0.5, size - 0.5, -0.5, size - 0.5)
+    return axis.imshow(
+        image,
         cmap="RdBu_r",
         vmin=-limit,
         vmax=limit,
-        shading="nearest" if min(one.weights.shape) > 1 else "auto",
-        rasterized=True,
+        origin="lower",
+        extent=extent,
+        aspect="auto",
+        interpolation="nearest",
     )
 
 
@@ -233,7 +233,7 @@ def error_by_mass(title: str, findings: Mapping[str, Findings]) -> "Figure":
         axis.plot(xs[0], y, "o", color=colour)
         axis.annotate(name, (xs[0], y), xytext=(3, 3), textcoords="offset points", fontsize="x-small")
     axis.set(xlabel="attention kept; line: up to what is represented", ylabel="||o' - o|| / ||o||", title=title)
-    axis.set_ylim(0, None)
+    axis.set_ylim(0, 1.1 * max(found.summary["layer_error"] for found in findings.values()) + 1e-9)
     return figure
 
 

@@ -128,12 +128,15 @@ def _column_groups(entries: Entries) -> Iterator[range]:
 
 
 def _residual(entries: Entries, result: CompressionResult, weights: Tensor, heads: Tensor) -> float:
-    values = result.outcome.values
-    if values is None or not values[heads].any():
+    """||W v - v'|| / ||v'|| over these heads' new values; 0 where there are none."""
+    outcome = result.outcome
+    is_new = outcome.changed[heads] >= 0
+    if outcome.values is None or not is_new.any():
         return 0.0
     sources = entries.values.masked_fill(~entries.is_live.unsqueeze(-1), 0.0)[heads]
-    expected = values[heads].masked_fill((result.outcome.changed[heads] < 0).unsqueeze(-1), 0.0)
-    return float((weights[heads] @ sources - expected).norm() / expected.norm())
+    values = outcome.values[heads][is_new]
+    distance = (weights[heads] @ sources)[is_new] - values
+    return float(distance.norm() / values.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def _one_hot(index: Tensor, columns: range) -> Tensor:

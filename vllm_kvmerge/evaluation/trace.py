@@ -54,6 +54,12 @@ def trace_one_by_one(model_path: str, documents: Iterable[list[int]]) -> Iterato
         yield layers
 
 
+def num_layers_of(model_path: str) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config().num_hidden_layers)
+
+
 def knows_demo_task(model_path: str) -> bool:
     """Whether the model's tokens are those in which documents of the demo task are written."""
     words = recall.VOCABULARY
