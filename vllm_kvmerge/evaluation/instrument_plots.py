@@ -41,7 +41,8 @@ def save(figure: "Figure", path: Path) -> Path:
     """Writes the figure; the same findings give the same bytes."""
     import matplotlib
 
-    options = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 150}
+    # The resolution of an SVG is that of its dense parts alone.
+    options = {"metadata": {"Date": None}, "dpi": 80} if path.suffix == ".svg" else {"dpi": 150}
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvmerge"}):
         figure.savefig(path, **options)  # type: ignore[arg-type]
     return path
@@ -169,8 +170,7 @@ def merge_maps(title: str, found: Findings, moment: str) -> "Figure":
             axis, one = axes[row, column], shown[row][column]
             if one.tokens.size:
                 image = _draw_dense(axis, one, limit) if is_dense else _draw_pairs(axis, one, has_cosine, low)
-            bars = {"marker": "|", "linestyle": "none", "color": "black", "markersize": 5, "rasterized": True}
-            axis.plot(one.retained, np.zeros(len(one.retained)), transform=axis.get_xaxis_transform(), **bars)
+            axis.hlines(*_spans(one.retained), color="black", linewidth=5, transform=axis.get_xaxis_transform())
             axis.set_title(f"layer {layer}, KV head {head}", fontsize="small")
             if row == len(layers) - 1:
                 axis.set_xlabel("position of the carrier")
@@ -180,6 +180,12 @@ def merge_maps(title: str, found: Findings, moment: str) -> "Figure":
     if image is not None:
         figure.colorbar(image, ax=axes, label=label, shrink=0.8)
     return figure
+
+
+def _spans(positions: Array) -> tuple[list[float], list[float], list[float]]:
+    """Height, first and last end of a bar for each run of neighbours among ``positions``, which ascend."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+    return [0.0] * len(runs), [run[0] - 0.5 for run in runs], [run[-1] + 0.5 for run in runs]
 
 
 def _pair_colours(one: MergeMap, has_cosine: bool) -> Array:
