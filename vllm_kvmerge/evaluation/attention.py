@@ -184,7 +184,7 @@ def _check_output(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        parser.error("--output draws plots, for which matplotlib is missing: pip install matplotlib")
+        parser.error("--output draws plots, which needs matplotlib: pip install 'vllm-kvmerge[eval]'")
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
