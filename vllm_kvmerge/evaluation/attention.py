@@ -1,220 +1,323 @@
-"""How far compression moves attention's output: ``python -m vllm_kvmerge.evaluation.attention``.
+"""How far compression moves attention's output: ``vllm-kvmerge eval attention``.
 
-Queries, keys and values of the demo model reading fresh documents go through the paged cache layer by layer, compressed
-at the end of the prompt and, where the policy is bounded, again every ``--interval`` tokens, as in serving. Reported is
+Queries, keys and values of a model reading documents go through the paged cache layer by layer, compressed at the end
+of the prompt and, where the policy is bounded, again every ``--interval`` tokens, as in serving. Printed is
 ||o' - o|| / ||o|| over the outputs of all heads, o being full attention's, averaged over the next queries, layers and
 documents; and the same where what does not stay is dropped instead of merged.
+
+With ``--output DIR`` the error of every layer, head and step, the attention that falls on what is kept, votes and maps
+of who was merged into whom are written there, as JSON and plots: see docs/evaluation-attention.md.
 """
 
+import argparse
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vllm_kvmerge.attention.backend import PromptScores, QueryRing
-from vllm_kvmerge.cache.plan import CompressionPlan
-from vllm_kvmerge.config import CompressionConfig, parse_compression
+from vllm_kvmerge import demo
+from vllm_kvmerge.config import FULL, CompressionConfig, CompressionError, parse_compression
+from vllm_kvmerge.evaluation.instrument import END, PROMPT_END, Findings, measure
 from vllm_kvmerge.evaluation.options import add_document_options, draw_documents, parser_of, print_table, seed_of
-from vllm_kvmerge.kernels import UPDATE_MODES, Pages, cell_bytes, column_scores, paged_attention, write_tokens
+from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, errors_against, full_outputs, output_errors
+from vllm_kvmerge.evaluation.trace import (
+    LayerTrace,
+    knows_demo_task,
+    num_layers_of,
+    text_documents,
+    trace,
+    trace_one_by_one,
+)
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.worker.compactor import Compaction, Compactor
-from vllm_kvmerge.worker.runner import score_update
+from vllm_kvmerge.policies.mergers import DropMerger
 
-BLOCK_SIZE = 32
+__all__ = ["LayerTrace", "TracedSequence", "main", "output_errors", "trace"]
 
+MERGED, DROPPED = "merged", "dropped"
 
-@dataclass(frozen=True)
-class LayerTrace:
-    """What one attention layer saw: queries ``[T, H * G, d]``, keys and values ``[T, H, d]``, all float32, after RoPE.
-
-    output_weights: ``[H, G, hidden, d]``, its output projection by query head.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    output_weights: Tensor
-    scale: float
-
-
-def trace(model_path: str, documents: list[list[int]]) -> list[list[LayerTrace]]:
-    """For each document (token ids), what every layer of a Transformers model saw while reading it."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    seen: list[LayerTrace] = []
-
-    def attention(module, query, key, value, *args, scaling, **kwargs):  # type: ignore[no-untyped-def]
-        weight = module.o_proj.weight.detach().float()
-        num_kv_heads, head_size = key.shape[1], key.shape[3]
-        split = weight.view(weight.shape[0], num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
-        seen.append(LayerTrace(*(tensor[0].transpose(0, 1).float() for tensor in (query, key, value)), split, scaling))
-        return sdpa_attention_forward(module, query, key, value, *args, scaling=scaling, **kwargs)
-
-    AttentionInterface.register("kvmerge_trace", attention)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32, attn_implementation="kvmerge_trace", local_files_only=True
-    )
-    traces = []
-    for document in documents:
-        with torch.no_grad():
-            model(torch.tensor([document]))
-        traces.append(list(seen))
-        seen.clear()
-    return traces
-
-
-class TracedSequence:
-    """One document's keys and values in pages of its own, computed token by token as a server would."""
-
-    def __init__(self, layers: list[LayerTrace], dtype: torch.dtype) -> None:
-        self.layers, self.dtype = layers, dtype
-        num_tokens, num_kv_heads, head_size = layers[0].keys.shape
-        shape = (-(-num_tokens // BLOCK_SIZE), num_kv_heads, BLOCK_SIZE, cell_bytes(head_size, dtype) // dtype.itemsize)
-        self.pages = [Pages.of(torch.zeros(shape, dtype=dtype), head_size) for _ in layers]
-        self.blocks = torch.arange(shape[0], dtype=torch.int32)
-        self.num_tokens = self.front = self.tail = 0
-        self.compactor = Compactor(
-            self.pages, layers[0].scale, list(range(num_kv_heads)), output_weights=lambda i: layers[i].output_weights
-        )
-
-    def write(self, count: int) -> slice:
-        """Stores the keys and values of the next ``count`` tokens; returns which they are."""
-        new = slice(self.num_tokens, self.num_tokens + count)
-        for layer, pages in zip(self.layers, self.pages, strict=True):
-            write_tokens(
-                pages,
-                torch.arange(new.start, new.stop),
-                layer.keys[new].to(self.dtype),
-                layer.values[new].to(self.dtype),
-            )
-        self.num_tokens = new.stop
-        return new
-
-    def attend(self, new: slice, config: CompressionConfig | None = None) -> list[Tensor]:
-        """Each layer's attention output for these newest tokens, ``[q, H * G, d]``; scores as the policy keeps them."""
-        update = score_update(config) if config is not None and config.tracks_decode and self.front > 0 else None
-        mode, decay = (update.mode, update.decay) if update else ("none", 1.0)
-        int32 = partial(torch.full, (1,), dtype=torch.int32)
-        outputs = []
-        for layer, pages in zip(self.layers, self.pages, strict=True):
-            query = layer.queries[new].to(self.dtype)
-            outputs.append(torch.empty_like(query))
-            paged_attention(
-                query,
-                pages,
-                self.blocks.unsqueeze(0),
-                int32(0),
-                int32(len(query)),
-                int32(self.num_tokens),
-                int32(self.front),
-                int32(self.tail),
-                int32(UPDATE_MODES.index(mode)),
-                torch.tensor([decay]),
-                layer.scale,
-                outputs[-1],
-            )
-        return outputs
-
-    def compress(self, config: CompressionConfig, budget: int) -> None:
-        """Compresses the cache to ``budget`` entries, in the blocks where it lies."""
-        capacity = config.policy.allocator.capacity(budget)
-        num_entries = self.front + self.num_tokens - self.tail
-        new_front = num_entries if capacity is None else min(num_entries, capacity)
-        plan = CompressionPlan(
-            request_id="",
-            compression="",
-            front=self.front,
-            tail=self.tail,
-            num_tokens=self.num_tokens,
-            budget=budget,
-            new_front=new_front,
-            blocks=self.blocks[: -(-new_front // BLOCK_SIZE)].tolist(),
-        )
-        compaction = Compaction(plan, config.policy, self.blocks, self._prompt_scores(config), self._ring(config))
-        self.compactor.run([compaction])
-        self.front, self.tail = new_front, self.num_tokens
-
-    def _prompt_scores(self, config: CompressionConfig) -> PromptScores | None:
-        if self.front > 0 or not config.prompt_window:
-            return None
-        window = self.num_tokens if config.prompt_window == "all" else min(config.prompt_window, self.num_tokens)
-        scores = PromptScores.empty(len(self.layers), self.layers[0].keys.shape[1], self.num_tokens)
-        for index, (layer, pages) in enumerate(zip(self.layers, self.pages, strict=True)):
-            query = layer.queries[self.num_tokens - window : self.num_tokens].to(self.dtype)
-            statistics = scores.scores[index], scores.aux[index]
-            column_scores(query, pages, self.blocks, self.num_tokens, score_update(config), layer.scale, *statistics)
-        return scores
-
-    def _ring(self, config: CompressionConfig) -> QueryRing | None:
-        window = config.policy.query_window
-        if window == 0:
-            return None
-        num_heads, head_size = self.layers[0].queries.shape[1:]
-        ring = QueryRing(len(self.layers), window, num_heads, head_size, self.dtype)
-        for index, layer in enumerate(self.layers):
-            newest = layer.queries[max(0, self.num_tokens - window) : self.num_tokens]
-            ring.write(index, newest.to(self.dtype), self.num_tokens)
-        return ring
-
-
-def output_errors(
-    layers: list[LayerTrace], config: CompressionConfig, num_prompt_tokens: int, num_queries: int, dtype: torch.dtype
-) -> Iterator[float]:
-    """||o' - o|| / ||o|| of each layer and each of the next ``num_queries`` queries."""
-    full, compressed = TracedSequence(layers, dtype), TracedSequence(layers, dtype)
-    budget = config.resolve_budget(num_prompt_tokens)
-    for sequence in (full, compressed):
-        sequence.write(num_prompt_tokens)
-    compressed.compress(config, budget)
-    interval = config.interval or BLOCK_SIZE
-    for start in range(0, num_queries, interval):
-        count = min(interval, num_queries - start)
-        expected = full.attend(full.write(count))
-        actual = compressed.attend(compressed.write(count), config)
-        if config.decode == "bounded":
-            compressed.compress(config, budget)
-        for one, other in zip(actual, expected, strict=True):
-            distance = (one.float() - other.float()).flatten(1).norm(dim=1)
-            yield from (distance / other.float().flatten(1).norm(dim=1)).tolist()
+Cell = tuple[str, int | float]
+"""A policy and a budget."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), sorted(PRESETS))
-    add_document_options(parser, documents=8, questions=5)
-    parser.add_argument("--queries", type=int, default=64, help="how many queries after it")
-    parser.add_argument("--interval", type=int, default=16, help="tokens between compressions")
-    parser.add_argument("--dtype", default="float32", help="dtype of the cache")
+    parser = _parser()
     arguments = parser.parse_args(argv)
     seed = seed_of(arguments)
-    length = arguments.prompt + arguments.queries
-    documents = draw_documents(arguments, seed, length)
-    traces = trace(arguments.model, documents)
+    documents = _documents(parser, arguments, seed)
+    cells = [(policy, budget) for policy in arguments.policies for budget in arguments.budget]
+    variants = {cell: _variants(parser, arguments, cell) for cell in cells}
+    looked_at = _layers(parser, arguments)
     dtype = getattr(torch, arguments.dtype)
+    schedule = Schedule(arguments.prompt, arguments.queries, arguments.interval, dtype)
+    if arguments.output is not None:
+        _check_output(parser, arguments)
 
-    def error(policy: str, budget: int | float, **overrides: str) -> float:
-        config = parse_compression({"policy": policy, "budget": budget, "interval": arguments.interval, **overrides})
-        assert config is not None
-        sizes = (arguments.prompt, arguments.queries, dtype)
-        return float(np.mean([value for layers in traces for value in output_errors(layers, config, *sizes)]))
+    errors: dict[Cell, dict[str, list[float]]] = {cell: {} for cell in cells}
+    findings: dict[Cell, dict[str, Findings]] = {cell: {} for cell in cells}
+    traces = trace_one_by_one(arguments.model, documents)
+    with _progress("measuring", len(documents) * sum(map(len, variants.values()))) as advance:
+        for layers in traces:
+            full = full_outputs(layers, schedule)
+            for cell in cells:
+                for name, config in variants[cell].items():
+                    if arguments.output is None:
+                        found = errors_against(full, layers, config, schedule)
+                        errors[cell].setdefault(name, []).extend(
+                            value for layer, value in _by_layer(found, schedule, len(layers)) if layer in looked_at
+                        )
+                    else:
+                        measurement = measure(full, layers, config, schedule, looked_at)
+                        findings[cell].setdefault(name, Findings(looked_at)).add(measurement, layers)
+                        errors[cell].setdefault(name, []).extend(measurement.layer_error.flatten().tolist())
+                    advance()
 
-    rows: dict[str, list[str]] = {}
-    for policy in arguments.policies:
-        rows[policy] = []
-        for budget in arguments.budget:
-            cell = f"{error(policy, budget):.3f}"
-            if PRESETS[policy].merger != "drop":
-                cell += f" / {error(policy, budget, merger='drop'):.3f}"
-            rows[policy].append(cell)
-    print_table(
-        f"Error of attention's output, merged / dropped: {arguments.documents} documents, {arguments.prompt} tokens "
-        f"compressed, next {arguments.queries} queries, {arguments.dtype}, seed {seed}",
-        [f"budget {budget}" for budget in arguments.budget],
-        rows,
+    title = (
+        f"Error of attention's output, merged / dropped: {len(documents)} documents, {arguments.prompt} tokens "
+        f"compressed, next {arguments.queries} queries, {arguments.dtype}, seed {seed}"
     )
+    if arguments.set:
+        title += ", " + ", ".join(arguments.set)
+    columns = [f"budget {budget}" for budget in arguments.budget]
+    print_table(title, columns, _rows(cells, {cell: _error_cell(errors[cell]) for cell in cells}))
+    if arguments.output is not None:
+        shares = {cell: _share_cell(findings[cell][MERGED]) for cell in cells}
+        print_table("Share of full attention on entries kept / represented", columns, _rows(cells, shares))
+        written = _write(arguments, seed, len(documents), variants, findings)
+        print(f"{written} files in {arguments.output}: begin with summary.md")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), sorted(PRESETS))
+    parser.prog = "vllm-kvmerge eval attention"
+    add_document_options(parser, documents=8, questions=5)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="read this text instead of the demo task's documents")
+    parser.add_argument("--queries", type=_positive, default=64, help="how many queries after it")
+    parser.add_argument("--interval", type=_positive, default=16, help="tokens between compressions")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the cache")
+    parser.add_argument("--layers", type=int, nargs="+", metavar="L", help="layers to look at (default: all)")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="further fields of kv_compression for every policy, such as merger=kvmerger",
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write numbers and plots to this folder")
+    parser.add_argument("--format", default="svg", choices=["svg", "png"], help="of plots")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _documents(parser: argparse.ArgumentParser, arguments: argparse.Namespace, seed: int) -> list[list[int]]:
+    if arguments.model == "demo":
+        arguments.model = demo.model_path()
+    if not (Path(arguments.model) / "config.json").is_file():
+        parser.error(f"no model in {arguments.model}: name a folder with a config.json")
+    for name in ("documents", "prompt"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    length = arguments.prompt + arguments.queries
+    try:
+        if arguments.text is not None:
+            return text_documents(arguments.model, arguments.text, arguments.documents, length)
+        if not knows_demo_task(arguments.model):
+            parser.error("this model cannot read the demo task's documents: give it a --text FILE")
+        return draw_documents(arguments, seed, length)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def _layers(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[int]:
+    num_layers = num_layers_of(arguments.model)
+    if arguments.layers is None:
+        return list(range(num_layers))
+    for layer in arguments.layers:
+        if not 0 <= layer < num_layers:
+            parser.error(f"--layers {layer}: the model's are 0 to {num_layers - 1}")
+    return sorted(set(arguments.layers))
+
+
+def _variants(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, cell: Cell
+) -> dict[str, CompressionConfig]:
+    """The policy as it merges and, where it does, what it would be if it did not."""
+    policy, budget = cell
+    if policy == FULL:
+        parser.error(f"policy {FULL!r} is what the others are compared with")
+    value: dict[str, Any] = {"policy": policy, "budget": budget, "interval": arguments.interval}
+    for text in arguments.set:
+        name, separator, given = text.partition("=")
+        if not separator:
+            parser.error(f"--set {text}: must be FIELD=VALUE")
+        value[name] = _json_or_text(given)
+    try:
+        config = parse_compression(value)
+    except CompressionError as error:
+        parser.error(str(error))
+    assert config is not None
+    if config.policy.merger.name == DropMerger.name:
+        return {MERGED: config}
+    dropping = config.policy.model_copy(update={"merger": DropMerger()})
+    return {MERGED: config, DROPPED: config.model_copy(update={"policy": dropping})}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _check_output(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        parser.error("--output draws plots, which needs matplotlib: pip install 'vllm-kvmerge[eval]'")
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output: {error}")
+
+
+def _by_layer(errors: Iterator[float], schedule: Schedule, num_layers: int) -> Iterator[tuple[int, float]]:
+    """``errors_against``'s numbers with their layers."""
+    for count in schedule.counts:
+        for layer in range(num_layers):
+            for _ in range(count):
+                yield layer, next(errors)
+    assert next(errors, None) is None
+
+
+def _rows(cells: list[Cell], texts: dict[Cell, str]) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = {}
+    for cell in cells:
+        rows.setdefault(cell[0], []).append(texts[cell])
+    return rows
+
+
+def _error_cell(errors: dict[str, list[float]]) -> str:
+    return " / ".join(f"{np.mean(values):.3f}" for values in errors.values())
+
+
+def _share_cell(found: Findings) -> str:
+    summary = found.summary
+    both = summary["kept"], summary["represented"]
+    return " / ".join(f"{value:.3f}" for value in (both if both[0] != both[1] else both[:1]))
+
+
+def _write(
+    arguments: argparse.Namespace,
+    seed: int,
+    num_documents: int,
+    variants: dict[Cell, dict[str, CompressionConfig]],
+    findings: dict[Cell, dict[str, Findings]],
+) -> int:
+    """Writes everything; returns how many files."""
+    from vllm_kvmerge.evaluation.instrument_plots import draw_findings, draw_overview
+
+    folder: Path = arguments.output
+    run = {
+        "model": arguments.model,
+        "text": None if arguments.text is None else str(arguments.text),
+        "seed": seed,
+        "documents": num_documents,
+        "prompt": arguments.prompt,
+        "queries": arguments.queries,
+        "interval": arguments.interval,
+        "dtype": arguments.dtype,
+        "set": arguments.set,
+    }
+    files: list[Path] = []
+    with _progress("writing", len(findings) + len(arguments.budget)) as advance:
+        for (policy, budget), found in findings.items():
+            place = folder / f"{policy}-{budget}"
+            place.mkdir(exist_ok=True)
+            config = variants[policy, budget][MERGED]
+            numbers = run | {
+                "policy": policy,
+                "budget": budget,
+                "entries": config.resolve_budget(arguments.prompt),
+                "decode": config.decode,
+                "parts": {part.name: part.model_dump() for part in config.policy.parts},
+                "variants": {name: one.as_json() for name, one in found.items()},
+            }
+            files.append(place / "numbers.json")
+            files[-1].write_text(json.dumps(numbers) + "\n")
+            files += _write_weights(place, found[MERGED])
+            title = f"{policy}, budget {budget}"
+            # A policy that grows is not compressed again.
+            interval = arguments.interval if config.decode == "bounded" else arguments.queries
+            files += draw_findings(place, arguments.format, title, found, arguments.prompt, interval)
+            advance()
+        for budget in arguments.budget:
+            merged = {policy: found[MERGED] for (policy, other), found in findings.items() if other == budget}
+            files += draw_overview(folder, arguments.format, f"budget {budget}", merged, str(budget))
+            advance()
+    rows = [
+        {"policy": policy, "budget": budget, "variant": name, **one.summary, "residual": one.residual}
+        for (policy, budget), found in findings.items()
+        for name, one in found.items()
+    ]
+    files += [folder / "summary.json", folder / "summary.md"]
+    files[-2].write_text(json.dumps({"run": run, "rows": rows}, indent=1) + "\n")
+    files[-1].write_text(_summary(run, rows))
+    return len(files)
+
+
+def _write_weights(place: Path, found: Findings) -> list[Path]:
+    """All weights, where JSON lists only each token's largest: arrays named after layer and head."""
+    files = []
+    for moment in (PROMPT_END, END):
+        maps = {
+            (layer, head): one
+            for layer, of_heads in found.maps.get(moment, {}).items()
+            for head, one in enumerate(of_heads)
+        }
+        if any(one.is_dense for one in maps.values()):
+            arrays = {
+                f"layer{layer}_head{head}_{name}": value.astype(np.float32) if name == "weights" else value
+                for (layer, head), one in maps.items()
+                for name, value in (("tokens", one.tokens), ("carriers", one.carriers), ("weights", one.weights))
+            }
+            files.append(place / f"merge-map-{moment.replace(' ', '-')}.npz")
+            np.savez_compressed(files[-1], **arrays)  # type: ignore[arg-type]
+    return files
+
+
+def _summary(run: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    lines = ["# Attention under compression", ""]
+    lines += [f"- {name}: {value}" for name, value in run.items() if value not in (None, [])]
+    lines += [
+        "",
+        "| policy | budget | | error | error per head | attention kept | represented |",
+        "|---|---|---|" + "---|" * 4,
+    ]
+    for row in rows:
+        numbers = (row[name] for name in ("layer_error", "error", "kept", "represented"))
+        cells = [row["policy"], row["budget"], row["variant"], *(f"{value:.3f}" for value in numbers)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Any]:
+    """Yields a function to be called after each of ``total`` things; a bar on stderr where that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""What the attention layers of a Transformers model see while it reads documents."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.demo import recall
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What one attention layer saw: queries ``[T, H * G, d]``, keys and values ``[T, H, d]``, all float32, after RoPE.
+
+    output_weights: ``[H, G, hidden, d]``, its output projection by query head.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    output_weights: Tensor
+    scale: float
+
+
+def trace(model_path: str, documents: list[list[int]]) -> list[list[LayerTrace]]:
+    """For each document (token ids), what every layer of a Transformers model saw while reading it."""
+    return list(trace_one_by_one(model_path, documents))
+
+
+def trace_one_by_one(model_path: str, documents: Iterable[list[int]]) -> Iterator[list[LayerTrace]]:
+    """The same, of which only one document's is held at a time."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    seen: list[LayerTrace] = []
+
+    def attention(module, query, key, value, *args, scaling, **kwargs):  # type: ignore[no-untyped-def]
+        weight = module.o_proj.weight.detach().float()
+        num_kv_heads, head_size = key.shape[1], key.shape[3]
+        split = weight.view(weight.shape[0], num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
+        seen.append(LayerTrace(*(tensor[0].transpose(0, 1).float() for tensor in (query, key, value)), split, scaling))
+        return sdpa_attention_forward(module, query, key, value, *args, scaling=scaling, **kwargs)
+
+    AttentionInterface.register("kvmerge_trace", attention)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="kvmerge_trace", local_files_only=True
+    )
+    for document in documents:
+        with torch.no_grad():
+            model(torch.tensor([document]), use_cache=False)
+        layers, seen[:] = list(seen), []
+        yield layers
+
+
+def num_layers_of(model_path: str) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config().num_hidden_layers)
+
+
+def knows_demo_task(model_path: str) -> bool:
+    """Whether the model's tokens are those in which documents of the demo task are written."""
+    words = recall.VOCABULARY
+    tokenizer = _tokenizer(model_path)
+    return bool(tokenizer.convert_tokens_to_ids(list(words)) == list(range(len(words))))
+
+
+def text_documents(model_path: str, path: Path, count: int, length: int) -> list[list[int]]:
+    """The text's first tokens, cut into at most ``count`` documents of ``length``; each begins as the tokenizer's do.
+
+    Raises:
+        ValueError: the text is not in UTF-8, or too short for one document.
+        OSError: it cannot be read.
+    """
+    tokenizer = _tokenizer(model_path)
+    start = tokenizer("").input_ids[:1]
+    start = start if start == [tokenizer.bos_token_id] else []
+    ids = tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False).input_ids
+    size = length - len(start)
+    if len(ids) < size:
+        raise ValueError(f"{path} has {len(ids)} tokens, and a document takes {size}: prompt and queries")
+    count = min(count, len(ids) // size)
+    return [start + ids[index * size : (index + 1) * size] for index in range(count)]
+
+
+def _tokenizer(model_path: str):  # type: ignore[no-untyped-def]
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
