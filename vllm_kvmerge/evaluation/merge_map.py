@@ -228,13 +228,15 @@ class Provenance:
         self.origins = torch.zeros(num_heads, 0, dtype=torch.int64)
         self.log_votes = torch.zeros(num_heads, 0)
         self.positions = torch.zeros(num_heads, 0, dtype=torch.int64)
+        self._is_new = True  # each entry is its token
 
     def extend(self, num_tokens: int) -> None:
         """Ordinary tokens follow, up to ``num_tokens`` in all."""
         num_heads, _, known = self.shares.shape
         new = torch.arange(known, num_tokens).expand(num_heads, -1)
         own = torch.eye(num_tokens)[known:].expand(num_heads, -1, -1)
-        self.shares = torch.cat([pad(self.shares, (0, num_tokens - known)), own], dim=1)
+        # Heads share one matrix until the first compression: of a long prompt each head's would be large.
+        self.shares = torch.cat([pad(self.shares, (0, num_tokens - known)), own], dim=1) if known else own
         self.origins = torch.cat([self.origins, new], dim=1)
         self.positions = torch.cat([self.positions, new], dim=1)
         self.log_votes = pad(self.log_votes, (0, num_tokens - known))
@@ -244,10 +246,11 @@ class Provenance:
         shares = self.shares.gather(1, _expanded(mixture.kept.clamp(min=0), self.shares.shape[2]))
         shares = shares.masked_fill_((mixture.kept < 0).unsqueeze(-1), 0.0)
         head, row = (mixture.changed >= 0).nonzero(as_tuple=True)
-        mixed = mixture.weights @ self.shares
+        mixed = mixture.weights if self._is_new else mixture.weights @ self.shares
         shares[head, mixture.changed[head, row]] = mixed[head, row]
         self.shares, self.origins = shares, select(self.origins, mixture.kept)
         self.log_votes, self.positions = mixture.log_votes, mixture.positions
+        self._is_new = False
 
     @property
     def is_live(self) -> Tensor:
