@@ -107,8 +107,8 @@ class Pages:
         """Why Triton's operators cannot work on these pages; None if they can. The device is not looked at."""
         if self.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"the cache is {self.keys.dtype}"
-        if self.head_size > 256:
-            return f"head size {self.head_size} is larger than 256"
+        if not 16 <= self.head_size <= 256:
+            return f"head size {self.head_size} is not from 16 to 256"
         if self.values.stride(3) != 1:
             return "values do not lie together"
         metadata = (self.log_votes, self.scores, self.aux, self.positions)
