@@ -10,7 +10,9 @@ from vllm_kvmerge.kernels import native
 
 def pytest_addoption(parser):
     parser.addoption("--native-library", type=Path, help="test this build of the native operators")
-    parser.addoption("--thin", type=int, default=1, help="run every THIN-th case of each test, for slow implementations")
+    parser.addoption(
+        "--thin", type=int, default=1, help="run every THIN-th case of each test, for slow implementations"
+    )
 
 
 def pytest_configure(config):

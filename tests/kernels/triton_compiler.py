@@ -31,6 +31,7 @@ class Launch:
     """A kernel and what it would have been given; options: warps and stages."""
 
     kernel: JITFunction
+    grid: tuple[int, ...]
     arguments: dict[str, Any]
     options: dict[str, int]
 
@@ -69,7 +70,7 @@ def launches() -> Iterator[list[Launch]]:
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
         assert arguments.keys() == set(self.arg_names), arguments.keys() ^ set(self.arg_names)
-        found.append(Launch(self, arguments, options))
+        found.append(Launch(self, grid, arguments, options))
 
     with mock.patch.object(JITFunction, "run", record):
         yield found

@@ -172,7 +172,9 @@ def attend(
         logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
         if KEEP > 0:
             at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
-            tl.store(kept + at + (rows * BLOCK_SIZE)[:, None], logits, mask=wanted[:, None] & (entry < kept_end)[None, :])
+            tl.store(
+                kept + at + (rows * BLOCK_SIZE)[:, None], logits, mask=wanted[:, None] & (entry < kept_end)[None, :]
+            )
             if mode == LOG_EMA:
                 weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
                 level = log2_sum(tl.where(visible, plain + weight[:, None], float("-inf")))
@@ -359,9 +361,9 @@ def tile_logits(
     number = first_query + rows // G
     wanted = (rows < BLOCK_M // G * G) & (number < num_queries)
     at = (start_token + number) * stride_q_token + (head * G + rows % G) * stride_q_head
-    q = tl.load(
-        query + at[:, None] + dims[None, :], mask=wanted[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0
-    ).to(COMPUTE)
+    q = tl.load(query + at[:, None] + dims[None, :], mask=wanted[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0).to(
+        COMPUTE
+    )
     visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
     logits = tl.dot(q, k, input_precision="ieee") * scale + (votes * LOG2E)[None, :]
     return tl.where(visible, logits, float("-inf")), number, wanted

@@ -412,7 +412,7 @@ def entries_at(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """(keys ``[BLOCK_D, n]`` float32, votes, positions, whether there is one) of some entries of this program's head."""
+    """(keys ``[BLOCK_D, n]`` float32, votes, positions, whether there is one) of some entries of a head."""
     unit = tl.program_id(0) // num_heads
     front, tail = segments_of(segments, unit)
     live = entry < num_entries
@@ -492,7 +492,19 @@ def newest_lse(
             BLOCK_D,
         )
         logits = seen_logits(
-            queries, query_positions, k, votes, position, live, rows, tl.program_id(1), window, scale, G, HEAD_SIZE, BLOCK_D
+            queries,
+            query_positions,
+            k,
+            votes,
+            position,
+            live,
+            rows,
+            tl.program_id(1),
+            window,
+            scale,
+            G,
+            HEAD_SIZE,
+            BLOCK_D,
         )
         new_top = tl.maximum(top, tl.max(logits, 1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)

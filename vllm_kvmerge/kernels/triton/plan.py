@@ -52,7 +52,8 @@ class AttentionPlan:
     """How one call of attention runs.
 
     settings: of ``attend``. block_m: its rows. tiles: of queries in each sequence. splits: of the entries, a power of
-    two. kept: rows of logits kept for the score update; 0 where they are computed again. sizes: elements of each buffer.
+    two. kept: rows of logits kept for the score update; 0 where they are computed again. sizes: elements of each
+    buffer.
     """
 
     settings: Settings

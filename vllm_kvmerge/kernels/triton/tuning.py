@@ -49,9 +49,9 @@ def settings(kernel: str, device: str, head_size: int = 32, row_bytes: int = 64,
     chosen: dict[str, int] = {}
     for rule in rules():
         shape = {"head_size": head_size, "row_bytes": row_bytes, "groups": groups}
-        if rule["kernel"] == kernel and device.startswith(rule.get("device", "")):
-            if all(value in rule.get(name, [value]) for name, value in shape.items()):
-                chosen |= {name: value for name, value in rule.items() if name not in CONDITIONS}
+        holds = rule["kernel"] == kernel and device.startswith(rule.get("device", ""))
+        if holds and all(value in rule.get(name, [value]) for name, value in shape.items()):
+            chosen |= {name: value for name, value in rule.items() if name not in CONDITIONS}
     return Settings(**chosen)
 
 

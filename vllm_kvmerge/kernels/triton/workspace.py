@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.kernels.page import Pages
+from vllm_kvmerge.kernels.triton.plan import AttentionPlan
 
 
 class Workspace:
@@ -43,8 +44,6 @@ class Workspace:
 
         num_heads: query heads. num_queries: the upper bound that ``paged_attention`` will be given.
         """
-        from vllm_kvmerge.kernels.triton.plan import AttentionPlan
-
         for rows in range(1, max_rows + 1):  # fewer sequences are split more
             plan = AttentionPlan.of(pages, num_heads, num_queries, rows, max_blocks)
             for name, size in plan.sizes.items():
