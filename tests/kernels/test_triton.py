@@ -198,7 +198,8 @@ def test_every_kernel_has_tile_sizes_for_every_shape(dtype, head_size):
 
 def test_a_cards_own_rules_win(monkeypatch):
     rule = {"kernel": "decode", "device": "NVIDIA H200", "head_size": [128], "groups": [4], "block_n": 256}
-    monkeypatch.setattr(tuning, "rules", lambda before=tuning.rules(): [*before, rule])
+    before = tuning.rules()
+    monkeypatch.setattr(tuning, "rules", lambda: [*before, rule])
     tuning.settings.cache_clear()
     try:
         sizes = [tuning.settings("decode", card, 128, 256, groups).block_n

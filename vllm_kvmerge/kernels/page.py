@@ -53,8 +53,8 @@ class Pages:
     def of(cls, cache: Tensor, head_size: int, row_major_keys: bool | None = None) -> "Pages":
         """Views of ``cache``, contiguous ``[B, H, bs, cell]`` in the cache dtype.
 
-        That shape only says how large it is: bytes of a cell do not lie together. row_major_keys: the layout of K if not
-        the device's own.
+        That shape only says how large it is: bytes of a cell do not lie together. row_major_keys: the layout of K, if
+        not the device's own.
         """
         num_blocks, num_heads, block_size, cell = cache.shape
         if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache.is_contiguous():

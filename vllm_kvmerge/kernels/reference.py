@@ -111,6 +111,7 @@ def paged_attention(
     update_decays: Tensor,
     scale: float,
     output: Tensor,
+    num_queries: int | None = None,
 ) -> None:
     """Causal attention over front and tail, with vote bias, and the score update of the rows that have one.
 
@@ -118,20 +119,21 @@ def paged_attention(
     query_lens[r]``, its newest tokens, whose keys and values are in the cache already; other tokens' output stays as it
     is. block_table: ``[rows, max_blocks]``. query_starts, query_lens, seq_lens, fronts, tails: ``[rows]`` integers.
     update_modes: ``[rows]`` integers, places in ``UPDATE_MODES``; update_decays: ``[rows]`` float32 (see
-    ``ScoreUpdate``). Scores of tokens that are new in this call start from nothing.
+    ``ScoreUpdate``). Scores of tokens that are new in this call start from nothing. num_queries: at least the largest
+    of ``query_lens``, for implementations that would have to wait for a card to see it; not read here.
     """
     rows = zip(
         block_table,
         *(t.tolist() for t in (query_starts, query_lens, seq_lens, fronts, tails, update_modes, update_decays)),
         strict=True,
     )
-    for blocks, start, num_queries, seq_len, front, tail, mode, decay in rows:
-        tokens = slice(start, start + num_queries)
+    for blocks, start, length, seq_len, front, tail, mode, decay in rows:
+        tokens = slice(start, start + length)
         keys = _segments(pages.keys, blocks, front, tail, seq_len, slot_dim=2)
         values = _segments(pages.values, blocks, front, tail, seq_len).float()
         num_entries = keys.shape[2]
         bias = None
-        visible = _causal(num_queries, num_entries, query.device)
+        visible = _causal(length, num_entries, query.device)
         if front > 0:
             votes = _segment(pages.log_votes, blocks, 0, front, 1)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - front)], 1)
@@ -141,8 +143,8 @@ def paged_attention(
         if mode != UPDATE_MODES.index("none"):
             scores = _segments(pages.scores, blocks, front, tail, seq_len).clone()
             aux = _segments(pages.aux, blocks, front, tail, seq_len).clone()
-            scores[:, num_entries - num_queries :] = 0.0
-            aux[:, num_entries - num_queries :] = 0.0
+            scores[:, num_entries - length :] = 0.0
+            aux[:, num_entries - length :] = 0.0
             update = ScoreUpdate(UPDATE_MODES[mode], decay)
             scores, aux = accumulate_scores(update, logits, probabilities, visible, scores, aux)
             for plane, statistic in ((pages.scores, scores), (pages.aux, aux)):

@@ -602,5 +602,6 @@ def join_slots(
             BLOCK_M=64,
             BLOCK_S=power_of_two(max(16, products.shape[2])),
             num_warps=4,
+            num_stages=1,  # nothing is loaded ahead: what is stored in one turn of the loop is read in the next
         )
     return joined, total

@@ -7,7 +7,7 @@ layer's planes are in memory; all layers have the same strides. ``segments`` is 
 import triton
 import triton.language as tl
 
-from vllm_kvmerge.kernels.triton.attention_kernels import LOG2E, log2_sum, place_of
+from vllm_kvmerge.kernels.triton.attention_kernels import LOG2E, place_of
 
 KEYS = tl.constexpr(0)
 VALUES = tl.constexpr(1)
@@ -153,10 +153,7 @@ def read_rows(
     number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = number < num_rows
     at = tl.program_id(0).to(tl.int64) * num_rows + number
-    if ALL:
-        entry = number
-    else:
-        entry = tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
+    entry = number if ALL else tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
     rows = rows_at(
         plane_of(addresses, tl.load(layers + unit), PLANE, ELEMENT),
         entry,
