@@ -39,7 +39,7 @@ def test_all_operators_in_the_interpreter():
     Left out: 40 query heads, which take the interpreter minutes, and rounding, which it does not do as cards do.
     """
     files = [f"test_{name}.py" for name in ("operators", "rows", "index", "native", "triton_interpreted")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "19"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "23"]
     command += ["-k", "triton and not 40-2 and not rounded", *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=TESTS.parents[1], capture_output=True, text=True)
