@@ -1,5 +1,6 @@
 """Random paged caches and the dense sequences they stand for."""
 
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -79,14 +80,21 @@ class CacheMaker:
 def pytest_generate_tests(metafunc):
     if "operators" in metafunc.fixturenames:
         levels = native.levels() if native.LIBRARY.exists() else []
-        metafunc.parametrize("operators", ["plain-torch", *levels], indirect=True)
+        interpreted = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
+        metafunc.parametrize("operators", ["plain-torch", *interpreted, *levels], indirect=True)
 
 
 @pytest.fixture
 def operators(request):
-    """The module of operators: the reference, then the native ones on every level that this machine runs."""
+    """The module of operators: the reference, then the native ones on every level that this machine runs.
+
+    With TRITON_INTERPRET=1 also Triton's, in its interpreter; ``test_triton`` starts a process like that.
+    """
     if request.param == "plain-torch":
         yield reference
+        return
+    if request.param == "triton":
+        yield pytest.importorskip("vllm_kvmerge.kernels.triton")
         return
     before = native.level()
     native.set_level(request.param)

@@ -1,10 +1,11 @@
 """The operators over paged KV blocks, and the implementation that runs them.
 
-Native operators (``native``) run where their library was built and the cache suits them, the PyTorch reference
-elsewhere.
+On the CPU, native operators (``native``) run where their library was built and the cache suits them; on a card,
+Triton's (``triton``) where it is installed; elsewhere the PyTorch reference. ``choose`` takes another.
 """
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "by_position",
+    "choose",
     "in_place",
     "inverse",
     "join_slots",
@@ -52,6 +54,25 @@ __all__ = [
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 
+_chosen: str | None = None
+
+
+def choose(name: str | None) -> None:
+    """Makes ``reference``, ``native`` or ``triton`` run wherever it can; None: what suits the tensors.
+
+    Triton's then run on CPU tensors too, in its interpreter, for tests. Raises ValueError for any other name, and
+    OSError or ImportError where that implementation is not there.
+    """
+    global _chosen
+    if name not in (None, "reference", "native", "triton"):
+        raise ValueError(f"there are no operators called {name!r}")
+    if name == "native":
+        native.library()
+    elif name == "triton":
+        _triton()
+    _chosen = name
+
+
 @functools.cache
 def _native_failure() -> str | None:
     """Why there are no native operators in this process; None if there are. Warns once."""
@@ -63,19 +84,42 @@ def _native_failure() -> str | None:
     return None
 
 
-def implementation(pages: Pages | None = None) -> str:
-    """Which implementation runs, and why not the native one; for ``pages`` if given."""
+def _triton() -> ModuleType:
+    """Triton's operators. Imported when they are needed: on the CPU, Triton need not be installed."""
+    return importlib.import_module("vllm_kvmerge.kernels.triton")
+
+
+@functools.cache
+def _triton_failure() -> str | None:
+    """Why there are no Triton operators in this process; None if there are. Warns once."""
+    try:
+        _triton()
+    except ImportError as error:
+        logger.warning("KV cache operators run on PyTorch, which is slow: %s", error)
+        return str(error)
+    return None
+
+
+def _module(device: torch.device, pages: Pages | Units | None = None) -> tuple[ModuleType, str]:
+    """The implementation for tensors on ``device`` and for ``pages``, and, if it is the reference, why."""
+    if _chosen == "reference":
+        return reference, "it was chosen"
+    if device.type == "cuda" or _chosen == "triton":
+        obstacle = _triton_failure() or (pages.triton_obstacle if pages is not None else None)
+        if obstacle is None and device.type != "cuda" and not _triton().INTERPRETED:
+            obstacle = f"Triton's run on {device} with TRITON_INTERPRET=1 only"
+        return (reference, obstacle) if obstacle else (_triton(), "")
     obstacle = _native_failure() or (pages.native_obstacle if pages is not None else None)
-    return f"native, {native.level()}" if obstacle is None else f"PyTorch reference: {obstacle}"
+    return (reference, obstacle) if obstacle else (native, "")
 
 
-def _module(pages: Pages | Units) -> ModuleType:
-    return reference if _native_failure() or pages.native_obstacle else native
-
-
-def _suits(tensor: torch.Tensor) -> bool:
-    """Whether the native operators take an argument of index arithmetic."""
-    return tensor.is_cpu and tensor.dtype in (torch.float32, torch.int64, torch.bool) and not _native_failure()
+def implementation(pages: Pages | None = None) -> str:
+    """Which implementation runs, and why if that is the reference; for ``pages`` if given, else on the CPU."""
+    device = torch.device("cpu") if pages is None else pages.keys.device
+    module, obstacle = _module(device, pages)
+    if module is reference:
+        return f"PyTorch reference: {obstacle}"
+    return f"native, {native.level()}" if module is native else str(module.description(device))
 
 
 def _index_operator(operator: Operator) -> Operator:
@@ -84,7 +128,11 @@ def _index_operator(operator: Operator) -> Operator:
 
     @functools.wraps(operator)
     def run(*args: Any) -> Any:
-        return getattr(native if _suits(args[0]) else reference, name)(*args)
+        tensor = args[0]
+        module, _ = _module(tensor.device)
+        if module is native and (not tensor.is_cpu or tensor.dtype not in (torch.float32, torch.int64, torch.bool)):
+            module = reference
+        return getattr(module, name)(*args)
 
     return cast(Operator, run)
 
@@ -96,7 +144,8 @@ def _dispatched(operator: Operator, pages_at: int = 0) -> Operator:
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
         pages = args[pages_at] if len(args) > pages_at else kwargs.get("pages") or kwargs["units"]
-        return getattr(_module(pages), name)(*args, **kwargs)
+        layer = pages if isinstance(pages, Pages) else pages.layers[0]
+        return getattr(_module(layer.keys.device, pages)[0], name)(*args, **kwargs)
 
     return cast(Operator, run)
 

@@ -69,6 +69,7 @@ def paged_attention(
     update_decays: Tensor,
     scale: float,
     output: Tensor,
+    num_queries: int | None = None,
 ) -> None:
     _function("paged_attention")(
         query,

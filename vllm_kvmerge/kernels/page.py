@@ -2,7 +2,8 @@
 
 A layer's cache holds, one after the other, for each block and head
 
-    K          [head_size, block_size]  cache dtype (transposed, as vLLM's CPU operators keep it)
+    K          [head_size, block_size]  cache dtype, on the CPU: transposed, as vLLM's CPU operators keep it
+               [block_size, head_size]  elsewhere: as FlashAttention reads it
     V          [block_size, head_size]  cache dtype
 
 and then, again for each block and head,
@@ -14,6 +15,9 @@ and then, again for each block and head,
 
 Metadata lies apart so that K and V are where they would be without it: between them it would put them across the
 pages of memory at which processors stop reading ahead, which made vLLM's own operator 6% slower.
+
+On a card, ``keys.permute(0, 3, 1, 2)`` and ``values.transpose(1, 2)`` are the ``[B, bs, H, d]`` that FlashAttention
+takes for a paged cache: rows contiguous, strides of blocks, slots and heads as they are.
 
 ``log_votes`` and ``positions`` are meaningful only for the entries of a compressed front: an ordinary token has no bias
 and its slot is its position, so requests without a policy never write metadata.
@@ -38,7 +42,7 @@ def cell_bytes(head_size: int, dtype: torch.dtype) -> int:
 class Pages:
     """Views of one layer's cache; ``B`` blocks, ``H`` KV heads, ``bs`` slots per block, ``d`` head size."""
 
-    keys: Tensor  # [B, H, d, bs] cache dtype
+    keys: Tensor  # [B, H, d, bs] cache dtype, whichever of the last two lies together
     values: Tensor  # [B, H, bs, d] cache dtype
     log_votes: Tensor  # [B, H, bs] float32
     scores: Tensor  # [B, H, bs] float32
@@ -46,10 +50,11 @@ class Pages:
     positions: Tensor  # [B, H, bs] int32
 
     @classmethod
-    def of(cls, cache: Tensor, head_size: int) -> "Pages":
+    def of(cls, cache: Tensor, head_size: int, row_major_keys: bool | None = None) -> "Pages":
         """Views of ``cache``, contiguous ``[B, H, bs, cell]`` in the cache dtype.
 
-        That shape only says how large it is: bytes of a cell do not lie together.
+        That shape only says how large it is: bytes of a cell do not lie together. row_major_keys: the layout of K, if
+        not the device's own.
         """
         num_blocks, num_heads, block_size, cell = cache.shape
         if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache.is_contiguous():
@@ -61,8 +66,13 @@ class Pages:
         size = num_blocks * num_heads * 2 * plane
         keys_and_values = cache.view(-1)[:size].view(num_blocks, num_heads, 2, plane)
         metadata = cache.view(-1)[size:].view(torch.float32).view(num_blocks, num_heads, 4, block_size)
+        keys = keys_and_values[:, :, 0]
+        if row_major_keys is None:
+            row_major_keys = not cache.is_cpu
         return cls(
-            keys=keys_and_values[:, :, 0].unflatten(-1, (head_size, block_size)),
+            keys=keys.unflatten(-1, (block_size, head_size)).transpose(2, 3)
+            if row_major_keys
+            else keys.unflatten(-1, (head_size, block_size)),
             values=keys_and_values[:, :, 1].unflatten(-1, (block_size, head_size)),
             log_votes=metadata[:, :, 0],
             scores=metadata[:, :, 1],
@@ -81,6 +91,8 @@ class Pages:
             return f"head size {self.head_size} is not a multiple of 16 from 32 to 256"
         if self.block_size % 16:
             return f"block size {self.block_size} is not a multiple of 16"
+        if self.keys.stride(3) != 1:
+            return "keys are not transposed"
         first = self.keys.data_ptr()
         plane_bytes = self.block_size * self.head_size * self.keys.element_size()
         metadata = first + self.keys.shape[0] * self.num_kv_heads * 2 * plane_bytes
@@ -89,6 +101,32 @@ class Pages:
             if getattr(self, field.name).data_ptr() != address:
                 return f"the plane of {field.name} is not where it should be"
         return None
+
+    @cached_property
+    def triton_obstacle(self) -> str | None:
+        """Why Triton's operators cannot work on these pages; None if they can. The device is not looked at."""
+        if self.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"the cache is {self.keys.dtype}"
+        if not 16 <= self.head_size <= 256:
+            return f"head size {self.head_size} is not from 16 to 256"
+        if self.values.stride(3) != 1:
+            return "values do not lie together"
+        metadata = (self.log_votes, self.scores, self.aux, self.positions)
+        if len({plane.stride() for plane in metadata}) != 1 or self.log_votes.stride(2) != 1:
+            return "metadata planes differ in layout"
+        if any(address % 16 for address in self.addresses):
+            return "planes are not aligned to 16 bytes"
+        return None
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the planes, in the order of the fields."""
+        return tuple(getattr(self, field.name).data_ptr() for field in fields(self))
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of K for block, head, dimension and slot; of V for block, head and slot; of metadata for block and head."""
+        return (*self.keys.stride(), *self.values.stride()[:3], *self.log_votes.stride()[:2])
 
     @property
     def block_size(self) -> int:
@@ -104,8 +142,11 @@ class Pages:
 
     @cached_property
     def stock_keys(self) -> Tensor:
-        """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed)."""
-        return self.keys.flatten(2).unflatten(2, (self.block_size, self.head_size))
+        """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed).
+
+        Raises RuntimeError where keys are not transposed.
+        """
+        return self.keys.view(self.values.shape)
 
 
 @dataclass(frozen=True)
@@ -116,7 +157,8 @@ class Units:
     order. What operators take and give is ``[H, ...]`` with the heads of all units, a unit's one after the other.
 
     layers: pages of the layers that units lie in. layer: ``[U]`` int64, which of these. blocks: ``[U, blocks]``, ids of
-    each unit's blocks. segments: ``[U, 3]`` int64, front, tail and seq_len.
+    each unit's blocks. segments: ``[U, 3]`` int64, front, tail and seq_len. On a card, ``layer`` and ``segments`` are
+    better on the CPU, where their numbers are known without waiting for the card.
     """
 
     layers: Sequence[Pages]
@@ -149,3 +191,8 @@ class Units:
     def native_obstacle(self) -> str | None:
         """Why the native operators cannot work on these pages; None if they can."""
         return next((pages.native_obstacle for pages in self.layers if pages.native_obstacle), None)
+
+    @property
+    def triton_obstacle(self) -> str | None:
+        """Why Triton's operators cannot work on these pages; None if they can."""
+        return next((pages.triton_obstacle for pages in self.layers if pages.triton_obstacle), None)

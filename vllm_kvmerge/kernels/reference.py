@@ -55,7 +55,7 @@ def _segments(plane: Tensor, blocks: Tensor, front: int, tail: int, seq_len: int
 
 def _scatter(plane: Tensor, blocks: Tensor, start: int, values: Tensor) -> None:
     """Writes ``values`` (``[H, m]``) to the slots from ``start`` on of a ``[B, H, bs]`` plane."""
-    slots = torch.arange(start, start + values.shape[1])
+    slots = torch.arange(start, start + values.shape[1], device=plane.device)
     plane[blocks[slots // plane.shape[2]].long(), :, slots % plane.shape[2]] = values.t().to(plane.dtype)
 
 
@@ -68,7 +68,7 @@ def accumulate_scores(
     scores, aux: ``[H, n]`` float32. Returns the new (scores, aux).
     """
     num_queries = logits.shape[2]
-    age = torch.arange(num_queries - 1, -1, -1, dtype=torch.float32)
+    age = torch.arange(num_queries - 1, -1, -1, dtype=torch.float32, device=logits.device)
     counted = visible.sum(-2).to(aux.dtype)
     if update.mode in ("sum", "mean"):
         weights = update.decay**age
@@ -81,6 +81,11 @@ def accumulate_scores(
     total = torch.logsumexp(torch.cat([previous.unsqueeze(1), weighted], 1), 1)
     # An entry that no query has seen keeps a finite score; aux == 0 says that it means nothing.
     return torch.where(aux + counted > 0, total, 0.0), aux + counted
+
+
+def _causal(num_queries: int, num_entries: int, device: torch.device) -> Tensor:
+    """``[q, n]`` bool: the newest tokens' queries see entries up to their own."""
+    return torch.ones(num_queries, num_entries, dtype=torch.bool, device=device).tril_(num_entries - num_queries)
 
 
 def _attend(query: Tensor, keys: Tensor, bias: Tensor | None, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -106,6 +111,7 @@ def paged_attention(
     update_decays: Tensor,
     scale: float,
     output: Tensor,
+    num_queries: int | None = None,
 ) -> None:
     """Causal attention over front and tail, with vote bias, and the score update of the rows that have one.
 
@@ -113,20 +119,21 @@ def paged_attention(
     query_lens[r]``, its newest tokens, whose keys and values are in the cache already; other tokens' output stays as it
     is. block_table: ``[rows, max_blocks]``. query_starts, query_lens, seq_lens, fronts, tails: ``[rows]`` integers.
     update_modes: ``[rows]`` integers, places in ``UPDATE_MODES``; update_decays: ``[rows]`` float32 (see
-    ``ScoreUpdate``). Scores of tokens that are new in this call start from nothing.
+    ``ScoreUpdate``). Scores of tokens that are new in this call start from nothing. num_queries: at least the largest
+    of ``query_lens``, for implementations that would have to wait for a card to see it; not read here.
     """
     rows = zip(
         block_table,
         *(t.tolist() for t in (query_starts, query_lens, seq_lens, fronts, tails, update_modes, update_decays)),
         strict=True,
     )
-    for blocks, start, num_queries, seq_len, front, tail, mode, decay in rows:
-        tokens = slice(start, start + num_queries)
+    for blocks, start, length, seq_len, front, tail, mode, decay in rows:
+        tokens = slice(start, start + length)
         keys = _segments(pages.keys, blocks, front, tail, seq_len, slot_dim=2)
         values = _segments(pages.values, blocks, front, tail, seq_len).float()
         num_entries = keys.shape[2]
         bias = None
-        visible = torch.ones(num_queries, num_entries, dtype=torch.bool).tril_(num_entries - num_queries)
+        visible = _causal(length, num_entries, query.device)
         if front > 0:
             votes = _segment(pages.log_votes, blocks, 0, front, 1)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - front)], 1)
@@ -136,8 +143,8 @@ def paged_attention(
         if mode != UPDATE_MODES.index("none"):
             scores = _segments(pages.scores, blocks, front, tail, seq_len).clone()
             aux = _segments(pages.aux, blocks, front, tail, seq_len).clone()
-            scores[:, num_entries - num_queries :] = 0.0
-            aux[:, num_entries - num_queries :] = 0.0
+            scores[:, num_entries - length :] = 0.0
+            aux[:, num_entries - length :] = 0.0
             update = ScoreUpdate(UPDATE_MODES[mode], decay)
             scores, aux = accumulate_scores(update, logits, probabilities, visible, scores, aux)
             for plane, statistic in ((pages.scores, scores), (pages.aux, aux)):
@@ -161,10 +168,11 @@ def column_scores(
     scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen.
     """
     keys = _segment(pages.keys, blocks, 0, seq_len, 2)
-    visible = torch.ones(query.shape[0], seq_len, dtype=torch.bool).tril_(seq_len - query.shape[0])
+    visible = _causal(query.shape[0], seq_len, query.device)
     # Queries in small groups, so that the matrix of probabilities stays small whatever the window.
     group = max(1, (1 << 22) // (query.shape[1] * seq_len))
-    for rows in torch.arange(query.shape[0]).split(group):
+    for start in range(0, query.shape[0], group):
+        rows = slice(start, start + group)
         logits, probabilities = _attend(query[rows], keys, None, visible[rows], scale)
         new_scores, new_aux = accumulate_scores(update, logits, probabilities, visible[rows], scores, aux)
         scores.copy_(new_scores)
@@ -184,8 +192,8 @@ def gather_metadata(units: Units) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _metadata(
     pages: Pages, blocks: Tensor, front: int, tail: int, seq_len: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    positions = torch.arange(tail, seq_len).repeat(pages.num_kv_heads, 1)
-    log_votes = torch.zeros(pages.num_kv_heads, seq_len - tail)
+    positions = torch.arange(tail, seq_len, device=pages.scores.device).repeat(pages.num_kv_heads, 1)
+    log_votes = torch.zeros(pages.num_kv_heads, seq_len - tail, device=pages.scores.device)
     if front > 0:
         positions = torch.cat([_segment(pages.positions, blocks, 0, front, 1).long(), positions], 1)
         log_votes = torch.cat([_segment(pages.log_votes, blocks, 0, front, 1), log_votes], 1)
@@ -220,7 +228,7 @@ def gather_rows(units: Units, plane: Literal["keys", "values"], index: Tensor) -
     """``[H, m, d]`` float32: keys or values of the entries at ``index`` (``[H, m]`` int64); zeros where negative."""
     rows = []
     for (pages, blocks, front, tail, _), part in zip(units, index.chunk(len(units.layer)), strict=True):
-        head = torch.arange(len(part)).unsqueeze(1)
+        head = torch.arange(len(part), device=part.device).unsqueeze(1)
         block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), pages.block_size)
         stored = pages.keys[block, head, :, offset] if plane == "keys" else pages.values[block, head, offset]
         rows.append(stored.float().masked_fill_((part < 0).unsqueeze(-1), 0.0))
@@ -252,7 +260,7 @@ def fused_attention(
     position. log_votes: ``[H, n]`` float32 and positions: ``[H, n]`` int64, negative where dead, are those of the
     entries, whatever the pages hold.
     """
-    index = torch.arange(units.num_entries).repeat(units.num_heads, 1)
+    index = torch.arange(units.num_entries, device=positions.device).repeat(units.num_heads, 1)
     keys = gather_rows(units, "keys", index)
     return fused_attention_of(queries, query_positions, keys, log_votes, positions, scale, fusion)
 
@@ -268,9 +276,10 @@ def move_entries(units: Units, destination: Tensor, kept: Tensor) -> None:
     for (pages, blocks, front, tail, _), to_blocks, part in zip(
         units, destination, kept.chunk(len(units.layer)), strict=True
     ):
-        head = torch.arange(len(part)).unsqueeze(1).expand_as(part)
+        head = torch.arange(len(part), device=part.device).unsqueeze(1).expand_as(part)
         to_block, to_offset = (
-            place.expand_as(part) for place in _places(to_blocks, torch.arange(part.shape[1]), pages.block_size)
+            place.expand_as(part)
+            for place in _places(to_blocks, torch.arange(part.shape[1], device=part.device), pages.block_size)
         )
         block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), pages.block_size)
         empty = part < 0
@@ -293,7 +302,7 @@ def write_rows(units: Units, blocks: Tensor, places: Tensor, keys: Tensor | None
         at, key, value = (None if part is None else part[unit] for part in parts)
         assert at is not None
         wanted = at >= 0
-        head = torch.arange(len(at)).unsqueeze(1).expand_as(at)[wanted]
+        head = torch.arange(len(at), device=at.device).unsqueeze(1).expand_as(at)[wanted]
         block, offset = _places(blocks[unit], at[wanted], pages.block_size)
         if key is not None:
             pages.keys[block, head, :, offset] = key[wanted].to(pages.keys.dtype)
@@ -321,7 +330,7 @@ def _write_metadata(
 
 def write_front(pages: Pages, blocks: Tensor, entries: Entries) -> None:
     """Writes entries to slots ``[0, len(entries))`` of ``blocks``; other slots of the last block stay as they are."""
-    block, offset = _places(blocks, torch.arange(len(entries)), pages.block_size)
+    block, offset = _places(blocks, torch.arange(len(entries), device=blocks.device), pages.block_size)
     pages.keys[block, :, :, offset] = entries.keys.transpose(0, 1).to(pages.keys.dtype)
     pages.values[block, :, offset] = entries.values.transpose(0, 1).to(pages.values.dtype)
     _write_metadata(pages, blocks, entries.log_votes, entries.scores, entries.aux, entries.positions)
