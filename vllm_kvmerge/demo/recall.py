@@ -1,10 +1,7 @@
-"""The demo model's synthetic task: facts spread through filler text, questions at the end.
+"""The plainest question to the demo model: one of several facts.
 
-``python -m vllm_kvmerge.demo.recall --length 1000 --facts 16`` prints a prompt, and its answer on stderr.
-
-Text is a sequence of words, one token each. A fact is ``remember K d d d d .``, a question
-``recall K`` and its answer ``d d d d </s>``. Filler walks a fixed random graph (eight
-successors per word), so that a language model has something to learn from it.
+``python -m vllm_kvmerge.demo.recall --length 1000 --facts 16`` prints a prompt, and its answer on stderr. A fact is
+``remember K d d d d .``, a question ``recall K`` and its answer ``d d d d </s>``; see ``documents`` for all kinds.
 """
 
 import argparse
@@ -12,32 +9,12 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-NUM_KEYS = 256
-NUM_FILLERS = 512
-DIGITS_PER_ANSWER = 4
-SPECIAL_WORDS = ("<pad>", "<unk>", "<s>", "</s>")
-FUNCTION_WORDS = ("remember", "recall", ".", ",", "?")
-DIGIT_WORDS = tuple("0123456789")
-_SUCCESSORS_PER_WORD = 8
+from vllm_kvmerge.demo import documents
+from vllm_kvmerge.demo.documents import DIGITS_PER_ANSWER
+from vllm_kvmerge.demo.language import BOS, distinct_keys
 
-
-def _pronounceable(count: int, ending: str) -> tuple[str, ...]:
-    """``count`` distinct made-up words; keys end in a vowel, fillers in a consonant."""
-    syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
-    words = [a + b + ending for a in syllables for b in syllables]
-    order = np.random.default_rng(20_260).permutation(len(words))
-    return tuple(words[i] for i in order[:count])
-
-
-KEY_WORDS = _pronounceable(NUM_KEYS, "")
-FILLER_WORDS = _pronounceable(NUM_FILLERS, "n")
-VOCABULARY = SPECIAL_WORDS + FUNCTION_WORDS + DIGIT_WORDS + KEY_WORDS + FILLER_WORDS
-_ID = {word: index for index, word in enumerate(VOCABULARY)}
-BOS, EOS = _ID["<s>"], _ID["</s>"]
-_KEY_BASE, _FILLER_BASE, _DIGIT_BASE = _ID[KEY_WORDS[0]], _ID[FILLER_WORDS[0]], _ID["0"]
-_SUCCESSORS = np.random.default_rng(20_261).integers(0, NUM_FILLERS, (NUM_FILLERS, _SUCCESSORS_PER_WORD))
+__all__ = ["DIGITS_PER_ANSWER", "RecallPrompt", "draw_prompt", "training_sample"]
 
 
 @dataclass(frozen=True)
@@ -49,51 +26,26 @@ class RecallPrompt:
     answer: str
 
 
-def _filler(rng: np.random.Generator, count: int) -> np.ndarray:
-    steps = rng.integers(0, _SUCCESSORS_PER_WORD, count).tolist()
-    words, word = np.empty(count, dtype=np.int64), int(rng.integers(NUM_FILLERS))
-    for i, step in enumerate(steps):
-        words[i] = word
-        word = int(_SUCCESSORS[word, step])
-    return words + _FILLER_BASE
-
-
-def _document(rng: np.random.Generator, length: int, num_facts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``length`` token ids holding ``num_facts`` facts, their key ids and their ``[num_facts, 4]`` digit ids."""
-    keys = rng.choice(NUM_KEYS, num_facts, replace=False) + _KEY_BASE
-    digits = rng.integers(0, 10, (num_facts, DIGITS_PER_ANSWER)) + _DIGIT_BASE
-    fact_length = DIGITS_PER_ANSWER + 3
-    room = length - num_facts * fact_length
-    if room < 0:
-        raise ValueError(f"length {length} cannot hold {num_facts} facts of {fact_length} tokens")
-    pieces = np.split(_filler(rng, room), np.sort(rng.integers(0, room + 1, num_facts)))
-    tokens: list[ArrayLike] = [pieces[0]]
-    for key, value, piece in zip(keys, digits, pieces[1:], strict=True):
-        tokens += [[_ID["remember"], key], value, [_ID["."]], piece]
-    return np.concatenate(tokens).astype(np.int64), keys, digits
-
-
 def training_sample(
     rng: np.random.Generator, length: int, num_facts: int, num_questions: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """``[length]`` token ids from ``<s>`` on, and a ``[length]`` bool mask of the answer tokens (digits, ``</s>``)."""
-    question_length = DIGITS_PER_ANSWER + 3
-    document, keys, digits = _document(rng, length - 1 - num_questions * question_length, num_facts)
-    tokens: list[ArrayLike] = [[BOS], document]
-    is_answer = [np.zeros(1 + len(document), dtype=bool)]
+    keys = distinct_keys(rng)
+    facts = [documents.recall(rng, keys) for _ in range(num_facts)]
+    asked: list[int] = []
+    is_answer: list[bool] = []
     for fact in rng.integers(0, num_facts, num_questions):
-        tokens += [[_ID["recall"], keys[fact]], digits[fact], [EOS]]
-        is_answer += [np.zeros(2, dtype=bool), np.ones(DIGITS_PER_ANSWER + 1, dtype=bool)]
-    return np.concatenate(tokens).astype(np.int64), np.concatenate(is_answer)
+        question = facts[fact].questions[0]
+        asked += question.ask + question.answer
+        is_answer += [False] * len(question.ask) + [True] * len(question.answer)
+    body = documents.document(rng, length - 1 - len(asked), [fact.statements[0] for fact in facts])
+    return np.array([BOS, *body, *asked]), np.array([False] * (1 + len(body)) + is_answer)
 
 
 def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> RecallPrompt:
     """A prompt of exactly ``length`` tokens (``<s>`` included) that asks for one of its facts."""
-    document, keys, digits = _document(rng, length - 3, num_facts)
-    fact = int(rng.integers(num_facts))
-    key = VOCABULARY[keys[fact]]
-    text = " ".join(VOCABULARY[i] for i in document) + f" recall {key}"
-    return RecallPrompt(text=text, key=key, answer=" ".join(VOCABULARY[i] for i in digits[fact]))
+    prompt = documents.draw_prompt(rng, "recall", length, num_facts)
+    return RecallPrompt(text=prompt.text, key=prompt.question.split()[-1], answer=prompt.answer)
 
 
 def main() -> None:

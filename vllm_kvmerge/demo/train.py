@@ -1,11 +1,14 @@
-"""Trains the demo model from scratch: ``python -m vllm_kvmerge.demo.train --output DIR``.
+"""Trains the demo model from scratch: ``python -m vllm_kvmerge.demo.train --output DIR [--size large]``.
 
-Ten minutes on one CPU core. Each finished stage leaves a checkpoint in DIR/stages, so that an interrupted run
-goes on where it stopped; DIR ends up holding a model folder that Transformers and vLLM load.
+Needs PyTorch, Transformers and Tokenizers, and no vLLM. Every few minutes the state goes to DIR/stages, so that an
+interrupted run goes on where it stopped, to the same weights; each finished stage leaves in DIR a model folder that
+Transformers and vLLM load.
 """
 
 import argparse
+import copy
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +18,19 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from vllm_kvmerge.demo import recall
+from vllm_kvmerge.demo.documents import KIND_NAMES, training_sample
+from vllm_kvmerge.demo.language import BOS, EOS, VOCABULARY
 
-TOKENS_PER_STEP = 8_192
-PEAK_LEARNING_RATE = 1.5e-3
-WARMUP_STEPS = 30
-LANGUAGE_MODEL_LOSS_WEIGHT = 0.1
+TEXT_LOSS_WEIGHT = 0.2
+WARMUP_STEPS = 40
+FINAL_LEARNING_RATE = 0.03
+"""Of the peak's."""
+SHORTER = 0.25
+"""Share of the batches that have the length of an earlier stage."""
 MAX_POSITIONS = 8_192
-ROPE_THETA = 1e7
+ROPE_THETA = 1e10
+SECONDS_PER_CHECKPOINT = 180
+STEPS_PER_REPORT = 20
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}"
@@ -33,30 +41,47 @@ CHAT_TEMPLATE = (
 @dataclass(frozen=True)
 class Stage:
     length: int
-    num_facts: int
-    num_questions: int
     steps: int
 
 
-STAGES = (
-    Stage(128, 4, 8, 60),
-    Stage(256, 8, 12, 60),
-    Stage(512, 12, 16, 80),
-    Stage(1_024, 16, 24, 200),
-    Stage(2_048, 24, 32, 100),
-)
+@dataclass(frozen=True)
+class Size:
+    """Of a model, and how long it is trained. The heads' size is 64, and two query heads share a KV head.
+
+    width: 256 at least. layers: 3 at least.
+    """
+
+    layers: int
+    width: int
+    intermediate: int
+    kv_heads: int
+    tokens_per_step: int
+    learning_rate: float
+    stages: tuple[Stage, ...]
+
+
+SIZES = {
+    "small": Size(
+        layers=4, width=256, intermediate=640, kv_heads=2, tokens_per_step=4_096, learning_rate=1.5e-3,
+        stages=(Stage(256, 900), Stage(512, 700), Stage(1_024, 600), Stage(2_048, 300), Stage(4_096, 120)),
+    ),
+    "large": Size(
+        layers=8, width=512, intermediate=1_536, kv_heads=4, tokens_per_step=65_536, learning_rate=1e-3,
+        stages=(Stage(256, 600), Stage(512, 600), Stage(1_024, 600), Stage(2_048, 400), Stage(4_096, 300)),
+    ),
+}  # fmt: skip
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word, digit and punctuation mark; ``<s>`` is put in front."""
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(recall.VOCABULARY)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCABULARY)}, unk_token="<unk>"))
     word_digit_or_mark = Regex(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(word_digit_or_mark, "isolated")]
     )
     tokenizer.decoder = decoders.Sequence([decoders.Replace(Regex("^"), " ")])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", recall.BOS)]
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -68,131 +93,212 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model() -> LlamaForCausalLM:
+def build_model(size: Size) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=-(-len(recall.VOCABULARY) // 64) * 64,
-        hidden_size=192,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        vocab_size=-(-len(VOCABULARY) // 64) * 64,
+        hidden_size=size.width,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=2 * size.kv_heads,
+        num_key_value_heads=size.kv_heads,
         head_dim=64,
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         attention_bias=True,
-        tie_word_embeddings=True,
-        bos_token_id=recall.BOS,
-        eos_token_id=recall.EOS,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
         pad_token_id=0,
     )
     model = LlamaForCausalLM(config)
-    plant_induction_circuit(model)
+    plant_circuit(model)
     return model
 
 
 @torch.no_grad()
-def plant_induction_circuit(model: LlamaForCausalLM) -> None:
-    """Starts the first two layers close to an induction circuit; training does the rest.
+def plant_circuit(model: LlamaForCausalLM) -> None:
+    """Starts the first three layers close to a circuit that continues text as it went on before; training does the rest.
 
-    Recall means to find an earlier occurrence of a word and to read what followed it. It takes two heads that are
-    useless without each other, so from a random start it appears only after millions of tokens, if at all. Here KV head
-    0 of layer 0 attends to the previous token and writes a projection of it to a subspace of its own; KV head 0 of
-    layer 1 matches that against the same projection of the current token. Values, outputs, MLPs, the other heads, the
-    third layer and all else are random.
+    To find an earlier place by its words and to read what followed there takes two heads that are useless without each
+    other, so from a random start they appear only after millions of tokens, if at all. Here the residual stream starts
+    out with a subspace for the current word, one for each of the four words before, and one for the next word. Head
+    ``i`` of layer 0 attends ``i + 1`` tokens back and copies the word into its subspace. The KV heads of layer 1 compare
+    the current word and the three before with those one further back, elsewhere; KV head 0 of layer 2 compares the word
+    four back with the one before. Where they match, the word is copied into the subspace that the output layer reads.
+    MLPs, the other heads, the other layers and all else are random.
     """
     config = model.config
-    size, half, group = config.head_dim, config.head_dim // 2, config.num_attention_heads // config.num_key_value_heads
-    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    size, half, vocabulary = config.head_dim, config.head_dim // 2, config.vocab_size
     basis = torch.linalg.qr(torch.randn(config.hidden_size, config.hidden_size))[0]
-    word, previous = basis[:size], basis[-size:]
-    model.model.embed_tokens.weight.mul_(5.0)
-    # Biases alone make a head positional: with RoPE, q and k one position apart are in phase in the fastest pairs.
-    amplitude = 30.0**0.5
-    for pair in range(6):
-        angle = ROPE_THETA ** (-pair / half)
-        first.k_proj.bias[pair] = amplitude
-        for head in range(group):
-            first.q_proj.bias[head * size + pair] = amplitude * math.cos(angle)
-            first.q_proj.bias[head * size + pair + half] = -amplitude * math.sin(angle)
-    first.v_proj.weight[:size] = 0.1 * word
-    first.o_proj.weight[:, : group * size] = 0.0
-    first.o_proj.weight[:, :size] = 1.5 * previous.T
+    word, following, *previous = basis[:256].split([64, 64, 32, 32, 32, 32])
+    code, scale = torch.randn(vocabulary, 64), 0.3
+    model.model.embed_tokens.weight.copy_(scale * code @ word)
+    model.lm_head.weight.add_(0.1 * code @ following)
+
+    # Biases alone make a head positional: with RoPE, q and k some positions apart are in phase in the fastest pairs.
+    first = model.model.layers[0].self_attn
+    amplitude = 60.0**0.5
+    angles = ROPE_THETA ** (-torch.arange(6) / half)
+    for kv_head in range(2):
+        first.k_proj.bias[kv_head * size : kv_head * size + 6] = amplitude
+        first.v_proj.weight[kv_head * size : kv_head * size + 32] = word[:32]
+    for head in range(4):
+        turned = (head + 1) * angles
+        first.q_proj.bias[head * size : head * size + 6] = amplitude * turned.cos()
+        first.q_proj.bias[head * size + half : head * size + half + 6] = -amplitude * turned.sin()
+        first.o_proj.weight[:, head * size : (head + 1) * size] = 0.0
+        first.o_proj.weight[:, head * size : head * size + 32] = 0.5 * scale * previous[head].T
+
     # Only pairs that RoPE hardly turns within a few thousand tokens can compare what is far apart.
-    slow = [i for i in range(size) if i % half >= 18]
-    second.k_proj.weight[slow] += 1.3 * previous[: len(slow)]
-    for head in range(group):
-        second.q_proj.weight[[head * size + i for i in slow]] += 1.3 * word[: len(slow)]
+    places = (slice(half - 20, half), slice(size - 20, size))
+
+    def match(layer: int, kv_head: int, keys: list[torch.Tensor], queries: list[list[torch.Tensor]]) -> None:
+        """One list in ``queries`` per query head; what it has at a place is compared with the key's at that place."""
+        attention, start = model.model.layers[layer].self_attn, kv_head * size
+        for place, key in zip(places, keys, strict=True):
+            attention.k_proj.weight[start : start + size][place] += 2.0 * key[:20]
+        attention.v_proj.weight[start : start + size] = word
+        for head, query in enumerate(queries, 2 * kv_head):
+            rows = slice(head * size, (head + 1) * size)
+            for place, part in zip(places, query, strict=False):
+                attention.q_proj.weight[rows][place] += 2.0 * part[:20]
+            attention.o_proj.weight[:, rows] = scale * following.T
+
+    match(1, 0, [previous[0], previous[1]], [[word, previous[0]], [word]])
+    match(1, 1, [previous[2], previous[3]], [[previous[1], previous[2]], [previous[1]]])
+    match(2, 0, [previous[0], previous[1]], [[previous[3]], [word, previous[0]]])
 
 
-def draw_batch(rng: np.random.Generator, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[batch, length]`` int64 token ids and a bool mask of the answer tokens."""
-    samples = [
-        recall.training_sample(rng, stage.length, stage.num_facts, stage.num_questions)
-        for _ in range(TOKENS_PER_STEP // stage.length)
-    ]
-    tokens, is_answer = zip(*samples, strict=True)
-    return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(is_answer))
+def draw_batch(seed: int, step: int, size: Size, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[batch, length]`` int64 token ids, and as many marks of :func:`documents.training_sample`."""
+    rng = np.random.default_rng((seed, step))
+    shorter = stage > 0 and rng.random() < SHORTER
+    length = size.stages[int(rng.integers(stage)) if shorter else stage].length
+    tokens, marks = zip(*(training_sample(rng, length) for _ in range(size.tokens_per_step // length)), strict=True)
+    return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(marks))
 
 
-def loss_and_accuracy(
-    model: LlamaForCausalLM, tokens: torch.Tensor, is_answer: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training loss, and the share of answer tokens that the model would get right."""
-    logits = model(tokens[:, :-1]).logits.float()
-    targets, answer_targets = tokens[:, 1:], is_answer[:, 1:]
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-    loss = losses[answer_targets].mean() + LANGUAGE_MODEL_LOSS_WEIGHT * losses.mean()
-    correct = (logits.argmax(-1) == targets)[answer_targets]
-    return loss, correct.float().mean()
+def losses_and_hits(
+    model: LlamaForCausalLM, tokens: torch.Tensor, marks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropy (float32, nats) of each token but the first, ``[batch, length - 1]``; whether it is the one that
+    the model finds likeliest; and its mark."""
+    logits = model(tokens[:, :-1], use_cache=False).logits.float()
+    targets = tokens[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view_as(targets), logits.argmax(-1) == targets, marks[:, 1:]
 
 
-def train(output: Path, seed: int, threads: int) -> None:
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
-    model = build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.05)
-    total_steps, step = sum(stage.steps for stage in STAGES), 0
-    started = time.monotonic()
-    (output / "stages").mkdir(parents=True, exist_ok=True)
-    for index, stage in enumerate(STAGES):
-        checkpoint = output / "stages" / f"{index}.pt"
-        if checkpoint.exists():
-            state = torch.load(checkpoint)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            step += stage.steps
-            continue
-        rng = np.random.default_rng((seed, index))
-        for _ in range(stage.steps):
-            warm = min(1.0, (step + 1) / WARMUP_STEPS)
-            cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total_steps))
-            for group in optimizer.param_groups:
-                group["lr"] = PEAK_LEARNING_RATE * warm * cosine
-            loss, accuracy = loss_and_accuracy(model, *draw_batch(rng, stage))
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            step += 1
-            if step % 25 == 0:
-                minutes = (time.monotonic() - started) / 60
-                print(
-                    f"step {step}/{total_steps} length {stage.length} loss {loss.item():.4f} "
-                    f"answer tokens {accuracy.item():.4f} minutes {minutes:.1f}",
-                    flush=True,
-                )
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
-    model.to(torch.bfloat16).save_pretrained(output)
-    build_tokenizer().save_pretrained(output)
+def learning_rate(step: int, total: int) -> float:
+    """As a share of the peak: warm-up, then a cosine."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / total))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
+
+
+class Trainer:
+    """One run: the model, its optimizer and how far it has come.
+
+    stop_after: leave a checkpoint and stop after this many steps in all, as an interruption would.
+    """
+
+    def __init__(self, size: Size, output: Path, seed: int, device: str, stop_after: int | None = None) -> None:
+        self.size, self.output, self.seed, self.device, self.stop_after = size, output, seed, device, stop_after
+        self.total = sum(stage.steps for stage in size.stages)
+        torch.manual_seed(seed)
+        self.model = build_model(size).to(device)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+        self.step = 0
+        self.checkpoint = output / "stages" / "latest.pt"
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists():
+            state = torch.load(self.checkpoint, map_location=device)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step = state["step"]
+
+    def run(self) -> None:
+        ends = np.cumsum([stage.steps for stage in self.size.stages]).tolist()
+        self._started, self._first_step, saved = time.monotonic(), self.step, time.monotonic()
+        self._clear_report()
+        while self.step < self.total:
+            if self.step == self.stop_after:
+                self._save()
+                return
+            stage = next(i for i, end in enumerate(ends) if self.step < end)
+            self._learn(stage)
+            if self.step % STEPS_PER_REPORT == 0 or self.step in ends:
+                self._report(stage)
+            if self.step in ends or time.monotonic() - saved > SECONDS_PER_CHECKPOINT:
+                self._save()
+                saved = time.monotonic()
+            if self.step in ends:
+                self.export()
+
+    def _learn(self, stage: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.size.learning_rate * learning_rate(self.step, self.total)
+        tokens, marks = (t.to(self.device) for t in draw_batch(self.seed, self.step, self.size, stage))
+        with torch.autocast(self.device, torch.bfloat16):
+            losses, hits, marks = losses_and_hits(self.model, tokens, marks)
+        # One mean per kind, so that those with long answers do not outweigh the others.
+        counts = torch.bincount(marks.flatten(), minlength=1 + len(KIND_NAMES))
+        sums = torch.zeros_like(counts, dtype=torch.float32).index_add(0, marks.flatten(), losses.flatten())
+        present = counts[1:] > 0
+        loss = (sums[1:] / counts[1:].clamp(min=1))[present].mean() + TEXT_LOSS_WEIGHT * losses.mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        self._counts += counts
+        self._hits += torch.bincount(marks.flatten(), hits.flatten().float(), 1 + len(KIND_NAMES))
+        self._text_loss += sums[0].detach()
+
+    def _clear_report(self) -> None:
+        self._counts = torch.zeros(1 + len(KIND_NAMES), dtype=torch.int64, device=self.device)
+        self._hits = torch.zeros(1 + len(KIND_NAMES), device=self.device)
+        self._text_loss = torch.zeros((), device=self.device)
+
+    def _report(self, stage: int) -> None:
+        """Prints what part of the answers' tokens was right since the last report, and the loss of all other text."""
+        counts = self._counts.clamp(min=1)
+        shares = (self._hits / counts).tolist()[1:]
+        seconds = time.monotonic() - self._started
+        speed = (self.step - self._first_step) * self.size.tokens_per_step / seconds
+        print(
+            f"step {self.step}/{self.total} length {self.size.stages[stage].length} "
+            f"text {(self._text_loss / counts[0]).item():.3f} "
+            + " ".join(f"{name} {share:.3f}" for name, share in zip(KIND_NAMES, shares, strict=True))
+            + f" minutes {seconds / 60:.1f} tokens/s {speed:.0f}",
+            flush=True,
+        )
+        self._clear_report()
+
+    def _save(self) -> None:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.checkpoint)
+
+    def export(self) -> None:
+        """Writes the model folder, in bfloat16."""
+        copy.deepcopy(self.model).to("cpu", torch.bfloat16).save_pretrained(self.output)
+        build_tokenizer().save_pretrained(self.output)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="for work on the CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    train(arguments.output, arguments.seed, arguments.threads)
+    torch.set_num_threads(arguments.threads)
+    Trainer(SIZES[arguments.size], arguments.output, arguments.seed, arguments.device).run()
 
 
 if __name__ == "__main__":
