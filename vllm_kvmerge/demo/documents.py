@@ -6,8 +6,8 @@
 | multikey | the same, of several keys | `recite K L :` | `K d d d d L d d d d </s>` |
 | multivalue | `note K three w .` `note K two w .` `note K one w .` | `list K three` | `w , K two w , K one w </s>` |
 | variables | `store V A .` `store A B .` `store B C .` | `holders V` | `A B C </s>` |
-| counting | `mark A .` one to nine times for each of several A | `count A` | `d </s>` |
-| most | the same | `most` | `A </s>` |
+| counting | `mark L A .` one to six times for each of several A | `count L A` | `d </s>` |
+| most | the same | `most L` | `A </s>` |
 | copying | `begin K w w w w .` | `repeat K` | `w w w w </s>` |
 | lists | `next A B .` `next B C .` `next C A .` | `item 0 1 A .` | `item 0 2 B . item 0 3 C . item 0 4 A .` ... |
 
@@ -35,7 +35,7 @@ from vllm_kvmerge.demo.language import (
 )
 
 DIGITS_PER_ANSWER = 4
-MAX_COUNT = 9
+MAX_COUNT = 6
 LAST_ITEM = 99
 
 
@@ -111,30 +111,28 @@ def variables(rng: np.random.Generator, keys: Iterator[int], hops: int | None = 
     return Unit(statements, [Question([ID["holders"], chain[0]], [*chain[1:], EOS])])
 
 
-def _marked(rng: np.random.Generator, keys: Iterator[int], words: int | None) -> list[tuple[int, int]]:
-    """Words and how often each is marked; the first is the only one marked most."""
-    marked = [next(keys) for _ in range(words or int(rng.integers(2, 5)))]
-    largest = int(rng.integers(2, MAX_COUNT + 1))
-    counts = [largest, *rng.integers(1, largest, len(marked) - 1).tolist()]
-    return list(zip(marked, counts, strict=True))
-
-
-def _marks(rng: np.random.Generator, marked: list[tuple[int, int]]) -> list[list[int]]:
-    marks = [[ID["mark"], word, ID["."]] for word, count in marked for _ in range(count)]
-    return [marks[i] for i in rng.permutation(len(marks))]
-
-
 def counting(rng: np.random.Generator, keys: Iterator[int], words: int | None = None) -> Unit:
     """``words``: how many different words are marked, each ``MAX_COUNT`` times at most; 2 to 4 unless told."""
-    marked = _marked(rng, keys, words)
-    questions = [Question([ID["count"], word], [DIGIT_BASE + count, EOS]) for word, count in marked]
-    return Unit(_marks(rng, marked), [questions[i] for i in rng.permutation(len(questions))])
+    name, marked = next(keys), [next(keys) for _ in range(words or int(rng.integers(2, 5)))]
+    counts = rng.integers(1, MAX_COUNT + 1, len(marked)).tolist()
+    questions = [
+        Question([ID["count"], name, word], [DIGIT_BASE + count, EOS])
+        for word, count in zip(marked, counts, strict=True)
+    ]
+    return Unit(_marks(rng, name, marked, counts), [questions[i] for i in rng.permutation(len(questions))])
 
 
 def most(rng: np.random.Generator, keys: Iterator[int], words: int | None = None) -> Unit:
-    """``words``: how many different words are marked; 2 to 4 unless told. One such unit at most in a document."""
-    marked = _marked(rng, keys, words)
-    return Unit(_marks(rng, marked), [Question([ID["most"]], [marked[0][0], EOS])])
+    """``words``: how many different words are marked, one of them most often; 2 to 4 unless told."""
+    name, marked = next(keys), [next(keys) for _ in range(words or int(rng.integers(2, 5)))]
+    largest = int(rng.integers(2, MAX_COUNT + 1))
+    counts = [largest, *rng.integers(1, largest, len(marked) - 1).tolist()]
+    return Unit(_marks(rng, name, marked, counts), [Question([ID["most"], name], [marked[0], EOS])])
+
+
+def _marks(rng: np.random.Generator, name: int, words: list[int], counts: list[int]) -> list[list[int]]:
+    marks = [[ID["mark"], name, w, ID["."]] for w, count in zip(words, counts, strict=True) for _ in range(count)]
+    return [marks[i] for i in rng.permutation(len(marks))]
 
 
 def copying(rng: np.random.Generator, keys: Iterator[int], span: int | None = None) -> Unit:
@@ -166,8 +164,10 @@ KINDS: dict[str, Callable[..., Unit]] = {
     kind.__name__: kind for kind in (recall, multikey, multivalue, variables, counting, most, copying, lists)
 }
 KIND_NAMES = tuple(KINDS)
-_MOST_UNITS = {"recall": 32, "multikey": 12, "multivalue": 10, "variables": 10, "counting": 1, "most": 1, "copying": 8}
-"""Of each kind in a training sample; others: 2."""
+_MOST_UNITS = {
+    "recall": 32, "multikey": 12, "multivalue": 10, "variables": 10, "counting": 6, "most": 8, "copying": 8, "lists": 2,
+}  # fmt: skip
+"""Of each kind in a training sample."""
 _SHARE_OF_UNITS = 0.8
 """Of the tokens of a training sample, at most."""
 
@@ -199,14 +199,12 @@ def training_sample(rng: np.random.Generator, length: int) -> tuple[np.ndarray, 
     """``[length]`` token ids from ``<s>`` on, and ``[length]`` int64: 0, or where an answer is, 1 + its kind's index
     in ``KIND_NAMES``. One to three kinds of units; every question is asked, in random order."""
     keys, kinds = distinct_keys(rng), rng.choice(len(KINDS), int(rng.integers(1, 4)), replace=False).tolist()
-    if {KIND_NAMES.index("counting"), KIND_NAMES.index("most")} <= set(kinds):
-        kinds.remove(KIND_NAMES.index("most"))  # it is about all that is marked
     budget = int(_SHARE_OF_UNITS * length / len(kinds))
     units: list[Unit] = []
     questions: list[tuple[int, Question]] = []
     for kind in kinds:
         left = budget
-        for _ in range(_MOST_UNITS.get(KIND_NAMES[kind], 2)):
+        for _ in range(_MOST_UNITS[KIND_NAMES[kind]]):
             unit = KINDS[KIND_NAMES[kind]](rng, keys)
             if len(unit) > left:
                 break
@@ -229,7 +227,11 @@ def prompt_of(rng: np.random.Generator, length: int, units: Sequence[Unit], ques
     Raises:
         ValueError: they do not fit.
     """
-    body = document(rng, length - 1 - len(question.ask), interleave(rng, units))
+    statements = interleave(rng, units)
+    needed = 1 + sum(map(len, statements)) + len(question.ask)
+    if needed > length:
+        raise ValueError(f"length: {length} tokens cannot hold statements and question of {needed}")
+    body = document(rng, length - 1 - len(question.ask), statements)
     answer = [token for token in question.answer if token != EOS]
     return Prompt(words_of(body), " " + words_of(question.ask), words_of(answer))
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm_kvmerge.demo.documents import KIND_NAMES, training_sample
 from vllm_kvmerge.demo.language import BOS, EOS, VOCABULARY
 
-TEXT_LOSS_WEIGHT = 0.2
+TEXT_LOSS_WEIGHT = 1.0
 WARMUP_STEPS = 40
 FINAL_LEARNING_RATE = 0.03
 """Of the peak's."""
@@ -124,15 +124,19 @@ def plant_circuit(model: LlamaForCausalLM) -> None:
     out with a subspace for the current word, one for each of the four words before, and one for the next word. Head
     ``i`` of layer 0 attends ``i + 1`` tokens back and copies the word into its subspace. The KV heads of layer 1 compare
     the current word and the three before with those one further back, elsewhere; KV head 0 of layer 2 compares the word
-    four back with the one before. Where they match, the word is copied into the subspace that the output layer reads.
-    MLPs, the other heads, the other layers and all else are random.
+    four back with the one before, KV head 1 the current word and the one before with those one further back. Where they
+    match, the word is copied into the subspace that the output layer reads. KV head 1 of layer 2 finds ``<s>`` as
+    attractive as one match: how little attention ``<s>`` gets tells how many matches there are. MLPs, the other heads,
+    the other layers and all else are random.
     """
     config = model.config
     size, half, vocabulary = config.head_dim, config.head_dim // 2, config.vocab_size
     basis = torch.linalg.qr(torch.randn(config.hidden_size, config.hidden_size))[0]
     word, following, *previous = basis[:256].split([64, 64, 32, 32, 32, 32])
-    code, scale = torch.randn(vocabulary, 64), 0.3
+    code, scale = torch.randint(0, 2, (vocabulary, 64)) * 2.0 - 1.0, 0.3
     model.model.embed_tokens.weight.copy_(scale * code @ word)
+    beginning = code[BOS].clone()
+    code[BOS] = 0.0  # nothing is ever followed by it
     model.lm_head.weight.add_(0.1 * code @ following)
 
     # Biases alone make a head positional: with RoPE, q and k some positions apart are in phase in the fastest pairs.
@@ -167,6 +171,12 @@ def plant_circuit(model: LlamaForCausalLM) -> None:
     match(1, 0, [previous[0], previous[1]], [[word, previous[0]], [word]])
     match(1, 1, [previous[2], previous[3]], [[previous[1], previous[2]], [previous[1]]])
     match(2, 0, [previous[0], previous[1]], [[previous[3]], [word, previous[0]]])
+    match(2, 1, [previous[0], previous[1]], [[word, previous[0]], [word, previous[0]]])
+    third, slowest = model.model.layers[2].self_attn, half - 1
+    third.k_proj.weight[size + slowest] = 0.25 * beginning @ word
+    for head in (2, 3):
+        third.q_proj.weight[head * size + slowest] = 0.0
+        third.q_proj.bias[head * size + slowest] = 10.0
 
 
 def draw_batch(seed: int, step: int, size: Size, stage: int) -> tuple[torch.Tensor, torch.Tensor]:

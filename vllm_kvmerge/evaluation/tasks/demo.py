@@ -1,37 +1,192 @@
-"""The demo model's own task: recall a fact that was spread, with others, through filler text."""
+"""What the demo model learnt to answer: made-up facts, lists and text, drawn afresh."""
 
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from vllm_kvmerge.demo import recall
+from vllm_kvmerge.demo import documents
+from vllm_kvmerge.demo.language import NUM_KEYS, NUMBER_WORDS, plain_text, words_of
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
 
 
-@register
-class DemoRecall(Task):
-    """One question about one of the facts, at the end of the prompt."""
+def share_right(given: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """Share of ``wanted`` that ``given`` has at the same place."""
+    return sum(a == b for a, b in zip(given, wanted, strict=False)) / len(wanted)
 
-    name = "demo_recall"
-    source = "vllm_kvmerge.demo.recall"
-    metric = "exact match"
 
+def exact_match(answer: list[str], reference: list[str]) -> float:
+    return float(answer == reference)
+
+
+def _drawn(count: int, seed: int, draw: Callable[[np.random.Generator], documents.Prompt]) -> list[Sample]:
+    """One more token than the answer has may be generated, so that an answer that goes on is wrong."""
+    prompts = [draw(np.random.default_rng((seed, index))) for index in range(count)]
+    return [
+        Sample(prompt.context, prompt.question, [prompt.answer], max_tokens=len(prompt.answer.split()) + 1)
+        for prompt in prompts
+    ]
+
+
+class DemoTask(Task):
+    """A question of one kind (see ``vllm_kvmerge.demo.documents``) at the end of plain text that states the answer."""
+
+    source = "vllm_kvmerge.demo.documents"
     length: Annotated[int, Field(ge=16, description="Tokens of the prompt.")] = 1024
-    facts: Annotated[int, Field(ge=1, description="Facts per prompt.")] = 16
+
+    def draw(self, rng: np.random.Generator) -> documents.Prompt:
+        raise NotImplementedError
+
+    def grade(self, answer: list[str], reference: list[str]) -> float:
+        """The score of an answer, both as words."""
+        raise NotImplementedError
 
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
-        rng = np.random.default_rng(seed)
-        prompts = [recall.draw_prompt(rng, self.length, self.facts) for _ in range(count)]
-        return [
-            Sample(
-                context=prompt.text.removesuffix(question := f" recall {prompt.key}"),
-                question=question,
-                references=[prompt.answer],
-                max_tokens=recall.DIGITS_PER_ANSWER + 1,
-            )
-            for prompt in prompts
-        ]
+        return _drawn(count, seed, self.draw)
 
     def score(self, sample: Sample, completion: Completion) -> float:
-        return float(completion.text.split() == sample.references[0].split())
+        return self.grade(completion.text.split(), sample.references[0].split())
+
+
+@register
+class DemoRecall(DemoTask):
+    """One of several facts."""
+
+    name = "demo_recall"
+    metric = "exact match"
+    facts: Annotated[int, Field(ge=1, le=NUM_KEYS, description="Facts per prompt.")] = 16
+
+    def draw(self, rng: np.random.Generator) -> documents.Prompt:
+        return documents.draw_prompt(rng, "recall", self.length, self.facts)
+
+    def grade(self, answer: list[str], reference: list[str]) -> float:
+        return exact_match(answer, reference)
+
+
+@register
+class DemoMultikey(DemoTask):
+    """Several of several facts, by one question that names their keys."""
+
+    name = "demo_multikey"
+    metric = "share of facts that are right"
+    facts: Annotated[int, Field(ge=1, le=NUM_KEYS, description="Facts per prompt.")] = 16
+    asked: Annotated[int, Field(ge=1, le=4, description="Facts that are asked for.")] = 4
+
+    def draw(self, rng: np.random.Generator) -> documents.Prompt:
+        if self.asked > self.facts:
+            raise ValueError(f"asked: {self.asked} facts of {self.facts} cannot be asked for")
+        others = self.facts - self.asked
+        return documents.draw_prompt(rng, "multikey", self.length, distractors=others, asked=self.asked)
+
+    def grade(self, answer: list[str], reference: list[str]) -> float:
+        size = 1 + documents.DIGITS_PER_ANSWER
+        parts = [[words[i : i + size] for i in range(0, len(reference), size)] for words in (answer, reference)]
+        return share_right(*parts)
+
+
+@register
+class DemoMultivalue(DemoTask):
+    """All values of one of several keys."""
+
+    name = "demo_multivalue"
+    metric = "share of values that are right"
+    keys: Annotated[int, Field(ge=1, le=NUM_KEYS, description="Keys per prompt.")] = 4
+    values: Annotated[int, Field(ge=1, le=len(NUMBER_WORDS), description="Values per key.")] = 4
+
+    def draw(self, rng: np.random.Generator) -> documents.Prompt:
+        return documents.draw_prompt(rng, "multivalue", self.length, self.keys, values=self.values)
+
+    def grade(self, answer: list[str], reference: list[str]) -> float:
+        return share_right(*([part.split()[-1:] for part in " ".join(w).split(",")] for w in (answer, reference)))
+
+
+@register
+class DemoVariables(DemoTask):
+    """All variables that hold one of several values; each but the first was set from another."""
+
+    name = "demo_variables"
+    metric = "share of variables that are right"
+    chains: Annotated[int, Field(ge=1, le=51, description="Values, each with its own variables.")] = 4
+    hops: Annotated[int, Field(ge=1, le=4, description="Variables that hold each value.")] = 4
+
+    def draw(self, rng: np.random.Generator) -> documents.Prompt:
+        return documents.draw_prompt(rng, "variables", self.length, self.chains, hops=self.hops)
+
+    def grade(self, answer: list[str], reference: list[str]) -> float:
+        return share_right(answer, reference)
+
+
+@register
+class DemoCounting(DemoTask):
+    """How often a word is marked, or which word is marked most."""
+
+    name = "demo_counting"
+    metric = "exact match"
+    words: Annotated[int, Field(ge=2, le=4, description="Different words that are marked.")] = 4
+    asks: Annotated[Literal["count", "most"], Field(description="For the count of a word, or for the word.")] = "most"
+
+    def draw(self, rng: np.random.Generator) -> documents.Prompt:
+        kind = {"count": "counting", "most": "most"}[self.asks]
+        return documents.draw_prompt(rng, kind, self.length, words=self.words)
+
+    def grade(self, answer: list[str], reference: list[str]) -> float:
+        return exact_match(answer, reference)
+
+
+@register
+class DemoCopying(DemoTask):
+    """One of several spans of plain text, word by word."""
+
+    name = "demo_copying"
+    metric = "share of words that are right"
+    spans: Annotated[int, Field(ge=1, le=NUM_KEYS, description="Spans per prompt.")] = 4
+    span: Annotated[int, Field(ge=1, le=24, description="Words of a span.")] = 16
+
+    def draw(self, rng: np.random.Generator) -> documents.Prompt:
+        return documents.draw_prompt(rng, "copying", self.length, self.spans, span=self.span)
+
+    def grade(self, answer: list[str], reference: list[str]) -> float:
+        return share_right(answer, reference)
+
+
+@register
+class DemoLists(DemoTask):
+    """A numbered list that goes on for hundreds of tokens and goes round the words of a cycle."""
+
+    name = "demo_lists"
+    metric = "share of items that are right"
+    period: Annotated[int, Field(ge=2, le=6, description="Words of the cycle.")] = 4
+    items: Annotated[int, Field(ge=1, le=documents.LAST_ITEM - 1, description="Items to be written.")] = 60
+
+    def draw(self, rng: np.random.Generator) -> documents.Prompt:
+        return documents.draw_prompt(rng, "lists", self.length, period=self.period, items=self.items, first=1)
+
+    def grade(self, answer: list[str], reference: list[str]) -> float:
+        given, wanted = ([part.split() for part in " ".join(words).split(".")] for words in (answer, reference))
+        return share_right(given, wanted[:-1])  # after the last full stop there is nothing
+
+
+@register
+class DemoText(Task):
+    """How well plain text is foretold that goes on for a while."""
+
+    name = "demo_text"
+    source = "vllm_kvmerge.demo.language"
+    metric = "nats per token"
+    higher_is_better = False
+    needs_logprobs = True
+
+    length: Annotated[int, Field(ge=16, description="Tokens of the prompt.")] = 1024
+    continuation: Annotated[int, Field(ge=1, description="Tokens that are foretold.")] = 256
+
+    def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
+        samples = []
+        for index in range(count):
+            text = plain_text(np.random.default_rng((seed, index)), self.length - 1 + self.continuation)
+            context, continuation = words_of(text[: self.length - 1]), " " + words_of(text[self.length - 1 :])
+            samples.append(Sample(context, "", [], max_tokens=self.continuation, continuation=continuation))
+        return samples
+
+    def score(self, sample: Sample, completion: Completion) -> float:
+        return -sum(completion.logprobs) / len(completion.logprobs)
