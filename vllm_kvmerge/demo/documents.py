@@ -8,7 +8,7 @@
 | variables | `store V A .` `store A B .` `store B C .` | `holders V` | `A B C </s>` |
 | counting | `mark L A .` one to six times for each of several A | `count L A` | `d </s>` |
 | most | the same | `most L` | `A </s>` |
-| copying | `begin K w w w w .` | `repeat K` | `w w w w </s>` |
+| copying | `quote K w w w w .` | `repeat K` | `w w w w </s>` |
 | lists | `next A B .` `next B C .` `next C A .` | `item 0 1 A .` | `item 0 2 B . item 0 3 C . item 0 4 A .` ... |
 
 K, L, V, A, B, C are key words, w words of plain text, d digits. What one question is about is a unit; a document has
@@ -101,7 +101,9 @@ def multivalue(rng: np.random.Generator, keys: Iterator[int], values: int | None
     answer = [words[0]]
     for number, word in zip(numbers[1:], words[1:], strict=True):
         answer += [ID[","], key, number, word]
-    return Unit([notes[i] for i in rng.permutation(len(notes))], [Question([ID["list"], key, numbers[0]], [*answer, EOS])])
+    return Unit(
+        [notes[i] for i in rng.permutation(len(notes))], [Question([ID["list"], key, numbers[0]], [*answer, EOS])]
+    )
 
 
 def variables(rng: np.random.Generator, keys: Iterator[int], hops: int | None = None) -> Unit:
@@ -138,7 +140,7 @@ def _marks(rng: np.random.Generator, name: int, words: list[int], counts: list[i
 def copying(rng: np.random.Generator, keys: Iterator[int], span: int | None = None) -> Unit:
     """``span``: words to be repeated; 4 to 24 unless told."""
     key, words = next(keys), plain_text(rng, span or int(rng.integers(4, 25)))
-    return Unit([[ID["begin"], key, *words, ID["."]]], [Question([ID["repeat"], key], [*words, EOS])])
+    return Unit([[ID["quote"], key, *words, ID["."]]], [Question([ID["repeat"], key], [*words, EOS])])
 
 
 def lists(

@@ -34,7 +34,7 @@ VOCABULARY = (
     *DIGIT_WORDS,
     *KEY_WORDS,
     *FILLER_WORDS,
-    *(":", "recite", "note", "list", "store", "holders", "mark", "count", "most", "begin", "repeat", "next", "item"),
+    *(":", "recite", "note", "list", "store", "holders", "mark", "count", "most", "quote", "repeat", "next", "item"),
     *NUMBER_WORDS,
 )
 ID = {word: index for index, word in enumerate(VOCABULARY)}

@@ -63,7 +63,7 @@ class Size:
 SIZES = {
     "small": Size(
         layers=4, width=256, intermediate=640, kv_heads=2, tokens_per_step=4_096, learning_rate=1.5e-3,
-        stages=(Stage(256, 900), Stage(512, 700), Stage(1_024, 600), Stage(2_048, 300), Stage(4_096, 120)),
+        stages=(Stage(256, 500), Stage(512, 400), Stage(1_024, 350), Stage(2_048, 180), Stage(4_096, 70)),
     ),
     "large": Size(
         layers=8, width=512, intermediate=1_536, kv_heads=4, tokens_per_step=65_536, learning_rate=1e-3,
@@ -117,17 +117,17 @@ def build_model(size: Size) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def plant_circuit(model: LlamaForCausalLM) -> None:
-    """Starts the first three layers close to a circuit that continues text as it went on before; training does the rest.
+    """Starts the first three layers close to a circuit that goes on with text as it went on before.
 
     To find an earlier place by its words and to read what followed there takes two heads that are useless without each
     other, so from a random start they appear only after millions of tokens, if at all. Here the residual stream starts
     out with a subspace for the current word, one for each of the four words before, and one for the next word. Head
-    ``i`` of layer 0 attends ``i + 1`` tokens back and copies the word into its subspace. The KV heads of layer 1 compare
-    the current word and the three before with those one further back, elsewhere; KV head 0 of layer 2 compares the word
-    four back with the one before, KV head 1 the current word and the one before with those one further back. Where they
-    match, the word is copied into the subspace that the output layer reads. KV head 1 of layer 2 finds ``<s>`` as
-    attractive as one match: how little attention ``<s>`` gets tells how many matches there are. MLPs, the other heads,
-    the other layers and all else are random.
+    ``i`` of layer 0 attends ``i + 1`` tokens back and copies the word into its subspace. The KV heads of layer 1
+    compare the current word and the three before with those one further back, elsewhere; KV head 0 of layer 2 compares
+    the word four back with the one before, KV head 1 the current word and the one before with those one further back.
+    Where they match, the word is copied into the subspace that the output layer reads. KV head 1 of layer 2 finds
+    ``<s>`` as attractive as one match: how little attention ``<s>`` gets tells how many matches there are. MLPs, the
+    other heads, the other layers and all else are random; training does the rest.
     """
     config = model.config
     size, half, vocabulary = config.head_dim, config.head_dim // 2, config.vocab_size

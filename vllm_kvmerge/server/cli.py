@@ -326,7 +326,7 @@ def _check_engine_config(args: argparse.Namespace) -> None:
 def _announce(args: argparse.Namespace) -> None:
     """Waits for the server, then prints where it listens and a request to try."""
     from vllm_kvmerge.demo import model_path
-    from vllm_kvmerge.demo.recall import KEY_WORDS
+    from vllm_kvmerge.demo.language import KEY_WORDS
 
     if args.uds or args.headless:
         return

@@ -1,0 +1,201 @@
+"""Documents have the length that was asked for, and their answers follow from what they state."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from vllm_kvmerge.demo import language
+from vllm_kvmerge.demo.documents import KIND_NAMES, MAX_COUNT, document, draw_prompt, training_sample
+from vllm_kvmerge.demo.recall import draw_prompt as draw_recall
+from vllm_kvmerge.demo.recall import training_sample as recall_sample
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng()
+
+
+def statements(text: str, verb: str) -> list[list[str]]:
+    """What follows each ``verb`` up to the full stop."""
+    return [part.split(" .")[0].split() for part in text.split(f"{verb} ")[1:]]
+
+
+def facts(text: str) -> dict[str, list[str]]:
+    return {key: digits for key, *digits in statements(text, "remember")}
+
+
+def answer_recall(context: str, question: list[str], reference: list[str]) -> list[str]:
+    return facts(context)[question[1]]
+
+
+def answer_multikey(context: str, question: list[str], reference: list[str]) -> list[str]:
+    return [word for key in question[1:-1] for word in (key, *facts(context)[key])]
+
+
+def answer_multivalue(context: str, question: list[str], reference: list[str]) -> list[str]:
+    _, key, first = question
+    notes = {number: word for noted, number, word in statements(context, "note") if noted == key}
+    count = language.NUMBER_WORDS.index(first) + 1
+    assert sorted(notes) == sorted(language.NUMBER_WORDS[:count])
+    parts = [f"{key} {number} {notes[number]}" for number in reversed(language.NUMBER_WORDS[:count])]
+    return " , ".join(parts).split()[2:]
+
+
+def answer_variables(context: str, question: list[str], reference: list[str]) -> list[str]:
+    stored = dict(statements(context, "store"))
+    assert len(set(stored.values())) == len(stored)
+    chain = [question[1]]
+    while chain[-1] in stored:
+        chain.append(stored[chain[-1]])
+    return chain[1:]
+
+
+def marks(context: str, name: str) -> Counter[str]:
+    return Counter(word for marked, word in statements(context, "mark") if marked == name)
+
+
+def answer_counting(context: str, question: list[str], reference: list[str]) -> list[str]:
+    count = marks(context, question[1])[question[2]]
+    assert 1 <= count <= MAX_COUNT
+    return [str(count)]
+
+
+def answer_most(context: str, question: list[str], reference: list[str]) -> list[str]:
+    (word, count), (_, second) = marks(context, question[1]).most_common(2)
+    assert count > second
+    return [word]
+
+
+def answer_copying(context: str, question: list[str], reference: list[str]) -> list[str]:
+    (words,) = [words for key, *words in statements(context, "quote") if key == question[1]]
+    return words
+
+
+def answer_lists(context: str, question: list[str], reference: list[str]) -> list[str]:
+    following = dict(statements(context, "next"))
+    _, tens, units, word, _ = question
+    number, answer = int(tens + units), []
+    for number in range(number + 1, number + 1 + len(reference) // 5):
+        word = following[word]
+        answer += ["item", *f"{number:02}", word, "."]
+    return answer
+
+
+ANSWERS = {name: globals()[f"answer_{name}"] for name in KIND_NAMES}
+OPTIONS = [
+    ("recall", 16, 0, {}),
+    ("multikey", 1, 12, {"asked": 4}),
+    ("multikey", 3, 0, {}),
+    ("multivalue", 4, 2, {"values": 4}),
+    ("variables", 5, 0, {"hops": 4}),
+    ("variables", 5, 3, {}),
+    ("counting", 2, 0, {"words": 4}),
+    ("most", 3, 1, {}),
+    ("copying", 4, 0, {"span": 16}),
+    ("lists", 2, 0, {"period": 5, "items": 98, "first": 1}),
+    ("lists", 2, 4, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "units", "distractors", "options"), OPTIONS)
+@pytest.mark.parametrize("length", [700, 1501])
+def test_the_answer_follows_from_the_prompt(rng, kind, units, distractors, options, length):
+    for _ in range(5):
+        prompt = draw_prompt(rng, kind, length, units, distractors, **options)
+        assert len(prompt.text.split()) == length - 1  # and <s>
+        assert prompt.question.startswith(" ")
+        reference = prompt.answer.split()
+        assert ANSWERS[kind](prompt.context, prompt.question.split(), reference) == reference
+
+
+def test_options_are_obeyed(rng):
+    assert len(draw_prompt(rng, "multikey", 300, asked=4).question.split()) == 6
+    assert len(draw_prompt(rng, "multivalue", 300, values=3).answer.split()) == 9
+    assert len(draw_prompt(rng, "variables", 300, hops=3).answer.split()) == 3
+    assert len(draw_prompt(rng, "copying", 300, span=7).answer.split()) == 7
+    prompt = draw_prompt(rng, "lists", 300, period=3, items=30, first=1)
+    assert len(prompt.answer.split()) == 150
+    assert prompt.question.split()[:3] == ["item", "0", "1"]
+    assert len(statements(prompt.context, "next")) == 3
+    prompt = draw_prompt(rng, "counting", 300, words=3)
+    assert len(marks(prompt.context, prompt.question.split()[1])) == 3
+
+
+def test_what_does_not_fit_is_refused(rng):
+    with pytest.raises(ValueError, match="length: 100 tokens cannot hold statements and question of 115"):
+        draw_prompt(rng, "recall", 100, 16)
+    with pytest.raises(ValueError, match="more keys than there are"):
+        draw_prompt(rng, "recall", 4000, 257)
+
+
+@pytest.mark.parametrize("length", [64, 256, 1000, 4096])
+def test_training_samples(rng, length):
+    seen = set()
+    for _ in range(40):
+        tokens, marks = training_sample(rng, length)
+        assert tokens.shape == marks.shape == (length,)
+        assert tokens[0] == language.BOS and marks[0] == 0
+        assert (tokens[1:] != language.BOS).all() and tokens.max() < len(language.VOCABULARY)
+        seen |= {KIND_NAMES[mark - 1] for mark in marks if mark}
+        for start, end, kind in runs(marks):
+            check_answer(language.words_of(tokens[1:start]), language.words_of(tokens[start:end]), kind)
+    assert len(seen) == len(KIND_NAMES) or length < 256
+
+
+def runs(marks: np.ndarray) -> list[tuple[int, int, str]]:
+    """(first, one after the last, kind) of each answer."""
+    edges = np.flatnonzero(np.diff(marks, append=0)) + 1
+    pairs = zip(edges, edges[1:], strict=False)
+    return [(start, end, KIND_NAMES[marks[start] - 1]) for start, end in pairs if marks[start]]
+
+
+VERBS = {
+    "recall": "recall", "multikey": "recite", "multivalue": "list", "variables": "holders", "counting": "count",
+    "most": "most", "copying": "repeat", "lists": "item",
+}  # fmt: skip
+
+
+def check_answer(before: str, answer: str, kind: str) -> None:
+    """What is marked is the whole answer to the question that stands before it, and no more."""
+    context, question = before.rsplit(f"{VERBS[kind]} ", 1)
+    wanted = answer.removesuffix(" </s>").split()
+    assert (answer.endswith("</s>")) == (kind != "lists")
+    assert ANSWERS[kind](context, [VERBS[kind], *question.split()], wanted) == wanted
+
+
+def test_documents_keep_order_and_length(rng):
+    text = document(rng, 50, [[1, 1], [0, 0, 0]])
+    assert len(text) == 50
+    assert [token for token in text if token < 2] == [1, 1, 0, 0, 0]
+    with pytest.raises(ValueError, match="length 4 cannot hold 5"):
+        document(rng, 4, [[1, 1], [0, 0, 0]])
+
+
+def test_plain_text_walks_the_graph_with_habits(rng):
+    text = language.plain_text(rng, 20_000)
+    assert set(text) <= set(range(language.FILLER_BASE, language.FILLER_BASE + language.NUM_FILLERS))
+    successors = {word: set() for word in text}
+    last, again = {}, []
+    for word, following in zip(text, text[1:], strict=False):
+        successors[word].add(following)
+        if word in last:
+            again.append(last[word] == following)
+        last[word] = following
+    assert max(map(len, successors.values())) <= 8
+    assert 0.68 < np.mean(again) < 0.8  # 0.7, and chance
+
+
+def test_the_recall_format(rng):
+    prompt = draw_recall(rng, 400, 8)
+    words = prompt.text.split()
+    assert len(words) == 399 and words[-2:] == ["recall", prompt.key]
+    assert facts(prompt.text.rsplit(" recall", 1)[0])[prompt.key] == prompt.answer.split()
+    tokens, is_answer = recall_sample(rng, 380, 6, 7)
+    assert len(tokens) == len(is_answer) == 380 and is_answer.sum() == 7 * 5
+    for start, end, _ in runs(is_answer.astype(int)):
+        check_answer(language.words_of(tokens[1:start]), language.words_of(tokens[start:end]), "recall")
+
+
+def test_no_word_has_two_meanings():
+    assert len(set(language.VOCABULARY)) == len(language.VOCABULARY)
