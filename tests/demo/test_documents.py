@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_kvmerge.demo import language
-from vllm_kvmerge.demo.documents import KIND_NAMES, MAX_COUNT, document, draw_prompt, training_sample
+from vllm_kvmerge.demo.documents import KIND_NAMES, MAX_COUNT, MOST_MARKS, document, draw_prompt, training_sample
 from vllm_kvmerge.demo.recall import draw_prompt as draw_recall
 from vllm_kvmerge.demo.recall import training_sample as recall_sample
 
@@ -63,7 +63,7 @@ def answer_counting(context: str, question: list[str], reference: list[str]) -> 
 
 def answer_most(context: str, question: list[str], reference: list[str]) -> list[str]:
     (word, count), (_, second) = marks(context, question[1]).most_common(2)
-    assert count > second
+    assert MOST_MARKS >= count >= second + 2
     return [word]
 
 
