@@ -1,0 +1,112 @@
+"""The demo model's evaluation tasks: what they ask, and what an answer is worth."""
+
+import math
+
+import pytest
+
+from vllm_kvmerge.demo import language
+from vllm_kvmerge.demo.train import build_tokenizer
+from vllm_kvmerge.evaluation.tasks import demo
+from vllm_kvmerge.evaluation.tasks.base import TASKS, Completion
+
+TOKENIZER = build_tokenizer()
+ANSWERING = [
+    demo.DemoRecall(length=400, facts=12), demo.DemoMultikey(length=400), demo.DemoMultivalue(length=400),
+    demo.DemoVariables(length=400), demo.DemoCounting(length=400, asks="count"), demo.DemoCounting(length=400),
+    demo.DemoCopying(length=400), demo.DemoLists(length=400, items=20),
+]  # fmt: skip
+
+
+def samples(task, count=20, seed=3):
+    return task.samples(count, seed, TOKENIZER)
+
+
+def score(task, sample, words) -> float:
+    return task.score(sample, Completion(" " + " ".join(words)))
+
+
+def test_all_are_registered():
+    names = {type(task).name for task in ANSWERING} | {"demo_text"}
+    assert names == {name for name in TASKS if name.startswith("demo_")}
+
+
+@pytest.mark.parametrize("task", ANSWERING, ids=lambda task: f"{task.name}-{getattr(task, 'asks', '')}")
+def test_samples_and_scores(task):
+    drawn = samples(task)
+    assert drawn == samples(task) and drawn != samples(task, seed=4)
+    assert samples(task, count=3) == drawn[:3]
+    for sample in drawn:
+        assert len(TOKENIZER.encode(sample.prompt)) == task.length
+        words = sample.references[0].split()
+        assert sample.max_tokens == len(words) + 1
+        assert score(task, sample, words) == 1.0
+        assert score(task, sample, []) == 0.0
+        wrong = ["sun" if word != "." else word for word in words]
+        assert score(task, sample, wrong) == 0.0
+        assert 0 <= score(task, sample, words[: len(words) // 2]) < 1
+
+
+def test_recall_and_counting_want_the_whole_answer_and_no_more():
+    for task in (ANSWERING[0], ANSWERING[4], ANSWERING[5]):
+        (sample,) = samples(task, count=1)
+        assert score(task, sample, [*sample.references[0].split(), "."]) == 0.0
+
+
+def test_what_part_of_an_answer_counts():
+    multikey, multivalue, variables, copying, lists = ANSWERING[1], ANSWERING[2], ANSWERING[3], ANSWERING[6], ANSWERING[7]
+    (sample,) = samples(multikey, count=1)
+    words = sample.references[0].split()
+    words[1] = str((int(words[1]) + 1) % 10)  # a digit of the first of four facts
+    assert score(multikey, sample, words) == 0.75
+    (sample,) = samples(multivalue, count=1)
+    words = sample.references[0].split()
+    assert score(multivalue, sample, ["sun", *words[1:]]) == 0.75
+    assert score(multivalue, sample, words[:1]) == 0.25
+    (sample,) = samples(variables, count=1)
+    words = sample.references[0].split()
+    assert score(variables, sample, [*words[:3], "sun"]) == 0.75
+    assert score(variables, sample, words[1:]) == 0.0
+    (sample,) = samples(copying, count=1)
+    words = sample.references[0].split()
+    assert score(copying, sample, [*words[:12], "sun", *words[13:]]) == 15 / 16
+    (sample,) = samples(lists, count=1)
+    words = sample.references[0].split()
+    assert score(lists, sample, [*words[:10], *words[15:]]) == 2 / 20  # an item left out puts all others off
+    assert score(lists, sample, [*words[:12], "9", *words[13:]]) == 19 / 20
+    assert score(lists, sample, words[:52]) == 10 / 20
+
+
+def test_questions_are_drawn_from_all_facts_alike():
+    places = []
+    for sample in samples(demo.DemoRecall(length=200, facts=4), count=60):
+        keys = [part.split()[0] for part in sample.context.split("remember ")[1:]]
+        places.append(keys.index(sample.question.split()[1]))
+    assert set(places) == {0, 1, 2, 3}
+
+
+def test_text():
+    task = demo.DemoText(length=100, continuation=30)
+    for sample in samples(task, count=4):
+        assert len(TOKENIZER.encode(sample.prompt)) == 100
+        continuation = TOKENIZER.encode(sample.continuation, add_special_tokens=False)
+        assert len(continuation) == sample.max_tokens == 30
+        assert min(continuation) >= language.FILLER_BASE
+    assert task.score(sample, Completion("", [math.log(0.5)] * 30)) == pytest.approx(math.log(2))
+    assert not task.higher_is_better and task.needs_logprobs
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (demo.DemoRecall(length=100), "length: 100 tokens cannot hold"),
+        (demo.DemoRecall(length=4000, facts=256), None),
+        (demo.DemoMultikey(facts=2, asked=3), "asked: 3 facts of 2"),
+        (demo.DemoCopying(length=60), "length: 60 tokens cannot hold"),
+    ],
+)
+def test_options_that_leave_no_room(task, message):
+    if message is None:
+        assert len(samples(task, count=1)) == 1
+    else:
+        with pytest.raises(ValueError, match=message):
+            samples(task, count=1)
