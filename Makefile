@@ -1,18 +1,21 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff and mypy
+# make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
 #
 # VENV=DIR       use another environment; one that holds a vLLM keeps it, and only gets the package and the tools
 # PYTHON=CMD     the Python (3.11 or newer) that a new environment is made with
 # TORCH_INDEX=URL  where pip finds CPU builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
-# ARGS="..."     more options for make serve, or for pytest in make test
+# SIZE=large     of the demo model to train: small (an hour on one CPU core) or large (for a GPU)
+# ARGS="..."     more options for make serve and make demo-model, or for pytest in make test
 
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 PORT ?= 8000
+SIZE ?= small
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -21,7 +24,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test sanitize lint
+.PHONY: setup serve test demo-model sanitize lint
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -52,6 +55,9 @@ serve: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+demo-model: setup
+	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)
 
 # The address sanitizer must be in the process first. Python and PyTorch never free some of what they allocate, so leaks
 # are not looked for.

@@ -75,8 +75,8 @@ def answer_copying(context: str, question: list[str], reference: list[str]) -> l
 def answer_lists(context: str, question: list[str], reference: list[str]) -> list[str]:
     following = dict(statements(context, "next"))
     _, tens, units, word, _ = question
-    number, answer = int(tens + units), []
-    for number in range(number + 1, number + 1 + len(reference) // 5):
+    first, answer = int(tens + units) + 1, []
+    for number in range(first, first + len(reference) // 5):
         word = following[word]
         answer += ["item", *f"{number:02}", word, "."]
     return answer

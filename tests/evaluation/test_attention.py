@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from vllm_kvmerge import demo
 from vllm_kvmerge.config import parse_compression
@@ -25,17 +26,19 @@ def error(traces, policy, **parameters):
 
 
 def test_a_trace_is_what_the_model_attended_to(traces):
-    layers = traces[0]
-    assert len(layers) == 3
+    config, layers = AutoConfig.from_pretrained(demo.model_path()), traces[0]
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert len(layers) == config.num_hidden_layers
     sequence = TracedSequence(layers, torch.float32)
     outputs = sequence.attend(sequence.write(PROMPT))
     for layer, output in zip(layers, outputs, strict=True):
-        assert layer.queries.shape == (PROMPT + QUERIES, 4, 64) and layer.keys.shape == (PROMPT + QUERIES, 2, 64)
+        assert layer.queries.shape == (PROMPT + QUERIES, heads, size)
+        assert layer.keys.shape == (PROMPT + QUERIES, kv_heads, size)
         q, k, v = (t[:PROMPT].transpose(0, 1).double() for t in (layer.queries, layer.keys, layer.values))
-        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        k, v = (t.repeat_interleave(heads // kv_heads, 0) for t in (k, v))
         dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale)
         assert (output.transpose(0, 1) - dense).norm() / dense.norm() < 1e-5
-        assert layer.output_weights.shape == (2, 2, 192, 64)
+        assert layer.output_weights.shape == (kv_heads, heads // kv_heads, config.hidden_size, size)
 
 
 def test_no_error_without_compression(traces):

@@ -53,7 +53,13 @@ def test_recall_and_counting_want_the_whole_answer_and_no_more():
 
 
 def test_what_part_of_an_answer_counts():
-    multikey, multivalue, variables, copying, lists = ANSWERING[1], ANSWERING[2], ANSWERING[3], ANSWERING[6], ANSWERING[7]
+    multikey, multivalue, variables, copying, lists = (
+        ANSWERING[1],
+        ANSWERING[2],
+        ANSWERING[3],
+        ANSWERING[6],
+        ANSWERING[7],
+    )
     (sample,) = samples(multikey, count=1)
     words = sample.references[0].split()
     words[1] = str((int(words[1]) + 1) % 10)  # a digit of the first of four facts
