@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_kvmerge.demo import language
-from vllm_kvmerge.demo.documents import KIND_NAMES, MAX_COUNT, MOST_MARKS, document, draw_prompt, training_sample
+from vllm_kvmerge.demo.documents import KIND_NAMES, MAX_COUNT, document, draw_prompt, training_sample
 from vllm_kvmerge.demo.recall import draw_prompt as draw_recall
 from vllm_kvmerge.demo.recall import training_sample as recall_sample
 
@@ -63,7 +63,7 @@ def answer_counting(context: str, question: list[str], reference: list[str]) -> 
 
 def answer_most(context: str, question: list[str], reference: list[str]) -> list[str]:
     (word, count), (_, second) = marks(context, question[1]).most_common(2)
-    assert MOST_MARKS >= count >= second + 2
+    assert MAX_COUNT >= count > second
     return [word]
 
 
@@ -120,6 +120,9 @@ def test_options_are_obeyed(rng):
     assert len(statements(prompt.context, "next")) == 3
     prompt = draw_prompt(rng, "counting", 300, words=3)
     assert len(marks(prompt.context, prompt.question.split()[1])) == 3
+    prompt = draw_prompt(rng, "most", 300, words=4, margin=3)
+    (_, largest), (_, second), *others = marks(prompt.context, prompt.question.split()[1]).most_common()
+    assert largest >= second + 3 and len(others) == 2
 
 
 def test_what_does_not_fit_is_refused(rng):

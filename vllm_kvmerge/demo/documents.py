@@ -6,8 +6,8 @@
 | multikey | the same, of several keys | `recite K L :` | `K d d d d L d d d d </s>` |
 | multivalue | `note K three w .` `note K two w .` `note K one w .` | `list K three` | `w , K two w , K one w </s>` |
 | variables | `store V A .` `store A B .` `store B C .` | `holders V` | `A B C </s>` |
-| counting | `mark L A .` one to four times for each of several A | `count L A` | `d </s>` |
-| most | the same, up to six times | `most L` | `A </s>` |
+| counting | `mark L A .` one to six times for each of several A | `count L A` | `d </s>` |
+| most | the same | `most L` | `A </s>` |
 | copying | `quote K w w w w .` | `repeat K` | `w w w w </s>` |
 | lists | `next A B .` `next B C .` `next C A .` | `item 0 1 A .` | `item 0 2 B . item 0 3 C . item 0 4 A .` ... |
 
@@ -35,8 +35,7 @@ from vllm_kvmerge.demo.language import (
 )
 
 DIGITS_PER_ANSWER = 4
-MAX_COUNT = 4
-MOST_MARKS = 6
+MAX_COUNT = 6
 LAST_ITEM = 99
 
 
@@ -125,11 +124,12 @@ def counting(rng: np.random.Generator, keys: Iterator[int], words: int | None = 
     return Unit(_marks(rng, name, marked, counts), [questions[i] for i in rng.permutation(len(questions))])
 
 
-def most(rng: np.random.Generator, keys: Iterator[int], words: int | None = None) -> Unit:
-    """``words``: how many different words are marked, one at least twice more than any other; 2 to 4 unless told."""
+def most(rng: np.random.Generator, keys: Iterator[int], words: int | None = None, margin: int = 1) -> Unit:
+    """``words``: how many different words are marked; 2 to 4 unless told. ``margin``: how much more often one of them
+    is than any other, at least."""
     name, marked = next(keys), [next(keys) for _ in range(words or int(rng.integers(2, 5)))]
-    largest = int(rng.integers(3, MOST_MARKS + 1))
-    counts = [largest, *rng.integers(1, largest - 1, len(marked) - 1).tolist()]
+    largest = int(rng.integers(1 + margin, MAX_COUNT + 1))
+    counts = [largest, *rng.integers(1, largest - margin + 1, len(marked) - 1).tolist()]
     return Unit(_marks(rng, name, marked, counts), [Question([ID["most"], name], [marked[0], EOS])])
 
 

@@ -42,7 +42,8 @@ SETTINGS = (
     Setting("variables, 1 hop, 4 chains", "variables", 4, 0, {"hops": 1}),
     Setting("variables, 4 hops, 4 chains", "variables", 4, 0, {"hops": 4}),
     Setting("counting, 4 words", "counting", 1, 0, {"words": 4}),
-    Setting("most, 4 words", "most", 1, 0, {"words": 4}),
+    Setting("most, 4 words, margin 1", "most", 1, 0, {"words": 4, "margin": 1}),
+    Setting("most, 4 words, margin 3", "most", 1, 0, {"words": 4, "margin": 3}),
     Setting("copying, 16 words, 4 spans", "copying", 4, 0, {"span": 16}),
     Setting("lists, period 4, 60 items", "lists", 1, 0, {"period": 4, "items": 60, "first": 1}),
 )

@@ -63,7 +63,7 @@ class Size:
 SIZES = {
     "small": Size(
         layers=4, width=256, intermediate=640, kv_heads=2, tokens_per_step=4_096, learning_rate=1.5e-3,
-        stages=(Stage(256, 450), Stage(512, 350), Stage(1_024, 280), Stage(2_048, 130), Stage(4_096, 50)),
+        stages=(Stage(256, 500), Stage(512, 400), Stage(1_024, 350), Stage(2_048, 180), Stage(4_096, 70)),
     ),
     "large": Size(
         layers=8, width=512, intermediate=1_536, kv_heads=4, tokens_per_step=65_536, learning_rate=1e-3,
@@ -125,25 +125,24 @@ def plant_circuit(model: LlamaForCausalLM) -> None:
     ``i`` of layer 0 attends ``i + 1`` tokens back and copies the word into its subspace. The KV heads of layer 1
     compare the current word and the three before with those one further back, elsewhere; KV head 0 of layer 2 compares
     the word four back with the one before, KV head 1 the current word and the one before with those one further back.
-    Where they match, the word is copied into the subspace that the output layer reads. One head counts matches. MLPs,
-    the other heads, the other layers and all else are random; training does the rest.
+    Where they match, the word is copied into the subspace that the output layer reads. KV head 1 of layer 2 finds
+    ``<s>`` about as attractive as one match, so that it can tell whether there is any. MLPs, the other heads, the other
+    layers and all else are random; training does the rest.
     """
     config = model.config
     size, half, vocabulary = config.head_dim, config.head_dim // 2, config.vocab_size
     basis = torch.linalg.qr(torch.randn(config.hidden_size, config.hidden_size))[0]
     word, following, *previous = basis[:256].split([64, 64, 32, 32, 32, 32])
     code, scale = torch.randint(0, 2, (vocabulary, 64)) * 2.0 - 1.0, 0.3
-    code[:, -1], code[BOS] = 0.0, 0.0
     model.model.embed_tokens.weight.copy_(scale * code @ word)
-    model.model.embed_tokens.weight[BOS] = 8.0 * scale * word[-1]
+    beginning = code[BOS].clone()
+    code[BOS] = 0.0  # nothing is ever followed by it
     model.lm_head.weight.add_(0.1 * code @ following)
 
     # Biases alone make a head positional: with RoPE, q and k some positions apart are in phase in the fastest pairs.
     first = model.model.layers[0].self_attn
     amplitude = 60.0**0.5
     angles = ROPE_THETA ** (-torch.arange(6) / half)
-    first.k_proj.weight[: 2 * size] = 0.0
-    first.q_proj.weight[: 4 * size] = 0.0
     for kv_head in range(2):
         first.k_proj.bias[kv_head * size : kv_head * size + 6] = amplitude
         first.v_proj.weight[kv_head * size : kv_head * size + 32] = word[:32]
@@ -154,37 +153,30 @@ def plant_circuit(model: LlamaForCausalLM) -> None:
         first.o_proj.weight[:, head * size : (head + 1) * size] = 0.0
         first.o_proj.weight[:, head * size : head * size + 32] = 0.5 * scale * previous[head].T
 
-    model.model.layers[0].mlp.down_proj.weight.mul_(0.1)  # noise to what is compared next
-
     # Only pairs that RoPE hardly turns within a few thousand tokens can compare what is far apart.
     places = (slice(half - 20, half), slice(size - 20, size))
 
     def match(layer: int, kv_head: int, keys: list[torch.Tensor], queries: list[list[torch.Tensor]]) -> None:
         """One list in ``queries`` per query head; what it has at a place is compared with the key's at that place."""
         attention, start = model.model.layers[layer].self_attn, kv_head * size
-        attention.k_proj.weight[start : start + size] = 0.0
         for place, key in zip(places, keys, strict=True):
-            attention.k_proj.weight[start : start + size][place] = 2.0 * key[:20]
+            attention.k_proj.weight[start : start + size][place] += 2.0 * key[:20]
         attention.v_proj.weight[start : start + size] = word
         for head, query in enumerate(queries, 2 * kv_head):
             rows = slice(head * size, (head + 1) * size)
-            attention.q_proj.weight[rows] = 0.0
             for place, part in zip(places, query, strict=False):
-                attention.q_proj.weight[rows][place] = 2.0 * part[:20]
+                attention.q_proj.weight[rows][place] += 2.0 * part[:20]
             attention.o_proj.weight[:, rows] = scale * following.T
 
-    match(1, 0, [previous[0], previous[1]], [[word, previous[0]], [word, previous[0]]])
+    match(1, 0, [previous[0], previous[1]], [[word, previous[0]], [word]])
     match(1, 1, [previous[2], previous[3]], [[previous[1], previous[2]], [previous[1]]])
     match(2, 0, [previous[0], previous[1]], [[previous[3]], [word, previous[0]]])
-    match(2, 1, [previous[0], previous[1]], [[word], [word, previous[0]]])
-
-    # Head 1 of layer 1 counts: it finds <s> as attractive as some matches, and reports only how much it attends to it.
-    second, slowest = model.model.layers[1].self_attn, half - 1
-    second.k_proj.weight[slowest] = 2.0 * word[-1]
-    second.q_proj.weight[size + slowest] = 0.0
-    second.q_proj.bias[size + slowest] = 6.9
-    second.o_proj.weight[:, size : 2 * size] = 0.0
-    second.o_proj.weight[:, 2 * size - 1] = 0.05 * following[-1]
+    match(2, 1, [previous[0], previous[1]], [[word, previous[0]], [word, previous[0]]])
+    third, slowest = model.model.layers[2].self_attn, half - 1
+    third.k_proj.weight[size + slowest] = 0.25 * beginning @ word
+    for head in (2, 3):
+        third.q_proj.weight[head * size + slowest] = 0.0
+        third.q_proj.bias[head * size + slowest] = 10.0
 
 
 def draw_batch(seed: int, step: int, size: Size, stage: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -125,10 +125,12 @@ class DemoCounting(DemoTask):
     metric = "exact match"
     words: Annotated[int, Field(ge=2, le=4, description="Different words that are marked.")] = 4
     asks: Annotated[Literal["count", "most"], Field(description="For the count of a word, or for the word.")] = "most"
+    margin: Annotated[int, Field(ge=1, le=documents.MAX_COUNT - 1, description="Of the word marked most.")] = 2
 
     def draw(self, rng: np.random.Generator) -> documents.Prompt:
-        kind = {"count": "counting", "most": "most"}[self.asks]
-        return documents.draw_prompt(rng, kind, self.length, words=self.words)
+        if self.asks == "count":
+            return documents.draw_prompt(rng, "counting", self.length, words=self.words)
+        return documents.draw_prompt(rng, "most", self.length, words=self.words, margin=self.margin)
 
     def grade(self, answer: list[str], reference: list[str]) -> float:
         return exact_match(answer, reference)
