@@ -145,12 +145,17 @@ def copying(rng: np.random.Generator, keys: Iterator[int], span: int | None = No
 
 
 def lists(
-    rng: np.random.Generator, keys: Iterator[int], period: int | None = None, items: int | None = None, first: int = 0
+    rng: np.random.Generator,
+    keys: Iterator[int],
+    period: int | None = None,
+    items: int | None = None,
+    first: int = 0,
+    most_items: int = 24,
 ) -> Unit:
-    """``period``: 2 to 6 unless told. ``items``: in the answer, 4 to 24 unless told. ``first``: number of the item that
-    is given; unless told, one that leaves numbers for the others."""
+    """``period``: 2 to 6 unless told. ``items``: in the answer, 4 to ``most_items`` unless told. ``first``: number of
+    the item that is given; unless told, one that leaves numbers for the others."""
     cycle = [next(keys) for _ in range(period or int(rng.integers(2, 7)))]
-    items = items or int(rng.integers(4, 25))
+    items = items or int(rng.integers(4, most_items + 1))
     first = first or int(rng.integers(1, LAST_ITEM - items + 1))
     successors = [[ID["next"], a, b, ID["."]] for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
 
@@ -208,7 +213,8 @@ def training_sample(rng: np.random.Generator, length: int) -> tuple[np.ndarray, 
     for kind in kinds:
         left = budget
         for _ in range(_MOST_UNITS[KIND_NAMES[kind]]):
-            unit = KINDS[KIND_NAMES[kind]](rng, keys)
+            options = {"most_items": max(24, min(90, length // 20))} if KIND_NAMES[kind] == "lists" else {}
+            unit = KINDS[KIND_NAMES[kind]](rng, keys, **options)
             if len(unit) > left:
                 break
             left -= len(unit)
