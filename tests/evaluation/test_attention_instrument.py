@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.demo_model import NUM_LAYERS
 from vllm_kvmerge import demo
 from vllm_kvmerge.config import parse_compression
-from vllm_kvmerge.demo import recall
+from vllm_kvmerge.demo import language, recall
 from vllm_kvmerge.evaluation import attention
 from vllm_kvmerge.evaluation.instrument import END, PROMPT_END, Findings, MergeMap, measure
 from vllm_kvmerge.evaluation.merge_map import Ledger, RecordedPolicy
@@ -19,7 +20,7 @@ from vllm_kvmerge.kernels import gather_entries
 
 PROMPT, QUERIES, INTERVAL = 300, 40, 16
 SCHEDULE = Schedule(PROMPT, QUERIES, INTERVAL, torch.float32)
-LAYERS = [0, 1, 2]
+LAYERS = list(range(NUM_LAYERS))
 MERGING = ["asymkv", "cam", "d2o", "grkv", "keepkv", "kvmerger", "weightedkv", "zsmerge"]
 
 
@@ -53,10 +54,10 @@ def entries_of(sequence, layer):
 
 def test_nothing_is_lost_with_the_whole_cache(layers, full):
     measured = measure(full, layers, config_of("keepkv", PROMPT + QUERIES), SCHEDULE, LAYERS)
-    assert measured.layer_error.shape == (3, QUERIES) and measured.error.shape == (3, 4, QUERIES)
+    assert measured.layer_error.shape == (NUM_LAYERS, QUERIES) and measured.error.shape == (NUM_LAYERS, 4, QUERIES)
     assert measured.layer_error.max() < 1e-5 and measured.error.max() < 1e-5
     for mass in (measured.kept, measured.represented):
-        torch.testing.assert_close(mass, torch.ones(3, 4, QUERIES))
+        torch.testing.assert_close(mass, torch.ones(NUM_LAYERS, 4, QUERIES))
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "adakv"])
@@ -236,7 +237,7 @@ def test_the_command_writes_numbers_plots_and_a_summary(tmp_path, capsys):
         assert list(variants) == (["merged"] if policy == "h2o" else ["merged", "dropped"])
         means = [np.mean(one["layer_error"]["mean"]) for one in variants.values()]
         assert errors[policy] == [" / ".join(f"{mean:.3f}" for mean in means)]
-        assert np.shape(variants["merged"]["kept"]["std"]) == (3, 4, 24)
+        assert np.shape(variants["merged"]["kept"]["std"]) == (NUM_LAYERS, 4, 24)
         assert f"| {policy} | 0.4 | merged | {means[0]:.3f} |" in summary
         for one in variants.values():
             assert one["residual"] < 1e-5
@@ -280,9 +281,9 @@ def test_a_text_is_read(tmp_path, capsys):
     path.write_text(text)
     documents = text_documents(demo.model_path(), path, 8, 224)
     assert [len(document) for document in documents] == [224] * 3
-    words = {word: index for index, word in enumerate(recall.VOCABULARY)}
-    assert documents[0] == [recall.BOS] + [words[word] for word in text.split()[:223]]
-    assert documents[2] == [recall.BOS] + [words[word] for word in text.split()[446:669]]
+    words = {word: index for index, word in enumerate(language.VOCABULARY)}
+    assert documents[0] == [language.BOS] + [words[word] for word in text.split()[:223]]
+    assert documents[2] == [language.BOS] + [words[word] for word in text.split()[446:669]]
     attention.main([*COMMON, "--text", str(path), "--policies", "local", "--budget", "50", "--documents", "8"])
     assert "3 documents" in capsys.readouterr().out
 
@@ -292,7 +293,7 @@ def test_a_text_is_read(tmp_path, capsys):
     [
         (["--policies", "full"], "what the others are compared with"),
         (["--model", "nowhere"], "no model in nowhere"),
-        (["--layers", "3"], "--layers 3: the model's are 0 to 2"),
+        (["--layers", str(NUM_LAYERS)], f"--layers {NUM_LAYERS}: the model's are 0 to {NUM_LAYERS - 1}"),
         (["--budget", "2.0"], "kv_compression.budget"),
         (["--set", "merger"], "must be FIELD=VALUE"),
         (["--set", "merger=glue"], "unknown merger 'glue'"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.demo import recall
+from vllm_kvmerge.demo import language
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def num_layers_of(model_path: str) -> int:
 
 def knows_demo_task(model_path: str) -> bool:
     """Whether the model's tokens are those in which documents of the demo task are written."""
-    words = recall.VOCABULARY
+    words = language.VOCABULARY
     tokenizer = _tokenizer(model_path)
     return bool(tokenizer.convert_tokens_to_ids(list(words)) == list(range(len(words))))
 
