@@ -107,7 +107,7 @@ def test_identity_has_every_option_and_survives_yaml(tmp_path: Path) -> None:
 
 
 def test_example_configurations() -> None:
-    paths = sorted((Path(__file__).parents[2] / "configs" / "eval").glob("*.yaml"))
+    paths = sorted((Path(__file__).parents[2] / "configs" / "eval").rglob("*.yaml"))
     assert paths
     for path in paths:
         assert cells_of(read_config(path, {}))

@@ -168,7 +168,10 @@ def _not_twice(entries: list[Any]) -> list[Any]:
 
 
 class EvalConfig(_Model):
-    """An evaluation: every policy at every budget (``full`` once) on the same samples of every task."""
+    """An evaluation: every policy at every budget (``full`` once) on the same samples of every task.
+
+    compare: pairs of policies, by label; the report has the difference of the first to the second, sample by sample.
+    """
 
     model: str | None = None
     policies: Annotated[
@@ -178,6 +181,7 @@ class EvalConfig(_Model):
     tasks: Annotated[
         list[Annotated[TaskEntry, BeforeValidator(_read_task)]], Field(min_length=1), AfterValidator(_not_twice)
     ]
+    compare: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = []
     samples: PositiveInt = 100
     seed: Annotated[int, Field(ge=0)] = 0
     question_agnostic: bool = False
@@ -195,6 +199,10 @@ class EvalConfig(_Model):
                     _parse(policy.compression(budget, 1 if agnostic and budget is not None else None))
                 except ValueError as error:
                     raise ValueError(f"policies: {policy.label} with budget {budget}: {error}") from None
+        labels = [policy.label for policy in self.policies]
+        for name in (name for pair in self.compare for name in pair):
+            if name not in labels:
+                raise ValueError(f"compare: {name!r} is no policy of this configuration; allowed: {', '.join(labels)}")
         if self.endpoint is not None:
             for entry in self.tasks:
                 if entry.task.needs_logprobs:
@@ -221,7 +229,7 @@ class EvalConfig(_Model):
         return entry.samples or self.samples
 
     def identity(self) -> dict[str, Any]:
-        """Everything that results depend on, tasks with all their options, as plain values."""
+        """Everything that results depend on, tasks with all their options, as plain values. Not what is compared."""
         endpoint = None if self.endpoint is None else {"url": self.endpoint.url, "tokenizer": self.endpoint.tokenizer}
         return {
             "model": self.model or (DEMO if endpoint is None else None),

@@ -2,11 +2,13 @@
 
 import html
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import yaml
 
 from vllm_kvmerge import __version__
+from vllm_kvmerge.evaluation.comparison import comparison_table
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.plots import as_file, draw_plots
 from vllm_kvmerge.evaluation.results import RunFolder
@@ -39,7 +41,8 @@ def write_report(config: EvalConfig, folder: RunFolder, run: Run) -> list[Table]
     """Writes the files into the run's folder; returns the tables to print."""
     tasks = summarize(config, folder.results, run)
     missing = incomplete_cells(config, folder.results, run)
-    tables = [make(config, task) for task in tasks if task.cells for make in (score_table, memory_table)]
+    makers = [score_table, *([partial(comparison_table, folder.results)] if config.compare else []), memory_table]
+    tables = [make(config, task) for task in tasks if task.cells for make in makers]
     details = details_table(tasks)
     plots = draw_plots(config, tasks)
     (folder.path / "plots").mkdir(exist_ok=True)
