@@ -1,7 +1,7 @@
 """The files that a run leaves for people: summary.md, plots, and report.html, which needs nothing but itself."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm_kvmerge.evaluation.results import RunFolder
 from vllm_kvmerge.evaluation.runner import Run
 from vllm_kvmerge.evaluation.summary import (
     Table,
+    TaskSummary,
     details_table,
     incomplete_cells,
     markdown,
@@ -41,7 +42,9 @@ def write_report(config: EvalConfig, folder: RunFolder, run: Run) -> list[Table]
     """Writes the files into the run's folder; returns the tables to print."""
     tasks = summarize(config, folder.results, run)
     missing = incomplete_cells(config, folder.results, run)
-    makers = [score_table, *([partial(comparison_table, folder.results)] if config.compare else []), memory_table]
+    makers: list[Callable[[EvalConfig, TaskSummary], Table]] = [score_table, memory_table]
+    if config.compare:
+        makers.insert(1, partial(comparison_table, folder.results))
     tables = [make(config, task) for task in tasks if task.cells for make in makers]
     details = details_table(tasks)
     plots = draw_plots(config, tasks)

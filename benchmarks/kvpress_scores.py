@@ -1,0 +1,339 @@
+"""Scores of kvpress and of this package on the same prompts: ``python benchmarks/kvpress_scores.py --kvpress PYTHON``.
+
+PYTHON is that of an environment made from ``requirements-kvpress.txt``. Both sides answer greedily in float32, with the
+same number of entries per KV head, and each method's parameters are given to both so that both compute the same; what
+could not be made equal is said below the table. ``aware``: the whole prompt is compressed, its question included.
+``agnostic``: the context alone is, and the question is read after that, as kvpress's pipeline does.
+
+A row agrees if the 95% interval of the scores' difference, prompt by prompt, holds 0.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import save
+
+from vllm_kvmerge.evaluation.backends import Answer, EngineBackend, Request, load_tokenizer
+from vllm_kvmerge.evaluation.config import EngineOptions, EvalConfig, TaskEntry
+from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.runner import Prompt, draw_prompts
+from vllm_kvmerge.evaluation.summary import bootstrap_interval, wilson_interval
+from vllm_kvmerge.evaluation.tasks.base import Completion
+
+WINDOW = 16
+"""Queries that vote, and newest entries that stay, where a method has such a window."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method on both sides.
+
+    ours: ``kv_compression`` but for the budget. theirs: the press for a number of entries that stay, of so many tokens.
+    note: what could not be made equal. aware_only: it is not compared where the question is read after compression.
+    """
+
+    ours: dict[str, Any]
+    theirs: Callable[[int, int], dict[str, Any]] | None
+    note: str = ""
+    aware_only: bool = False
+
+
+def dropped(kept: int, tokens: int) -> float:
+    """The compression ratio at which kvpress keeps so many entries: it takes the integer part of tokens * (1 - ratio),
+    hence the half."""
+    return 1 - (kept + 0.5) / tokens
+
+
+def snapkv_press(kept: int, tokens: int, kernel_size: int = 1) -> dict[str, Any]:
+    ratio = dropped(kept, tokens)
+    return {"press": "SnapKVPress", "compression_ratio": ratio, "window_size": WINDOW, "kernel_size": kernel_size}
+
+
+def pyramidkv_press(kept: int, tokens: int) -> dict[str, Any]:
+    # This one rounds, and falls back to equal layers where the last one has less than the window: beta is 2, not 20.
+    own = {"press": "PyramidKVPress", "compression_ratio": 1 - kept / tokens, "beta": 2}
+    return own | {"window_size": WINDOW, "kernel_size": 1}
+
+
+def criticalkv_press(kept: int, tokens: int) -> dict[str, Any]:
+    # Its first stage counts the window, ours what is left beside it.
+    first = (WINDOW + (kept - WINDOW) // 2 + 0.5) / (kept + 0.5)
+    inner = snapkv_press(kept, tokens)
+    return {"press": "CriticalKVPress", "inner": inner, "epsilon": 0.0, "first_stage_ratio": first}
+
+
+def cam_press(kept: int, tokens: int) -> dict[str, Any]:
+    decoding = {"press": "CAMPress", "base_press": {"press": "TOVAPress"}, "compression_interval": 1}
+    return {
+        "press": "PrefillDecodingPress",
+        "prefilling_press": {"press": "TOVAPress", "compression_ratio": dropped(kept, tokens)},
+        "decoding_press": decoding | {"target_size": kept, "merge_budget": 32},
+    }
+
+
+def scorer(name: str, **fields: Any) -> Callable[[int, int], dict[str, Any]]:
+    return lambda kept, tokens: {"press": name, "compression_ratio": dropped(kept, tokens)} | fields
+
+
+WINDOWED = {"score_window": WINDOW, "window_size": WINDOW, "kernel_size": 1}
+
+METHODS = {
+    "full": Method({"policy": "full"}, None),
+    "streaming_llm": Method({"policy": "streaming_llm", "num_sink_tokens": 4}, scorer("StreamingLLMPress", n_sink=4)),
+    "knorm": Method({"policy": "knorm", "recent_window": 0}, scorer("KnormPress")),
+    "tova": Method({"policy": "tova"}, scorer("TOVAPress")),
+    "h2o": Method(
+        {"policy": "h2o", "tracker": "mean", "score_window": "all", "num_sink_tokens": 0, "recent_window": 0},
+        scorer("ObservedAttentionPress"),
+        "h2o is ObservedAttentionPress: attention of all queries, its mean over those that saw an entry, no recent "
+        "window, which is not H2O's own sum and window",
+    ),
+    "snapkv": Method({"policy": "snapkv"} | WINDOWED, snapkv_press),
+    "snapkv, pooled": Method(
+        {"policy": "snapkv"} | WINDOWED | {"kernel_size": 5},
+        lambda kept, tokens: snapkv_press(kept, tokens, 5),
+        "snapkv, pooled (5 neighbours): kvpress takes their mean, this package their maximum, as SnapKV's listing and "
+        "paper; all other methods are compared without pooling",
+    ),
+    "pyramidkv": Method(
+        {"policy": "pyramidkv", "ratio": 3.0} | WINDOWED,
+        pyramidkv_press,
+    ),
+    "adakv": Method(
+        {"policy": "adakv", "floor_share": 0.2} | WINDOWED,
+        lambda kept, tokens: {"press": "AdaKVPress", "inner": snapkv_press(kept, tokens), "alpha_safeguard": 0.2},
+        "adakv: to divide the budget between heads, kvpress puts every head's window first, this package ranks its "
+        "entries by their attention like all others; what is dropped is masked there, evicted here",
+    ),
+    "criticalkv": Method({"policy": "criticalkv", "first_stage_share": 0.5} | WINDOWED, criticalkv_press),
+    "cam": Method(
+        {"policy": "tova", "merger": "cam", "num_receivers": 32, "interval": 1, "decode": "bounded"},
+        cam_press,
+        "cam (over TOVA's selection, after every token): whether an entry merges is drawn at random on both sides; "
+        "kvpress compares attention summed since the prompt's end, this package the newest query's, which is all that "
+        "TOVA's tracker keeps. It is compared with the question in the prompt only",
+        aware_only=True,
+    ),
+}
+"""Those that kvpress 0.5.5 has, but for its variants of these, and none that is not here."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Row:
+    """question: aware or agnostic. budget: share of what is compressed. same: share of prompts with the same answer."""
+
+    task: str
+    question: str
+    method: str
+    budget: float | None
+    prompts: int
+    ours: Interval
+    kvpress: Interval
+    difference: Interval
+    agrees: bool
+    same: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt under one method: what both sides are asked."""
+
+    entry: TaskEntry
+    prompt: Prompt
+    method: str
+    budget: float | None
+
+    @property
+    def compressed(self) -> int:
+        """How many tokens are."""
+        return self.prompt.context_tokens or len(self.prompt.token_ids)
+
+    @property
+    def kept(self) -> int:
+        """Entries per KV head; an even number, whose half is not rounded one way here and another way there."""
+        return 2 * math.ceil(self.budget * self.compressed / 2) if self.budget else self.compressed
+
+    def ours(self) -> Request:
+        compression = METHODS[self.method].ours
+        if self.budget is not None:
+            compression = {"decode": "grow"} | compression | {"budget": self.kept}
+            if self.prompt.context_tokens is not None:
+                compression |= {"context_tokens": self.prompt.context_tokens}
+        return Request(self.prompt.token_ids, compression, self.prompt.sample.max_tokens, [])
+
+    def theirs(self) -> dict[str, Any]:
+        make = METHODS[self.method].theirs
+        return {
+            "prompt": self.prompt.token_ids,
+            "compressed": self.compressed,
+            "max_tokens": self.prompt.sample.max_tokens,
+            "press": None if make is None else make(self.kept, self.compressed),
+        }
+
+
+def answers_of_kvpress(python: str, model: str, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[str, str]]:
+    """Answers in token ids, and versions."""
+    command = [python, str(Path(__file__).parent / "kvpress_answers.py")]
+    given = json.dumps({"model": model, "jobs": [job.theirs() for job in jobs]})
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(f"kvpress's side ended with {done.returncode}")
+    result = json.loads(done.stdout)
+    return result["answers"], result["versions"]
+
+
+def answers_of_ours(model: str, jobs: Sequence[Job]) -> list[str]:
+    longest = max(job.prompt.length for job in jobs)
+    options = EngineOptions(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=256 << 20, max_model_len=longest)
+    backend = EngineBackend(model, options)
+    backend.start(longest, with_logprobs=False)
+    texts = [""] * len(jobs)
+    try:
+        for index, answer in backend.run((index, job.ours()) for index, job in enumerate(jobs)):
+            if not isinstance(answer, Answer):
+                sys.exit(f"{jobs[index].method}: {answer}")
+            texts[index] = answer.text
+    finally:
+        backend.close()
+    return texts
+
+
+def interval(scores: Sequence[float]) -> Interval:
+    if all(score in (0, 1) for score in scores):
+        bounds = wilson_interval(int(sum(scores)), len(scores))
+    else:
+        bounds = bootstrap_interval(scores)
+    return Interval(float(np.mean(scores)), *bounds)
+
+
+def compare(jobs: Sequence[Job], ours: Sequence[str], theirs: Sequence[str]) -> list[Row]:
+    cells: dict[tuple[int, str, float | None], list[int]] = {}
+    for index, job in enumerate(jobs):
+        cells.setdefault((id(job.entry), job.method, job.budget), []).append(index)
+    rows = []
+    for indices in cells.values():
+        job = jobs[indices[0]]
+
+        def scores(texts: Sequence[str], entry: TaskEntry = job.entry, indices: list[int] = indices) -> list[float]:
+            return [float(entry.task.score(jobs[i].prompt.sample, Completion(texts[i]))) for i in indices]
+
+        one, other = scores(ours), scores(theirs)
+        differences = [a - b for a, b in zip(one, other, strict=True)]
+        low, high = bootstrap_interval(differences)
+        rows.append(
+            Row(
+                task=job.entry.task.name,
+                question="agnostic" if job.entry.question_agnostic else "aware",
+                method=job.method,
+                budget=job.budget,
+                prompts=len(indices),
+                ours=interval(one),
+                kvpress=interval(other),
+                difference=Interval(float(np.mean(differences)), low, high),
+                agrees=low <= 0 <= high,
+                same=float(np.mean([ours[i].split() == theirs[i].split() for i in indices])),
+            )
+        )
+    return rows
+
+
+def draw_jobs(arguments: argparse.Namespace, config: EvalConfig, tokenizer: Any) -> list[Job]:
+    jobs = []
+    for entry in config.tasks:
+        prompts = draw_prompts(config, entry, tokenizer)
+        for name in arguments.methods:
+            if entry.question_agnostic and METHODS[name].aware_only:
+                continue
+            budgets: Sequence[float | None] = [None] if name == "full" else arguments.budgets
+            jobs += [Job(entry, prompt, name, budget) for budget in budgets for prompt in prompts]
+    return jobs
+
+
+def show(rows: Sequence[Row]) -> None:
+    for task, question in dict.fromkeys((row.task, row.question) for row in rows):
+        lines = {
+            row.method + ("" if row.budget is None else f" {row.budget}"): [
+                str(row.ours),
+                str(row.kvpress),
+                f"{row.difference.mean:+.3f} [{row.difference.low:+.3f}, {row.difference.high:+.3f}]",
+                "yes" if row.agrees else "no",
+                f"{row.same:.3f}",
+            ]
+            for row in rows
+            if (row.task, row.question) == (task, question)
+        }
+        count = next(row.prompts for row in rows if (row.task, row.question) == (task, question))
+        columns = ["vllm-kvmerge", "kvpress", "difference", "agree", "same answer"]
+        print_table(f"\n{task}, {question}: {count} prompts", columns, lines, first="method, budget")
+    print("\nWhat could not be made equal:")
+    for name in dict.fromkeys(row.method for row in rows):
+        if METHODS[name].note:
+            print(f"- {METHODS[name].note}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kvpress", metavar="PYTHON", required=True, help="of an environment with kvpress")
+    parser.add_argument("--model", default="demo", help="folder of a model that kvpress knows, such as a Llama")
+    parser.add_argument("--tasks", nargs="+", default=["demo_recall", "demo_multikey"], help="of vllm-kvmerge eval")
+    parser.add_argument("--length", type=int, default=1024, help="of each task")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.2], help="shares of what is compressed")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kvpress_scores.json"))
+    arguments = parser.parse_args()
+    config = EvalConfig.model_validate(
+        {
+            "model": arguments.model,
+            "policies": ["full"],
+            "tasks": [
+                {"task": task, "length": arguments.length, "question_agnostic": agnostic}
+                for task in arguments.tasks
+                for agnostic in (False, True)
+            ],
+            "samples": arguments.samples,
+            "seed": arguments.seed,
+        }
+    )
+    tokenizer = load_tokenizer(config.model_path)
+    jobs = draw_jobs(arguments, config, tokenizer)
+    token_ids, versions = answers_of_kvpress(arguments.kvpress, config.model_path, jobs)
+    theirs = [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+    rows = compare(jobs, answers_of_ours(config.model_path, jobs), theirs)
+    compared = {
+        name: {
+            "ours": METHODS[name].ours,
+            "kvpress, 100 of 1,000 tokens": None if make is None else make(100, 1000),
+            "not equal": METHODS[name].note,
+        }
+        for name in arguments.methods
+        for make in [METHODS[name].theirs]
+    }
+    settings = vars(arguments) | {"kvpress": versions, "methods": compared}
+    save(arguments.output, settings, rows)
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()
