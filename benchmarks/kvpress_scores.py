@@ -31,18 +31,26 @@ from vllm_kvmerge.evaluation.tasks.base import Completion
 WINDOW = 16
 """Queries that vote, and newest entries that stay, where a method has such a window."""
 
+POOLED = 7
+"""Neighbours whose scores are pooled, where they are."""
+
+POOLING = (
+    f"with pooling ({POOLED} neighbours) kvpress takes the mean of scores, this package their maximum, as SnapKV's "
+    "paper; hence methods come without as well"
+)
+
 
 @dataclass(frozen=True)
 class Method:
     """One method on both sides.
 
     ours: ``kv_compression`` but for the budget. theirs: the press for a number of entries that stay, of so many tokens.
-    note: what could not be made equal. aware_only: it is not compared where the question is read after compression.
+    notes: what could not be made equal. aware_only: it is not compared where the question is read after compression.
     """
 
     ours: dict[str, Any]
     theirs: Callable[[int, int], dict[str, Any]] | None
-    note: str = ""
+    notes: tuple[str, ...] = ()
     aware_only: bool = False
 
 
@@ -52,21 +60,25 @@ def dropped(kept: int, tokens: int) -> float:
     return 1 - (kept + 0.5) / tokens
 
 
-def snapkv_press(kept: int, tokens: int, kernel_size: int = 1) -> dict[str, Any]:
+def snapkv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]:
     ratio = dropped(kept, tokens)
     return {"press": "SnapKVPress", "compression_ratio": ratio, "window_size": WINDOW, "kernel_size": kernel_size}
 
 
-def pyramidkv_press(kept: int, tokens: int) -> dict[str, Any]:
+def pyramidkv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]:
     # This one rounds, and falls back to equal layers where the last one has less than the window: beta is 2, not 20.
     own = {"press": "PyramidKVPress", "compression_ratio": 1 - kept / tokens, "beta": 2}
-    return own | {"window_size": WINDOW, "kernel_size": 1}
+    return own | {"window_size": WINDOW, "kernel_size": kernel_size}
 
 
-def criticalkv_press(kept: int, tokens: int) -> dict[str, Any]:
+def adakv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]:
+    return {"press": "AdaKVPress", "inner": snapkv_press(kept, tokens, kernel_size), "alpha_safeguard": 0.2}
+
+
+def criticalkv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]:
     # Its first stage counts the window, ours what is left beside it.
     first = (WINDOW + (kept - WINDOW) // 2 + 0.5) / (kept + 0.5)
-    inner = snapkv_press(kept, tokens)
+    inner = snapkv_press(kept, tokens, kernel_size)
     return {"press": "CriticalKVPress", "inner": inner, "epsilon": 0.0, "first_stage_ratio": first}
 
 
@@ -83,7 +95,15 @@ def scorer(name: str, **fields: Any) -> Callable[[int, int], dict[str, Any]]:
     return lambda kept, tokens: {"press": name, "compression_ratio": dropped(kept, tokens)} | fields
 
 
-WINDOWED = {"score_window": WINDOW, "window_size": WINDOW, "kernel_size": 1}
+def windowed(ours: dict[str, Any], theirs: Callable[[int, int, int], dict[str, Any]], *notes: str) -> dict[str, Method]:
+    """A method whose scores are those of a window of queries: without pooling of neighbours, and with."""
+
+    def method(kernel_size: int, notes: tuple[str, ...]) -> Method:
+        own = ours | {"score_window": WINDOW, "window_size": WINDOW, "kernel_size": kernel_size}
+        return Method(own, lambda kept, tokens: theirs(kept, tokens, kernel_size), notes)
+
+    return {ours["policy"]: method(1, notes), f"{ours['policy']}, pooled": method(POOLED, (*notes, POOLING))}
+
 
 METHODS = {
     "full": Method({"policy": "full"}, None),
@@ -93,33 +113,28 @@ METHODS = {
     "h2o": Method(
         {"policy": "h2o", "tracker": "mean", "score_window": "all", "num_sink_tokens": 0, "recent_window": 0},
         scorer("ObservedAttentionPress"),
-        "h2o is ObservedAttentionPress: attention of all queries, its mean over those that saw an entry, no recent "
-        "window, which is not H2O's own sum and window",
+        (
+            "h2o is ObservedAttentionPress: attention of all queries, its mean over those that saw an entry, no recent "
+            "window, which is not H2O's own sum and window",
+        ),
     ),
-    "snapkv": Method({"policy": "snapkv"} | WINDOWED, snapkv_press),
-    "snapkv, pooled": Method(
-        {"policy": "snapkv"} | WINDOWED | {"kernel_size": 5},
-        lambda kept, tokens: snapkv_press(kept, tokens, 5),
-        "snapkv, pooled (5 neighbours): kvpress takes their mean, this package their maximum, as SnapKV's listing and "
-        "paper; all other methods are compared without pooling",
-    ),
-    "pyramidkv": Method(
-        {"policy": "pyramidkv", "ratio": 3.0} | WINDOWED,
-        pyramidkv_press,
-    ),
-    "adakv": Method(
-        {"policy": "adakv", "floor_share": 0.2} | WINDOWED,
-        lambda kept, tokens: {"press": "AdaKVPress", "inner": snapkv_press(kept, tokens), "alpha_safeguard": 0.2},
+    **windowed({"policy": "snapkv"}, snapkv_press),
+    **windowed({"policy": "pyramidkv", "ratio": 3.0}, pyramidkv_press),
+    **windowed(
+        {"policy": "adakv", "floor_share": 0.2},
+        adakv_press,
         "adakv: to divide the budget between heads, kvpress puts every head's window first, this package ranks its "
         "entries by their attention like all others; what is dropped is masked there, evicted here",
     ),
-    "criticalkv": Method({"policy": "criticalkv", "first_stage_share": 0.5} | WINDOWED, criticalkv_press),
+    **windowed({"policy": "criticalkv", "first_stage_share": 0.5}, criticalkv_press),
     "cam": Method(
         {"policy": "tova", "merger": "cam", "num_receivers": 32, "interval": 1, "decode": "bounded"},
         cam_press,
-        "cam (over TOVA's selection, after every token): whether an entry merges is drawn at random on both sides; "
-        "kvpress compares attention summed since the prompt's end, this package the newest query's, which is all that "
-        "TOVA's tracker keeps. It is compared with the question in the prompt only",
+        (
+            "cam (over TOVA's selection, after every token): whether an entry merges is drawn at random on both sides; "
+            "kvpress compares attention summed since the prompt's end, this package the newest query's, which is all "
+            "that TOVA's tracker keeps. It is compared with the question in the prompt only",
+        ),
         aware_only=True,
     ),
 }
@@ -286,9 +301,8 @@ def show(rows: Sequence[Row]) -> None:
         columns = ["vllm-kvmerge", "kvpress", "difference", "agree", "same answer"]
         print_table(f"\n{task}, {question}: {count} prompts", columns, lines, first="method, budget")
     print("\nWhat could not be made equal:")
-    for name in dict.fromkeys(row.method for row in rows):
-        if METHODS[name].note:
-            print(f"- {METHODS[name].note}.")
+    for note in dict.fromkeys(note for row in rows for note in METHODS[row.method].notes):
+        print(f"- {note}.")
 
 
 def main() -> None:
@@ -325,7 +339,7 @@ def main() -> None:
         name: {
             "ours": METHODS[name].ours,
             "kvpress, 100 of 1,000 tokens": None if make is None else make(100, 1000),
-            "not equal": METHODS[name].note,
+            "not equal": METHODS[name].notes,
         }
         for name in arguments.methods
         for make in [METHODS[name].theirs]

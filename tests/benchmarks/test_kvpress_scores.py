@@ -36,7 +36,7 @@ def test_ratios_are_cut_to_the_number_of_entries(tokens):
     for kept in range(1, tokens):
         assert int(tokens * (1 - dropped(kept, tokens))) == kept
     for kept in range(WINDOW + 2, tokens, 7):
-        press = criticalkv_press(kept, tokens)
+        press = criticalkv_press(kept, tokens, 1)
         first = int((1 - press["inner"]["compression_ratio"]) * tokens * press["first_stage_ratio"])
         assert first == WINDOW + (kept - WINDOW) // 2
 
