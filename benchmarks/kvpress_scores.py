@@ -210,7 +210,10 @@ def answers_of_kvpress(python: str, model: str, jobs: Sequence[Job]) -> tuple[li
     """Answers in token ids, and versions."""
     command = [python, str(Path(__file__).parent / "kvpress_answers.py")]
     given = json.dumps({"model": model, "jobs": [job.theirs() for job in jobs]})
-    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True)
+    try:
+        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        sys.exit(f"--kvpress: {python} cannot be run: {error}")
     if done.returncode != 0:
         sys.exit(f"kvpress's side ended with {done.returncode}")
     result = json.loads(done.stdout)
