@@ -152,7 +152,7 @@ def test_cut_prompts_are_the_official_ones(max_length: int) -> None:
 
 def test_a_question_survives_a_tokenizer_that_loses_words() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_path())
-    context, question = "one , two ? " * 50, "remember three ."
+    context, question = "une , deux ? " * 50, "remember trois ."
     kept, asked = truncate_middle(context, question, 41, tokenizer)
     assert asked == question
     assert len(tokenizer.encode(context)) == 201
