@@ -10,7 +10,7 @@ from tests.evaluation.runs import ScriptedBackend, constant, small_config
 from vllm_kvmerge.evaluation import command
 from vllm_kvmerge.evaluation.backends import Answer, BackendError, Request, RequestError
 from vllm_kvmerge.evaluation.results import RunFolder
-from vllm_kvmerge.evaluation.runner import _tokenize, draw_prompts
+from vllm_kvmerge.evaluation.runner import _tokenize, chat_frame, draw_prompts
 from vllm_kvmerge.evaluation.tasks.base import Sample
 from vllm_kvmerge.evaluation.tasks.demo import DemoRecall
 from vllm_kvmerge.fault import Fault
@@ -234,6 +234,44 @@ def test_context_of_a_question_agnostic_run() -> None:
     # "recallfiso" is one unknown word: the context shares its last token with the question, which gets it.
     assert context_tokens(f"{context} recall", "fiso") == len(tokenizer.encode(context))
     assert context_tokens("remember fiso 1953.", "") is None
+
+
+def test_prompts_in_a_chat_template(tmp_path: Path) -> None:
+    tokenizer = ScriptedBackend(constant).tokenizer
+    tokenizer.chat_template = "{{ bos_token }} one {{ messages[0].content }}{% if add_generation_prompt %} ,{% endif %}"
+    sample = Sample("remember fiso 1953.", " recall fiso two", references=[], max_tokens=3, answer_prefix=" two")
+    frame = chat_frame(tokenizer)
+    assert frame == ("<s> one ", " ,")
+    prompt = _tokenize(sample, tokenizer, agnostic=True, frame=frame)
+    wanted = "<s> one remember fiso 1953. recall fiso , two"
+    assert prompt.token_ids == tokenizer.encode(wanted, add_special_tokens=False)
+    assert prompt.token_ids.count(tokenizer.bos_token_id) == 1
+    context = tokenizer.encode("<s> one remember fiso 1953.", add_special_tokens=False)
+    assert prompt.token_ids[: prompt.context_tokens] == context
+    # For one task of a run, and for all but one.
+    task = {"task": "demo_recall", "length": 128, "facts": 2}
+    drawn = {}
+    for asked, where in ((True, {}), (False, {"chat_template": True}), (True, {"chat_template": False})):
+        config = small_config(tmp_path, chat_template=asked, tasks=[{**task, **where}])
+        drawn[asked, len(where)] = draw_prompts(config, config.tasks[0], tokenizer)[0].token_ids
+        assert ("chat_template" in config.tasks[0].label) == bool(where)
+    plain = drawn[True, 1]
+    assert drawn[True, 0] == drawn[False, 1] == [plain[0], tokenizer.convert_tokens_to_ids("one"), *plain[1:],
+                                                 tokenizer.convert_tokens_to_ids(",")]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0]['content'] | upper }}"])
+def test_no_chat_template_that_would_do(template: str | None) -> None:
+    tokenizer = ScriptedBackend(constant).tokenizer
+    tokenizer.chat_template = template
+    with pytest.raises(Fault, match="chat_template: needs a tokenizer with a chat template"):
+        chat_frame(tokenizer)
+
+
+def test_texts_that_go_on_are_no_chat(tmp_path: Path) -> None:
+    config = small_config(tmp_path, chat_template=True, tasks=[{"task": "demo_text", "length": 64, "continuation": 8}])
+    with pytest.raises(Fault, match="chat_template: demo_text length=64 continuation=8 has texts that go on"):
+        go(config, tmp_path / "out", constant)
 
 
 def test_samples_that_cannot_be_drawn(tmp_path: Path) -> None:

@@ -99,11 +99,12 @@ class TaskEntry(_Model):
     given: dict[str, Any]
     samples: PositiveInt | None = None
     question_agnostic: bool | None = None
+    chat_template: bool | None = None
 
     @property
     def label(self) -> str:
-        agnostic = {} if self.question_agnostic is None else {"question_agnostic": self.question_agnostic}
-        return _label(self.task.name, {**self.given, **agnostic})
+        ways = {"question_agnostic": self.question_agnostic, "chat_template": self.chat_template}
+        return _label(self.task.name, {**self.given, **{name: way for name, way in ways.items() if way is not None}})
 
 
 def _label(name: str, values: Mapping[str, Any]) -> str:
@@ -141,7 +142,9 @@ def _read_task(value: Any) -> Any:
     name = options.pop("task")
     if not isinstance(name, str) or name not in tasks:
         raise ValueError(f"task: unknown task {name!r}; allowed: {', '.join(sorted(tasks))}")
-    entry = {field: options.pop(field) for field in ("samples", "question_agnostic") if field in options}
+    entry = {
+        field: options.pop(field) for field in ("samples", "question_agnostic", "chat_template") if field in options
+    }
     try:
         # As JSON, so that a list may stand for a tuple although tasks are strict.
         task = tasks[name].model_validate_json(json.dumps(options))
@@ -170,7 +173,9 @@ def _not_twice(entries: list[Any]) -> list[Any]:
 class EvalConfig(_Model):
     """An evaluation: every policy at every budget (``full`` once) on the same samples of every task.
 
-    compare: pairs of policies, by label; the report has the difference of the first to the second, sample by sample.
+    question_agnostic: the context is compressed before the question is read. chat_template: prompts are what a user
+    says in the template of the model's tokenizer. compare: pairs of policies, by label; the report has the difference
+    of the first to the second, sample by sample.
     """
 
     model: str | None = None
@@ -185,6 +190,7 @@ class EvalConfig(_Model):
     samples: PositiveInt = 100
     seed: Annotated[int, Field(ge=0)] = 0
     question_agnostic: bool = False
+    chat_template: bool = False
     engine: EngineOptions = EngineOptions()
     endpoint: EndpointOptions | None = None
 
@@ -225,6 +231,9 @@ class EvalConfig(_Model):
     def is_question_agnostic(self, entry: TaskEntry) -> bool:
         return self.question_agnostic if entry.question_agnostic is None else entry.question_agnostic
 
+    def in_chat_template(self, entry: TaskEntry) -> bool:
+        return self.chat_template if entry.chat_template is None else entry.chat_template
+
     def samples_of(self, entry: TaskEntry) -> int:
         return entry.samples or self.samples
 
@@ -241,6 +250,7 @@ class EvalConfig(_Model):
                     **entry.task.model_dump(mode="json"),
                     "samples": self.samples_of(entry),
                     "question_agnostic": self.is_question_agnostic(entry),
+                    "chat_template": self.in_chat_template(entry),
                 }
                 for entry in self.tasks
             ],

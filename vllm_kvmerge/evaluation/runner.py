@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from vllm_kvmerge.evaluation.backends import Answer, Backend, BackendError, Request, RequestError
@@ -68,22 +69,52 @@ def draw_prompts(config: EvalConfig, entry: TaskEntry, tokenizer: Tokenizer) -> 
     if not samples:
         raise Fault(f"task {entry.label}: it has no samples")
     agnostic = config.is_question_agnostic(entry)
-    prompts = [_tokenize(sample, tokenizer, agnostic) for sample in samples]
+    frame = chat_frame(tokenizer) if config.in_chat_template(entry) else None
+    if frame is not None and any(sample.continuation is not None for sample in samples):
+        raise Fault(f"chat_template: {entry.label} has texts that go on, which no user says; allowed: false")
+    prompts = [_tokenize(sample, tokenizer, agnostic, frame) for sample in samples]
     if agnostic and any(not sample.context for sample in samples):
         raise Fault(f"question_agnostic: {entry.label} has samples without a context of their own; allowed: false")
     return prompts
 
 
-def _tokenize(sample: Sample, tokenizer: Tokenizer, agnostic: bool) -> Prompt:
+def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
+    """What the tokenizer's chat template puts before and after what a user says, up to the model's turn.
+
+    Raises:
+        Fault: there is no template, or it does not give back what is said.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.chat_template:
+        said = "what a user says"
+        messages = [{"role": "user", "content": said}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if text.count(said) == 1:
+            before, after = text.split(said)
+            return before, after
+    raise Fault(
+        "chat_template: needs a tokenizer with a chat template that repeats what a user says; allowed: false, "
+        "another model, or with a server its tokenizer in endpoint.tokenizer"
+    )
+
+
+def _tokenize(sample: Sample, tokenizer: Tokenizer, agnostic: bool, frame: tuple[str, str] | None = None) -> Prompt:
     """What tokens two neighbouring texts share belongs to the second: they are tokenised together, as models read."""
-    token_ids, continuation = tokenizer.encode(sample.prompt), []
+    context, prompt = sample.context, sample.prompt
+    if frame is not None:
+        before, after = frame
+        context = before + context
+        prompt = before + prompt.removesuffix(sample.answer_prefix) + after + sample.answer_prefix
+    encode = partial(tokenizer.encode, add_special_tokens=frame is None)  # a template has its own
+    token_ids, continuation = encode(prompt), []
     if sample.continuation is not None:
         whole = tokenizer.encode(sample.prompt + sample.continuation)
         shared = _common_prefix(token_ids, whole)
         token_ids, continuation = whole[:shared], whole[shared:]
     context_tokens = None
     if agnostic and sample.question:
-        shared = _common_prefix(tokenizer.encode(sample.context), token_ids)
+        shared = _common_prefix(encode(context), token_ids)
         context_tokens = max(1, min(shared, len(token_ids) - 1))
     return Prompt(sample, token_ids, continuation, context_tokens)
 

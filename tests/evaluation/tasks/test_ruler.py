@@ -63,6 +63,10 @@ def test_the_configuration_names_the_tasks(benchmark: str) -> None:
     text = (Path(__file__).parents[3] / "configs" / "eval" / f"{benchmark}.yaml").read_text()
     tasks = {entry.pop("task"): entry for entry in yaml.safe_load(text)["tasks"]}
     assert set(tasks) == {name for name in TASKS if name.startswith(benchmark)} - {"ruler_qa_1", "ruler_qa_2"}
+    plain = {f"longbench_{name}" for name in ("trec", "triviaqa", "samsum", "lcc", "repobench-p")}
+    assert {name for name, options in tasks.items() if options.pop("chat_template", None) is False} == (
+        plain if benchmark == "longbench" else set()
+    )
     for name, options in tasks.items():
         assert TASKS[name](**options).model_dump(include=set(options)) == options
 
@@ -110,6 +114,10 @@ def test_the_question_comes_after_the_context(task: str) -> None:
         assert sample.context.endswith("\n")
         assert sample.question.startswith(starts.get(task.split("_")[0], "Question: "))
         assert sample.continuation is None
+        # Officially what follows the question belongs to the model's turn.
+        asked = sample.question.removesuffix(sample.answer_prefix)
+        assert asked.rstrip() == asked and asked[-1] == ("?" if task.split("_")[0] not in ("vt", "qa") else asked[-1])
+        assert sample.answer_prefix.startswith(" The special magic" if task.startswith("niah") else " Answer:")
 
 
 def test_too_short_a_length_is_refused() -> None:

@@ -23,6 +23,7 @@ class Sample:
     context: what a question-agnostic run compresses before the rest is read. question: the rest, with what precedes the
     answer. references: the right answers. max_tokens: to generate. continuation: what the model is made to generate
     instead of choosing, where the task reads log-probabilities. data: what else ``score`` needs, as JSON has it.
+    answer_prefix: end of the question that the answer begins with; in a chat template it follows the model's turn.
     """
 
     context: str
@@ -31,6 +32,7 @@ class Sample:
     max_tokens: int
     continuation: str | None = None
     data: dict[str, Any] = field(default_factory=dict)
+    answer_prefix: str = ""
 
     @property
     def prompt(self) -> str:

@@ -44,6 +44,8 @@ class Niah(Synthetic):
         "The special magic {kind} for {query} mentioned in the provided text are"
     )
 
+    answer_start: ClassVar[str] = " The special magic"
+
     type_haystack: HaystackType = "essay"
     type_needle_k: KeyType = "words"
     type_needle_v: ValueType = "numbers"

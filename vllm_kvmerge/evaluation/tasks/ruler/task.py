@@ -32,6 +32,8 @@ class Ruler(Task):
     source: ClassVar[str] = "RULER, arXiv 2404.06654"
     metric: ClassVar[str] = "string_match_all"
     tokens_to_generate: ClassVar[int]
+    answer_start: ClassVar[str] = " Answer:"
+    """Where in the question the official answer prefix starts."""
 
     length: int = Field(4096, ge=1, description="Tokens of prompt and answer together, special ones included.")
 
@@ -61,7 +63,8 @@ class Ruler(Task):
         return len(tokenizer.encode(sample.prompt)) + sample.max_tokens <= self.length
 
     def _sample(self, context: str, question: str, references: list[str]) -> Sample:
-        return Sample(context, question, references, self.tokens_to_generate)
+        prefix = question[question.rindex(self.answer_start) :]
+        return Sample(context, question, references, self.tokens_to_generate, answer_prefix=prefix)
 
 
 class Synthetic(Ruler):
