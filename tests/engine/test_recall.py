@@ -1,23 +1,43 @@
 """The demo model recalls facts, and compression costs what one would expect."""
 
-import numpy as np
+import secrets
 
+import numpy as np
+from vllm import SamplingParams
+
+from vllm_kvmerge.config import compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.demo.evaluate import evaluate
+from vllm_kvmerge.evaluation.tasks.base import Completion
+from vllm_kvmerge.evaluation.tasks.demo import DemoMultikey
 from vllm_kvmerge.policies import PRESETS
 
 
 def test_recall_on_fresh_prompts(engine):
     rng = np.random.default_rng()
     prompts = [recall.draw_prompt(rng, 1024, 16) for _ in range(80)]
-    scores = {s.policy: s for s in evaluate(engine.llm, prompts, ["full", "snapkv", "keepkv", "h2o", "local"], 0.3)}
+    scores = {s.policy: s for s in evaluate(engine.llm, prompts, ["full", "snapkv", "local"], 0.3)}
     assert scores["full"].exact >= 0.95
-    assert scores["snapkv"].exact >= 0.85
+    assert scores["snapkv"].exact >= 0.5
     assert scores["local"].exact < 0.6  # it has forgotten two facts in three
-    assert scores["keepkv"].digits > scores["h2o"].digits  # merging keeps more than dropping
 
 
-STRONG = {"adakv", "criticalkv", "grkv", "keydiff", "pyramidkv", "rkv", "snapkv", "tova"}
+def test_merging_keeps_more_than_dropping(engine):
+    """Of several facts, those that were not selected: the same selection, merged into or not."""
+    task = DemoMultikey(length=1024)
+    samples = task.samples(60, secrets.randbits(32), engine.llm.get_tokenizer())
+
+    def share_right(**parts: str) -> float:
+        fields = compression("snapkv", budget=0.5, **parts)
+        params = SamplingParams(temperature=0, max_tokens=samples[0].max_tokens, extra_args=fields)
+        outputs = engine.llm.generate([sample.prompt for sample in samples], params, use_tqdm=False)
+        completions = [Completion(output.outputs[0].text) for output in outputs]
+        return float(np.mean([task.score(*pair) for pair in zip(samples, completions, strict=True)]))
+
+    assert share_right(merger="zip") > share_right(tracker="log_ema") + 0.03
+
+
+STRONG = {"adakv", "criticalkv", "grkv", "keydiff", "knorm", "pyramidkv", "rkv", "snapkv"}
 """Policies that this task suits: it asks for four digits, only the first of which has been attended to by then."""
 
 
@@ -26,12 +46,12 @@ def test_every_preset_end_to_end(engine):
     prompts = [recall.draw_prompt(rng, 512, 8) for _ in range(30)]
     roomy = {s.policy: s for s in evaluate(engine.llm, prompts, ["full", *sorted(PRESETS)], 1.0)}
     full = roomy.pop("full")
-    assert full.exact >= 0.85
+    assert full.exact >= 0.95
     for score in roomy.values():
         assert (score.exact, score.digits) == (full.exact, full.digits), score.policy
     for score in evaluate(engine.llm, prompts, sorted(PRESETS), 0.3):
         if score.policy in STRONG:
-            assert score.exact >= full.exact - 0.2, score
+            assert score.exact >= 0.4, score
         else:
-            assert score.exact <= full.exact - 0.2, score
+            assert score.exact <= 0.55, score
             assert score.digits >= 0.15, score  # more than what guessing gives
