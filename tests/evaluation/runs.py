@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from tests.demo_model import BYTES_PER_BLOCK
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.backends import Answer, Request, RequestError
@@ -89,3 +91,15 @@ def constant(_: int, request: Request) -> Answer:
     entries = request.compression.get("budget", len(request.token_ids))
     usage = {"mean_entries": entries, "mean_bytes": 1024.0 * entries, "peak_entries": 128, "peak_bytes": 131072}
     return Answer("0 0 0 0", [], usage, 0.5)
+
+
+def assert_measured(result: dict[str, Any], entries: int, blocks: int) -> None:
+    """Sizes of an answer of up to five tokens to a prompt of 128, of which ``entries`` in ``blocks`` blocks are kept.
+
+    Five tokens take five steps, fewer fewer: the prompt's, and up to four with an entry and a block more.
+    """
+    steps = min(5, len(result["prediction"].split()) + 1)
+    assert result["prompt_tokens"] == 128
+    assert result["mean_entries"] == entries + (steps - 1) / 2
+    assert result["mean_bytes"] == pytest.approx((blocks + 1 - 1 / steps) * BYTES_PER_BLOCK)
+    assert result["peak_entries"] == max(128, entries + steps - 1)

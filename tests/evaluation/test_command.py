@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.demo_model import BYTES_PER_BLOCK
-from tests.evaluation.runs import Forced, Refused, write_config
+from tests.evaluation.runs import Forced, Refused, assert_measured, write_config
 from vllm_kvmerge import demo
 from vllm_kvmerge.evaluation.config import read_config
 from vllm_kvmerge.evaluation.runner import draw_prompts
@@ -147,14 +146,9 @@ def test_evaluation_that_is_killed_and_goes_on(tmp_path: Path, monkeypatch: pyte
     cells = {cell: [r for r in results if r["cell"] == cell] for cell in {result["cell"] for result in results}}
     full = cells["demo_recall length=128 facts=4 | full"]
     small = cells["demo_recall length=128 facts=4 | snapkv | 64"]
-    # Five tokens take five steps, fewer fewer: the prompt's, after which 128 tokens lie in 4 blocks, and up to four with
-    # one block more.
     for group, entries, blocks in ((full, 128, 4), (small, 64, 2)):
         for result in group:
-            steps = min(5, len(result["prediction"].split()) + 1)
-            assert result["mean_entries"] == entries + (steps - 1) / 2
-            assert result["mean_bytes"] == pytest.approx((blocks + 1 - 1 / steps) * BYTES_PER_BLOCK)
-            assert result["peak_entries"] == (128 + steps - 1 if group is full else 128)
+            assert_measured(result, entries, blocks)
     assert np.mean([result["score"] for result in full]) > 0.9
     monkeypatch.setitem(TASKS, "forced", Forced)
     monkeypatch.setitem(TASKS, "refused", Refused)
