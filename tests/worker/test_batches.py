@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_kvmerge import kernels
-from vllm_kvmerge.attention.backend import PromptScores, QueryRing
+from vllm_kvmerge.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.kernels import Pages, cell_bytes
@@ -60,7 +60,7 @@ class Worker:
         window = self.config.policy.query_window
         ring = None
         if window:
-            ring = QueryRing(NUM_LAYERS, window, NUM_HEADS * GROUPS, HEAD_SIZE, torch.float32)
+            ring = QueryRing.empty(NUM_LAYERS, window, NUM_HEADS * GROUPS, HEAD_SIZE, torch.float32)
             for layer in range(NUM_LAYERS):
                 queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
                 ring.write(layer, queries, num_tokens)
