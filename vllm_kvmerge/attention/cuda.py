@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_kvmerge.attention.common import MergeableBackend, MergeableImpl
-from vllm_kvmerge.attention.rows import BatchRow, QueryReader, QueryRings, seq_len_of
+from vllm_kvmerge.attention.rows import BatchRow, QueryReader, QueryRing, QueryRings, seq_len_of
 from vllm_kvmerge.kernels import UPDATE_MODES, paged_attention, write_tokens
 from vllm_kvmerge.support import CUDA_HEAD_SIZES, UnsupportedConfigError
 
@@ -125,8 +125,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         self.rings: QueryRings | None = None
         self._numbers = RowNumbers(scheduler.max_num_seqs, device)
         self._ring_places = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int64, device=device)
-        self._ring_places_used = -1
-        """Where ``rings`` keeps nothing, if no place is taken; -1: some are."""
+        self._keeps_nothing = False  # whether all of these places say that
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -142,12 +141,15 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
     def _build(self, common: CommonAttentionMetadata, rows: list[BatchRow], is_captured: bool) -> CUDAAttentionMetadata:
         self._numbers.fill(rows, common.query_start_loc[: common.num_reqs + 1])
         metadata = CUDAAttentionMetadata(self._parts(common))
+        kept = []
         for index, row in enumerate(rows):
-            by_hand = replace(row, ring=None) if row.ring is not None and row.ring.first is not None else row
-            if by_hand.window is not None or by_hand.ring is not None:
-                metadata.readers.append(QueryReader.of(common, index, by_hand))
+            if row.ring is not None and row.ring.first is not None:
+                kept.append((index, row.ring))
+                row = replace(row, ring=None)
+            if row.needs_python:
+                metadata.readers.append(QueryReader.of(common, index, row))
         if self.rings is not None:
-            self._place_queries(metadata, common, rows, self.rings, is_captured)
+            self._place_queries(metadata, common, kept, self.rings, is_captured)
         return metadata
 
     def _parts(self, common: CommonAttentionMetadata) -> list[AttentionPart]:
@@ -180,21 +182,18 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         self,
         metadata: CUDAAttentionMetadata,
         common: CommonAttentionMetadata,
-        rows: list[BatchRow],
+        kept: list[tuple[int, QueryRing]],
         rings: QueryRings,
         is_captured: bool,
     ) -> None:
-        """Which queries go where in ``rings``."""
-        kept = [
-            (index, row.ring) for index, row in enumerate(rows) if row.ring is not None and row.ring.first is not None
-        ]
+        """Which queries go where in ``rings``. kept: places of rows in the batch, and their rings."""
         starts = common.query_start_loc_cpu
         tokens, places = [], []
         for index, ring in kept:
             end, seq_len = int(starts[index + 1]), seq_len_of(common, index)
             count = min(end - int(starts[index]), ring.window)
             tokens.append(np.arange(end - count, end))
-            places.append(ring.first + np.arange(seq_len - count, seq_len) % ring.window)
+            places.append(ring.places(seq_len - count, seq_len))
         metadata.rings = rings.queries
         if common.max_query_len > 1:
             if kept:
@@ -206,10 +205,10 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
             of_all = np.full(common.num_actual_tokens, rings.nowhere, dtype=np.int64)
             of_all[np.concatenate(tokens)] = np.concatenate(places)
             async_tensor_h2d(of_all, out=self._ring_places[: len(of_all)])
-            self._ring_places_used = -1
-        elif self._ring_places_used != rings.nowhere:
+            self._keeps_nothing = False
+        elif not self._keeps_nothing:
             self._ring_places.fill_(rings.nowhere)
-            self._ring_places_used = rings.nowhere
+            self._keeps_nothing = True
         if kept or is_captured:
             metadata.ring_places = self._ring_places[: common.num_actual_tokens]
 

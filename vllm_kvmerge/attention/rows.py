@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -57,6 +58,11 @@ class QueryRing:
         """``query``: ``[q, H * G, d]``, ``q <= window``, of the tokens up to position ``seq_len - 1``."""
         places = torch.arange(seq_len - query.shape[0], seq_len, device=query.device) % self.window
         self._ring[layer, places] = query
+
+    def places(self, start: int, end: int) -> np.ndarray:
+        """Where in its ``QueryRings`` the queries of tokens ``[start, end)`` go, int64."""
+        assert self.first is not None
+        return self.first + np.arange(start, end) % self.window
 
     def positions(self, seq_len: int) -> Tensor:
         """``[w]`` int64: positions of the queries kept once ``seq_len`` tokens have been computed."""
@@ -127,6 +133,11 @@ class BatchRow:
     update: ScoreUpdate | None = None
     window: ScoreWindow | None = None
     ring: QueryRing | None = None
+
+    @property
+    def needs_python(self) -> bool:
+        """Whether Python code keeps something of its queries, as no captured graph can."""
+        return self.window is not None or (self.ring is not None and self.ring.first is None)
 
 
 PLAIN = BatchRow()
