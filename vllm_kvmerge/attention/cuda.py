@@ -28,11 +28,16 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from vllm_kvmerge.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.attention.rows import BatchRow, QueryReader, QueryRing, QueryRings, seq_len_of
 from vllm_kvmerge.kernels import UPDATE_MODES, paged_attention, write_tokens
+from vllm_kvmerge.kernels.triton.plan import KEPT_ROWS
 from vllm_kvmerge.support import CUDA_HEAD_SIZES, UnsupportedConfigError
 
-KEPT_ROWS = 16
-"""Up to so many rows (queries times query heads of a KV head) Triton's operator keeps logits, in memory that is
-reserved for one query only: chunks of a few tokens are attended to as if they could be longer."""
+
+def shortest_chunk(groups: int) -> int:
+    """The least number of queries that attention is told of a chunk with ``groups`` query heads for a KV head.
+
+    Triton's operator keeps the logits of fewer, and the memory for that is reserved for one query only.
+    """
+    return KEPT_ROWS // groups + 1
 
 
 class RowNumbers:
@@ -120,7 +125,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         num_heads = get_num_attention_heads_from_layers(
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        self._shortest_chunk = KEPT_ROWS // (num_heads // kv_cache_spec.num_kv_heads) + 1
+        self._shortest_chunk = shortest_chunk(num_heads // kv_cache_spec.num_kv_heads)
         self.rows: list[BatchRow] = []
         self.rings: QueryRings | None = None
         self._numbers = RowNumbers(scheduler.max_num_seqs, device)

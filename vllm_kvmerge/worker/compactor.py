@@ -188,9 +188,10 @@ class Compactor:
         sources = {unit.index: unit.compaction.source_blocks for unit in units}
         requests = list(sources)
         blocks = pad_sequence(list(sources.values()), batch_first=True)
+        rows = torch.tensor([requests.index(unit.index) for unit in units]).to(blocks.device, non_blocking=True)
         return Units(
             self.layers,
             torch.tensor([unit.layer for unit in units]),
-            blocks[[requests.index(unit.index) for unit in units]],
+            blocks.index_select(0, rows),
             torch.tensor([(plan.front, plan.tail, plan.num_tokens) for plan in plans]),
         )

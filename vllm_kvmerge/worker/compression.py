@@ -6,7 +6,7 @@ blocks a request lies.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.attention.rows import PLAIN, BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
@@ -168,6 +169,13 @@ class Compression:
         state.prompt_scores.grow(seq_len)
         return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
 
+    def needs_python(self, order: Iterable[tuple[str, int, int]]) -> bool:
+        """Whether Python code has to see the queries of this step, so that it cannot be one captured graph.
+
+        ``order``: the batch's requests, with tokens scheduled and computed before.
+        """
+        return any(self.row(*request).needs_python for request in order)
+
     def _num_window_queries(self, request_id: str, num_scheduled: int, num_computed: int) -> int:
         """How many of a request's tokens in this step have queries that its first compression asks for."""
         window = self.step.windows.get(request_id)
@@ -218,3 +226,10 @@ class Compression:
     def front_and_hole(self, plan: CompressionPlan) -> tuple[list[int], int]:
         """What a plan leaves of its request's row: its first blocks' ids, and where the hole that follows them ends."""
         return plan.blocks, max(len(plan.blocks), plan.num_tokens // self.compactor.layers[0].block_size)
+
+
+def tell_builders(attn_groups: list[list[AttentionGroup]], rows: list[BatchRow]) -> None:
+    """Tells the metadata builders of the batch that they are about to build for; no rows: of one that is a dummy."""
+    for groups in attn_groups:
+        for group in groups:
+            group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """vLLM's model runner V1 with compression: which rows of a batch are special, and running plans after a step."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,15 +10,19 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_kvmerge.attention.rows import BatchRow
 from vllm_kvmerge.cache.plan import CompressionPlan
-from vllm_kvmerge.worker.compression import Compression
+from vllm_kvmerge.worker.compression import Compression, tell_builders
 
 
 class CompressionRunnerMixin(GPUModelRunner):
     """Adds compression to vLLM's model runner V1."""
 
+    compression_class: type[Compression] = Compression
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.compression = Compression(self.vllm_config, self.device)
+        self.compression = self.compression_class(self.vllm_config, self.device)
+        self._scheduled: dict[str, int] = {}
+        self._moves: list[CompressionPlan] = []
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         self.compression.release_cache()
@@ -26,24 +31,29 @@ class CompressionRunnerMixin(GPUModelRunner):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self.compression.begin(scheduler_output)
+        self._scheduled = scheduler_output.num_scheduled_tokens
         result = super().execute_model(scheduler_output, *args, **kwargs)
-        for plan in self.compression.run_plans(self._blocks_of):
-            self._move_to_front(plan)
+        self._moves = self.compression.run_plans(self._blocks_of)
         return result
 
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        # Not before: until here vLLM waits for a card that may still be copying the last step's rows.
+        for plan in self._moves:
+            self._move_to_front(plan)
+        self._moves = []
+        return super()._update_states(scheduler_output)
+
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        scheduled = kwargs.get("num_scheduled_tokens")
-        rows: list[BatchRow] = []
-        if scheduled is not None:  # None in dummy runs
-            computed = self.input_batch.num_computed_tokens_cpu
-            rows = [
-                self.compression.row(request_id, scheduled[request_id], int(computed[index]))
-                for index, request_id in enumerate(self.input_batch.req_ids)
-            ]
-        for groups in self.attn_groups:
-            for group in groups:
-                group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]
+        is_dummy = kwargs.get("num_scheduled_tokens") is None
+        rows: list[BatchRow] = [] if is_dummy else [self.compression.row(*request) for request in self._order()]
+        tell_builders(self.attn_groups, rows)
         return super()._build_attention_metadata(*args, **kwargs)
+
+    def _order(self) -> Iterator[tuple[str, int, int]]:
+        """The batch's requests in order, each with its tokens scheduled and computed before."""
+        computed = self.input_batch.num_computed_tokens_cpu
+        for index, request_id in enumerate(self.input_batch.req_ids):
+            yield request_id, self._scheduled[request_id], int(computed[index])
 
     def _blocks_of(self, request_id: str) -> torch.Tensor:
         return torch.tensor(self.requests[request_id].block_ids[0])

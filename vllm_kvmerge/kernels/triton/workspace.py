@@ -45,9 +45,12 @@ class Workspace:
         num_heads: query heads. num_queries: the upper bound that ``paged_attention`` will be given.
         """
         for rows in range(1, max_rows + 1):  # fewer sequences are split more
-            plan = AttentionPlan.of(pages, num_heads, num_queries, rows, max_blocks)
-            for name, size in plan.sizes.items():
-                self.take(name, size)
+            self.reserve_rows(pages, num_heads, num_queries, rows, max_blocks)
+
+    def reserve_rows(self, pages: Pages, num_heads: int, num_queries: int, rows: int, max_blocks: int) -> None:
+        """``reserve`` for exactly so many sequences."""
+        for name, size in AttentionPlan.of(pages, num_heads, num_queries, rows, max_blocks).sizes.items():
+            self.take(name, size)
 
 
 @cache
