@@ -10,8 +10,6 @@ from vllm_kvmerge.support import UnsupportedConfigError, check_options
 
 WORKER_CLS = "vllm_kvmerge.worker.worker.KVMergeWorker"
 CUDA_WORKER_CLS = "vllm_kvmerge.worker.cuda_worker.KVMergeCUDAWorker"
-ATTENTION_BACKEND = "CUSTOM"
-"""Under which name vLLM finds our attention backend on CUDA; on CPU it stands in for vLLM's own."""
 SCHEDULER_CLS = "vllm_kvmerge.cache.scheduler.KVMergeScheduler"
 VALIDATOR = "vllm_kvmerge.server.validation:CompressionValidator"
 CONFIG_KEY = "kvmerge"
@@ -60,7 +58,7 @@ def _for_platform() -> dict[str, Any]:
     if current_platform.is_cpu():
         return {"worker_cls": WORKER_CLS}
     if current_platform.is_cuda():
-        return {"worker_cls": CUDA_WORKER_CLS, "attention_backend": ATTENTION_BACKEND}
+        return {"worker_cls": CUDA_WORKER_CLS, "attention_backend": "CUSTOM"}
     raise UnsupportedConfigError(f"platform={current_platform.device_name} is not supported: allowed: cpu, cuda")
 
 

@@ -249,7 +249,7 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
             shared_cache=kv_sharing_target_layer_name is not None,
         )
         if head_size not in CUDA_HEAD_SIZES:
-            raise UnsupportedConfigError(f"head size {head_size}: allowed on CUDA: {CUDA_HEAD_SIZES[0]} to 256")
+            raise UnsupportedConfigError(f"head size {head_size}: allowed on CUDA: multiples of 8 from 16 to 256")
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
