@@ -23,9 +23,11 @@ INTERVAL = 16
 class Worker:
     """A worker's cache with some requests in it, each of them compressed once and grown by an interval since."""
 
-    def __init__(self, policy: str, lengths: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, policy: str, lengths: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, **parts: str
+    ) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.text = json.dumps({"policy": policy, "budget": 50})
+        self.text = json.dumps({"policy": policy, "budget": 50, **parts})
         self.config = parse_compression(self.text)
         self.capacity = self.config.policy.allocator.capacity(50)
         elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize
