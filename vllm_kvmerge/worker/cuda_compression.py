@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.attention.cuda import shortest_chunk
@@ -47,7 +48,8 @@ class CUDACompression(Compression):
         num_blocks = self._most_blocks(sum(spec.page_size_bytes for spec in specs.values()))
         pages = Pages.planned(num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size, dtype, self._device)
         work = workspace_of(self._device)
-        self._reserve_attention(work, pages, impl.num_heads, cdiv(self._max_model_len, spec.block_size))
+        width = get_block_table_width(cdiv(self._max_model_len, spec.block_size), spec.block_size)
+        self._reserve_attention(work, pages, impl.num_heads, width)
         rings = self.rings.queries.nbytes if self.rings is not None else 0
         logger.info(
             "Compression holds %.1f MiB for %d query rings of %d and %.1f MiB for attention",
@@ -71,13 +73,13 @@ class CUDACompression(Compression):
 
     def _reserve_attention(self, work: Workspace, pages: Pages, num_heads: int, max_blocks: int) -> None:
         scheduler = self._config.scheduler_config
-        work.reserve(pages, num_heads, 1, scheduler.max_num_seqs, max_blocks)
+        batches = [(rows, 1) for rows in range(1, scheduler.max_num_seqs + 1)]
         # Prefills are never captured: this is an estimate of what they will ask for, one long chunk or several.
-        shortest = shortest_chunk(num_heads // pages.num_kv_heads)
         num_rows, num_tokens = 1, scheduler.max_num_batched_tokens
-        while num_rows <= scheduler.max_num_seqs and num_tokens >= shortest:
-            work.reserve_rows(pages, num_heads, num_tokens, num_rows, max_blocks)
+        while num_rows <= scheduler.max_num_seqs and num_tokens >= shortest_chunk(num_heads // pages.num_kv_heads):
+            batches.append((num_rows, num_tokens))
             num_rows, num_tokens = 2 * num_rows, num_tokens // 2
+        work.reserve_for(pages, num_heads, batches, max_blocks)
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
