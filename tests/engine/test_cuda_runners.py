@@ -50,7 +50,7 @@ def test_tokens_of_the_cpu_runner(runner, engine):
         "max_model_len": 256,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 100,
-        "kv_cache_memory_bytes": 16 * BYTES_PER_BLOCK,
+        "kv_cache_memory_bytes": 11 * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "RunnerV2"))}

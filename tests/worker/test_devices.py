@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.worker.test_batches import Worker
+from vllm_kvmerge import kernels
 from vllm_kvmerge.config import CompressionError
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
 
@@ -22,6 +23,9 @@ def elsewhere(monkeypatch):
                 return original(*args)
 
         monkeypatch.setattr(CompressionPolicy, method, run)
+    kernels.choose("reference")  # the native operators are the CPU's own
+    yield
+    kernels.choose(None)
 
 
 def compress_twice(worker: Worker) -> None:
