@@ -8,43 +8,45 @@ import json
 import os
 import sys
 
-os.environ |= {"TRITON_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+IS_V2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
-import triton.backends
+if IS_V2:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.backends
 
+    class ActiveDriver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
 
-class ActiveDriver:
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-
-# vLLM built for the CPU uses Triton where it finds this backend, which only a build of Triton for the CPU has.
-triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=ActiveDriver)
+    # vLLM built for the CPU uses Triton where it finds this backend, which only a build of Triton for the CPU has.
+    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=ActiveDriver)
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
-from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2  # noqa: E402
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
 from vllm_kvmerge.cache.manager import register_spec  # noqa: E402
 from vllm_kvmerge.kernels.triton.workspace import workspace_of  # noqa: E402
 from vllm_kvmerge.server.validation import drop_validator  # noqa: E402
-from vllm_kvmerge.worker.cuda_runner import CUDARunnerMixin  # noqa: E402
-from vllm_kvmerge.worker.cuda_runner_v2 import CUDARunnerV2Mixin  # noqa: E402
+
+if IS_V2:
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+
+    from vllm_kvmerge.worker.cuda_runner_v2 import CUDARunnerV2Mixin as Mixin
+else:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from vllm_kvmerge.worker.cuda_runner import CUDARunnerMixin as Mixin
 
 register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvmerge.attention.cuda.CUDAAttentionBackend")
 register_spec()
 
 
-class RunnerV1(CUDARunnerMixin, CPUModelRunner):
-    pass
-
-
-class RunnerV2(CUDARunnerV2Mixin, CPUModelRunnerV2):
-    pass
+class Runner(Mixin, CPUModelRunner):
+    """One of vLLM's model runners as it is on the CPU, with our part of it."""
 
 
 class CUDAOnCPUWorker(CPUWorker):
@@ -56,7 +58,7 @@ class CUDAOnCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
-        self.model_runner = (RunnerV2 if self.use_v2_model_runner else RunnerV1)(self.vllm_config, self.device)
+        self.model_runner = Runner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
         rings = self.model_runner.compression.rings
@@ -82,7 +84,7 @@ def main() -> None:
     compression, pool = worker.model_runner.compression, core.scheduler.kv_cache_manager.block_pool
     result = {
         "tokens": tokens,
-        "runner": type(worker.model_runner).__name__,
+        "is_v2": worker.use_v2_model_runner,
         "preempted": len(preempted),
         "reserved": worker.reserved,
         "free_rings": len(compression.rings._free),
