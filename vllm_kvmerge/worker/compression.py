@@ -93,8 +93,13 @@ class Compression:
         self.states: dict[str, RequestState] = {}
         self.step = CompressionStep()
         self.rings: QueryRings | None = None
-        self.compactor: Compactor
+        self._compactor: Compactor | None = None
         self._counts = EntryCounts()
+
+    @property
+    def compactor(self) -> Compactor:
+        assert self._compactor is not None, "there is no KV cache yet"
+        return self._compactor
 
     @property
     def layers(self) -> dict[str, Attention]:
@@ -102,7 +107,8 @@ class Compression:
         return get_layers_from_vllm_config(self._config, Attention)
 
     def release_cache(self) -> None:
-        """Lets go of a KV cache that is about to be replaced."""
+        """Lets go of a KV cache that is about to be replaced, such as the one that vLLM profiles graphs with."""
+        self._compactor = None
         for layer in self.layers.values():
             layer.impl.forget_pages()  # type: ignore[attr-defined]
 
@@ -115,7 +121,7 @@ class Compression:
         pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
         logger.info("KV cache operators: %s", implementation(pages[0]))
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
-        self.compactor = Compactor(
+        self._compactor = Compactor(
             layers=pages,
             scale=layers[0].impl.scale,
             head_indices=self._kv_head_indices(pages[0].num_kv_heads),
