@@ -175,12 +175,18 @@ class Compression:
         state.prompt_scores.grow(seq_len)
         return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
 
-    def needs_python(self, order: Iterable[tuple[str, int, int]]) -> bool:
-        """Whether Python code has to see the queries of this step, so that it cannot be one captured graph.
+    def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
+        """What attention is told of each of the batch's requests; nothing where no request has a policy.
 
-        ``order``: the batch's requests, with tokens scheduled and computed before.
+        ``order``: the requests, with tokens scheduled and computed before.
         """
-        return any(self.row(*request).needs_python for request in order)
+        if not self.states and not self.step.windows:
+            return []
+        return [self.row(*request) for request in order]
+
+    def needs_python(self, order: Iterable[tuple[str, int, int]]) -> bool:
+        """Whether Python code has to see the queries of this step, so that it cannot be one captured graph."""
+        return any(row.needs_python for row in self.rows(order))
 
     def _num_window_queries(self, request_id: str, num_scheduled: int, num_computed: int) -> int:
         """How many of a request's tokens in this step have queries that its first compression asks for."""

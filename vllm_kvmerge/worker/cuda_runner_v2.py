@@ -75,8 +75,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         return state, uniform_token_count
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
-        order = self._order(input_batch.req_ids, input_batch)
-        tell_builders(self.attn_groups, [self.compression.row(*request) for request in order])
+        tell_builders(self.attn_groups, self.compression.rows(self._order(input_batch.req_ids, input_batch)))
         return super().prepare_attn(input_batch)
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:

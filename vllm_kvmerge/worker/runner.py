@@ -8,7 +8,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_kvmerge.attention.rows import BatchRow
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.worker.compression import Compression, tell_builders
 
@@ -45,8 +44,7 @@ class CompressionRunnerMixin(GPUModelRunner):
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         is_dummy = kwargs.get("num_scheduled_tokens") is None
-        rows: list[BatchRow] = [] if is_dummy else [self.compression.row(*request) for request in self._order()]
-        tell_builders(self.attn_groups, rows)
+        tell_builders(self.attn_groups, [] if is_dummy else self.compression.rows(self._order()))
         return super()._build_attention_metadata(*args, **kwargs)
 
     def _order(self) -> Iterator[tuple[str, int, int]]:
