@@ -72,7 +72,12 @@ def main() -> None:
     llm = LLM(**kvmerge_engine_args(**arguments, worker_cls=f"{__name__}.CUDAOnCPUWorker"))
     core = llm.llm_engine.engine_core.engine_core
     preempt, preempted = core.scheduler._preempt_request, []
-    core.scheduler._preempt_request = lambda request, *rest: preempted.append(request) or preempt(request, *rest)
+
+    def counted(request, *args, **kwargs):
+        preempted.append(request)
+        preempt(request, *args, **kwargs)
+
+    core.scheduler._preempt_request = counted
 
     def generate(some):
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, extra_args=e) for _, e, n in some]
