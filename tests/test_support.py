@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_kvmerge import support
-from vllm_kvmerge.engine_args import SCHEDULER_CLS, VALIDATOR, WORKER_CLS, kvmerge_engine_args
+from vllm_kvmerge.engine_args import CUDA_WORKER_CLS, SCHEDULER_CLS, VALIDATOR, WORKER_CLS, kvmerge_engine_args
 from vllm_kvmerge.support import UnsupportedConfigError, check_config, check_options, check_vllm_version
 
 LLAMA = {
@@ -199,6 +199,54 @@ def test_engine_args_and_overrides() -> None:
     assert kvmerge_engine_args()["additional_config"] == {"kvmerge": {"default": None}}
 
 
+@pytest.mark.parametrize("option", [{"query_rings": -1}, {"query_ring_size": 0}, {"rings": 3}])
+def test_engine_args_check_the_plugins_own_options(option: dict[str, int]) -> None:
+    name, value = next(iter(option.items()))
+    said = rf"^additional_config\.kvmerge\.{name}={value} is not supported: "
+    with pytest.raises(UnsupportedConfigError, match=said):
+        kvmerge_engine_args(additional_config={"kvmerge": option})
+
+
+def platform(name: str) -> SimpleNamespace:
+    return SimpleNamespace(is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda", device_name=name)
+
+
+def test_engine_args_by_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", platform("cuda"))
+    arguments = kvmerge_engine_args(block_size=16)
+    assert (arguments["worker_cls"], arguments["attention_backend"]) == (CUDA_WORKER_CLS, "CUSTOM")
+    assert kvmerge_engine_args(worker_cls="mine.Worker")["worker_cls"] == "mine.Worker"
+    monkeypatch.setattr("vllm.platforms.current_platform", platform("tpu"))
+    with pytest.raises(UnsupportedConfigError, match="^platform=tpu is not supported: allowed: cpu, cuda"):
+        kvmerge_engine_args()
+
+
+def cuda_config(folder: Path, model: dict[str, Any], **engine_args: Any) -> Any:
+    """As for a card, in what is looked at."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = vllm_config(folder, model, **engine_args)
+    config.device_config.device_type = "cuda"
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    return config
+
+
+def test_cuda(tmp_path: Path) -> None:
+    """What vLLM's configuration for CUDA must say, and which models do that CPU does not."""
+    check_config(cuda_config(tmp_path, LLAMA | {"head_dim": 48}, block_size=48))
+    assert refusal(cuda_config(tmp_path, LLAMA | {"head_dim": 264})).endswith("multiples of 8 from 16 to 256")
+    assert "its head size is 12" in refusal(cuda_config(tmp_path, LLAMA | {"head_dim": 12}))
+    config = cuda_config(tmp_path, LLAMA)
+    config.cache_config.block_size = 24
+    assert refusal(config) == "block_size=24 is not supported: allowed on CUDA: multiples of 16"
+    config = cuda_config(tmp_path, LLAMA)
+    config.parallel_config.enable_dbo = True
+    assert refusal(config).startswith("enable_dbo=True is not supported")
+    config = cuda_config(tmp_path, LLAMA)
+    config.attention_config.backend = None
+    assert refusal(config).startswith("attention_backend=None is not supported: allowed on CUDA: CUSTOM")
+
+
 def test_engine_args_check_the_default() -> None:
     with pytest.raises(ValueError, match="unknown policy 'nope'"):
         kvmerge_engine_args({"policy": "nope"})
@@ -214,7 +262,7 @@ def test_engine_args_check_the_default() -> None:
 
 
 def test_class_names_resolve() -> None:
-    for name in (WORKER_CLS, SCHEDULER_CLS, VALIDATOR.replace(":", ".")):
+    for name in (WORKER_CLS, CUDA_WORKER_CLS, SCHEDULER_CLS, VALIDATOR.replace(":", ".")):
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute)
 

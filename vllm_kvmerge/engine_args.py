@@ -3,16 +3,34 @@
 import json
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionError, parse_compression
 from vllm_kvmerge.support import UnsupportedConfigError, check_options
 
 WORKER_CLS = "vllm_kvmerge.worker.worker.KVMergeWorker"
+CUDA_WORKER_CLS = "vllm_kvmerge.worker.cuda_worker.KVMergeCUDAWorker"
 SCHEDULER_CLS = "vllm_kvmerge.cache.scheduler.KVMergeScheduler"
 VALIDATOR = "vllm_kvmerge.server.validation:CompressionValidator"
 CONFIG_KEY = "kvmerge"
-"""The plugin's part of vLLM's ``additional_config``; its ``default`` compresses requests that do not say how."""
+"""The plugin's part of vLLM's ``additional_config``, see ``PluginConfig``."""
 
 BLOCK_SIZE = 32
+
+
+class PluginConfig(BaseModel):
+    """What ``additional_config`` may hold for the plugin."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    default: dict[str, Any] | str | None = Field(None, description="Compression of requests that do not say how.")
+    query_rings: int = Field(
+        16,
+        ge=0,
+        description="On CUDA: how many requests of policies that read queries (such as morphkv and grkv) have room for "
+        "them in captured graphs; more than these run, more slowly.",
+    )
+    query_ring_size: int = Field(32, ge=1, description="On CUDA: queries that there is room for, of each of those.")
 
 
 def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **overrides: Any) -> dict[str, Any]:
@@ -23,13 +41,25 @@ def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **ov
 
     Raises:
         CompressionError: kv_compression is not valid (a ValueError, like the next).
-        UnsupportedConfigError: an override does not work with compression.
+        UnsupportedConfigError: an override, or this platform, does not work with compression.
     """
     check_options(overrides)
+    overrides = _for_platform() | overrides
     overrides["additional_config"] = _with_default(overrides.get("additional_config"), kv_compression)
     processors = list(overrides.get("logits_processors") or [])
     overrides["logits_processors"] = processors if VALIDATOR in processors else [*processors, VALIDATOR]
-    return {"worker_cls": WORKER_CLS, "scheduler_cls": SCHEDULER_CLS, "block_size": BLOCK_SIZE} | overrides
+    return {"scheduler_cls": SCHEDULER_CLS, "block_size": BLOCK_SIZE} | overrides
+
+
+def _for_platform() -> dict[str, Any]:
+    """The engine arguments that depend on the platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return {"worker_cls": WORKER_CLS}
+    if current_platform.is_cuda():
+        return {"worker_cls": CUDA_WORKER_CLS, "attention_backend": "CUSTOM"}
+    raise UnsupportedConfigError(f"platform={current_platform.device_name} is not supported: allowed: cpu, cuda")
 
 
 def _with_default(
@@ -37,6 +67,12 @@ def _with_default(
 ) -> dict[str, Any]:
     """``additional_config`` with the validated default in the plugin's part of it."""
     ours = dict((additional_config or {}).get(CONFIG_KEY) or {})
+    try:
+        PluginConfig.model_validate(ours)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = ".".join(["additional_config", CONFIG_KEY, *map(str, fault["loc"])])
+        raise UnsupportedConfigError(f"{name}={fault['input']} is not supported: {fault['msg']}") from None
     given = ours.get("default")
     if given is not None and kv_compression is not None:
         raise UnsupportedConfigError(

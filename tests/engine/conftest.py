@@ -49,7 +49,7 @@ class Engine:
         assert self.manager.segments == {}
         assert self.manager._retired == []
         runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        assert set(runner._states) <= self.scheduler.finished_req_ids
+        assert set(runner.compression.states) <= self.scheduler.finished_req_ids
 
 
 @pytest.fixture(scope="session")

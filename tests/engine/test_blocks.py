@@ -73,7 +73,7 @@ def test_three_hundred_generated_tokens_stay_within_budget_and_interval(engine):
             blocks = [b.block_id for b in engine.manager.req_to_blocks[request.request_id]][: -(-segments.front // 32)]
             live = [
                 (layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front] >= 0).sum(1)
-                for layer in runner._compactor.layers
+                for layer in runner.compression.compactor.layers
             ]
             in_tail = request.num_computed_tokens - segments.tail
             sizes[policy].append(float(torch.stack(live).double().mean()) + in_tail)
@@ -100,14 +100,14 @@ def test_layers_that_are_skipped_keep_every_token(engine):
             assert segments.front == segments.tail and request.num_computed_tokens - segments.tail <= 8
             fronts.add(segments.front)
             blocks = [b.block_id for b in engine.manager.req_to_blocks[request.request_id]][: -(-segments.front // 32)]
-            for index, layer in enumerate(runner._compactor.layers):
+            for index, layer in enumerate(runner.compression.compactor.layers):
                 positions = layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front]
                 assert ((positions >= 0).sum(1) == (segments.front if index == 0 else 64)).all()
 
     run_steps(engine, watch)
     assert fronts == set(range(500, 600, 8))
     # With every layer skipped nothing is compressed at all.
-    everything = greedy(40, "morphkv", budget=64, interval=8, skip_layers=len(runner._compactor.layers))
+    everything = greedy(40, "morphkv", budget=64, interval=8, skip_layers=len(runner.compression.compactor.layers))
     assert engine.tokens([prompt], everything) == engine.tokens([prompt], greedy(40))
     engine.assert_empty()
 

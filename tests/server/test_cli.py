@@ -229,6 +229,25 @@ def test_users_options_win(started: list[argparse.Namespace], model: str, port: 
     assert args.additional_config == {"other": 1, "kvmerge": {"default": {"policy": "full"}}}
 
 
+def test_runner_and_rings(
+    started: list[argparse.Namespace],
+    model: str,
+    port: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(cli.V2_MODEL_RUNNER, "1")
+    options = ["--query-rings", "3", "--additional-config", '{"kvmerge": {"query_ring_size": 64}}']
+    assert cli.main(["serve", model, "--port", port, "--model-runner", "v1", *options]) == 0
+    assert os.environ[cli.V2_MODEL_RUNNER] == "0"
+    (args,) = started
+    assert args.additional_config == {"kvmerge": {"query_rings": 3, "query_ring_size": 64, "default": None}}
+    assert not {"model_runner", "query_rings", "query_ring_size"} & vars(args).keys()
+    assert "CPU has v1 alone" in fault(capsys, "serve", model, "--port", port, "--model-runner", "v2")
+    said = fault(capsys, "serve", model, "--port", port, "--query-rings", "-1")
+    assert "additional_config.kvmerge.query_rings=-1 is not supported" in said
+
+
 def test_allowed_plugins() -> None:
     unset = cli._allowed_plugins(None)
     assert "kvmerge" in unset and "lora_filesystem_resolver" in unset  # one of vLLM's own general plugins

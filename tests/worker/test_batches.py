@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_kvmerge import kernels
-from vllm_kvmerge.attention.backend import PromptScores, QueryRing
+from vllm_kvmerge.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.kernels import Pages, cell_bytes
@@ -23,9 +23,11 @@ INTERVAL = 16
 class Worker:
     """A worker's cache with some requests in it, each of them compressed once and grown by an interval since."""
 
-    def __init__(self, policy: str, lengths: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, policy: str, lengths: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, **parts: str
+    ) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.text = json.dumps({"policy": policy, "budget": 50})
+        self.text = json.dumps({"policy": policy, "budget": 50, **parts})
         self.config = parse_compression(self.text)
         self.capacity = self.config.policy.allocator.capacity(50)
         elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize
@@ -60,7 +62,7 @@ class Worker:
         window = self.config.policy.query_window
         ring = None
         if window:
-            ring = QueryRing(NUM_LAYERS, window, NUM_HEADS * GROUPS, HEAD_SIZE, torch.float32)
+            ring = QueryRing.empty(NUM_LAYERS, window, NUM_HEADS * GROUPS, HEAD_SIZE, torch.float32)
             for layer in range(NUM_LAYERS):
                 queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
                 ring.write(layer, queries, num_tokens)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import CacheMaker
-from vllm_kvmerge.attention.backend import PromptScores
+from vllm_kvmerge.attention.rows import PromptScores
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.kernels import UPDATE_MODES, ScoreUpdate, column_scores, gather_entries, paged_attention

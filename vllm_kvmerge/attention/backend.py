@@ -1,4 +1,4 @@
-"""vLLM's compute side: the attention backend over pages that carry their own metadata.
+"""The attention backend on the CPU, over pages that carry their own metadata.
 
 Requests without a compressed front run on vLLM's own CPU operators over strided views of our pages; the others on ours.
 """
@@ -10,88 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from vllm_kvmerge.cache.manager import MergeableAttentionSpec
-from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, column_scores, paged_attention
+from vllm_kvmerge.attention.common import MergeableBackend, MergeableImpl
+from vllm_kvmerge.attention.rows import BatchRow, QueryReader
+from vllm_kvmerge.kernels import UPDATE_MODES, Pages, paged_attention
 from vllm_kvmerge.support import UnsupportedConfigError
-
-
-@dataclass
-class PromptScores:
-    """Statistics of a prompt that is being computed: ``[layers, H, capacity]`` float32 each."""
-
-    scores: Tensor
-    aux: Tensor
-
-    @classmethod
-    def empty(cls, num_layers: int, num_kv_heads: int, capacity: int) -> "PromptScores":
-        return cls(*torch.zeros(2, num_layers, num_kv_heads, capacity).unbind())
-
-    def grow(self, capacity: int) -> None:
-        missing = capacity - self.scores.shape[2]
-        if missing > 0:
-            self.scores = torch.nn.functional.pad(self.scores, (0, missing))
-            self.aux = torch.nn.functional.pad(self.aux, (0, missing))
-
-
-class QueryRing:
-    """The newest queries of a request, in every layer: ``[layers, window, H * G, d]`` in the model's dtype.
-
-    The query of the token at position ``p`` lies in place ``p % window``.
-    """
-
-    def __init__(self, num_layers: int, window: int, num_heads: int, head_size: int, dtype: torch.dtype) -> None:
-        self.window = window
-        self.num_heads = num_heads
-        self._ring = torch.zeros(num_layers, window, num_heads, head_size, dtype=dtype)
-
-    def write(self, layer: int, query: Tensor, seq_len: int) -> None:
-        """``query``: ``[q, H * G, d]``, ``q <= window``, of the tokens up to position ``seq_len - 1``."""
-        self._ring[layer, torch.arange(seq_len - query.shape[0], seq_len) % self.window] = query
-
-    def positions(self, seq_len: int) -> Tensor:
-        """``[w]`` int64: positions of the queries kept once ``seq_len`` tokens have been computed."""
-        return torch.arange(max(0, seq_len - self.window), seq_len)
-
-    def queries(self, seq_len: int) -> Tensor:
-        """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""
-        return self._ring.index_select(1, self.positions(seq_len) % self.window)
-
-
-@dataclass(frozen=True)
-class ScoreWindow:
-    """The queries of the last ``num_queries`` tokens of a request's share of the batch are scored."""
-
-    num_queries: int
-    update: ScoreUpdate
-    prompt_scores: PromptScores
-
-
-@dataclass(frozen=True)
-class BatchRow:
-    """What is special about a request in the batch.
-
-    front, tail: its segments; with ``front == 0`` it has not been compressed, and vLLM's operator attends to it.
-    update: how attention keeps the scores in its pages, if it does. window: which queries to score into a buffer
-    instead, before its first compression. ring: where its queries are kept, if its policy reads them.
-    """
-
-    front: int = 0
-    tail: int = 0
-    update: ScoreUpdate | None = None
-    window: ScoreWindow | None = None
-    ring: QueryRing | None = None
-
-
-PLAIN = BatchRow()
 
 
 @dataclass
@@ -125,16 +55,6 @@ class CompressedBatch:
             ),
             update_decays=torch.tensor([update.decay if update else 1.0 for update in updates]),
         )
-
-
-@dataclass
-class QueryReader:
-    """A row of whose queries something is kept: where its tokens are, and what else ``column_scores`` needs of it."""
-
-    tokens: slice
-    blocks: Tensor
-    seq_len: int
-    row: BatchRow
 
 
 @dataclass
@@ -200,43 +120,29 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
             **vars(stock),
             plain_tokens=plain_tokens,
             compressed=CompressedBatch.of(common, compressed) if compressed else None,
-            readers=self._readers(common),
+            readers=[
+                QueryReader.of(common, i, row)
+                for i, row in enumerate(self.rows)
+                if row.window is not None or row.ring is not None
+            ],
         )
 
-    def _readers(self, common: CommonAttentionMetadata) -> list[QueryReader]:
-        starts = common.query_start_loc
-        return [
-            QueryReader(
-                slice(int(starts[i]), int(starts[i + 1])), common.block_table_tensor[i], int(common.seq_lens[i]), row
-            )
-            for i, row in enumerate(self.rows)
-            if row.window is not None or row.ring is not None
-        ]
 
-
-class MergeableAttentionImpl(CPUAttentionBackendImpl):
+class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
     """Attention over mergeable pages."""
+
+    row_major_keys = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for feature, value, absent in (
-            ("ALiBi", self.alibi_slopes, None),
-            ("sliding-window attention", self.sliding_window, -1),
-            ("logits soft cap", self.logits_soft_cap, 0),
-            ("attention sinks", self.sinks, None),
-            ("sharing KV between layers", self.kv_sharing_target_layer_name, None),
-        ):
-            if value != absent:
-                raise UnsupportedConfigError(f"model uses {feature}: not supported with KV cache compression")
-        if self.attn_type != AttentionType.DECODER:
-            raise UnsupportedConfigError(f"attention type {self.attn_type}: only decoder attention is supported")
-        self._pages: tuple[int, Pages] | None = None
-
-    def pages(self, kv_cache: Tensor) -> Pages:
-        """Views of this layer's cache; made once per allocation."""
-        if self._pages is None or self._pages[0] != kv_cache.data_ptr():
-            self._pages = (kv_cache.data_ptr(), Pages.of(kv_cache, self.head_size))
-        return self._pages[1]
+        self.refuse_features(
+            self.attn_type,
+            alibi=self.alibi_slopes is not None,
+            sliding_window=self.sliding_window != -1,
+            soft_cap=self.logits_soft_cap != 0,
+            sinks=self.sinks is not None,
+            shared_cache=self.kv_sharing_target_layer_name is not None,
+        )
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -272,7 +178,7 @@ class MergeableAttentionImpl(CPUAttentionBackendImpl):
             return output
         pages, metadata = self.pages(kv_cache), attn_metadata
         for reader in metadata.readers:
-            self._read_queries(layer.kvmerge_index, query[reader.tokens], pages, reader)
+            reader.read(layer.kvmerge_index, query, pages, self.scale)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
             self._plain_attention(layer, query[:num_tokens], pages, metadata, output[:num_tokens])
@@ -324,45 +230,11 @@ class MergeableAttentionImpl(CPUAttentionBackendImpl):
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
-    def _read_queries(self, layer: int, query: Tensor, pages: Pages, reader: QueryReader) -> None:
-        row, seq_len = reader.row, reader.seq_len
-        if row.ring is not None:
-            row.ring.write(layer, query[-row.ring.window :], seq_len)
-        if row.window is not None:
-            column_scores(
-                query[-row.window.num_queries :],
-                pages,
-                reader.blocks,
-                seq_len,
-                row.window.update,
-                self.scale,
-                row.window.prompt_scores.scores[layer, :, :seq_len],
-                row.window.prompt_scores.aux[layer, :, :seq_len],
-            )
 
-
-class MergeableAttentionBackend(CPUAttentionBackend):
+class MergeableAttentionBackend(MergeableBackend, CPUAttentionBackend):
     """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the page."""
 
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
-            raise UnsupportedConfigError(f"attention layer of type {type(spec).__name__}: only full attention works")
-        return MergeableAttentionSpec.of(spec)
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
 
     @staticmethod
     def get_impl_cls() -> type[MergeableAttentionImpl]:

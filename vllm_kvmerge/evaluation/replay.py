@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.attention.backend import PromptScores, QueryRing
+from vllm_kvmerge.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import CompressionConfig
 from vllm_kvmerge.evaluation.trace import LayerTrace
 from vllm_kvmerge.kernels import UPDATE_MODES, Pages, cell_bytes, column_scores, paged_attention, write_tokens
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
-from vllm_kvmerge.worker.runner import score_update
+from vllm_kvmerge.worker.compression import score_update
 
 BLOCK_SIZE = 32
 
@@ -105,7 +105,7 @@ class TracedSequence:
         if window == 0:
             return None
         num_heads, head_size = self.layers[0].queries.shape[1:]
-        ring = QueryRing(len(self.layers), window, num_heads, head_size, self.dtype)
+        ring = QueryRing.empty(len(self.layers), window, num_heads, head_size, self.dtype)
         for index, layer in enumerate(self.layers):
             newest = layer.queries[max(0, self.num_tokens - window) : self.num_tokens]
             ring.write(index, newest.to(self.dtype), self.num_tokens)

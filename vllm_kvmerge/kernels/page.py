@@ -80,6 +80,21 @@ class Pages:
             positions=metadata[:, :, 3].view(torch.int32),
         )
 
+    @classmethod
+    def planned(
+        cls,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Pages":
+        """Pages that are not there yet: only their shapes, dtype and device are to be asked for."""
+        rows = torch.empty(1, dtype=dtype, device=device).expand(num_blocks, num_kv_heads, block_size, head_size)
+        plane = torch.empty(1, device=device).expand(num_blocks, num_kv_heads, block_size)
+        return cls(rows.transpose(2, 3), rows, plane, plane, plane, plane)
+
     @cached_property
     def native_obstacle(self) -> str | None:
         """Why the native operators cannot work on these pages; None if they can."""

@@ -35,6 +35,8 @@ DEFAULT_HOST = "127.0.0.1"
 PLUGIN = "kvmerge"
 METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 ALLOWED_PLUGINS = "VLLM_PLUGINS"
+V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+RING_OPTIONS = ("query_rings", "query_ring_size")
 
 LISTED_GROUPS = (
     "vllm.general_plugins",
@@ -196,6 +198,8 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
     try:
         with _quiet():
             check_vllm_version()
+            from vllm_kvmerge.engine_args import PluginConfig
+
             vllm_serve = importlib.import_module("vllm.entrypoints.cli.serve")
             api_utils = importlib.import_module("vllm.entrypoints.serve.utils.api_utils")
             argparse_utils = importlib.import_module("vllm.utils.argparse_utils")
@@ -217,12 +221,23 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
     options.usage = "vllm-kvmerge serve MODEL [options]"
     options.description = "Serves MODEL (the word demo: the model that comes with vllm-kvmerge) as vllm serve does."
     options.epilog = options.epilog.replace("vllm serve", "vllm-kvmerge serve")
-    options.add_argument_group("KV compression").add_argument(
+    group = options.add_argument_group("KV compression")
+    group.add_argument(
         "--kv-compression",
         metavar="JSON|FILE",
         help="Compression of requests that do not bring their own: an object such as "
         '{"policy": "keepkv", "budget": 0.2}, or a .json or .yaml file that holds one.',
     )
+    group.add_argument(
+        "--model-runner",
+        choices=["v1", "v2"],
+        help="Which of vLLM's model runners computes; default: the one that vLLM chooses, v2 on CUDA. On CPU: v1.",
+    )
+    for name in RING_OPTIONS:
+        field = PluginConfig.model_fields[name]
+        group.add_argument(
+            "--" + name.replace("_", "-"), type=int, metavar="N", help=f"{field.description} Default: {field.default}."
+        )
     options.set_defaults(host=DEFAULT_HOST)
     return parser, options
 
@@ -273,9 +288,18 @@ def _check_port(args: argparse.Namespace) -> None:
 def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser") -> None:
     """Puts the plugin's engine arguments under what the command line says."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
 
-    from vllm_kvmerge.engine_args import kvmerge_engine_args
+    from vllm_kvmerge.engine_args import CONFIG_KEY, kvmerge_engine_args
 
+    if args.model_runner is not None:
+        if args.model_runner == "v2" and current_platform.is_cpu():
+            raise Fault("--model-runner v2: CPU has v1 alone")
+        os.environ[V2_MODEL_RUNNER] = str(int(args.model_runner == "v2"))
+    ours = {name: getattr(args, name) for name in RING_OPTIONS if getattr(args, name) is not None}
+    if ours:
+        additional = args.additional_config or {}
+        args.additional_config = {**additional, CONFIG_KEY: {**(additional.get(CONFIG_KEY) or {}), **ours}}
     given = {
         name: value
         for name, value in vars(args).items()
@@ -285,7 +309,8 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
         engine_args = kvmerge_engine_args(_read_compression(args.kv_compression), **given)
     except ValueError as error:
         raise Fault(str(error)) from None
-    del args.kv_compression  # vLLM takes the other attributes for its own
+    for name in ("kv_compression", "model_runner", *RING_OPTIONS):
+        delattr(args, name)  # vLLM takes the other attributes for its own
     for name, value in engine_args.items():
         setattr(args, name, value)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_kvmerge import kernels
-from vllm_kvmerge.attention.backend import PromptScores, QueryRing
+from vllm_kvmerge.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.kernels import Pages, Units
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Outcome
@@ -78,15 +78,18 @@ class Compactor:
 
     def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
         """Executes a step's plans; the numbers of merged and evicted entries of each, over layers and heads."""
+        return [(merged, evicted) for merged, evicted in self.execute(compactions).tolist()]
+
+    def execute(self, compactions: Sequence[Compaction]) -> Tensor:
+        """``run`` that waits for no card: ``[plans, 2]`` int64 on the cache's device."""
         batches: dict[tuple[object, ...], list[int]] = {}
         for index, compaction in enumerate(compactions):
             plan = compaction.plan
             shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries)
             batches.setdefault((compaction.policy, *shape), []).append(index)
-        counts = torch.zeros(len(compactions), 2, dtype=torch.int64)
-        for indices in batches.values():
-            counts[indices] = self._run_batch([compactions[index] for index in indices])
-        return [(merged, evicted) for merged, evicted in counts.tolist()]
+        parts = [self._run_batch([compactions[index] for index in indices]) for indices in batches.values()]
+        order = torch.tensor([index for indices in batches.values() for index in indices], dtype=torch.int64)
+        return torch.cat(parts).index_select(0, order.argsort().to(self.device, non_blocking=True))
 
     def _run_batch(self, batch: list[Compaction]) -> Tensor:
         """Executes plans of one shape; ``[plans, 2]`` int64, entries merged and evicted."""
@@ -98,13 +101,14 @@ class Compactor:
                 for units in self._parts(batch)
             ]
             statistics = torch.cat(parts).view(len(batch), -1)
-        counts = torch.zeros(len(batch), 2, dtype=torch.int64)
+        counts = torch.zeros(len(batch), 2, dtype=torch.int64, device=self.device)
         for units in self._parts(batch):
             context = self._context(units, batch, statistics)
             entries = self._gather(units)
             result = policy.compress(entries, context)
             per_head = torch.stack([result.outcome.merged, result.evicted], 1)
-            counts.index_add_(0, torch.tensor([unit.index for unit in units]), context.by_unit(per_head).sum(1))
+            index = torch.tensor([unit.index for unit in units]).to(self.device, non_blocking=True)
+            counts.index_add_(0, index, context.by_unit(per_head).sum(1))
             self._write(units, entries.units, result.outcome)
         return counts
 
@@ -124,6 +128,10 @@ class Compactor:
     @property
     def num_heads(self) -> int:
         return len(self.head_indices)
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].keys.device
 
     def _context(self, units: list[_Unit], batch: list[Compaction], statistics: Tensor | None) -> CompressionContext:
         plan, policy = batch[0].plan, batch[0].policy
@@ -180,9 +188,10 @@ class Compactor:
         sources = {unit.index: unit.compaction.source_blocks for unit in units}
         requests = list(sources)
         blocks = pad_sequence(list(sources.values()), batch_first=True)
+        rows = torch.tensor([requests.index(unit.index) for unit in units]).to(blocks.device, non_blocking=True)
         return Units(
             self.layers,
             torch.tensor([unit.layer for unit in units]),
-            blocks[[requests.index(unit.index) for unit in units]],
+            blocks.index_select(0, rows),
             torch.tensor([(plan.front, plan.tail, plan.num_tokens) for plan in plans]),
         )

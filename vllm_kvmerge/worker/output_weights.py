@@ -37,8 +37,9 @@ class OutputWeights:
             if module is not None:
                 # Through the module's own product: its weight may be packed or quantised, and then unreadable.
                 size = self._num_heads * self._head_size
-                dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
-                columns = module.quant_method.apply(module, torch.eye(size, dtype=dtype), bias=None)
+                like = next((p for p in self._model.parameters() if p.is_floating_point()), torch.empty(0))
+                unit = torch.eye(size, dtype=like.dtype, device=like.device)
+                columns = module.quant_method.apply(module, unit, bias=None)
                 return columns.view(self._num_kv_heads, -1, self._head_size, columns.shape[1]).transpose(2, 3)
         logger.warning_once(
             "No output projection beside %s: policies rank by attention alone", self._layer_names[layer]

@@ -33,7 +33,7 @@ class PagedEntries(LazyEntries):
             setattr(part, name, getattr(self, name)[heads])
         for name in {"is_live", "keys", "values"} & vars(part).keys():  # kept from before, of all heads
             delattr(part, name)
-        rows = torch.tensor(heads)
+        rows = torch.tensor(heads, device=self.positions.device)
         part._rows = rows if self._rows is None else self._rows[rows]
         return part
 

@@ -1,169 +1,60 @@
-"""The model runner's side of compression: which rows of a batch are special, and running plans after a step."""
+"""vLLM's model runner V1 with compression: which rows of a batch are special, and running plans after a step."""
 
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_kvmerge.attention.backend import PLAIN, BatchRow, PromptScores, QueryRing, ScoreWindow
-from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
-from vllm_kvmerge.config import CompressionConfig, parse_compression
-from vllm_kvmerge.kernels import ScoreUpdate, implementation
-from vllm_kvmerge.metrics import count_entries, observe_compaction
-from vllm_kvmerge.worker.compactor import Compaction, Compactor
-from vllm_kvmerge.worker.output_weights import OutputWeights
-
-logger = init_logger(__name__)
+from vllm_kvmerge.cache.plan import CompressionPlan
+from vllm_kvmerge.worker.compression import Compression, tell_builders
 
 
-@dataclass
-class RequestState:
-    """What the worker keeps of a request that has a policy. update: how attention keeps its scores after the first
-    compression, if its policy goes on scoring."""
-
-    front: int = 0
-    tail: int = 0
-    update: ScoreUpdate | None = None
-    prompt_scores: PromptScores | None = None
-    ring: QueryRing | None = None
-
-
-def score_update(config: CompressionConfig) -> ScoreUpdate:
-    tracker = config.policy.tracker
-    return ScoreUpdate(tracker.mode, tracker.update_decay)
-
-
-def parse_known(text: str) -> CompressionConfig:
-    """A configuration that the scheduler has parsed before."""
-    config = parse_compression(text)
-    assert config is not None
-    return config
-
-
-class CompressionRunnerMixin(CPUModelRunner):
+class CompressionRunnerMixin(GPUModelRunner):
     """Adds compression to vLLM's model runner V1."""
+
+    compression_class: type[Compression] = Compression
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._states: dict[str, RequestState] = {}
-        self._step = CompressionStep()
+        self.compression = self.compression_class(self.vllm_config, self.device)
+        self._scheduled: dict[str, int] = {}
+        self._moves: list[CompressionPlan] = []
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self.compression.release_cache()
         super().initialize_kv_cache(*args, **kwargs)
-        (group,) = self.kv_cache_config.kv_cache_groups
-        layers = [self.compilation_config.static_forward_context[name] for name in group.layer_names]
-        for index, layer in enumerate(layers):
-            layer.kvmerge_index = index
-        pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
-        logger.info("KV cache operators: %s", implementation(pages[0]))
-        self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
-        self._compactor = Compactor(
-            layers=pages,
-            scale=layers[0].impl.scale,
-            head_indices=self._kv_head_indices(pages[0].num_kv_heads),
-            all_heads=self._all_heads,
-            output_weights=OutputWeights(self.model, group.layer_names, pages[0].num_kv_heads, self._query_shape),
-        )
-
-    @property
-    def _num_replicas(self) -> int:
-        """How many workers hold the same KV head: more than one where there are more workers than heads."""
-        return max(1, self.parallel_config.tensor_parallel_size // self.model_config.get_total_num_kv_heads())
-
-    def _kv_head_indices(self, num_kv_heads: int) -> list[int]:
-        """Which of the model's KV heads this worker holds."""
-        first = get_tensor_model_parallel_rank() // self._num_replicas * num_kv_heads
-        return list(range(first, first + num_kv_heads))
-
-    def _all_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``[H, ...]`` of this worker's KV heads to that of all KV heads, each once."""
-        gathered = get_tp_group().all_gather(tensor.contiguous(), dim=0)
-        return gathered.unflatten(0, (-1, tensor.shape[0]))[:: self._num_replicas].flatten(0, 1)
+        self.compression.use_cache(self.kv_cache_config, self.model)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self._step = getattr(scheduler_output, "kvmerge", CompressionStep())
-        for request_id in (
-            scheduler_output.finished_req_ids
-            | (scheduler_output.preempted_req_ids or set())
-            | scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        ):
-            self._states.pop(request_id, None)
+        self.compression.begin(scheduler_output)
+        self._scheduled = scheduler_output.num_scheduled_tokens
         result = super().execute_model(scheduler_output, *args, **kwargs)
-        if self._step.plans:
-            self._run_plans(self._step.plans)
+        self._moves = self.compression.run_plans(self._blocks_of)
         return result
 
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        # Not before: until here vLLM waits for a card that may still be copying the last step's rows.
+        for plan in self._moves:
+            self._move_to_front(plan)
+        self._moves = []
+        return super()._update_states(scheduler_output)
+
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        scheduled = kwargs.get("num_scheduled_tokens")
-        rows: list[BatchRow] = []
-        if scheduled is not None:  # None in dummy runs
-            rows = [self._row(request_id, scheduled[request_id]) for request_id in self.input_batch.req_ids]
-        for groups in self.attn_groups:
-            for group in groups:
-                group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]
+        is_dummy = kwargs.get("num_scheduled_tokens") is None
+        tell_builders(self.attn_groups, [] if is_dummy else self.compression.rows(self._order()))
         return super()._build_attention_metadata(*args, **kwargs)
 
-    def _row(self, request_id: str, num_scheduled: int) -> BatchRow:
-        state = self._states.get(request_id)
-        if state is not None and state.front > 0:
-            return BatchRow(state.front, state.tail, state.update, ring=state.ring)
-        window = self._step.windows.get(request_id)
-        if window is None:
-            return PLAIN
-        index = self.input_batch.req_id_to_index[request_id]
-        seq_len = int(self.input_batch.num_computed_tokens_cpu[index]) + num_scheduled
-        num_queries = min(num_scheduled, seq_len - window.start)
-        if num_queries <= 0:
-            return PLAIN
-        config = parse_known(window.compression)
-        if state is None:
-            state = self._states[request_id] = self._new_state(config, seq_len)
-        if state.prompt_scores is None:
-            return BatchRow(ring=state.ring)
-        state.prompt_scores.grow(seq_len)
-        return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
+    def _order(self) -> Iterator[tuple[str, int, int]]:
+        """The batch's requests in order, each with its tokens scheduled and computed before."""
+        computed = self.input_batch.num_computed_tokens_cpu
+        for index, request_id in enumerate(self.input_batch.req_ids):
+            yield request_id, self._scheduled[request_id], int(computed[index])
 
-    def _new_state(self, config: CompressionConfig, seq_len: int) -> RequestState:
-        """Room for what the policy wants to know of the prompt's queries."""
-        state, layers = RequestState(), self._compactor.layers
-        if config.policy.needs_scores:
-            state.prompt_scores = PromptScores.empty(len(layers), layers[0].num_kv_heads, seq_len)
-        if config.policy.query_window:
-            state.ring = QueryRing(len(layers), config.policy.query_window, *self._query_shape, self.dtype)
-        return state
-
-    def _run_plans(self, plans: list[CompressionPlan]) -> None:
-        started = time.perf_counter()
-        configs = [parse_known(plan.compression) for plan in plans]
-        states = [self._states.setdefault(plan.request_id, RequestState()) for plan in plans]
-        counts = self._compactor.run(
-            [
-                Compaction(
-                    plan,
-                    config.policy,
-                    torch.tensor(self.requests[plan.request_id].block_ids[0]),
-                    state.prompt_scores,
-                    state.ring,
-                )
-                for plan, config, state in zip(plans, configs, states, strict=True)
-            ]
-        )
-        for plan, config, state, (num_merged, num_evicted) in zip(plans, configs, states, counts, strict=True):
-            self._move_to_front(plan)
-            state.front, state.tail = plan.new_front, plan.num_tokens
-            state.update = score_update(config) if config.tracks_decode else None
-            state.prompt_scores = None
-            count_entries(config.name, num_merged, num_evicted)
-        if get_tensor_model_parallel_rank() == 0:
-            # Requests are compressed together: each has its share of the time.
-            seconds = (time.perf_counter() - started) / len(plans)
-            for config in configs:
-                observe_compaction(config.name, seconds)
+    def _blocks_of(self, request_id: str) -> torch.Tensor:
+        return torch.tensor(self.requests[request_id].block_ids[0])
 
     def _move_to_front(self, plan: CompressionPlan) -> None:
         """The request's row of blocks as the plan leaves it."""
@@ -174,10 +65,9 @@ class CompressionRunnerMixin(CPUModelRunner):
         index = self.input_batch.req_id_to_index.get(plan.request_id)
         if index is not None:
             rows.append(self.input_batch.block_table[0].block_table.np[index])
-        hole = slice(len(plan.blocks), plan.num_tokens // self._compactor.layers[0].block_size)
+        blocks, hole_end = self.compression.front_and_hole(plan)
         for row in rows:
-            row[: len(plan.blocks)] = plan.blocks
-            row[hole] = [0] * max(0, hole.stop - hole.start)
+            row[:hole_end] = blocks + [0] * (hole_end - len(blocks))
 
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):

@@ -1,4 +1,4 @@
-"""The worker class that turns compression on in a worker process."""
+"""The worker class that turns compression on in a worker process on CPU."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvmerge.cache.manager import register_spec
 from vllm_kvmerge.server.validation import drop_validator
-from vllm_kvmerge.support import check_config
+from vllm_kvmerge.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.worker.runner import CompressionCPUModelRunner
 
 # vLLM's CPU platform ignores a custom backend's name but honours an override of its own backend.
@@ -21,6 +21,8 @@ class KVMergeWorker(CPUWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         check_config(vllm_config)
+        if vllm_config.use_v2_model_runner:
+            raise UnsupportedConfigError("VLLM_USE_V2_MODEL_RUNNER=1 is not supported: allowed on CPU: 0")
         drop_validator(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 

@@ -278,8 +278,13 @@ def paged_attention(
 @lru_cache(maxsize=64)
 def _one_row(device: torch.device, num_queries: int, seq_len: int, mode: int, decay: float) -> tuple[Tensor, ...]:
     """Numbers of one sequence without a front; all layers of a step ask for the same."""
-    numbers = torch.tensor([[0], [num_queries], [seq_len], [0], [0], [mode]], dtype=torch.int32, device=device)
-    return *numbers.unbind(), torch.tensor([decay], device=device)
+    numbers = torch.tensor([[0], [num_queries], [seq_len], [0], [0], [mode]], dtype=torch.int32)
+    return *_sent(numbers, device).unbind(), _sent(torch.tensor([decay]), device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device, without waiting for what the device does until then."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def column_scores(

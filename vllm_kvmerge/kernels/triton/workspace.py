@@ -44,10 +44,16 @@ class Workspace:
 
         num_heads: query heads. num_queries: the upper bound that ``paged_attention`` will be given.
         """
-        for rows in range(1, max_rows + 1):  # fewer sequences are split more
-            plan = AttentionPlan.of(pages, num_heads, num_queries, rows, max_blocks)
-            for name, size in plan.sizes.items():
-                self.take(name, size)
+        self.reserve_for(pages, num_heads, [(rows, num_queries) for rows in range(1, max_rows + 1)], max_blocks)
+
+    def reserve_for(self, pages: Pages, num_heads: int, batches: list[tuple[int, int]], max_blocks: int) -> None:
+        """``reserve`` for any of these ``batches``, pairs of their number of sequences and ``num_queries``."""
+        sizes: dict[str, int] = {}
+        for rows, num_queries in batches:  # fewer sequences are split more
+            for name, size in AttentionPlan.of(pages, num_heads, num_queries, rows, max_blocks).sizes.items():
+                sizes[name] = max(size, sizes.get(name, 0))
+        for name, size in sizes.items():
+            self.take(name, size)
 
 
 @cache

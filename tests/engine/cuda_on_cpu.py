@@ -1,0 +1,106 @@
+"""vLLM's GPU model runners, V1 and V2, with our parts of them on the CPU: run as ``python -m``, jobs on stdin.
+
+V2's own Triton kernels run in the interpreter. Attention is the CUDA backend's; its operators are the PyTorch
+reference, since the interpreter would take minutes.
+"""
+
+import json
+import os
+import sys
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+IS_V2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+if IS_V2:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.backends
+
+    class ActiveDriver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    # vLLM built for the CPU uses Triton where it finds this backend, which only a build of Triton for the CPU has.
+    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=ActiveDriver)
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
+
+from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
+from vllm_kvmerge.cache.manager import register_spec  # noqa: E402
+from vllm_kvmerge.kernels.triton.workspace import workspace_of  # noqa: E402
+from vllm_kvmerge.server.validation import drop_validator  # noqa: E402
+
+if IS_V2:
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+
+    from vllm_kvmerge.worker.cuda_runner_v2 import CUDARunnerV2Mixin as Mixin
+else:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from vllm_kvmerge.worker.cuda_runner import CUDARunnerMixin as Mixin
+
+register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvmerge.attention.cuda.CUDAAttentionBackend")
+register_spec()
+
+
+class Runner(Mixin, CPUModelRunner):
+    """One of vLLM's model runners as it is on the CPU, with our part of it."""
+
+
+class CUDAOnCPUWorker(CPUWorker):
+    """The CPU's worker with what a worker with a card has from us."""
+
+    def __init__(self, vllm_config, *args, **kwargs) -> None:
+        drop_validator(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        super().init_device()
+        self.model_runner = Runner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        rings = self.model_runner.compression.rings
+        self.reserved = rings is not None and workspace_of(self.device).num_bytes > 0
+        self.model_runner.profile_run()
+        return super().determine_available_memory()
+
+
+def main() -> None:
+    arguments, jobs = json.load(sys.stdin)
+    llm = LLM(**kvmerge_engine_args(**arguments, worker_cls=f"{__name__}.CUDAOnCPUWorker"))
+    core = llm.llm_engine.engine_core.engine_core
+    preempt, preempted = core.scheduler._preempt_request, []
+
+    def counted(request, *args, **kwargs):
+        preempted.append(request)
+        preempt(request, *args, **kwargs)
+
+    core.scheduler._preempt_request = counted
+
+    def generate(some):
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, extra_args=e) for _, e, n in some]
+        return llm.generate([{"prompt_token_ids": prompt} for prompt, _, _ in some], params, use_tqdm=False)
+
+    tokens = [list(output.outputs[0].token_ids) for output in generate(jobs)]
+    generate([([5, 6, 7], None, 1)])  # a worker hears of finished requests when the next step begins
+    worker = core.model_executor.driver_worker.worker
+    compression, pool = worker.model_runner.compression, core.scheduler.kv_cache_manager.block_pool
+    result = {
+        "tokens": tokens,
+        "is_v2": worker.use_v2_model_runner,
+        "preempted": len(preempted),
+        "reserved": worker.reserved,
+        "free_rings": len(compression.rings._free),
+        "states": sorted(compression.states),
+        "lost_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+    }
+    print("RESULT", json.dumps(result))
+
+
+if __name__ == "__main__":
+    # A worker class is named, and found by importing: this module must not be there twice.
+    from tests.engine import cuda_on_cpu
+
+    cuda_on_cpu.main()

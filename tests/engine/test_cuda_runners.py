@@ -1,0 +1,75 @@
+"""vLLM's GPU model runners with compression generate, on the CPU, the tokens that the CPU's runner generates."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.demo_model import BYTES_PER_BLOCK
+from tests.engine.conftest import engine_arguments, random_prompt
+from vllm_kvmerge import compression
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+NUM_RINGS = 1
+
+
+def jobs() -> list:
+    """(prompt, extra arguments, tokens to generate), more than run at once."""
+    rng = np.random.default_rng(21)
+    shared = random_prompt(rng, 150)
+    told = [
+        None,
+        compression("keepkv", budget=48, interval=8),
+        compression("morphkv", budget=40, interval=8),
+        compression("h2o", budget=0.5, context_tokens=70),
+        None,
+        compression("grkv", budget=64),
+        compression("snapkv", budget=40, decode="bounded", interval=5),
+        compression("zsmerge", budget=40, interval=8),
+        compression("morphkv", budget=50, interval=4),
+        compression("streaming_llm", budget=33, interval=1),
+        compression("adakv", budget=40),
+    ]
+    found = []
+    for index, extra in enumerate(told):
+        length = int(rng.integers(72, 180))
+        prompt = [*shared[: min(length // 2, 96)], *random_prompt(rng, length)[length // 2 :]]
+        found.append((prompt, extra, 24 if index % 2 else 9))
+    # It is compressed at the end of its prompt and gone with the next step, in which another takes its row.
+    found.insert(3, (random_prompt(rng, 90), compression("keepkv", budget=32), 1))
+    return found
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+def test_tokens_of_the_cpu_runner(is_v2, engine):
+    arguments = engine_arguments() | {
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 100,
+        "kv_cache_memory_bytes": 11 * BYTES_PER_BLOCK,
+        "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
+    }
+    environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2))}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
+        input=json.dumps([arguments, jobs()]),
+        env=environment,
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.split("RESULT", 1)[1])
+    expected = [engine.tokens([prompt], greedy(extra, n))[0] for prompt, extra, n in jobs()]
+    assert result.pop("tokens") == expected
+    assert result.pop("preempted") > 0
+    assert result == {"is_v2": is_v2, "reserved": True, "free_rings": NUM_RINGS, "states": [], "lost_blocks": 0}
+
+
+def greedy(extra, num_tokens):
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, extra_args=extra)

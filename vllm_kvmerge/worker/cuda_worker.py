@@ -1,0 +1,32 @@
+"""The worker class that turns compression on in a worker process with a card."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_kvmerge.cache.manager import register_spec
+from vllm_kvmerge.server.validation import drop_validator
+from vllm_kvmerge.support import check_config
+
+register_backend(AttentionBackendEnum.CUSTOM, "vllm_kvmerge.attention.cuda.CUDAAttentionBackend")
+register_spec()
+
+
+class KVMergeCUDAWorker(Worker):
+    """vLLM's GPU worker with our model runners and attention backend."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        check_config(vllm_config)
+        drop_validator(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def _make_model_runner(self) -> Any:
+        if self.use_v2_model_runner:
+            from vllm_kvmerge.worker.cuda_runner_v2 import CompressionGPUModelRunnerV2
+
+            return CompressionGPUModelRunnerV2(self.vllm_config, self.device)
+        from vllm_kvmerge.worker.cuda_runner import CompressionGPUModelRunner
+
+        return CompressionGPUModelRunner(self.vllm_config, self.device)
