@@ -4,8 +4,8 @@ Index arithmetic stays on PyTorch, all but ``join_slots``. Arguments are hardly 
 and a check would wait for it. With TRITON_INTERPRET=1, set before Triton is imported, they run on CPU tensors.
 """
 
+import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from vllm_kvmerge.kernels.page import Pages, Units
+from vllm_kvmerge.kernels.merge import Merged, Metadata, merge_by_parts
+from vllm_kvmerge.kernels.page import Pages, Units, addresses_on
 from vllm_kvmerge.kernels.reference import (
     UPDATE_MODES,
     ScoreUpdate,
@@ -48,6 +49,7 @@ __all__ = [
     "inverse",
     "join_slots",
     "largest",
+    "merge_entries",
     "most_similar",
     "move_entries",
     "padded",
@@ -275,7 +277,6 @@ def paged_attention(
         _update_columns(query, pages, rows, scale, pages.scores, pages.aux, lse, plan, paged=True)
 
 
-@lru_cache(maxsize=64)
 def _one_row(device: torch.device, num_queries: int, seq_len: int, mode: int, decay: float) -> tuple[Tensor, ...]:
     """Numbers of one sequence without a front; all layers of a step ask for the same."""
     numbers = torch.tensor([[0], [num_queries], [seq_len], [0], [0], [mode]], dtype=torch.int32, device=device)
@@ -334,12 +335,6 @@ def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor)
     )
 
 
-@lru_cache(maxsize=64)
-def _addresses(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -> Tensor:
-    """``[layers, 6]`` int64 on the device; the same layers are asked for again and again."""
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
-
-
 class _Located:
     """Where units are, as kernels are told. Raises ValueError where layers differ in more than their address."""
 
@@ -351,7 +346,7 @@ class _Located:
         self.num_heads = units.num_heads
         self.blocks = self.on_device(units.blocks)
         self.layers = (
-            _addresses(self.device, tuple(layer.addresses for layer in units.layers)),
+            addresses_on(self.device, tuple(layer.addresses for layer in units.layers)),
             self.on_device(units.layer),
             self.blocks,
         )
@@ -524,6 +519,12 @@ def _move_entries(at: _Located, destination: Tensor, kept: Tensor) -> None:
                 **at.shape,
                 **chosen.launch,
             )
+
+
+def merge_entries(
+    units: Units, destination: Tensor, kept: Tensor, metadata: Metadata | None = None, merged: Merged | None = None
+) -> None:
+    merge_by_parts(sys.modules[__name__], units, destination, kept, metadata, merged)
 
 
 def most_similar(units: Units, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
