@@ -1,6 +1,7 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff and mypy
+# make cuda    the operators in CUDA C++, for a machine with a card (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
 #
 # VENV=DIR       use another environment; one that holds a vLLM keeps it, and only gets the package and the tools
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test sanitize lint
+.PHONY: setup serve test cuda sanitize lint
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -53,6 +54,9 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
+cuda: setup
+	$(BIN)/python csrc/cuda/build.py
+
 # The address sanitizer must be in the process first. Python and PyTorch never free some of what they allocate, so leaks
 # are not looked for.
 sanitize: setup
@@ -60,7 +64,7 @@ sanitize: setup
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libasan.so):$$("$${CXX:-c++}" -print-file-name=libubsan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
 		$(BIN)/python -m pytest tests/kernels -k "not plain-torch" \
-		--native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
+		--ignore tests/kernels/test_cuda.py --native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

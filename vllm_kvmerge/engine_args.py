@@ -4,13 +4,16 @@ import json
 from typing import Any
 
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionError, parse_compression
+from vllm_kvmerge.kernels import OPERATORS
+from vllm_kvmerge.kernels.choice import check_overrides
 from vllm_kvmerge.support import UnsupportedConfigError, check_options
 
 WORKER_CLS = "vllm_kvmerge.worker.worker.KVMergeWorker"
 SCHEDULER_CLS = "vllm_kvmerge.cache.scheduler.KVMergeScheduler"
 VALIDATOR = "vllm_kvmerge.server.validation:CompressionValidator"
 CONFIG_KEY = "kvmerge"
-"""The plugin's part of vLLM's ``additional_config``; its ``default`` compresses requests that do not say how."""
+"""The plugin's part of vLLM's ``additional_config``: its ``default`` compresses requests that do not say how; its
+``operators`` names implementations of operators to run instead of those in ``kernels/choice.json``."""
 
 BLOCK_SIZE = 32
 
@@ -50,6 +53,10 @@ def _with_default(
             f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request",
             "not_a_default",
         )
+    try:
+        check_overrides(ours.get("operators") or {}, OPERATORS)
+    except ValueError as error:
+        raise UnsupportedConfigError(f"additional_config.{CONFIG_KEY}.operators: {error}") from error
     if isinstance(default, str):
         default = json.loads(default)
     return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}

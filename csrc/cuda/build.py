@@ -1,16 +1,18 @@
-"""Builds the CUDA operators into the package: ``python csrc/cuda/build.py``, or ``make cuda``. Needs nvcc 12.4 or newer.
+"""Builds the CUDA operators into the package: ``python csrc/cuda/build.py``, or ``make cuda``. Needs nvcc (12.4 or so).
 
-The library holds machine code for compute capabilities 8.0 and 9.0 (sm_90a), and PTX that a driver compiles for newer ones
-of the 8 family and above. It is no part of ``pip install``: a machine without a card has no use for it. ``--emulated``
-builds the same kernels for the CPU instead, with the C++ compiler alone, for tests.
+The library holds machine code for compute capabilities 8.0 and 9.0 (sm_90a), and PTX of 8.0, which a driver compiles
+for other cards of 8.0 and above. It is no part of ``pip install``: a machine without a card has no use for it.
+``--emulated`` builds the same kernels for the CPU instead, with the C++ compiler alone, for tests.
 """
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
@@ -19,7 +21,7 @@ CXX_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wex
 # Kernels look at chunks of 16 bytes as elements.
 EMULATED_FLAGS = ["-fno-strict-aliasing", "-Wno-maybe-uninitialized"]
 ARCHITECTURES = {"80": ["arch=compute_80,code=[sm_80,compute_80]"], "90a": ["arch=compute_90a,code=sm_90a"]}
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 
 
 def nvcc() -> str | None:
@@ -37,6 +39,25 @@ def run(command: list[str]) -> str:
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}")
     return done.stdout
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a kernel takes, by ``ptxas -v``: registers of a thread, and bytes of its stack, where spills go."""
+
+    kernel: str
+    target: str
+    registers: int
+    stack: int
+
+
+def usage(said: str) -> list[Usage]:
+    """Of each kernel that nvcc compiled with ``-Xptxas -v`` and said this of."""
+    kernel = r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes stack frame.*?Used (\d+) registers"
+    return [
+        Usage(name, target, int(registers), int(stack))
+        for name, target, stack, registers in re.findall(kernel, said, re.DOTALL)
+    ]
 
 
 def build(output: Path, scratch: Path, emulated: bool = False, extra_flags: tuple[str, ...] = ()) -> str:
@@ -78,11 +99,14 @@ def main() -> int:
     default = (SOURCES.parents[1] / "build" if arguments.emulated else PACKAGE) / name
     output = arguments.output or default
     try:
-        build(output, SOURCES.parents[1] / "build" / "cuda" / name, arguments.emulated)
+        kernels = usage(build(output, SOURCES.parents[1] / "build" / "cuda" / name, arguments.emulated))
     except (RuntimeError, ImportError) as error:
         print(f"the CUDA operators are not built: {error}", file=sys.stderr)
         return 1
-    print(output)
+    for kernel in kernels:
+        if kernel.stack:
+            print(f"{kernel.target}: {kernel.kernel} has a stack of {kernel.stack} bytes", file=sys.stderr)
+    print(f"{output}: {len(kernels)} kernels" if kernels else output)
     return 0
 
 

@@ -45,7 +45,11 @@ class Block {
   static constexpr int kStackBytes = 128 << 10;
 
   Block(int threads, int shared_bytes)
-      : threads_(threads), fibers_(threads), shared_(shared_bytes + 128), warps_((threads + 31) / 32) {
+      : threads_(threads),
+        fibers_(threads),
+        shared_(shared_bytes + 128 + kGuard),
+        shared_bytes_(shared_bytes),
+        warps_((threads + 31) / 32) {
     for (Fiber& fiber : fibers_) fiber.stack.reset(new char[kStackBytes]);
   }
 
@@ -94,6 +98,8 @@ class Block {
       if (!moved) throw std::logic_error("a barrier that not all threads reach");
     }
     current() = nullptr;
+    for (int i = 0; i < kGuard; ++i)
+      if (shared()[shared_bytes_ + i] != static_cast<char>(0xff)) fail("a write behind the shared memory");
     if (failure_) throw std::logic_error(failure_);
   }
 
@@ -168,7 +174,7 @@ class Block {
   void fail(const char* why) { failure_ = why; }
 
  private:
-  static constexpr int kSlot = 32, kMaxWarps = 32;
+  static constexpr int kSlot = 32, kMaxWarps = 32, kGuard = 1024;
 
   // Where threads wait for each other.
   struct Meeting {
@@ -216,6 +222,7 @@ class Block {
   ucontext_t scheduler_;
   std::vector<Fiber> fibers_;
   std::vector<char> shared_;
+  int shared_bytes_;
   std::vector<Copy> in_flight_;
   Meeting barrier_;
   std::vector<Meeting> warps_;

@@ -113,10 +113,11 @@ float* set_plane(Params& p, const Arguments& arguments, const char* name, const 
 }
 
 void call_attend(TensorView query, TensorView keys, TensorView values, TensorView log_votes, TensorView scores,
-                 TensorView aux, TensorView output, TensorView block_table, TensorView numbers, TensorView decays,
-                 TensorView partial, TensorView lse, TensorView kept, double scale, int64_t num_queries, int64_t splits,
-                 int64_t least, int64_t padded, int64_t kept_rows, int64_t num_combined, int64_t num_parts, bool bulk,
-                 int64_t stream) {
+                 TensorView aux, TensorView output, TensorView block_table, TensorView query_starts,
+                 TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails, TensorView modes,
+                 TensorView decays, TensorView partial, TensorView lse, TensorView kept, double scale,
+                 int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows,
+                 int64_t num_combined, int64_t num_parts, bool bulk, int64_t stream) {
   const Arguments arguments(query);
   AttendParams p{};
   set_cells(p, arguments, keys, values);
@@ -144,14 +145,16 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
   p.block_table = arguments.get<const int32_t>("block_table", block_table, kDLInt, 32, {-1, -1}, true);
   KVM_CHECK(block_table.size(1) <= 1 || block_table.stride(1) == 1, ValueError) << "block ids must lie together";
   p.table_row = block_table.stride(0);
-  const int32_t* six = arguments.get<const int32_t>("numbers", numbers, kDLInt, 32, {6, rows});
-  p.query_starts = six;
-  p.query_lens = six + rows;
-  p.seq_lens = six + 2 * rows;
-  p.fronts = six + 3 * rows;
-  p.tails = six + 4 * rows;
-  p.modes = six + 5 * rows;
-  p.decays = arguments.get<const float>("decays", decays, kDLFloat, 32, {rows});
+  const auto number = [&](const char* name, const TensorView& t) {
+    return arguments.get<const int32_t>(name, t, kDLInt, 32, {rows});
+  };
+  p.query_starts = number("query_starts", query_starts);
+  p.query_lens = number("query_lens", query_lens);
+  p.seq_lens = number("seq_lens", seq_lens);
+  p.fronts = number("fronts", fronts);
+  p.tails = number("tails", tails);
+  p.modes = number("update_modes", modes);
+  p.decays = arguments.get<const float>("update_decays", decays, kDLFloat, 32, {rows});
   p.group = static_cast<int>(query.size(1) / p.heads);
   p.block_shift = shift_of(p.block_size);
   p.scale = static_cast<float>(scale) * kLog2E;

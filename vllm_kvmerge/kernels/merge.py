@@ -49,7 +49,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Zip:
-    """KeepKV eq. 20 to 26 (``policies.mergers.zip_merge``): weights, votes, scores and positions follow from importance.
+    """KeepKV eq. 20 to 26 (``policies.mergers.zip_merge``), where all that is new follows from importance.
 
     places, members, rows: as in ``Sums``; each place holds one of its members, its carrier. importance: ``[H, n]``
     float32, ln(p s_hat) of the units' entries, finite for members. protected: ``[H, n]`` bool, entries whose position

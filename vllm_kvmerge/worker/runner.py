@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_kvmerge.attention.backend import PLAIN, BatchRow, PromptScores, QueryRing, ScoreWindow
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
 from vllm_kvmerge.config import CompressionConfig, parse_compression
-from vllm_kvmerge.kernels import ScoreUpdate, implementation
+from vllm_kvmerge.kernels import ScoreUpdate, implementation, override
 from vllm_kvmerge.metrics import count_entries, observe_compaction
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.worker.output_weights import OutputWeights
@@ -60,6 +60,7 @@ class CompressionRunnerMixin(CPUModelRunner):
         for index, layer in enumerate(layers):
             layer.kvmerge_index = index
         pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
+        override(self.vllm_config.additional_config.get("kvmerge", {}).get("operators") or {})
         logger.info("KV cache operators: %s", implementation(pages[0]))
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
         self._compactor = Compactor(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.kernels import reference
+from vllm_kvmerge.kernels.choice import choice, device_name
 from vllm_kvmerge.kernels.cuda.plan import BYTES_STAGED, AttentionPlan, merge_bytes, shared_memory
 from vllm_kvmerge.kernels.merge import ZIP_MODES, Merged, Metadata, Rows, Sums, Zip
 from vllm_kvmerge.kernels.page import Pages, Units, addresses_on
@@ -70,6 +71,12 @@ def runs_on(device: torch.device) -> str | None:
     return None
 
 
+@cache
+def _has_bulk_copies(device: torch.device) -> bool:
+    """Whether there is code for the bulk copy engine: sm_90a's, which no other card runs."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def description(device: torch.device) -> str:
     """Of what runs on a device, for logs."""
     return f"CUDA C++, {library().targets()}"
@@ -121,12 +128,13 @@ def paged_attention(
     output: Tensor,
     num_queries: int | None = None,
     workspace: Workspace | None = None,
-    bulk: bool = False,
+    bulk: bool | None = None,
 ) -> None:
     """See ``reference.paged_attention``, and for num_queries and workspace ``triton.paged_attention``.
 
-    Up to 16 rows of queries and query heads of a KV head; longer chunks are the fallback's. bulk: rows are loaded by the
-    copy engine (compute capability 9.0) instead of by threads.
+    Up to 16 rows of queries and query heads of a KV head; longer chunks are the fallback's. bulk: from 3 such rows on,
+    keys and values of 16 bits are loaded by the copy engine of a card of compute capability 9.0 instead of by threads;
+    None: as the table of choices says.
     """
     if len(query_lens) == 0:
         return
@@ -144,9 +152,9 @@ def paged_attention(
     plan = AttentionPlan.of(pages, query.shape[1], num_queries, rows, blocks)
     work = workspace or workspace_of(query.device)
     buffers = {name: work.take(name, size) for name, size in plan.sizes.items()}
-    numbers = torch.stack(
-        [t.to(torch.int32) for t in (query_starts, query_lens, seq_lens, fronts, tails, update_modes)]
-    )
+    if bulk is None:
+        bulk = choice("paged_attention", device_name(query.device), pages.head_size).bulk
+    numbers = (query_starts, query_lens, seq_lens, fronts, tails, update_modes)
     library().attend(
         query,
         pages.keys,
@@ -156,7 +164,7 @@ def paged_attention(
         pages.aux,
         output,
         block_table.to(torch.int32).contiguous(),
-        numbers,
+        *(tensor.to(torch.int32).contiguous() for tensor in numbers),
         update_decays.float().contiguous(),
         buffers.get("partial", buffers["lse"]),
         buffers["lse"],
@@ -169,7 +177,7 @@ def paged_attention(
         plan.kept,
         plan.num_combined,
         plan.num_parts,
-        bulk and query.dtype != torch.float32,
+        bulk and query.dtype != torch.float32 and _has_bulk_copies(query.device),
         _stream(query.device),
     )
 

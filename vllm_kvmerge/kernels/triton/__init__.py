@@ -6,6 +6,7 @@ and a check would wait for it. With TRITON_INTERPRET=1, set before Triton is imp
 
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -277,6 +278,7 @@ def paged_attention(
         _update_columns(query, pages, rows, scale, pages.scores, pages.aux, lse, plan, paged=True)
 
 
+@lru_cache(maxsize=64)
 def _one_row(device: torch.device, num_queries: int, seq_len: int, mode: int, decay: float) -> tuple[Tensor, ...]:
     """Numbers of one sequence without a front; all layers of a step ask for the same."""
     numbers = torch.tensor([[0], [num_queries], [seq_len], [0], [0], [mode]], dtype=torch.int32, device=device)
