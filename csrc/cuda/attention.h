@@ -312,16 +312,10 @@ struct Cores {
   float sums[kMost][kOwn][kChunk];
   float top[kMost], total[kMost];
 
-  static KVM_DEVICE void unpack(float (&x)[kChunk], const Chunk& chunk) {
-    const T* elements = reinterpret_cast<const T*>(&chunk);
-    KVM_UNROLL
-    for (int i = 0; i < kChunk; ++i) x[i] = device::to_float(elements[i]);
-  }
-
   static KVM_DEVICE void put_query(char* shared, int row, int chunk, const Chunk& x) {
     if (row >= kMost) return;
     float elements[kChunk];
-    unpack(elements, x);
+    device::unpack(elements, x, T());
     KVM_UNROLL
     for (int i = 0; i < kChunk; ++i) reinterpret_cast<float*>(shared)[row * kSize + chunk * kChunk + i] = elements[i];
   }
@@ -346,7 +340,7 @@ struct Cores {
     for (int i = 0; i < kChunks / 2; ++i) {
       const int chunk = 2 * i + lane / 16;
       float key[kChunk];
-      unpack(key, *reinterpret_cast<const Chunk*>(s.keys + Entries::at(mine, chunk)));
+      device::unpack(key, *reinterpret_cast<const Chunk*>(s.keys + Entries::at(mine, chunk)), T());
       KVM_UNROLL
       for (int r = 0; r < kMost; ++r) {
         const float* query = reinterpret_cast<const float*>(shared) + r * kSize + chunk * kChunk;
@@ -391,7 +385,8 @@ struct Cores {
       KVM_UNROLL
       for (int own = 0; own < kOwn; ++own) {
         float value[kChunk];
-        unpack(value, *reinterpret_cast<const Chunk*>(s.values + Entries::at(other, lane % (32 / kParts) + 32 * own)));
+        const int chunk = lane % (32 / kParts) + 32 * own;
+        device::unpack(value, *reinterpret_cast<const Chunk*>(s.values + Entries::at(other, chunk)), T());
         KVM_UNROLL
         for (int r = 0; r < kMost; ++r) {
           KVM_UNROLL

@@ -118,6 +118,31 @@ KVM_DEVICE void from_float(float& to, float x) { to = x; }
 KVM_DEVICE void from_float(Bf16& to, float x) { to = __float2bfloat16_rn(x); }
 KVM_DEVICE void from_float(F16& to, float x) { to = __float2half_rn(x); }
 
+// Elements of a chunk.
+KVM_DEVICE void unpack(float (&x)[4], Chunk chunk, float) {
+  x[0] = __uint_as_float(chunk.x);
+  x[1] = __uint_as_float(chunk.y);
+  x[2] = __uint_as_float(chunk.z);
+  x[3] = __uint_as_float(chunk.w);
+}
+KVM_DEVICE void unpack(float (&x)[8], Chunk chunk, Bf16) {
+  const uint32_t pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+  KVM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = __uint_as_float(pairs[i] << 16);
+    x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+  }
+}
+KVM_DEVICE void unpack(float (&x)[8], Chunk chunk, F16) {
+  const uint32_t pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+  KVM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+    x[2 * i] = pair.x;
+    x[2 * i + 1] = pair.y;
+  }
+}
+
 // Two numbers of 16 bits, the first in the lower half.
 KVM_DEVICE uint32_t pack(float first, float second, Bf16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
@@ -126,6 +151,27 @@ KVM_DEVICE uint32_t pack(float first, float second, Bf16) {
 KVM_DEVICE uint32_t pack(float first, float second, F16) {
   const __half2 pair = __floats2half2_rn(first, second);
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+KVM_DEVICE Chunk pack(const float (&x)[4], float) {
+  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+}
+template <class T>
+KVM_DEVICE Chunk pack(const float (&x)[8], T) {
+  return make_uint4(pack(x[0], x[1], T()), pack(x[2], x[3], T()), pack(x[4], x[5], T()), pack(x[6], x[7], T()));
+}
+
+// Of global memory, which a compiler cannot tell of addresses that are read from it.
+KVM_DEVICE Chunk load_global(const void* from) {
+  Chunk x;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+KVM_DEVICE void store_global(void* to, Chunk x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
 }
 
 // Copies by the bulk copy engine (sm_90): of any multiple of 16 bytes, counted by a barrier in shared memory.

@@ -317,6 +317,32 @@ inline void from_float(F16& to, float x) {
   std::memcpy(&to, &y, 2);
 }
 
+template <class T, int kCount>
+void unpack(float (&x)[kCount], Chunk chunk, T) {
+  T elements[kCount];
+  static_assert(sizeof elements == sizeof chunk, "");
+  std::memcpy(elements, &chunk, sizeof chunk);
+  for (int i = 0; i < kCount; ++i) x[i] = to_float(elements[i]);
+}
+template <class T, int kCount>
+Chunk pack(const float (&x)[kCount], T) {
+  T elements[kCount];
+  Chunk chunk;
+  static_assert(sizeof elements == sizeof chunk, "");
+  for (int i = 0; i < kCount; ++i) from_float(elements[i], x[i]);
+  std::memcpy(&chunk, elements, sizeof chunk);
+  return chunk;
+}
+inline Chunk load_global(const void* from) {
+  check_aligned(from, 16);
+  Chunk x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+inline void store_global(void* to, Chunk x) {
+  check_aligned(to, 16);
+  std::memcpy(to, &x, sizeof x);
+}
 template <class T>
 uint32_t pack(float first, float second, T) {
   T pair[2];

@@ -256,22 +256,9 @@ struct Merge {
     device::barrier();
   }
 
-  static KVM_DEVICE void add(float (&sum)[kChunk], float share, const Chunk& chunk) {
-    const T* elements = reinterpret_cast<const T*>(&chunk);
-    KVM_UNROLL
-    for (int i = 0; i < kChunk; ++i) sum[i] += share * device::to_float(elements[i]);
-  }
-
-  static KVM_DEVICE void put(char* to, const float (&x)[kChunk]) {
-    Chunk chunk;
-    KVM_UNROLL
-    for (int i = 0; i < kChunk; ++i) device::from_float(reinterpret_cast<T*>(&chunk)[i], x[i]);
-    *reinterpret_cast<Chunk*>(to) = chunk;
-  }
-
-  // A chunk of a row of sums, to `to`.
-  static KVM_DEVICE void sum_members(const MergeParams& p, const Head& h, const char* plane, const float* shares,
-                                     int row, int chunk, char* to) {
+  // A chunk of a row of sums.
+  static KVM_DEVICE Chunk sum_members(const MergeParams& p, const Head& h, const char* plane, const float* shares,
+                                      int row, int chunk) {
     float sum[kChunk];
     KVM_UNROLL
     for (int i = 0; i < kChunk; ++i) sum[i] = 0.0f;
@@ -286,14 +273,19 @@ struct Merge {
         if (first + i < end) {
           const int member = h.order[first + i];
           share[i] = shares[member];
-          chunks[i] = *reinterpret_cast<const Chunk*>(
-              plane + cell_at(p, h, place_of_entry(p, h, entry_of_member(p, h, member)), chunk));
+          const Place place = place_of_entry(p, h, entry_of_member(p, h, member));
+          chunks[i] = device::load_global(plane + cell_at(p, h, place, chunk));
         }
       }
       KVM_UNROLL
-      for (int i = 0; i < kInFlight; ++i) add(sum, share[i], chunks[i]);
+      for (int i = 0; i < kInFlight; ++i) {
+        float x[kChunk];
+        device::unpack(x, chunks[i], T());
+        KVM_UNROLL
+        for (int j = 0; j < kChunk; ++j) sum[j] += share[i] * x[j];
+      }
     }
-    put(to, sum);
+    return device::pack(sum, T());
   }
 
   // Writes the listed places of keys or values; rows: [heads, num_rows, head_size], shares: of the members.
@@ -314,9 +306,9 @@ struct Merge {
           float x[kChunk];
           KVM_UNROLL
           for (int j = 0; j < kChunk; ++j) x[j] = from[j];
-          put(to, x);
+          *reinterpret_cast<Chunk*>(to) = device::pack(x, T());
         } else if (row >= 0 && has_rows) {
-          sum_members(p, h, plane, shares, row, chunk, to);
+          *reinterpret_cast<Chunk*>(to) = sum_members(p, h, plane, shares, row, chunk);
         } else if (what >= 0) {
           device::copy_chunk(to, plane + cell_at(p, h, place_of_entry(p, h, what), chunk), true);
         } else if (what == kEmpty) {
@@ -329,8 +321,8 @@ struct Merge {
       for (int i = device::thread(); i < count * now; i += kThreads) {
         const int place = h.list[i / now], chunk = first + i % now;
         if (h.what[place] == kStays && !(h.row[place] >= 0 && has_rows)) continue;
-        *reinterpret_cast<Chunk*>(plane + cell_at(p, h, place_of_slot(p, h.destination, place), chunk)) =
-            *reinterpret_cast<const Chunk*>(h.staging + 16 * i);
+        device::store_global(plane + cell_at(p, h, place_of_slot(p, h.destination, place), chunk),
+                             *reinterpret_cast<const Chunk*>(h.staging + 16 * i));
       }
     }
   }
