@@ -17,7 +17,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
 PACKAGE = SOURCES.parents[1] / "vllm_kvmerge" / "kernels" / "cuda"
-CXX_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+CXX_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 # Kernels look at chunks of 16 bytes as elements.
 EMULATED_FLAGS = ["-fno-strict-aliasing", "-Wno-maybe-uninitialized"]
 ARCHITECTURES = {"80": ["arch=compute_80,code=[sm_80,compute_80]"], "90a": ["arch=compute_90a,code=sm_90a"]}

@@ -115,14 +115,17 @@ def cuda_builder() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def emulated_library(tmp_path_factory) -> Path:
-    """The CUDA operators, built for the CPU."""
+def emulated_library() -> Path:
+    """The CUDA operators, built for the CPU unless that was done since their sources changed."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no C++ compiler {compiler!r}")
-    scratch = tmp_path_factory.mktemp("cuda")
-    cuda_builder().build(scratch / "_cuda_emulated.so", scratch, emulated=True)
-    return scratch / "_cuda_emulated.so"
+    builder = cuda_builder()
+    library = Path(__file__).parents[2] / "build" / "_cuda_emulated.so"
+    changed = max(path.stat().st_mtime for path in builder.SOURCES.iterdir())
+    if not library.exists() or library.stat().st_mtime < changed:
+        builder.build(library, library.parent / "cuda" / "emulated", emulated=True)
+    return library
 
 
 @pytest.fixture
@@ -158,8 +161,8 @@ def pytest_generate_tests(metafunc):
 def operators(request):
     """The module of operators: the reference, then the native ones on every level that this machine runs.
 
-    With TRITON_INTERPRET=1 also Triton's, in its interpreter; ``test_triton`` starts a process like that. CUDA's, in the
-    emulation, where a module says so with ``OPERATORS``.
+    With TRITON_INTERPRET=1 also Triton's, in its interpreter; ``test_triton`` starts a process like that. CUDA's, in
+    the emulation, where a module says so with ``OPERATORS``.
     """
     if request.param == "cuda":
         yield request.getfixturevalue("cuda")

@@ -24,7 +24,7 @@ from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.engine_args import kvmerge_engine_args
 from vllm_kvmerge.kernels import Pages, ScoreUpdate, Units, cell_bytes, choice, reference
 from vllm_kvmerge.kernels.cuda.plan import AttentionPlan
-from vllm_kvmerge.kernels.merge import MAX_SCALE, Rows, Sums, Zip
+from vllm_kvmerge.kernels.merge import Rows, Sums, Zip
 from vllm_kvmerge.kernels.workspace import Workspace
 from vllm_kvmerge.policies import CompressionContext
 from vllm_kvmerge.policies.mergers.zip_merge import ZipMerger
@@ -155,9 +155,7 @@ def test_arguments_are_checked(strict):
     rows = row_tensors([maker.sequence(40, 64, 100)], [1], [None])
     query = maker.randn(1, 4, 64).bfloat16()
     with pytest.raises(ValueError, match="query_lens is not of the shape"):
-        strict.paged_attention(
-            query=query, pages=maker.pages, **(rows | {"query_lens": torch.ones(2)}), scale=1.0, output=query, num_queries=1
-        )  # fmt: skip
+        strict.paged_attention(query, maker.pages, **(rows | {"query_lens": torch.ones(2)}), scale=1.0, output=query)
     transposed = Pages.of(maker.cache, 64, row_major_keys=False)
     with pytest.raises(ValueError, match="row by row"):
         strict.paged_attention(query=query, pages=transposed, **rows, scale=1.0, output=query)
@@ -308,7 +306,6 @@ def test_zip_is_what_the_merger_does(strict, mode):
     """KeepKV's merger on the same entries, carriers and members."""
     maker = CacheMaker(8, 3, 64, 16, torch.float32)
     s = maker.sequence(60, 80, 140)
-    kept, _, merged = random_merge(maker, s, 60, mode, False)
     kept = torch.arange(60).repeat(3, 1)
     n = 120
     joined = torch.randint(0, 40, (3, 25), generator=maker.generator)  # carriers of the members 70 to 94
@@ -332,11 +329,9 @@ def test_zip_is_what_the_merger_does(strict, mode):
     zipped = Zip(places, everyone, rows.masked_fill(everyone < 0, 0), importance, protected, mode)
     strict.merge_entries(units, s.blocks[None, :4], kept, None, zipped)
     actual = reference.gather_entries(pages, s.blocks, 60, 60, 60)
-    assert 5 < int((places >= 0).sum()) and not torch.equal(actual.keys, entries.keys_at(kept) * 0)
+    assert int((places >= 0).sum()) > 5
     for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-5, msg=name)
-    factor = actual.keys.norm(dim=-1) / expected.keys.norm(dim=-1)
-    assert MAX_SCALE == 10.0 and (factor - 1).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("policy", ["keepkv", "zsmerge", "weightedkv", "h2o"])
@@ -382,9 +377,8 @@ def test_layers_of_different_layout_are_left_to_others(cuda, monkeypatch):
 
 
 def test_nothing_was_measured_so_triton_is_chosen():
-    assert json.loads(choice.RULES.read_text()) == [{"implementation": "triton"}], (
-        "say in docs/gpu.md what was measured"
-    )
+    table = json.loads(choice.RULES.read_text())
+    assert table == [{"implementation": "triton"}], "say in docs/gpu.md what was measured"
     for card in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"):
         assert {choice.choice(operator, card, 128).implementation for operator in kernels.OPERATORS} == {"triton"}
 

@@ -72,7 +72,7 @@ def runs_on(device: torch.device) -> str | None:
 
 
 @cache
-def _has_bulk_copies(device: torch.device) -> bool:
+def has_bulk_copies(device: torch.device) -> bool:
     """Whether there is code for the bulk copy engine: sm_90a's, which no other card runs."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -177,7 +177,7 @@ def paged_attention(
         plan.kept,
         plan.num_combined,
         plan.num_parts,
-        bulk and query.dtype != torch.float32 and _has_bulk_copies(query.device),
+        bulk and query.dtype != torch.float32 and has_bulk_copies(query.device),
         _stream(query.device),
     )
 

@@ -77,7 +77,7 @@ class AttentionPlan:
 
     @classmethod
     def of(cls, pages: Pages, num_heads: int, num_queries: int, rows: int, max_blocks: int) -> "AttentionPlan":
-        """For ``rows`` sequences of up to ``num_queries`` queries, of ``num_heads`` heads, and ``max_blocks`` blocks."""
+        """For ``rows`` sequences of up to ``num_queries`` queries of ``num_heads`` heads and ``max_blocks`` blocks."""
         num_blocks, num_kv_heads = pages.keys.shape[:2]
         device = pages.keys.device
         max_entries = max_blocks * pages.block_size
