@@ -472,8 +472,8 @@ def main() -> int:
     for row in rows:
         peers = ", ".join(f"{name} {seconds / row.seconds:.2f}" for name, seconds in row.peers.items())
         print(
-            f"{row.operator:16} {row.implementation:9} {row.case:38} {row.seconds * 1e6:9.1f} {row.bytes / row.seconds / 1e9:6.0f} "
-            f"{row.share:7.2f} {max(row.errors.values()):8.1e}  {peers}"
+            f"{row.operator:16} {row.implementation:9} {row.case:38} {row.seconds * 1e6:9.1f} "
+            f"{row.bytes / row.seconds / 1e9:6.0f} {row.share:7.2f} {max(row.errors.values()):8.1e}  {peers}"
         )
     wrong = [row for row in rows if not max(row.errors.values()) <= TOLERANCE[bench.dtype]]
     for row in wrong:
