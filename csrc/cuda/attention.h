@@ -118,8 +118,8 @@ struct Step {
   int first, end;  // the first entry, and that behind the last one of the split
 };
 
-// Products on the matrix units, for up to 16 rows. A thread has rows lane / 4 and that + 8, and of them every fourth pair
-// of columns.
+// Products on the matrix units, for up to 16 rows. A thread has rows lane / 4 and that + 8, and of them every fourth
+// pair of columns.
 template <class T, int kSize, bool kWholeRows>
 struct MatrixUnits {
   typedef T Type;
@@ -297,8 +297,8 @@ struct MatrixUnits {
   }
 };
 
-// Products on the ordinary units, for few rows and for float32. A thread has the logits of entry lane % 16, half of each
-// product; and for the sums one chunk, or several, of every value or of every so many.
+// Products on the ordinary units, for few rows and for float32. A thread has the logits of entry lane % 16, half of
+// each product; and for the sums one chunk, or several, of every value or of every so many.
 template <class T, int kSize, int kMost, bool kWholeRows>
 struct Cores {
   typedef T Type;
@@ -590,8 +590,8 @@ struct Attend {
   }
 };
 
-// Puts splits together, and updates scores from the logits that were kept. Grid: sequences, heads, one block for each of
-// `num_combined` rows and then any number that share the entries.
+// Puts splits together, and updates scores from the logits that were kept. Grid: sequences, heads, one block for each
+// of `num_combined` rows and then any number that share the entries.
 template <int kHeadSize>
 struct Finish {
   typedef AttendParams Params;
@@ -634,7 +634,8 @@ struct Finish {
     float* weights = levels + kRows;
     for (int r = device::warp(); r < rows; r += kThreads / 32) {
       float top = kNoLogit;
-      for (int split = device::lane(); split < num_splits; split += 32) top = larger(top, p.lse[base + split * kRows + r]);
+      for (int split = device::lane(); split < num_splits; split += 32)
+        top = larger(top, p.lse[base + split * kRows + r]);
       for (int mask = 1; mask < 32; mask *= 2) top = larger(top, device::shuffle_xor(top, mask));
       float total = 0.0f;
       for (int split = device::lane(); split < num_splits; split += 32)

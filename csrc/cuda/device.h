@@ -221,7 +221,8 @@ struct Grid {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) run_kernel(const __grid_constant__ typename Kernel::Params params) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    run_kernel(const __grid_constant__ typename Kernel::Params params) {
   Kernel::run(params);
 }
 
@@ -255,8 +256,8 @@ void launch(const Grid& grid, int shared_bytes, const typename Kernel::Params& p
   if (shared_bytes > 48 << 10)
     check_cuda(cudaFuncSetAttribute(run_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                "shared memory");
-  run_kernel<Kernel><<<dim3(grid.x, grid.y, grid.z), Kernel::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
-      params);
+  const dim3 blocks(grid.x, grid.y, grid.z);
+  run_kernel<Kernel><<<blocks, Kernel::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(cudaGetLastError(), "launch");
 }
 

@@ -1,8 +1,9 @@
 // device.h for a CPU: a block's threads are fibers that take turns, and change places only where they wait.
 //
 // It is meant to find mistakes. Threads run in an order that changes from turn to turn, so that what a missing barrier
-// leaves open differs; shared memory starts as NaN; asynchronous copies are made when they are waited for, not before; a
-// barrier that not all threads reach ends as an exception, as does an access to shared memory that is not aligned.
+// leaves open differs; shared memory starts as NaN; asynchronous copies are made when they are waited for, not before;
+// what ends as an exception: a barrier that not all threads reach, a write behind the shared memory, and a copy from or
+// to an address that is not aligned.
 #pragma once
 
 #include <ucontext.h>

@@ -34,8 +34,9 @@ void attend_size(const AttendParams& params, int num_rows, int query_rows, bool 
                  int finish_blocks, const Where& where) {
   if (bits == 32) {
     constexpr int kWarps = kHeadSize == 256 ? 2 : 4, kStages = kHeadSize == 64 ? 3 : 2;
+    constexpr int kMost = max_query_rows(32, kHeadSize);
     if (query_rows <= 4) attend_with<Cores<float, kHeadSize, 4, false>, kWarps, kStages>(params, num_rows, where);
-    else attend_with<Cores<float, kHeadSize, kHeadSize == 256 ? 8 : 16, false>, kWarps, kStages>(params, num_rows, where);
+    else attend_with<Cores<float, kHeadSize, kMost, false>, kWarps, kStages>(params, num_rows, where);
   } else if (is_bfloat16) {
     attend_halves<Bf16, kHeadSize>(params, num_rows, query_rows, bulk, where);
   } else {

@@ -1,5 +1,5 @@
-// One launch that carries out a compaction: sums of keys and values are written to the places that take them, entries that
-// stay are moved to theirs, and metadata are written. See kernels/merge.py for what the arguments mean.
+// One launch that carries out a compaction: sums of keys and values are written to the places that take them, entries
+// that stay are moved to theirs, and metadata are written. See kernels/merge.py for what the arguments mean.
 //
 // A block has one head of a unit, so that it alone reads and writes that head's slots. All that is written is in shared
 // memory before the first of it is stored, because places may overlap; where whole rows of keys do not fit, it is done
@@ -87,15 +87,16 @@ struct Merge {
     if (p.kind == kSums || p.kind == kZip) list_members(p, h);
     if (p.kind == kZip) weigh(p, h);
     write_metadata(p, h);
-    const bool sums = p.kind == kSums, zip = p.kind == kZip;
-    write_plane(p, h, 0, p.keys, zip ? h.key_shares : sums && p.key_weights ? weights_of(p, h, p.key_weights) : nullptr);
-    write_plane(p, h, 1, p.values,
-                zip ? h.value_shares : sums && p.value_weights ? weights_of(p, h, p.value_weights) : nullptr);
+    write_plane(p, h, 0, p.keys, shares_of(p, h, p.key_weights, h.key_shares));
+    write_plane(p, h, 1, p.values, shares_of(p, h, p.value_weights, h.value_shares));
   }
 
  private:
-  static KVM_DEVICE const float* weights_of(const MergeParams& p, const Head& h, const float* weights) {
-    return weights + static_cast<int64_t>(h.number) * p.num_members;
+  // The head's weights of a plane: as they are given, or as they were found; null: the plane has no sums.
+  static KVM_DEVICE const float* shares_of(const MergeParams& p, const Head& h, const float* given,
+                                           const float* found) {
+    if (p.kind == kZip) return found;
+    return p.kind == kSums && given ? given + static_cast<int64_t>(h.number) * p.num_members : nullptr;
   }
   static KVM_DEVICE int entry_of_member(const MergeParams& p, const Head& h, int member) {
     return static_cast<int>(p.members[static_cast<int64_t>(h.number) * p.num_members + member]);

@@ -1,7 +1,7 @@
 // The kernels as apache-tvm-ffi functions. Compiled by a C++ compiler; tensors are of a card or, emulated, of the CPU.
 //
-// Values lie on the card, so only types, shapes and devices can be checked: whoever passes block ids and indices answers
-// for them.
+// Values lie on the card, so only types, shapes and devices can be checked: whoever passes block ids and indices
+// answers for them.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
@@ -95,7 +95,8 @@ void set_cells(Params& p, const Arguments& arguments, const TensorView& keys, co
   p.cell_head = values.stride(1) * bytes;
   p.cell_slot = values.stride(2) * bytes;
   KVM_CHECK(keys.stride(2) == 1 && values.stride(3) == 1, ValueError) << "keys and values must lie row by row";
-  KVM_CHECK(keys.stride(0) == values.stride(0) && keys.stride(1) == values.stride(1) && keys.stride(3) == values.stride(2),
+  KVM_CHECK(keys.stride(0) == values.stride(0) && keys.stride(1) == values.stride(1) &&
+                keys.stride(3) == values.stride(2),
             ValueError)
       << "keys and values must have the same strides";
   for (int64_t stride : {p.cell_block, p.cell_head, p.cell_slot, p.head_size * bytes})
@@ -178,8 +179,8 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
             ValueError)
       << "the workspace is too small";
   if (rows == 0) return;
-  attend(p, static_cast<int>(rows), static_cast<int>(query_rows), code == kDLBfloat, type.bits, static_cast<int>(padded),
-         bulk, static_cast<int>(num_combined + num_parts), arguments.where(stream));
+  attend(p, static_cast<int>(rows), static_cast<int>(query_rows), code == kDLBfloat, type.bits,
+         static_cast<int>(padded), bulk, static_cast<int>(num_combined + num_parts), arguments.where(stream));
 }
 
 void call_merge(TensorView keys, TensorView values, TensorView log_votes, TensorView addresses, TensorView layer,
