@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import subprocess
+from dataclasses import fields
 
 import pytest
 import torch
@@ -293,11 +294,11 @@ def test_merges_are_the_references(strict, monkeypatch, dtype, head_size, block_
             not torch.equal(one.values.nan_to_num(), other.nan_to_num())
             for one, other in zip(layers, before, strict=True)
         )
-        found.append([plane for layer in layers for plane in vars(layer).values()][:12])
+        found.append([(field.name, getattr(layer, field.name)) for layer in layers for field in fields(Pages)])
     exact = kind not in ("scale", "votes", "auto")
     tolerance = 0 if exact and dtype is not torch.float32 else 1e-5 if dtype is torch.float32 else 1e-2
-    for name, one, other in zip(2 * ["k", "v", "votes", "scores", "aux", "positions"], *found, strict=True):
-        rounding = tolerance if name in "kv" else 0 if exact else 1e-5
+    for (name, one), (_, other) in zip(*found, strict=True):
+        rounding = tolerance if name in ("keys", "values") else 0 if exact else 1e-5
         torch.testing.assert_close(other.float(), one.float(), rtol=rounding, atol=rounding, equal_nan=True, msg=name)
 
 
@@ -348,9 +349,11 @@ def test_compactions_of_policies(strict, policy):
         context = CompressionContext(
             budget=96, capacity=96, num_tokens=160, at_prompt_end=False, num_heads=2, layers=[0, 0], num_layers=1
         )
-        config = parse_compression({"policy": policy, "budget": 96})
+        everything = {"merge_threshold": -1.0} if policy == "keepkv" else {}
+        config = parse_compression({"policy": policy, "budget": 96, **everything})
         assert config is not None
         outcome = config.policy.compress(entries, context).outcome
+        assert bool(outcome.merged.any()) == (policy != "h2o")
         metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
         merged = Rows(outcome.changed, outcome.keys, outcome.values)
         operators.merge_entries(units, s.blocks[None, :6], outcome.kept, metadata, merged)
@@ -359,7 +362,7 @@ def test_compactions_of_policies(strict, policy):
         assert torch.equal(getattr(found[1], name), getattr(found[0], name)), name
 
 
-def test_layers_of_different_layout_are_left_to_others(cuda, monkeypatch):
+def test_merges_that_kernels_cannot_do_are_left_to_others(cuda, monkeypatch):
     left = []
     monkeypatch.setattr(cuda.fallback(torch.device("cpu")), "merge_entries", lambda *args: left.append(args))
     makers = [CacheMaker(0, 2, 64, 16, torch.float32), CacheMaker(0, 2, 64, 32, torch.float32)]
@@ -371,6 +374,10 @@ def test_layers_of_different_layout_are_left_to_others(cuda, monkeypatch):
     many = torch.zeros(2, 9000, dtype=torch.int64)
     cuda.merge_entries(Units.of(makers[0].pages, s.blocks, 0, 0, 40), s.blocks[None], many)
     assert len(left) == 2 and left[1][2] is many
+    places, nobody = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64)
+    sums = Sums(places, nobody, nobody, nobody.float(), nobody.float())
+    cuda.merge_entries(Units.of(makers[0].pages, s.blocks, 0, 0, 40), s.blocks[None], many[:, :40], None, sums)
+    assert left[2][4] is sums
 
 
 # The table of choices

@@ -198,10 +198,13 @@ def merge_entries(
     layouts = {(layer.strides, layer.keys.shape[1:], layer.keys.dtype) for layer in units.layers}
     num_places = kept.shape[1]
     num_rows = 0 if merged is None else merged.places.shape[1]
+    if num_rows == 0:
+        merged = None
     num_members = merged.members.shape[1] if isinstance(merged, Sums | Zip) else 0
     capacity = max(BYTES_STAGED, 16 * num_places)
     shared_bytes = merge_bytes(capacity, num_places, num_rows, num_members)
-    if len(layouts) > 1 or shared_bytes > shared_memory(device):
+    no_members = isinstance(merged, Sums | Zip) and num_members == 0
+    if len(layouts) > 1 or no_members or shared_bytes > shared_memory(device):
         fallback(device).merge_entries(units, destination, kept, metadata, merged)
         return
 
