@@ -277,7 +277,7 @@ def on_cpu(caches: Caches) -> Caches:
     cpu = torch.device("cpu")
     twin.bench = Bench(**{**vars(caches.bench), "device": cpu})
     twin.rows, twin.entries, twin.copies = caches.rows, caches.entries, 1
-    twin.layers = [Pages(*(getattr(caches.pages(0), one.name).cpu() for one in fields(Pages)))]
+    twin.layers = [Pages(*(getattr(caches.pages(0), one.name).to(cpu, copy=True) for one in fields(Pages)))]
     twin.table = caches.table.cpu()
     return twin
 
