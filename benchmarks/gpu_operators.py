@@ -314,14 +314,12 @@ def merge_cases(bench: Bench, rows: int, entries: int, interval: int) -> Iterato
     row_of = torch.arange(carriers.shape[1], device=bench.device).repeat(heads, 2)
     weights = torch.full(members.shape, 0.5, device=bench.device)
     size = heads * (2 * d * item * (2 * interval + 3 * carriers.shape[1]) + 2 * 16 * places)
-    known: dict[tuple[int, int], Units] = {}
+    known = [caches.units(number, n // 2) for number in range(caches.copies)]
 
     def run(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
-        key = id(where), number % where.copies
-        if key not in known:
-            known[key] = where.units(number, n // 2)
+        units = known[number % caches.copies] if where is caches else where.units(number, n // 2)
         there = [tensor.to(where.bench.device) for tensor in (carriers, members, row_of, weights, weights)]
-        module.merge_entries(known[key], where.table, kept.to(where.bench.device), None, Sums(*there))
+        module.merge_entries(units, where.table, kept.to(where.bench.device), None, Sums(*there))
         return []
 
     for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
@@ -353,13 +351,10 @@ def entry_cases(bench: Bench, rows: int, entries: int, groups: int) -> Iterator[
 
         return wrapped
 
-    known: dict[tuple[int, int], Units] = {}
+    known = [caches.units(number, n // 2) for number in range(caches.copies)]
 
     def units(where: Caches, number: int) -> Units:
-        key = id(where), number % where.copies
-        if key not in known:
-            known[key] = where.units(number, n // 2)
-        return known[key]
+        return known[number % caches.copies] if where is caches else where.units(number, n // 2)
 
     def to(where: Caches, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(where.bench.device) for tensor in tensors]
