@@ -2,6 +2,7 @@
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff and mypy
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
+# make cuda    the operators in CUDA C++, for a machine with a card (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
 #
 # VENV=DIR       use another environment; one that holds a vLLM keeps it, and only gets the package and the tools
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test demo-model sanitize lint
+.PHONY: setup serve test demo-model cuda sanitize lint
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -59,6 +60,9 @@ test: setup
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)
 
+cuda: setup
+	$(BIN)/python csrc/cuda/build.py
+
 # The address sanitizer must be in the process first. Python and PyTorch never free some of what they allocate, so leaks
 # are not looked for.
 sanitize: setup
@@ -66,7 +70,7 @@ sanitize: setup
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libasan.so):$$("$${CXX:-c++}" -print-file-name=libubsan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
 		$(BIN)/python -m pytest tests/kernels -k "not plain-torch" \
-		--native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
+		--ignore tests/kernels/test_cuda.py --native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

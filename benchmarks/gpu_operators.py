@@ -1,4 +1,7 @@
-"""Triton's operators on a card: ``python benchmarks/gpu_operators.py``. Needs torch, Triton and this package, no vLLM.
+"""The operators on a card: ``python benchmarks/gpu_operators.py``. Needs torch, Triton and this package, no vLLM.
+
+Triton's, and beside them CUDA's where csrc/cuda/build.py has built them: attention, loading by threads and by the bulk
+copy engine, and merges. The figures decide what belongs in kernels/choice.json.
 
 Each case is first checked, on fresh random inputs and into poisoned outputs, against float64 (attention and scores) or
 the reference on the CPU (the others); ``error`` is ||out - ref|| / ||ref||. Then it is timed: calls rotate over copies
@@ -30,7 +33,8 @@ import torch
 from report import machine
 from torch import Tensor
 
-from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cell_bytes, reference, triton
+from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cell_bytes, cuda, reference, triton
+from vllm_kvmerge.kernels.merge import Sums
 
 BLOCK_SIZE = 16
 DECAY = 0.9
@@ -42,7 +46,10 @@ Call = Callable[[int], object]
 
 @dataclass
 class Row:
-    """Seconds of one call. bytes: that must move, or 0. errors: by what was compared. peers: their seconds."""
+    """Seconds of one call. bytes: that must move, or 0. errors: by what was compared. peers: their seconds.
+
+    implementation: of the operator.
+    """
 
     operator: str
     case: str
@@ -50,6 +57,7 @@ class Row:
     bytes: int
     errors: dict[str, float]
     share: float = 0.0
+    implementation: str = "triton"
     peers: dict[str, float] = field(default_factory=dict)
 
 
@@ -150,8 +158,28 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return difference / size if size else difference
 
 
-def attention(bench: Bench, caches: Caches, groups: int, front: int, mode: str, peers: bool) -> Row:
-    """One query for each sequence."""
+def has_cuda(device: torch.device) -> bool:
+    """Whether there are CUDA's operators for a device."""
+    try:
+        return cuda.runs_on(device) is None
+    except (OSError, ImportError):
+        return False
+
+
+def attention_calls(device: torch.device) -> dict[str, Callable[..., None]]:
+    """Each implementation of attention that there is."""
+    calls: dict[str, Callable[..., None]] = {"triton": triton.paged_attention}
+    if has_cuda(device):
+        calls |= {"cuda": partial(cuda.paged_attention, bulk=False)}
+        if cuda.has_bulk_copies(device):
+            calls |= {"cuda bulk": partial(cuda.paged_attention, bulk=True)}
+    return calls
+
+
+def attention(
+    bench: Bench, caches: Caches, groups: int, front: int, mode: str, peers: bool, name: str, call: Callable[..., None]
+) -> Row:
+    """One query for each sequence, with one implementation of attention."""
     rows, n, heads = caches.rows, caches.entries, bench.heads
     query = bench.rand(rows, heads * groups, bench.head_size).to(bench.dtype)
     numbers = [torch.arange(rows), *(torch.full((rows,), number) for number in (1, n, front, front))]
@@ -161,9 +189,7 @@ def attention(bench: Bench, caches: Caches, groups: int, front: int, mode: str, 
     output = torch.full_like(query, torch.nan)
 
     def run(number: int) -> None:
-        triton.paged_attention(
-            query, caches.pages(number), caches.table, *tensors, decays, scale, output, num_queries=1
-        )
+        call(query, caches.pages(number), caches.table, *tensors, decays, scale, output, num_queries=1)
 
     checked = min(rows, 2)
     before = [reference.gather_entries(caches.pages(0), caches.table[row], front, front, n) for row in range(checked)]
@@ -186,7 +212,8 @@ def attention(bench: Bench, caches: Caches, groups: int, front: int, mode: str, 
             errors["scores"] = max(errors["scores"], relative_error(after, scores))
     size = heads * rows * (n * 2 * bench.head_size * bench.dtype.itemsize + 4 * front)
     size += heads * rows * n * {"none": 0, "sum": 8, "mean": 16, "log_ema": 16}[mode]
-    result = Row("paged_attention", f"{rows} x {n}, G {groups}, front {front}, {mode}", 0.0, size, errors)
+    case = f"{rows} x {n}, G {groups}, front {front}, {mode}"
+    result = Row("paged_attention", case, 0.0, size, errors, implementation=name)
     result.seconds = bench.time(run, caches.copies)
     if peers:
         result.peers = attention_peers(bench, caches, query, front, scale)
@@ -250,22 +277,54 @@ def on_cpu(caches: Caches) -> Caches:
     cpu = torch.device("cpu")
     twin.bench = Bench(**{**vars(caches.bench), "device": cpu})
     twin.rows, twin.entries, twin.copies = caches.rows, caches.entries, 1
-    twin.layers = [Pages(*(getattr(caches.pages(0), one.name).cpu() for one in fields(Pages)))]
+    twin.layers = [Pages(*(getattr(caches.pages(0), one.name).to(cpu, copy=True) for one in fields(Pages)))]
     twin.table = caches.table.cpu()
     return twin
 
 
-def checked(bench: Bench, name: str, case: str, caches: Caches, size: int, operation: Operation) -> Row:
+def checked(
+    bench: Bench, name: str, case: str, caches: Caches, size: int, operation: Operation, operators: Any = triton
+) -> Row:
     """Times an operator after its results, and its changes to the pages, have been compared with the reference's."""
     twin = on_cpu(caches)
     outcomes = []
-    for module, where in ((triton, caches), (reference, twin)):
+    for module, where in ((operators, caches), (reference, twin)):
         results = list(operation(module, 0, where))
         planes = [getattr(where.pages(0), one.name) for one in fields(Pages)]
         outcomes.append([tensor.cpu().nan_to_num() for tensor in (*results, *planes)])
     error = max(relative_error(one, other) for one, other in zip(*outcomes, strict=True))
-    seconds = bench.time(lambda number: operation(triton, number, caches), caches.copies)
-    return Row(name, case, seconds, size, {"reference": error})
+    seconds = bench.time(lambda number: operation(operators, number, caches), caches.copies)
+    implementation = operators.__name__.rpartition(".")[2]
+    return Row(name, case, seconds, size, {"reference": error}, implementation=implementation)
+
+
+def merge_cases(bench: Bench, rows: int, entries: int, interval: int) -> Iterator[Row]:
+    """One compaction of ``rows`` units (requests, of one layer): an interval's entries leave, half of them merged.
+
+    Those that leave lie anywhere; the newest take their places.
+    """
+    caches = Caches(bench, rows, entries)
+    n, d, item, heads = entries, bench.head_size, bench.dtype.itemsize, rows * bench.heads
+    places = n - interval
+    order = bench.rand(heads, places).argsort(1)
+    gone, carriers = order[:, :interval], order[:, interval : interval + interval // 2]
+    kept = torch.arange(places, device=bench.device).repeat(heads, 1)
+    kept.scatter_(1, gone, torch.arange(places, n, device=bench.device).expand(heads, -1))
+    members = torch.cat([carriers, gone[:, : carriers.shape[1]]], 1)
+    row_of = torch.arange(carriers.shape[1], device=bench.device).repeat(heads, 2)
+    weights = torch.full(members.shape, 0.5, device=bench.device)
+    size = heads * (2 * d * item * (2 * interval + 3 * carriers.shape[1]) + 2 * 16 * places)
+    known = [caches.units(number, n // 2) for number in range(caches.copies)]
+
+    def run(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
+        units = known[number % caches.copies] if where is caches else where.units(number, n // 2)
+        there = [tensor.to(where.bench.device) for tensor in (carriers, members, row_of, weights, weights)]
+        module.merge_entries(units, where.table, kept.to(where.bench.device), None, Sums(*there))
+        return []
+
+    for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
+        case = f"{rows} units x {n}, {interval} leave"
+        yield checked(bench, "merge_entries", case, caches, size, run, operators)
 
 
 def entry_cases(bench: Bench, rows: int, entries: int, groups: int) -> Iterator[Row]:
@@ -292,13 +351,10 @@ def entry_cases(bench: Bench, rows: int, entries: int, groups: int) -> Iterator[
 
         return wrapped
 
-    known: dict[tuple[int, int], Units] = {}
+    known = [caches.units(number, n // 2) for number in range(caches.copies)]
 
     def units(where: Caches, number: int) -> Units:
-        key = id(where), number % where.copies
-        if key not in known:
-            known[key] = where.units(number, n // 2)
-        return known[key]
+        return known[number % caches.copies] if where is caches else where.units(number, n // 2)
 
     def to(where: Caches, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(where.bench.device) for tensor in tensors]
@@ -339,13 +395,18 @@ def cases(bench: Bench, arguments: argparse.Namespace) -> Iterator[Row]:
             caches = Caches(bench, rows, entries)
             for groups in arguments.groups:
                 peers = Caches.bytes(bench, rows, entries) <= bench.limit // 4 and not arguments.no_peers
-                yield attention(bench, caches, groups, 0, "none", peers)
-                for mode in UPDATE_MODES:
-                    yield attention(bench, caches, groups, entries // 2, mode, peers and mode == "none")
+                for name, call in attention_calls(bench.device).items():
+                    ours = peers and name == "triton"
+                    yield attention(bench, caches, groups, 0, "none", ours, name, call)
+                    for mode in UPDATE_MODES:
+                        with_peers = ours and mode == "none"
+                        yield attention(bench, caches, groups, entries // 2, mode, with_peers, name, call)
     caches = Caches(bench, 1, max(arguments.entries[:2]))
     for mode in ("sum", "mean", "log_ema"):
         yield columns(bench, caches, max(arguments.groups), min(64, caches.entries), mode)
     yield from entry_cases(bench, arguments.units, arguments.entries[0], max(arguments.groups))
+    for units in sorted({arguments.units, max(arguments.batch)}):
+        yield from merge_cases(bench, units, arguments.entries[0] + arguments.interval, arguments.interval)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -359,6 +420,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--entries", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--units", type=int, default=128, help="layers x requests of a compaction")
+    parser.add_argument("--interval", type=int, default=128, help="entries that leave in a merge")
     parser.add_argument("--working-set", type=int, default=512, help="MiB of all copies of a cache, at least")
     parser.add_argument("--limit", type=int, default=8192, help="MiB of one cache; larger cases are left out")
     parser.add_argument("--seconds", type=float, default=2e-3, help="of one graph of calls")
@@ -367,7 +429,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.interpret:
         parsed.head_size, parsed.kv_heads, parsed.groups, parsed.batch = 32, 2, [2], [2]
-        parsed.entries, parsed.units, parsed.working_set = [48], 2, 0
+        parsed.entries, parsed.units, parsed.working_set, parsed.interval = [48], 2, 0, 8
     return parsed
 
 
@@ -401,12 +463,12 @@ def main() -> int:
     }
     arguments.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
     print(f"{triton.description(device)}; copy {copy / 1e9:.0f} GB/s")
-    print(f"{'operator':16} {'case':38} {'us':>9} {'GB/s':>6} {'of copy':>7} {'error':>8}  peers: time / ours")
+    print(f"{'operator':16} {'by':9} {'case':38} {'us':>9} {'GB/s':>6} {'of copy':>7} {'error':>8}  peers: time / ours")
     for row in rows:
         peers = ", ".join(f"{name} {seconds / row.seconds:.2f}" for name, seconds in row.peers.items())
         print(
-            f"{row.operator:16} {row.case:38} {row.seconds * 1e6:9.1f} {row.bytes / row.seconds / 1e9:6.0f} "
-            f"{row.share:7.2f} {max(row.errors.values()):8.1e}  {peers}"
+            f"{row.operator:16} {row.implementation:9} {row.case:38} {row.seconds * 1e6:9.1f} "
+            f"{row.bytes / row.seconds / 1e9:6.0f} {row.share:7.2f} {max(row.errors.values()):8.1e}  {peers}"
         )
     wrong = [row for row in rows if not max(row.errors.values()) <= TOLERANCE[bench.dtype]]
     for row in wrong:

@@ -1,12 +1,17 @@
 """The engine arguments that switch compression on in vLLM."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionError, parse_compression
+from vllm_kvmerge.kernels import OPERATORS
+from vllm_kvmerge.kernels.choice import check_overrides
 from vllm_kvmerge.support import UnsupportedConfigError, check_options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 WORKER_CLS = "vllm_kvmerge.worker.worker.KVMergeWorker"
 CUDA_WORKER_CLS = "vllm_kvmerge.worker.cuda_worker.KVMergeCUDAWorker"
@@ -31,6 +36,19 @@ class PluginConfig(BaseModel):
         "them in captured graphs; more than these run, more slowly.",
     )
     query_ring_size: int = Field(32, ge=1, description="On CUDA: queries that there is room for, of each of those.")
+    operators: dict[str, str] = Field(
+        {}, description="Implementations of operators to run instead of those in kernels/choice.json."
+    )
+
+    @field_validator("operators")
+    @classmethod
+    def _check_operators(cls, operators: dict[str, str]) -> dict[str, str]:
+        return check_overrides(operators, OPERATORS)
+
+
+def plugin_config(vllm_config: "VllmConfig") -> PluginConfig:
+    """What the plugin was told in an engine's ``additional_config``."""
+    return PluginConfig.model_validate(vllm_config.additional_config.get(CONFIG_KEY) or {})
 
 
 def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **overrides: Any) -> dict[str, Any]:
@@ -72,7 +90,9 @@ def _with_default(
     except ValidationError as error:
         fault = error.errors()[0]
         name = ".".join(["additional_config", CONFIG_KEY, *map(str, fault["loc"])])
-        raise UnsupportedConfigError(f"{name}={fault['input']} is not supported: {fault['msg']}") from None
+        raise UnsupportedConfigError(
+            f"{name}={fault['input']} is not supported: {fault['msg'].removeprefix('Value error, ')}"
+        ) from None
     given = ours.get("default")
     if given is not None and kv_compression is not None:
         raise UnsupportedConfigError(

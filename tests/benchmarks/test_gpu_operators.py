@@ -18,6 +18,7 @@ OPERATORS = {
     "write_metadata",
     "write_rows",
     "move_entries",
+    "merge_entries",
     "most_similar",
     "fused_attention",
     "join_slots",

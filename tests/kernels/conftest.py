@@ -1,11 +1,18 @@
 """Random paged caches and the dense sequences they stand for."""
 
+import importlib.util
 import os
+import shlex
+import shutil
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from vllm_kvmerge.kernels import (
     UPDATE_MODES,
@@ -77,8 +84,74 @@ class CacheMaker:
         return Sequence(front, tail, seq_len, blocks, stored_keys, stored_values, log_votes)
 
 
+class Watch(TorchFunctionMode):
+    """Refuses what waits for a card, and tensors made without saying where."""
+
+    WAITS = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu"}
+    MAKES = {"arange", "zeros", "ones", "full", "empty", "tensor"}
+
+    def __init__(self, refused: set[str]) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in self.refused & self.MAKES:
+            assert (kwargs or {}).get("device") is not None, f"{name} without a device"
+        else:
+            assert name not in self.refused, f"{name} waits for the card"
+        return function(*args, **(kwargs or {}))
+
+
+def cuda_builder() -> ModuleType:
+    """csrc/cuda/build.py."""
+    path = Path(__file__).parents[2] / "csrc" / "cuda" / "build.py"
+    spec = importlib.util.spec_from_file_location("cuda_builder", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # which dataclasses look up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def emulated_library() -> Path:
+    """The CUDA operators, built for the CPU unless that was done since their sources changed."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no C++ compiler {compiler!r}")
+    builder = cuda_builder()
+    library = Path(__file__).parents[2] / "build" / "_cuda_emulated.so"
+    changed = max(path.stat().st_mtime for path in builder.SOURCES.iterdir())
+    if not library.exists() or library.stat().st_mtime < changed:
+        builder.build(library, library.parent / "cuda" / "emulated", emulated=True)
+    return library
+
+
+@pytest.fixture
+def cuda(emulated_library, monkeypatch):
+    """CUDA's operators, emulated on the CPU, and caches with keys row by row, as on a card."""
+    from vllm_kvmerge.kernels import cuda
+
+    of = Pages.of
+    monkeypatch.setattr(
+        Pages,
+        "of",
+        lambda cache, head_size, row_major_keys=None: of(
+            cache, head_size, True if row_major_keys is None else row_major_keys
+        ),
+    )
+    cuda.use(emulated_library)
+    yield cuda
+    cuda.use(None)
+
+
 def pytest_generate_tests(metafunc):
     if "operators" in metafunc.fixturenames:
+        own = getattr(metafunc.module, "OPERATORS", None)
+        if own is not None:
+            metafunc.parametrize("operators", own, indirect=True)
+            return
         levels = native.levels() if native.LIBRARY.exists() else []
         interpreted = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
         metafunc.parametrize("operators", ["plain-torch", *interpreted, *levels], indirect=True)
@@ -88,8 +161,12 @@ def pytest_generate_tests(metafunc):
 def operators(request):
     """The module of operators: the reference, then the native ones on every level that this machine runs.
 
-    With TRITON_INTERPRET=1 also Triton's, in its interpreter; ``test_triton`` starts a process like that.
+    With TRITON_INTERPRET=1 also Triton's, in its interpreter; ``test_triton`` starts a process like that. CUDA's, in
+    the emulation, where a module says so with ``OPERATORS``.
     """
+    if request.param == "cuda":
+        yield request.getfixturevalue("cuda")
+        return
     if request.param == "plain-torch":
         yield reference
         return

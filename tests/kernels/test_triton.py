@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
-from tests.kernels.conftest import CacheMaker, row_tensors
+from tests.kernels.conftest import CacheMaker, Watch, row_tensors
 from vllm_kvmerge.kernels import Pages, ScoreUpdate, Units, cell_bytes, reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -116,25 +115,6 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
             if launch.kernel.__name__ == "attend":
                 assert "cp.async" in code.ptx, "keys and values are not loaded ahead"
                 assert ("mma.sync" in code.ptx or "wgmma" in code.ptx) == (dtype is not torch.float32), told
-
-
-class Watch(TorchFunctionMode):
-    """Refuses what waits for a card, and tensors made without saying where."""
-
-    WAITS = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu"}
-    MAKES = {"arange", "zeros", "ones", "full", "empty", "tensor"}
-
-    def __init__(self, refused: set[str]) -> None:
-        super().__init__()
-        self.refused = refused
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", "")
-        if name in self.refused & self.MAKES:
-            assert (kwargs or {}).get("device") is not None, f"{name} without a device"
-        else:
-            assert name not in self.refused, f"{name} waits for the card"
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("num_queries", [1, 4, 100])

@@ -118,7 +118,7 @@ def test_what_is_read_and_written_in_steady_state(policy, monkeypatch):
     worker.compactor.run(worker.first)
     rows, calls = Counter(), Counter()
     gather_rows, most_similar = kernels.gather_rows, kernels.most_similar
-    move_entries, write_rows = kernels.move_entries, kernels.write_rows
+    merge_entries = kernels.merge_entries
 
     def count_gather(units, plane, index):
         rows[plane] += int((index >= 0).sum())
@@ -128,18 +128,15 @@ def test_what_is_read_and_written_in_steady_state(policy, monkeypatch):
         calls["most_similar"] += 1
         return most_similar(*args)
 
-    def count_moves(units, destination, kept):
+    def count_writes(units, destination, kept, metadata, merged):
         rows["moved"] += int(((kept >= 0) & (kept != torch.arange(kept.shape[1]))).sum())
-        return move_entries(units, destination, kept)
-
-    def count_writes(units, blocks, places, *planes):
-        rows["written"] += int((places >= 0).sum())
-        return write_rows(units, blocks, places, *planes)
+        if merged.keys is not None or merged.values is not None:
+            rows["written"] += int((merged.places >= 0).sum())
+        return merge_entries(units, destination, kept, metadata, merged)
 
     monkeypatch.setattr(kernels, "gather_rows", count_gather)
     monkeypatch.setattr(kernels, "most_similar", count_similar)
-    monkeypatch.setattr(kernels, "move_entries", count_moves)
-    monkeypatch.setattr(kernels, "write_rows", count_writes)
+    monkeypatch.setattr(kernels, "merge_entries", count_writes)
     counts = worker.compactor.run(worker.second)
     heads = 2 * NUM_LAYERS * NUM_HEADS
     leaving = sum(merged + evicted for merged, evicted in counts)

@@ -1,19 +1,21 @@
 """The operators over paged KV blocks, and the implementation that runs them.
 
-On the CPU, native operators (``native``) run where their library was built and the cache suits them; on a card,
-Triton's (``triton``) where it is installed; elsewhere the PyTorch reference. ``choose`` takes another.
+On the CPU, native operators (``native``) run where their library was built and the cache suits them; on a card, what
+the table in ``choice.json`` says, CUDA C++ (``cuda``) or Triton (``triton``), where that is there; elsewhere the
+PyTorch reference. ``choose`` takes another for all operators, ``override`` for some.
 """
 
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
 
-from vllm_kvmerge.kernels import native, reference
+from vllm_kvmerge.kernels import choice, native, reference
 from vllm_kvmerge.kernels.page import METADATA_BYTES, Pages, Units, cell_bytes
 from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate, write_front
 
@@ -30,6 +32,7 @@ __all__ = [
     "take",
     "top",
     "METADATA_BYTES",
+    "OPERATORS",
     "UPDATE_MODES",
     "Pages",
     "ScoreUpdate",
@@ -42,8 +45,11 @@ __all__ = [
     "gather_metadata",
     "gather_rows",
     "implementation",
+    "implementations",
+    "merge_entries",
     "most_similar",
     "move_entries",
+    "override",
     "paged_attention",
     "write_front",
     "write_metadata",
@@ -55,22 +61,36 @@ Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 
 _chosen: str | None = None
+_overrides: dict[str, str] = {}
+OPERATORS: list[str] = []
+"""Names of the operators on pages."""
 
 
 def choose(name: str | None) -> None:
-    """Makes ``reference``, ``native`` or ``triton`` run wherever it can; None: what suits the tensors.
+    """Makes ``reference``, ``native``, ``triton`` or ``cuda`` run wherever it can; None: what suits the tensors.
 
-    Triton's then run on CPU tensors too, in its interpreter, for tests. Raises ValueError for any other name, and
-    OSError or ImportError where that implementation is not there.
+    On CPU tensors Triton's run in its interpreter and CUDA's where their build for the CPU is in use, for tests. Raises
+    ValueError for any other name, and OSError or ImportError where that implementation is not there.
     """
     global _chosen
-    if name not in (None, "reference", "native", "triton"):
+    if name not in (None, *choice.IMPLEMENTATIONS):
         raise ValueError(f"there are no operators called {name!r}")
     if name == "native":
         native.library()
     elif name == "triton":
         _triton()
+    elif name == "cuda":
+        _cuda().library()
     _chosen = name
+
+
+def override(implementations: Mapping[str, str]) -> None:
+    """Puts implementations of operators, by name, in the place of those in the table, wherever they can run.
+
+    Raises ValueError where there is no such operator or implementation.
+    """
+    global _overrides
+    _overrides = choice.check_overrides(implementations, OPERATORS)
 
 
 @functools.cache
@@ -100,11 +120,50 @@ def _triton_failure() -> str | None:
     return None
 
 
-def _module(device: torch.device, pages: Pages | Units | None = None) -> tuple[ModuleType, str]:
+def _cuda() -> ModuleType:
+    """The operators in CUDA C++."""
+    return importlib.import_module("vllm_kvmerge.kernels.cuda")
+
+
+@functools.cache
+def _cuda_failure() -> str | None:
+    """Why there are no CUDA operators in this process; None if there are. Warns once."""
+    try:
+        _cuda().library()
+    except (OSError, ImportError) as error:
+        logger.warning("no CUDA operators: %s", error)
+        return str(error)
+    return None
+
+
+def _cuda_obstacle(operator: str, device: torch.device, pages: Pages | Units | None) -> str | None:
+    if _chosen != "cuda" and _cuda_failure():
+        return _cuda_failure()
+    if operator not in _cuda().OPERATORS or pages is None:
+        return f"there is no {operator} in CUDA C++"
+    return _cuda().runs_on(device) or pages.cuda_obstacle
+
+
+def _wanted(operator: str, device: torch.device, pages: Pages | Units | None) -> str | None:
+    """The implementation that is asked for; None: what suits the CPU."""
+    named = _chosen or _overrides.get(operator)
+    if device.type != "cuda" or named in ("cuda", "triton", "reference"):
+        return named
+    layer = pages.layers[0] if isinstance(pages, Units) else pages
+    head_size = 0 if layer is None else layer.head_size
+    return choice.choice(operator, choice.device_name(device), head_size).implementation
+
+
+def _module(operator: str, device: torch.device, pages: Pages | Units | None = None) -> tuple[ModuleType, str]:
     """The implementation for tensors on ``device`` and for ``pages``, and, if it is the reference, why."""
-    if _chosen == "reference":
+    wanted = _wanted(operator, device, pages)
+    if wanted == "reference":
         return reference, "it was chosen"
-    if device.type == "cuda" or _chosen == "triton":
+    if wanted == "cuda":
+        if _cuda_obstacle(operator, device, pages) is None:
+            return _cuda(), ""
+        wanted = "triton" if device.type == "cuda" else None
+    if wanted == "triton":
         obstacle = _triton_failure() or (pages.triton_obstacle if pages is not None else None)
         if obstacle is None and device.type != "cuda" and not _triton().INTERPRETED:
             obstacle = f"Triton's run on {device} with TRITON_INTERPRET=1 only"
@@ -113,13 +172,26 @@ def _module(device: torch.device, pages: Pages | Units | None = None) -> tuple[M
     return (reference, obstacle) if obstacle else (native, "")
 
 
-def implementation(pages: Pages | None = None) -> str:
-    """Which implementation runs, and why if that is the reference; for ``pages`` if given, else on the CPU."""
+def implementations(pages: Pages | None = None) -> dict[str, str]:
+    """Which implementation runs each operator on pages, and why if that is the reference; for ``pages`` if given, else
+    on the CPU."""
     device = torch.device("cpu") if pages is None else pages.keys.device
-    module, obstacle = _module(device, pages)
+    return {operator: _description(operator, device, pages) for operator in OPERATORS}
+
+
+def _description(operator: str, device: torch.device, pages: Pages | None) -> str:
+    module, obstacle = _module(operator, device, pages)
     if module is reference:
         return f"PyTorch reference: {obstacle}"
     return f"native, {native.level()}" if module is native else str(module.description(device))
+
+
+def implementation(pages: Pages | None = None) -> str:
+    """``implementations`` in a line: what runs most operators, then those that run on another."""
+    table = implementations(pages)
+    most = Counter(table.values()).most_common(1)[0][0]
+    others = (f"{operator}: {name}" for operator, name in table.items() if name != most)
+    return "; ".join([most, *others])
 
 
 def _index_operator(operator: Operator) -> Operator:
@@ -129,7 +201,7 @@ def _index_operator(operator: Operator) -> Operator:
     @functools.wraps(operator)
     def run(*args: Any) -> Any:
         tensor = args[0]
-        module, _ = _module(tensor.device)
+        module, _ = _module(name, tensor.device)
         if module is native and (not tensor.is_cpu or tensor.dtype not in (torch.float32, torch.int64, torch.bool)):
             module = reference
         return getattr(module, name)(*args)
@@ -140,12 +212,13 @@ def _index_operator(operator: Operator) -> Operator:
 def _dispatched(operator: Operator, pages_at: int = 0) -> Operator:
     """The operator on the implementation that suits its ``pages_at``-th argument, ``pages`` or ``units``."""
     name = operator.__name__
+    OPERATORS.append(name)
 
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
         pages = args[pages_at] if len(args) > pages_at else kwargs.get("pages") or kwargs["units"]
         layer = pages if isinstance(pages, Pages) else pages.layers[0]
-        return getattr(_module(layer.keys.device, pages)[0], name)(*args, **kwargs)
+        return getattr(_module(name, layer.keys.device, pages)[0], name)(*args, **kwargs)
 
     return cast(Operator, run)
 
@@ -158,6 +231,7 @@ gather_entries = _dispatched(reference.gather_entries)
 most_similar = _dispatched(reference.most_similar)
 fused_attention = _dispatched(reference.fused_attention)
 move_entries = _dispatched(reference.move_entries)
+merge_entries = _dispatched(reference.merge_entries)
 write_rows = _dispatched(reference.write_rows)
 write_metadata = _dispatched(reference.write_metadata)
 write_tokens = _dispatched(reference.write_tokens)

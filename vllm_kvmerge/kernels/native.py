@@ -3,6 +3,7 @@
 Arguments are checked on the native side: TypeError for a wrong dtype, ValueError for anything else.
 """
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.kernels import reference
+from vllm_kvmerge.kernels.merge import Merged, Metadata, merge_by_parts
 from vllm_kvmerge.kernels.page import Pages, Units
 from vllm_kvmerge.kernels.reference import UPDATE_MODES, ScoreUpdate
 from vllm_kvmerge.policies.attention import Fusion
@@ -167,6 +169,12 @@ def write_metadata(
 ) -> None:
     planes = (t.contiguous() for t in (log_votes, scores, aux, positions))
     _function("write_metadata")(*_layers(units), blocks, *planes)
+
+
+def merge_entries(
+    units: Units, destination: Tensor, kept: Tensor, metadata: Metadata | None = None, merged: Merged | None = None
+) -> None:
+    merge_by_parts(sys.modules[__name__], units, destination, kept, metadata, merged)
 
 
 def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:

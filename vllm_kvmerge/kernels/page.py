@@ -25,12 +25,18 @@ and its slot is its position, so requests without a policy never write metadata.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 METADATA_BYTES = 16
+
+
+@lru_cache(maxsize=64)
+def addresses_on(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -> Tensor:
+    """``[layers, 6]`` int64 on the device, for kernels; the same layers are asked for again and again."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
 def cell_bytes(head_size: int, dtype: torch.dtype) -> int:
@@ -134,6 +140,18 @@ class Pages:
         return None
 
     @cached_property
+    def cuda_obstacle(self) -> str | None:
+        """Why the CUDA operators cannot work on these pages; None if they can. The device is not looked at."""
+        if self.triton_obstacle is not None:
+            return self.triton_obstacle
+        if self.keys.stride(2) != 1 or self.keys.transpose(2, 3).stride() != self.values.stride():
+            return "keys do not lie row by row"
+        item = self.keys.element_size()
+        if any(stride * item % 16 for stride in (*self.values.stride()[:3], self.head_size)):
+            return "rows do not begin at multiples of 16 bytes"
+        return None
+
+    @cached_property
     def addresses(self) -> tuple[int, ...]:
         """Of the planes, in the order of the fields."""
         return tuple(getattr(self, field.name).data_ptr() for field in fields(self))
@@ -211,3 +229,8 @@ class Units:
     def triton_obstacle(self) -> str | None:
         """Why Triton's operators cannot work on these pages; None if they can."""
         return next((pages.triton_obstacle for pages in self.layers if pages.triton_obstacle), None)
+
+    @property
+    def cuda_obstacle(self) -> str | None:
+        """Why the CUDA operators cannot work on these pages; None if they can."""
+        return next((pages.cuda_obstacle for pages in self.layers if pages.cuda_obstacle), None)

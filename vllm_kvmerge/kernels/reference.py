@@ -6,6 +6,7 @@ arithmetic is in float32.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_kvmerge.kernels.merge import Merged, Metadata, merge_by_parts
 from vllm_kvmerge.kernels.page import Pages, Units
 from vllm_kvmerge.policies.attention import Fusion
 from vllm_kvmerge.policies.attention import fused_attention as fused_attention_of
@@ -326,6 +328,17 @@ def _write_metadata(
     _scatter(pages.scores, blocks, 0, scores)
     _scatter(pages.aux, blocks, 0, aux)
     _scatter(pages.positions, blocks, 0, positions)
+
+
+def merge_entries(
+    units: Units, destination: Tensor, kept: Tensor, metadata: Metadata | None = None, merged: Merged | None = None
+) -> None:
+    """Carries out a compaction: ``move_entries``, ``write_rows`` of what ``merged`` comes to, and ``write_metadata``.
+
+    destination: ``[U, blocks]`` and kept: ``[H, C]`` as for ``move_entries``. metadata: of the slots ``[0, C)``; None:
+    each keeps those of its entry, an empty one -inf, 0, 0 and -1. Everything is read before anything is written.
+    """
+    merge_by_parts(sys.modules[__name__], units, destination, kept, metadata, merged)
 
 
 def write_front(pages: Pages, blocks: Tensor, entries: Entries) -> None:

@@ -11,6 +11,7 @@ from vllm_kvmerge import kernels
 from vllm_kvmerge.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.kernels import Pages, Units
+from vllm_kvmerge.kernels.merge import Rows
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Outcome
 from vllm_kvmerge.worker.paged_entries import PagedEntries
 
@@ -177,11 +178,9 @@ class Compactor:
 
     def _write(self, units: list[_Unit], located: Units, outcome: Outcome) -> None:
         destination = torch.tensor([unit.compaction.plan.blocks for unit in units])
-        kernels.move_entries(located, destination, outcome.kept)
         metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
-        kernels.write_metadata(located, destination, *metadata)
-        if outcome.keys is not None or outcome.values is not None:
-            kernels.write_rows(located, destination, outcome.changed, outcome.keys, outcome.values)
+        rows = Rows(outcome.changed, outcome.keys, outcome.values)
+        kernels.merge_entries(located, destination, outcome.kept, metadata, rows)
 
     def _located(self, units: list[_Unit]) -> Units:
         plans = [unit.compaction.plan for unit in units]

@@ -23,7 +23,8 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_kvmerge.attention.rows import PLAIN, BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
 from vllm_kvmerge.config import CompressionConfig, parse_compression
-from vllm_kvmerge.kernels import ScoreUpdate, implementation
+from vllm_kvmerge.engine_args import plugin_config
+from vllm_kvmerge.kernels import ScoreUpdate, implementation, override
 from vllm_kvmerge.metrics import count_entries, observe_compaction
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.worker.output_weights import OutputWeights
@@ -119,6 +120,7 @@ class Compression:
         for index, layer in enumerate(layers):
             layer.kvmerge_index = index
         pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
+        override(plugin_config(self._config).operators)
         logger.info("KV cache operators: %s", implementation(pages[0]))
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
         self._compactor = Compactor(

@@ -14,7 +14,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.attention.cuda import shortest_chunk
 from vllm_kvmerge.attention.rows import PromptScores, QueryRings
-from vllm_kvmerge.engine_args import CONFIG_KEY, PluginConfig
+from vllm_kvmerge.engine_args import plugin_config
 from vllm_kvmerge.kernels import Pages
 from vllm_kvmerge.kernels.triton.workspace import Workspace, workspace_of
 from vllm_kvmerge.worker.compactor import MAX_BATCH_BYTES
@@ -39,7 +39,7 @@ class CUDACompression(Compression):
         spec = cast(FullAttentionSpec, next(iter(specs.values())))
         impl: Any = next(iter(self.layers.values())).impl
         self._num_layers, self._num_kv_heads, self._head_size = len(specs), spec.num_kv_heads, spec.head_size
-        options = PluginConfig.model_validate(self._config.additional_config.get(CONFIG_KEY) or {})
+        options = plugin_config(self._config)
         dtype = self._config.model_config.dtype
         num_rings = min(options.query_rings, self._config.scheduler_config.max_num_seqs)
         if num_rings:

@@ -4,6 +4,7 @@ Index arithmetic stays on PyTorch, all but ``join_slots``. Arguments are hardly 
 and a check would wait for it. With TRITON_INTERPRET=1, set before Triton is imported, they run on CPU tensors.
 """
 
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -14,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from vllm_kvmerge.kernels.page import Pages, Units
+from vllm_kvmerge.kernels.merge import Merged, Metadata, merge_by_parts
+from vllm_kvmerge.kernels.page import Pages, Units, addresses_on
 from vllm_kvmerge.kernels.reference import (
     UPDATE_MODES,
     ScoreUpdate,
@@ -48,6 +50,7 @@ __all__ = [
     "inverse",
     "join_slots",
     "largest",
+    "merge_entries",
     "most_similar",
     "move_entries",
     "padded",
@@ -339,12 +342,6 @@ def write_tokens(pages: Pages, slot_mapping: Tensor, key: Tensor, value: Tensor)
     )
 
 
-@lru_cache(maxsize=64)
-def _addresses(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -> Tensor:
-    """``[layers, 6]`` int64 on the device; the same layers are asked for again and again."""
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
-
-
 class _Located:
     """Where units are, as kernels are told. Raises ValueError where layers differ in more than their address."""
 
@@ -356,7 +353,7 @@ class _Located:
         self.num_heads = units.num_heads
         self.blocks = self.on_device(units.blocks)
         self.layers = (
-            _addresses(self.device, tuple(layer.addresses for layer in units.layers)),
+            addresses_on(self.device, tuple(layer.addresses for layer in units.layers)),
             self.on_device(units.layer),
             self.blocks,
         )
@@ -529,6 +526,12 @@ def _move_entries(at: _Located, destination: Tensor, kept: Tensor) -> None:
                 **at.shape,
                 **chosen.launch,
             )
+
+
+def merge_entries(
+    units: Units, destination: Tensor, kept: Tensor, metadata: Metadata | None = None, merged: Merged | None = None
+) -> None:
+    merge_by_parts(sys.modules[__name__], units, destination, kept, metadata, merged)
 
 
 def most_similar(units: Units, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:

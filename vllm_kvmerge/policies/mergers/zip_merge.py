@@ -2,21 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from vllm_kvmerge.kernels.merge import AUTO_TOLERANCE, MAX_SCALE, ZipMode
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
 from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded, select
 from vllm_kvmerge.policies.registry import register
-
-AUTO_TOLERANCE = 0.1
-"""``auto`` scales a key whose length changes by at most this share."""
-
-MAX_SCALE = 10.0
-"""``scale`` does not stretch a key beyond this factor."""
 
 
 @register
@@ -52,7 +47,7 @@ class ZipMerger(Merger):
     merge_threshold: float = Field(
         0.8, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
     )
-    zip_mode: Literal["scale", "votes", "auto"] = Field(
+    zip_mode: ZipMode = Field(
         "auto", description="What makes a merge lossless: scaling the key (the paper), its votes, or the safer of both."
     )
     merge_first: bool = Field(True, description="Merge similar entries of the prompt before evicting any.")

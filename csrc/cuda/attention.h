@@ -1,0 +1,668 @@
+// Attention of a decode step over pages: votes, and the update of scores. See docs/gpu.md.
+//
+// `Attend` works on a split of a sequence's entries for one KV head; all query rows of the head, queries times query
+// heads, at most kRows, row r being head r % group of query r / group, are multiplied together. Each of its warps goes
+// through entries of its own, 16 at a time, which it loads ahead itself: warps meet only at the end. `Finish` puts
+// splits together and turns logits that were kept to scores. Logits are kept times log2(e), because a card has exp2.
+#pragma once
+
+#include "arguments.h"
+#include "device.h"
+
+namespace kvmerge {
+
+constexpr float kNoLogit = -__builtin_huge_valf();
+
+// One sequence of a batch, as a block sees it.
+struct Row {
+  int number, num_queries, front, gap, old, seen, mode;
+  int64_t start_token;
+  float decay;
+  const int32_t* blocks;
+
+  KVM_DEVICE Row(const AttendParams& p, int row)
+      : number(row),
+        num_queries(p.query_lens[row]),
+        front(p.fronts[row]),
+        gap(p.tails[row] - front),
+        old(p.seq_lens[row] - gap - num_queries),  // entries that were there before this call
+        seen(old + num_queries),
+        mode(p.modes[row]),
+        start_token(p.query_starts[row]),
+        decay(p.decays[row]),
+        blocks(p.block_table + row * p.table_row) {}
+
+  KVM_DEVICE bool keeps_logits() const { return mode == kSum || mode == kMean; }
+};
+
+// Where an entry lies.
+struct Place {
+  int block, offset;
+};
+
+KVM_DEVICE Place place_of(const AttendParams& p, const Row& row, int entry) {
+  const int slot = entry < row.front ? entry : entry + row.gap;
+  const int index = p.block_shift >= 0 ? slot >> p.block_shift : slot / p.block_size;
+  return Place{row.blocks[index], slot - index * p.block_size};
+}
+
+KVM_DEVICE int64_t plane_at(const AttendParams& p, Place place, int head) {
+  return place.block * p.plane_block + head * p.plane_head + place.offset;
+}
+KVM_DEVICE int64_t kept_at(const AttendParams& p, Place place, int head) {
+  return (static_cast<int64_t>(place.block) * p.heads + head) * p.kept_rows * p.block_size + place.offset;
+}
+
+KVM_DEVICE int split_size(const AttendParams& p, int entries) {
+  const int share = (entries + p.splits - 1) / p.splits, size = (share + kStep - 1) / kStep * kStep;
+  return size > p.least ? size : p.least;
+}
+
+KVM_DEVICE float larger(float a, float b) { return a > b ? a : b; }
+KVM_DEVICE float finite(float top) { return top == kNoLogit ? 0.0f : top; }
+
+// log2(2^a + 2^b)
+KVM_DEVICE float add_logs(float a, float b) {
+  const float top = finite(larger(a, b));
+  return top + device::log2(device::exp2(a - top) + device::exp2(b - top));
+}
+
+// decay^age; 0^0 is 1.
+KVM_DEVICE float power(float decay, int age) {
+  return age == 0 ? 1.0f : device::exp2(static_cast<float>(age) * device::log2(decay));
+}
+
+// The share that a row's logit has in what `log_ema` adds, log2.
+KVM_DEVICE float ema_weight(const AttendParams& p, const Row& row, int query) {
+  return static_cast<float>(row.num_queries - 1 - query) * device::log2(row.decay) +
+         device::log2((1.0f - row.decay) / static_cast<float>(p.group));
+}
+
+// Adds to an entry's moving average; level: log2 of the sum of the rows' weighted exponentials.
+KVM_DEVICE void average(const AttendParams& p, const Row& row, Place place, int head, int entry, float level) {
+  const int64_t at = plane_at(p, place, head);
+  const bool is_new = entry >= row.old;  // a new token's statistics start from nothing, whatever its place held
+  const float count = is_new ? 0.0f : p.aux[at];
+  const float counted = static_cast<float>(row.num_queries - (is_new ? entry - row.old : 0));
+  const float before =
+      count > 0.0f ? p.scores[at] * kLog2E + static_cast<float>(row.num_queries) * device::log2(row.decay) : kNoLogit;
+  p.scores[at] = count + counted > 0.0f ? add_logs(before, level) * kLn2 : 0.0f;
+  p.aux[at] = count + counted;
+}
+
+KVM_DEVICE void store_output(const AttendParams& p, int64_t at, float x) {
+  if (p.output_type == kFloat32) device::from_float(static_cast<float*>(p.output)[at], x);
+  else if (p.output_type == kBfloat16) device::from_float(static_cast<Bf16*>(p.output)[at], x);
+  else device::from_float(static_cast<F16*>(p.output)[at], x);
+}
+
+// How rows of 16 entries lie in shared memory, so that eight threads that read the same chunk of eight rows, or eight
+// chunks of one, never meet in a bank: with chunks exchanged within 128 bytes, or, where whole rows are copied in one
+// piece, with a chunk of room behind each.
+template <class T, int kHeadSize, bool kWhole>
+struct Tile {
+  static constexpr int kEntries = 16, kChunk = 16 / sizeof(T), kChunks = kHeadSize / kChunk;
+  static constexpr int kStride = kHeadSize * static_cast<int>(sizeof(T)) + (kWhole ? 16 : 0);
+  static constexpr int kBytes = kEntries * kStride;
+
+  static KVM_DEVICE int at(int entry, int chunk) {
+    return entry * kStride + (kWhole ? chunk : chunk ^ (entry & 7)) * 16;
+  }
+};
+
+// What a warp has of 16 entries.
+struct Step {
+  const char *keys, *values;  // tiles
+  const float* votes;
+  const Place* places;
+  int first, end;  // the first entry, and that behind the last one of the split
+};
+
+// Products on the matrix units, for up to 16 rows. A thread has rows lane / 4 and that + 8, and of them every fourth
+// pair of columns.
+template <class T, int kSize, bool kWholeRows>
+struct MatrixUnits {
+  typedef T Type;
+  static constexpr int kHeadSize = kSize, kMaxRows = kRows;
+  static constexpr bool kWhole = kWholeRows;
+  typedef Tile<T, kSize, kWhole> Entries;
+  typedef Tile<T, kSize, false> Query;
+  static constexpr int kQueryBytes = Query::kBytes;
+  static constexpr bool kHoldsQuery = kSize <= 128;  // in registers, of which larger sums leave too few
+
+  uint32_t query[kHoldsQuery ? kSize / 16 : 1][4];
+  float sums[kSize / 8][4];
+  float top[2], total[2], weight[2];
+  int limit[2];  // entries that the row's query sees
+
+  static KVM_DEVICE void put_query(char* shared, int row, int chunk, const Chunk& x) {
+    *reinterpret_cast<Chunk*>(shared + Query::at(row, chunk)) = x;
+  }
+
+  static KVM_DEVICE void load_query(uint32_t (&a)[4], const char* shared, int k) {
+    const int lane = device::lane();
+    device::load_matrices(a, shared + Query::at(lane % 16, 2 * k + lane / 16));
+  }
+
+  KVM_DEVICE void start(const AttendParams& p, const Row& row, const char* shared) {
+    KVM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int r = device::lane() / 4 + 8 * i, number = r / p.group;
+      limit[i] = number < row.num_queries ? row.old + number + 1 : 0;
+      weight[i] = row.mode == kLogEma ? ema_weight(p, row, number) : 0.0f;
+      top[i] = kNoLogit;
+      total[i] = 0.0f;
+    }
+    KVM_UNROLL
+    for (int n = 0; n < kSize / 8; ++n) {
+      KVM_UNROLL
+      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+    }
+    if (kHoldsQuery) {
+      KVM_UNROLL
+      for (int k = 0; k < kSize / 16; ++k) load_query(query[kHoldsQuery ? k : 0], shared, k);
+    }
+  }
+
+  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step& s) {
+    const int lane = device::lane(), quarter = lane / 8;
+    float logits[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+    KVM_UNROLL
+    for (int k = 0; k < kSize / 16; ++k) {
+      uint32_t a[4], b[4];
+      if (!kHoldsQuery) load_query(a, shared, k);
+      device::load_matrices(b, s.keys + Entries::at(lane % 8 + quarter / 2 * 8, 2 * k + quarter % 2));
+      const uint32_t(&rows)[4] = kHoldsQuery ? query[kHoldsQuery ? k : 0] : a;
+      device::multiply(logits[0], rows, b[0], b[1], T());
+      device::multiply(logits[1], rows, b[2], b[3], T());
+    }
+
+    float level[2][2] = {{kNoLogit, kNoLogit}, {kNoLogit, kNoLogit}};
+    float plain[2][4];
+    KVM_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      KVM_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int column = 8 * n + 2 * (lane % 4) + i % 2, entry = s.first + column;
+        const bool seen = entry < limit[i / 2] && entry < s.end;
+        plain[n][i] = seen ? logits[n][i] * p.scale + weight[i / 2] : kNoLogit;
+        logits[n][i] = seen ? logits[n][i] * p.scale + s.votes[column] * kLog2E : kNoLogit;
+        level[n][i % 2] = larger(level[n][i % 2], plain[n][i]);
+      }
+    }
+    if (p.kept_rows > 0 && row.keeps_logits()) keep(p, head, logits, s);
+    if (p.kept_rows > 0 && row.mode == kLogEma) {
+      KVM_UNROLL
+      for (int n = 0; n < 2; ++n) {
+        KVM_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const float most = finite(over_rows(level[n][i], true));
+          const float sum = device::exp2(plain[n][i] - most) + device::exp2(plain[n][i + 2] - most);
+          const float whole = most + device::log2(over_rows(sum, false));
+          const int column = 8 * n + 2 * (lane % 4) + i;
+          if (lane < 4 && s.first + column < s.end)
+            average(p, row, s.places[column], head, s.first + column, whole);
+        }
+      }
+    }
+
+    float new_top[2] = {top[0], top[1]};
+    KVM_UNROLL
+    for (int i = 0; i < 4; ++i) new_top[i / 2] = larger(new_top[i / 2], larger(logits[0][i], logits[1][i]));
+    KVM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      new_top[i] = larger(new_top[i], device::shuffle_xor(new_top[i], 1));
+      new_top[i] = larger(new_top[i], device::shuffle_xor(new_top[i], 2));
+    }
+    if (device::warp_any(new_top[0] > top[0] || new_top[1] > top[1])) {  // seldom, after the first entries
+      const float shrink[2] = {device::exp2(top[0] - finite(new_top[0])), device::exp2(top[1] - finite(new_top[1]))};
+      KVM_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        top[i] = new_top[i];
+        total[i] *= shrink[i];
+      }
+      KVM_UNROLL
+      for (int n = 0; n < kSize / 8; ++n) {
+        KVM_UNROLL
+        for (int i = 0; i < 4; ++i) sums[n][i] *= shrink[i / 2];
+      }
+    }
+    const float safe[2] = {finite(top[0]), finite(top[1])};
+    KVM_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      KVM_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        logits[n][i] = device::exp2(logits[n][i] - safe[i / 2]);
+        total[i / 2] += logits[n][i];
+      }
+    }
+    const uint32_t weights[4] = {
+        device::pack(logits[0][0], logits[0][1], T()), device::pack(logits[0][2], logits[0][3], T()),
+        device::pack(logits[1][0], logits[1][1], T()), device::pack(logits[1][2], logits[1][3], T())};
+    KVM_UNROLL
+    for (int j = 0; j < kSize / 16; ++j) {
+      uint32_t b[4];
+      device::load_transposed(b, s.values + Entries::at(lane % 8 + quarter % 2 * 8, 2 * j + quarter / 2));
+      device::multiply(sums[2 * j], weights, b[0], b[1], T());
+      device::multiply(sums[2 * j + 1], weights, b[2], b[3], T());
+    }
+  }
+
+  // The warp's log2 of the largest exponential of each row, and their sum over that.
+  KVM_DEVICE void give_levels(float* tops, float* totals) {
+    KVM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      total[i] += device::shuffle_xor(total[i], 1);
+      total[i] += device::shuffle_xor(total[i], 2);
+      if (device::lane() % 4 == 0) {
+        tops[device::lane() / 4 + 8 * i] = top[i];
+        totals[device::lane() / 4 + 8 * i] = total[i];
+      }
+    }
+  }
+
+  // The warp's sums of values, times `shares`, to [rows, kSize].
+  KVM_DEVICE void give_sums(float* found, const float* shares, int rows) {
+    KVM_UNROLL
+    for (int n = 0; n < kSize / 8; ++n) {
+      KVM_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int r = device::lane() / 4 + i / 2 * 8;
+        if (r < rows) found[r * kSize + 8 * n + 2 * (device::lane() % 4) + i % 2] = sums[n][i] * shares[r];
+      }
+    }
+  }
+
+ private:
+  static KVM_DEVICE float over_rows(float x, bool largest) {
+    KVM_UNROLL
+    for (int mask = 4; mask < 32; mask *= 2) {
+      const float other = device::shuffle_xor(x, mask);
+      x = largest ? larger(x, other) : x + other;
+    }
+    return x;
+  }
+
+  KVM_DEVICE void keep(const AttendParams& p, int head, const float (&logits)[2][4], const Step& s) {
+    const int lane = device::lane();
+    KVM_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      KVM_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int column = 8 * n + 2 * (lane % 4) + i % 2, r = lane / 4 + i / 2 * 8;
+        if (limit[i / 2] > 0 && s.first + column < s.end)
+          p.kept[kept_at(p, s.places[column], head) + r * p.block_size] = logits[n][i];
+      }
+    }
+  }
+};
+
+// Products on the ordinary units, for few rows and for float32. A thread has the logits of entry lane % 16, half of
+// each product; and for the sums one chunk, or several, of every value or of every so many.
+template <class T, int kSize, int kMost, bool kWholeRows>
+struct Cores {
+  typedef T Type;
+  static constexpr int kHeadSize = kSize, kMaxRows = kMost;
+  static constexpr bool kWhole = kWholeRows;
+  typedef Tile<T, kSize, kWhole> Entries;
+  static constexpr int kChunk = Entries::kChunk, kChunks = Entries::kChunks;
+  static constexpr int kParts = kChunks < 32 ? 32 / kChunks : 1, kOwn = kChunks > 32 ? kChunks / 32 : 1;
+  static constexpr int kQueryBytes = kMost * kSize * 4;
+
+  float sums[kMost][kOwn][kChunk];
+  float top[kMost], total[kMost];
+
+  static KVM_DEVICE void put_query(char* shared, int row, int chunk, const Chunk& x) {
+    if (row >= kMost) return;
+    float elements[kChunk];
+    device::unpack(elements, x, T());
+    KVM_UNROLL
+    for (int i = 0; i < kChunk; ++i) reinterpret_cast<float*>(shared)[row * kSize + chunk * kChunk + i] = elements[i];
+  }
+
+  KVM_DEVICE void start(const AttendParams&, const Row&, const char*) {
+    KVM_UNROLL
+    for (int r = 0; r < kMost; ++r) {
+      top[r] = kNoLogit;
+      total[r] = 0.0f;
+      KVM_UNROLL
+      for (int i = 0; i < kOwn * kChunk; ++i) sums[r][i / kChunk][i % kChunk] = 0.0f;
+    }
+  }
+
+  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step& s) {
+    const int lane = device::lane(), mine = lane % 16, entry = s.first + mine;
+    const bool live = entry < s.end;
+    float logits[kMost];
+    KVM_UNROLL
+    for (int r = 0; r < kMost; ++r) logits[r] = 0.0f;
+    KVM_UNROLL
+    for (int i = 0; i < kChunks / 2; ++i) {
+      const int chunk = 2 * i + lane / 16;
+      float key[kChunk];
+      device::unpack(key, *reinterpret_cast<const Chunk*>(s.keys + Entries::at(mine, chunk)), T());
+      KVM_UNROLL
+      for (int r = 0; r < kMost; ++r) {
+        const float* query = reinterpret_cast<const float*>(shared) + r * kSize + chunk * kChunk;
+        KVM_UNROLL
+        for (int j = 0; j < kChunk; ++j) logits[r] += query[j] * key[j];
+      }
+    }
+
+    const bool averages = p.kept_rows > 0 && row.mode == kLogEma, keeps = p.kept_rows > 0 && row.keeps_logits();
+    const float vote = s.votes[mine] * kLog2E;
+    float level = kNoLogit, weights[kMost];
+    KVM_UNROLL
+    for (int r = 0; r < kMost; ++r) {
+      const float plain = (logits[r] + device::shuffle_xor(logits[r], 16)) * p.scale;
+      const int number = r / p.group;
+      const bool wanted = number < row.num_queries, seen = wanted && live && entry <= row.old + number;
+      logits[r] = seen ? plain + vote : kNoLogit;
+      if (averages && seen) level = add_logs(level, plain + ema_weight(p, row, number));
+      if (keeps && wanted && live && lane < 16)
+        p.kept[kept_at(p, s.places[mine], head) + r * p.block_size] = logits[r];
+      float most = logits[r];
+      KVM_UNROLL
+      for (int mask = 1; mask < 16; mask *= 2) most = larger(most, device::shuffle_xor(most, mask));
+      if (most > top[r]) {  // the same in all threads
+        const float shrink = device::exp2(top[r] - most);
+        top[r] = most;
+        total[r] *= shrink;
+        KVM_UNROLL
+        for (int i = 0; i < kOwn * kChunk; ++i) sums[r][i / kChunk][i % kChunk] *= shrink;
+      }
+      weights[r] = device::exp2(logits[r] - finite(top[r]));
+      total[r] += weights[r];
+    }
+    if (averages && live && lane < 16) average(p, row, s.places[mine], head, entry, level);
+
+    KVM_UNROLL
+    for (int i = 0; i < 16 / kParts; ++i) {
+      const int other = i * kParts + lane / (32 / kParts);
+      float weight[kMost];
+      KVM_UNROLL
+      for (int r = 0; r < kMost; ++r) weight[r] = device::shuffle(weights[r], other);
+      KVM_UNROLL
+      for (int own = 0; own < kOwn; ++own) {
+        float value[kChunk];
+        const int chunk = lane % (32 / kParts) + 32 * own;
+        device::unpack(value, *reinterpret_cast<const Chunk*>(s.values + Entries::at(other, chunk)), T());
+        KVM_UNROLL
+        for (int r = 0; r < kMost; ++r) {
+          KVM_UNROLL
+          for (int j = 0; j < kChunk; ++j) sums[r][own][j] += weight[r] * value[j];
+        }
+      }
+    }
+  }
+
+  KVM_DEVICE void give_levels(float* tops, float* totals) {
+    KVM_UNROLL
+    for (int r = 0; r < kMost; ++r) {
+      float sum = total[r];
+      KVM_UNROLL
+      for (int mask = 1; mask < 16; mask *= 2) sum += device::shuffle_xor(sum, mask);
+      if (device::lane() == 0) {
+        tops[r] = top[r];
+        totals[r] = sum;
+      }
+    }
+  }
+
+  KVM_DEVICE void give_sums(float* found, const float* shares, int rows) {
+    KVM_UNROLL
+    for (int r = 0; r < kMost; ++r) {
+      KVM_UNROLL
+      for (int own = 0; own < kOwn; ++own) {
+        KVM_UNROLL
+        for (int j = 0; j < kChunk; ++j) {
+          float sum = sums[r][own][j];
+          KVM_UNROLL
+          for (int mask = 32 / kParts; mask < 32; mask *= 2) sum += device::shuffle_xor(sum, mask);
+          const int chunk = device::lane() % (32 / kParts) + 32 * own;
+          if (r < rows && device::lane() < 32 / kParts) found[r * kSize + chunk * kChunk + j] = sum * shares[r];
+        }
+      }
+    }
+  }
+};
+
+// Grid: sequences, heads, splits.
+template <class Product, int kWarps, int kStages>
+struct Attend {
+  typedef AttendParams Params;
+  typedef typename Product::Entries Entries;
+  typedef typename Product::Type T;
+  static constexpr int kThreads = 32 * kWarps, kBlocks = 2, kHeadSize = Product::kHeadSize;
+  static constexpr int kChunk = Entries::kChunk, kChunks = Entries::kChunks;
+  static_assert(kStep % (kWarps * Entries::kEntries) == 0, "a split is whole steps of all warps");
+
+  struct Stage {
+    alignas(16) char keys[Entries::kBytes];
+    alignas(16) char values[Entries::kBytes];
+    float votes[16];
+    Place places[16];
+  };
+  // What warps put together at the end lies where stages were.
+  struct Meeting {
+    float tops[kWarps][kRows], totals[kWarps][kRows], shares[kWarps][kRows], lse[kRows];
+    float sums[kWarps * Product::kMaxRows * kHeadSize];
+  };
+  static_assert(sizeof(Meeting) <= kWarps * kStages * sizeof(Stage), "");
+  static constexpr int kSharedBytes =
+      Product::kQueryBytes + kWarps * kStages * static_cast<int>(sizeof(Stage) + sizeof(device::CopyBarrier));
+
+  // Loads a warp's entries ahead: each thread knows where one of the next 16 is.
+  struct Loader {
+    const AttendParams& p;
+    const Row& row;
+    int head, first, end;
+    Stage* stages;
+    device::CopyBarrier* barriers;
+    Place next;
+
+    KVM_DEVICE int entry(int number) const { return first + (number * kWarps + device::warp()) * 16; }
+
+    // Block ids of the entries after these, so that they are there when they are needed.
+    KVM_DEVICE void look_up(int number) {
+      const int mine = entry(number) + device::lane() % 16;
+      next = mine < end ? place_of(p, row, mine) : Place{0, 0};
+    }
+
+    KVM_DEVICE void load(int number, int stage) {
+      const int lane = device::lane(), from = entry(number), mine = from + lane % 16;
+      Stage& to = stages[stage];
+      if (lane < 16) {
+        to.places[lane] = next;
+        device::copy_word(&to.votes[lane], p.log_votes + plane_at(p, next, head), mine < end && mine < row.front);
+      }
+      const int64_t offset = next.block * p.cell_block + head * p.cell_head + next.offset * p.cell_slot;
+      if (Product::kWhole) {
+        const int bytes = p.head_size * static_cast<int>(sizeof(T)), live = end - from < 16 ? end - from : 16;
+        if (lane == 0) device::expect_bytes(barriers + stage, 2 * live * bytes);
+        device::warp_barrier();
+        if (mine < end)
+          device::copy_bulk((lane < 16 ? to.keys : to.values) + Entries::at(lane % 16, 0),
+                            (lane < 16 ? p.keys : p.values) + offset, bytes, barriers + stage);
+      } else {
+        KVM_UNROLL
+        for (int i = 0; i < kChunks / 2; ++i) {
+          const int at = 32 * i + lane, r = at / kChunks, chunk = at % kChunks;
+          const int64_t source = device::shuffle(offset, r) + 16 * chunk;
+          const bool live = from + r < end && chunk * kChunk < p.head_size;
+          device::copy_chunk(to.keys + Entries::at(r, chunk), p.keys + source, live);
+          device::copy_chunk(to.values + Entries::at(r, chunk), p.values + source, live);
+        }
+      }
+    }
+  };
+
+  static KVM_DEVICE void run(const AttendParams& p) {
+    const int head = device::block_y(), warp = device::warp(), lane = device::lane();
+    const Row row(p, device::block_x());
+    if (row.num_queries == 0) return;
+    const int size = split_size(p, row.seen), first = device::block_z() * size;
+    if (first >= row.seen) return;
+    const int end = first + size < row.seen ? first + size : row.seen;
+    const int rows = row.num_queries * p.group;
+
+    char* query = device::shared_memory();
+    Stage* all = reinterpret_cast<Stage*>(query + Product::kQueryBytes);
+    device::CopyBarrier* barriers = reinterpret_cast<device::CopyBarrier*>(all + kWarps * kStages) + warp * kStages;
+    const Chunk zeros = {0, 0, 0, 0};
+    Loader loader{p, row, head, first, end, all + warp * kStages, barriers, Place{0, 0}};
+    loader.look_up(0);
+    if (Product::kWhole) {
+      // Behind the head size, and where there is no entry, nothing is copied.
+      for (int i = device::thread(); i < kWarps * kStages * static_cast<int>(sizeof(Stage) / 16); i += kThreads)
+        reinterpret_cast<Chunk*>(all)[i] = zeros;
+      if (lane < kStages) device::start_copy_barrier(barriers + lane);
+      device::show_to_bulk_copies();
+    }
+    for (int i = device::thread(); i < kRows * kChunks; i += kThreads) {
+      const int r = i / kChunks, chunk = i % kChunks;
+      const int64_t token = row.start_token + r / p.group;
+      const T* from = static_cast<const T*>(p.query) + token * p.query_token +
+                      (head * p.group + r % p.group) * p.query_head + chunk * kChunk;
+      Chunk x = zeros;
+      if (r < rows && chunk * kChunk < p.head_size) x = *reinterpret_cast<const Chunk*>(from);
+      Product::put_query(query, r, chunk, x);
+    }
+    device::barrier();
+
+    const int count = (end - first + 15) / 16, mine = (count - warp + kWarps - 1) / kWarps;
+    KVM_UNROLL
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (i < mine) {
+        loader.load(i, i);
+        loader.look_up(i + 1);
+      }
+      device::commit_copies();
+    }
+    Product product;
+    product.start(p, row, query);
+    int stage = 0, phase = 0;
+    for (int i = 0; i < mine; ++i) {
+      device::wait_copies<kStages - 2>();
+      if (Product::kWhole) device::wait_bytes(barriers + stage, phase);
+      device::warp_barrier();  // all threads' copies are there, and what the stage before held is not needed any more
+      if (i + kStages - 1 < mine) {
+        loader.load(i + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+        loader.look_up(i + kStages);
+      }
+      device::commit_copies();
+      const Stage& at = loader.stages[stage];
+      product.step(p, row, head, query, Step{at.keys, at.values, at.votes, at.places, loader.entry(i), end});
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    device::wait_copies<0>();
+    device::barrier();
+
+    Meeting& meeting = *reinterpret_cast<Meeting*>(all);
+    product.give_levels(meeting.tops[warp], meeting.totals[warp]);
+    device::barrier();
+    if (device::thread() < rows) {
+      const int r = device::thread();
+      float top = kNoLogit, total = 0.0f;
+      for (int w = 0; w < kWarps; ++w) top = larger(top, meeting.tops[w][r]);
+      for (int w = 0; w < kWarps; ++w) total += meeting.totals[w][r] * device::exp2(meeting.tops[w][r] - finite(top));
+      for (int w = 0; w < kWarps; ++w)
+        meeting.shares[w][r] = total > 0.0f ? device::exp2(meeting.tops[w][r] - finite(top)) / total : 0.0f;
+      meeting.lse[r] = total > 0.0f ? finite(top) + device::log2(total) : kNoLogit;
+    }
+    device::barrier();
+    product.give_sums(meeting.sums + warp * rows * kHeadSize, meeting.shares[warp], rows);
+    device::barrier();
+    const int64_t base = ((static_cast<int64_t>(row.number) * p.heads + head) * p.splits + device::block_z()) * kRows;
+    if (device::thread() < rows) p.lse[base + device::thread()] = meeting.lse[device::thread()];
+    for (int i = device::thread(); i < rows * kHeadSize; i += kThreads) {
+      const int r = i / kHeadSize, dim = i % kHeadSize;
+      float sum = 0.0f;
+      for (int w = 0; w < kWarps; ++w) sum += meeting.sums[(w * rows + r) * kHeadSize + dim];
+      if (p.splits > 1) p.partial[(base + r) * kHeadSize + dim] = sum;
+      else if (dim < p.head_size)
+        store_output(p, (row.start_token + r / p.group) * p.output_token +
+                            (head * p.group + r % p.group) * p.output_head + dim, sum);
+    }
+  }
+};
+
+// Puts splits together, and updates scores from the logits that were kept. Grid: sequences, heads, one block for each
+// of `num_combined` rows and then any number that share the entries.
+template <int kHeadSize>
+struct Finish {
+  typedef AttendParams Params;
+  static constexpr int kThreads = 128, kBlocks = 8, kMaxSplits = 128, kSharedBytes = kMaxSplits * 4;
+
+  static KVM_DEVICE void run(const AttendParams& p) {
+    const int head = device::block_y(), part = device::block_z();
+    const Row row(p, device::block_x());
+    const int rows = row.num_queries * p.group;
+    if (rows == 0 || (part < p.num_combined ? part >= rows : !row.keeps_logits())) return;
+    const int size = split_size(p, row.seen), num_splits = (row.seen + size - 1) / size;
+    const int64_t base = (static_cast<int64_t>(row.number) * p.heads + head) * p.splits * kRows;
+    if (part < p.num_combined) combine(p, row, head, part, base, num_splits);
+    else update(p, row, head, part - p.num_combined, base, num_splits);
+  }
+
+ private:
+  static KVM_DEVICE void combine(const AttendParams& p, const Row& row, int head, int r, int64_t base, int num_splits) {
+    float* levels = reinterpret_cast<float*>(device::shared_memory());
+    if (device::thread() < num_splits) levels[device::thread()] = p.lse[base + device::thread() * kRows + r];
+    device::barrier();
+    float top = kNoLogit, total = 0.0f;
+    for (int split = 0; split < num_splits; ++split) top = larger(top, levels[split]);
+    for (int split = 0; split < num_splits; ++split) total += device::exp2(levels[split] - finite(top));
+    for (int dim = device::thread(); dim < p.head_size; dim += kThreads) {
+      const float* from = p.partial + (base + r) * kHeadSize + dim;
+      float sum = 0.0f;
+#pragma unroll 8
+      for (int split = 0; split < num_splits; ++split)
+        sum += device::exp2(levels[split] - finite(top)) * from[static_cast<int64_t>(split) * kRows * kHeadSize];
+      store_output(p, (row.start_token + r / p.group) * p.output_token +
+                          (head * p.group + r % p.group) * p.output_head + dim, total > 0.0f ? sum / total : 0.0f);
+    }
+  }
+
+  static KVM_DEVICE void update(const AttendParams& p, const Row& row, int head, int part, int64_t base,
+                                int num_splits) {
+    const int rows = row.num_queries * p.group;
+    float* levels = reinterpret_cast<float*>(device::shared_memory());
+    float* weights = levels + kRows;
+    for (int r = device::warp(); r < rows; r += kThreads / 32) {
+      float top = kNoLogit;
+      for (int split = device::lane(); split < num_splits; split += 32)
+        top = larger(top, p.lse[base + split * kRows + r]);
+      for (int mask = 1; mask < 32; mask *= 2) top = larger(top, device::shuffle_xor(top, mask));
+      float total = 0.0f;
+      for (int split = device::lane(); split < num_splits; split += 32)
+        total += device::exp2(p.lse[base + split * kRows + r] - finite(top));
+      for (int mask = 1; mask < 32; mask *= 2) total += device::shuffle_xor(total, mask);
+      if (device::lane() == 0) {
+        levels[r] = total > 0.0f ? finite(top) + device::log2(total) : 0.0f;
+        weights[r] = power(row.decay, row.num_queries - 1 - r / p.group);
+      }
+    }
+    device::barrier();
+    const float shrink = power(row.decay, row.num_queries);
+    const int step = (device::num_blocks_z() - p.num_combined) * kThreads;
+    for (int entry = part * kThreads + device::thread(); entry < row.seen; entry += step) {
+      const Place place = place_of(p, row, entry);
+      const float* logits = p.kept + kept_at(p, place, head);
+      float added = 0.0f;
+#pragma unroll 4
+      for (int r = 0; r < rows; ++r) added += device::exp2(logits[r * p.block_size] - levels[r]) * weights[r];
+      const int64_t at = plane_at(p, place, head);
+      // A new token's statistics start from nothing, whatever its place held.
+      const bool is_new = entry >= row.old;
+      p.scores[at] = (is_new ? 0.0f : p.scores[at] * shrink) + added;
+      const int counted = row.mode == kMean ? row.num_queries - (is_new ? entry - row.old : 0) : 0;
+      p.aux[at] = (is_new ? 0.0f : p.aux[at]) + static_cast<float>(counted);
+    }
+  }
+};
+
+}  // namespace kvmerge

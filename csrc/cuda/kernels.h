@@ -1,0 +1,30 @@
+// What the kernels are to the rest of the program: no CUDA header is needed to call them.
+#pragma once
+
+#include <cstdint>
+
+namespace kvmerge {
+
+struct AttendParams;
+struct MergeParams;
+
+// Where something runs. stream: a cudaStream_t.
+struct Where {
+  int device;
+  void* stream;
+};
+
+// Attention of `num_rows` sequences, of up to `query_rows` queries times query heads each, then, if `finish_blocks` is
+// not 0, the launch that puts splits together and updates scores. bits: of an element; head_size: as it is padded, 64,
+// 128 or 256. bulk: whole rows are copied by the bulk copy engine where there is such a kernel. Throws
+// std::runtime_error.
+void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bfloat16, int bits, int head_size,
+            bool bulk, int finish_blocks, const Where& where);
+
+// Compactions of `num_rows` heads of units. shared_bytes: of one block.
+void merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int shared_bytes, const Where& where);
+
+// "emulated", or the compute capabilities that there is machine code for.
+const char* targets();
+
+}  // namespace kvmerge

@@ -1,0 +1,264 @@
+// The kernels as apache-tvm-ffi functions. Compiled by a C++ compiler; tensors are of a card or, emulated, of the CPU.
+//
+// Values lie on the card, so only types, shapes and devices can be checked: whoever passes block ids and indices
+// answers for them.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "kernels.h"
+
+#define KVM_CHECK(condition, Kind) \
+  if (!(condition)) TVM_FFI_THROW(Kind)
+
+namespace kvmerge {
+namespace {
+
+using tvm::ffi::TensorView;
+typedef tvm::ffi::Optional<TensorView> MaybeTensor;
+
+// Checks tensors against the device of the first.
+class Arguments {
+ public:
+  explicit Arguments(const TensorView& first) : device_(first.device()) {
+    const bool emulated = std::strcmp(targets(), "emulated") == 0;
+    KVM_CHECK(device_.device_type == (emulated ? kDLCPU : kDLCUDA), ValueError)
+        << "these kernels run on " << (emulated ? "the CPU" : "a CUDA device");
+  }
+
+  Where where(int64_t stream) const { return Where{device_.device_id, reinterpret_cast<void*>(stream)}; }
+
+  // Of this type and shape (-1 stands for any size), elements one after the other unless strided.
+  template <class T = void>
+  T* get(const char* name, const TensorView& t, DLDataTypeCode code, int bits, const std::vector<int64_t>& shape,
+         bool strided = false) const {
+    KVM_CHECK(t.device().device_type == device_.device_type && t.device().device_id == device_.device_id, ValueError)
+        << name << " is on another device";
+    KVM_CHECK(t.dtype().code == code && t.dtype().bits == bits && t.dtype().lanes == 1, TypeError)
+        << name << " is not of the type that it must have";
+    bool right = t.ndim() == static_cast<int>(shape.size());
+    for (int i = 0; right && i < t.ndim(); ++i) right = shape[i] < 0 || t.size(i) == shape[i];
+    KVM_CHECK(right, ValueError) << name << " is not of the shape that it must have";
+    int64_t step = 1;
+    for (int i = t.ndim() - 1; i >= 0 && !strided; --i) {
+      KVM_CHECK(t.size(i) <= 1 || t.stride(i) == step || t.numel() == 0, ValueError) << name << " must be contiguous";
+      step *= t.size(i);
+    }
+    return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
+  }
+
+  template <class T>
+  T* maybe(const char* name, const MaybeTensor& t, DLDataTypeCode code, int bits,
+           const std::vector<int64_t>& shape) const {
+    return t.has_value() ? get<T>(name, t.value(), code, bits, shape) : nullptr;
+  }
+
+ private:
+  DLDevice device_;
+};
+
+int shift_of(int64_t size) {
+  int shift = 0;
+  while ((int64_t{1} << shift) < size) ++shift;
+  return (int64_t{1} << shift) == size ? shift : -1;
+}
+
+int element_of(const TensorView& t) {
+  const DLDataType type = t.dtype();
+  if (type.code == kDLFloat && type.bits == 32) return kFloat32;
+  if (type.code == kDLBfloat && type.bits == 16) return kBfloat16;
+  KVM_CHECK(type.code == kDLFloat && type.bits == 16, TypeError) << "only float32, bfloat16 and float16 are known";
+  return kFloat16;
+}
+
+// Keys and values [blocks, heads, head_size, block_size] and [blocks, heads, block_size, head_size], in the same places
+// of their planes, rows together.
+template <class Params>
+void set_cells(Params& p, const Arguments& arguments, const TensorView& keys, const TensorView& values) {
+  const DLDataType type = keys.dtype();
+  (void)element_of(keys);
+  arguments.get("keys", keys, static_cast<DLDataTypeCode>(type.code), type.bits, {-1, -1, -1, -1}, true);
+  arguments.get("values", values, static_cast<DLDataTypeCode>(type.code), type.bits,
+                {keys.size(0), keys.size(1), keys.size(3), keys.size(2)}, true);
+  const int64_t bytes = type.bits / 8;
+  p.heads = static_cast<int>(keys.size(1));
+  p.head_size = static_cast<int>(keys.size(2));
+  p.block_size = static_cast<int>(keys.size(3));
+  p.cell_block = values.stride(0) * bytes;
+  p.cell_head = values.stride(1) * bytes;
+  p.cell_slot = values.stride(2) * bytes;
+  KVM_CHECK(keys.stride(2) == 1 && values.stride(3) == 1, ValueError) << "keys and values must lie row by row";
+  KVM_CHECK(keys.stride(0) == values.stride(0) && keys.stride(1) == values.stride(1) &&
+                keys.stride(3) == values.stride(2),
+            ValueError)
+      << "keys and values must have the same strides";
+  for (int64_t stride : {p.cell_block, p.cell_head, p.cell_slot, p.head_size * bytes})
+    KVM_CHECK(stride % 16 == 0, ValueError) << "rows must begin at multiples of 16 bytes";
+}
+
+template <class Params>
+float* set_plane(Params& p, const Arguments& arguments, const char* name, const TensorView& plane,
+                 const TensorView& keys) {
+  float* data = arguments.get<float>(name, plane, kDLFloat, 32, {keys.size(0), p.heads, p.block_size}, true);
+  p.plane_block = plane.stride(0);
+  p.plane_head = plane.stride(1);
+  KVM_CHECK(plane.stride(2) == 1, ValueError) << name << ": slots must lie together";
+  return data;
+}
+
+void call_attend(TensorView query, TensorView keys, TensorView values, TensorView log_votes, TensorView scores,
+                 TensorView aux, TensorView output, TensorView block_table, TensorView query_starts,
+                 TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails, TensorView modes,
+                 TensorView decays, TensorView partial, TensorView lse, TensorView kept, double scale,
+                 int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows,
+                 int64_t num_combined, int64_t num_parts, bool bulk, int64_t stream) {
+  const Arguments arguments(query);
+  AttendParams p{};
+  set_cells(p, arguments, keys, values);
+  const DLDataType type = keys.dtype();
+  const auto code = static_cast<DLDataTypeCode>(type.code);
+  KVM_CHECK(query.ndim() == 3 && query.size(1) > 0 && query.size(1) % p.heads == 0, ValueError)
+      << "query must have shape [tokens, heads, head_size]";
+  p.query = arguments.get("query", query, code, type.bits, {-1, -1, p.head_size}, true);
+  p.output_type = element_of(output);
+  p.output = arguments.get("output", output, static_cast<DLDataTypeCode>(output.dtype().code), output.dtype().bits,
+                           {-1, query.size(1), p.head_size}, true);
+  KVM_CHECK(query.stride(2) == 1 && output.stride(2) == 1, ValueError) << "heads' rows must lie together";
+  KVM_CHECK(query.stride(0) * type.bits / 8 % 16 == 0 && query.stride(1) * type.bits / 8 % 16 == 0, ValueError)
+      << "rows of the query must begin at multiples of 16 bytes";
+  p.query_token = query.stride(0);
+  p.query_head = query.stride(1);
+  p.output_token = output.stride(0);
+  p.output_head = output.stride(1);
+  p.keys = arguments.get<const char>("keys", keys, code, type.bits, {-1, -1, -1, -1}, true);
+  p.values = arguments.get<const char>("values", values, code, type.bits, {-1, -1, -1, -1}, true);
+  p.log_votes = set_plane(p, arguments, "log_votes", log_votes, keys);
+  p.scores = set_plane(p, arguments, "scores", scores, keys);
+  p.aux = set_plane(p, arguments, "aux", aux, keys);
+  const int64_t rows = block_table.size(0);
+  p.block_table = arguments.get<const int32_t>("block_table", block_table, kDLInt, 32, {-1, -1}, true);
+  KVM_CHECK(block_table.size(1) <= 1 || block_table.stride(1) == 1, ValueError) << "block ids must lie together";
+  p.table_row = block_table.stride(0);
+  const auto number = [&](const char* name, const TensorView& t) {
+    return arguments.get<const int32_t>(name, t, kDLInt, 32, {rows});
+  };
+  p.query_starts = number("query_starts", query_starts);
+  p.query_lens = number("query_lens", query_lens);
+  p.seq_lens = number("seq_lens", seq_lens);
+  p.fronts = number("fronts", fronts);
+  p.tails = number("tails", tails);
+  p.modes = number("update_modes", modes);
+  p.decays = arguments.get<const float>("update_decays", decays, kDLFloat, 32, {rows});
+  p.group = static_cast<int>(query.size(1) / p.heads);
+  p.block_shift = shift_of(p.block_size);
+  p.scale = static_cast<float>(scale) * kLog2E;
+  p.splits = static_cast<int>(splits);
+  p.least = static_cast<int>(least);
+  p.kept_rows = static_cast<int>(kept_rows);
+  p.num_combined = static_cast<int>(num_combined);
+  const int64_t query_rows = num_queries * p.group;
+  KVM_CHECK(0 < query_rows && query_rows <= max_query_rows(type.bits, padded), ValueError)
+      << query_rows << " rows of queries are too many";
+  KVM_CHECK((padded == 64 || padded == 128 || padded == 256) && p.head_size <= padded, ValueError)
+      << "head size " << p.head_size << " is not padded to 64, 128 or 256";
+  KVM_CHECK(0 < splits && splits <= 128 && least % kStep == 0, ValueError) << "the splits are not as they must be";
+  KVM_CHECK(kept_rows == 0 || kept_rows == query_rows, ValueError) << "logits of all rows are kept, or none";
+  const int64_t levels = rows * p.heads * splits * kRows;
+  p.partial = arguments.get<float>("partial", partial, kDLFloat, 32, {-1});
+  p.lse = arguments.get<float>("lse", lse, kDLFloat, 32, {-1});
+  p.kept = arguments.get<float>("kept", kept, kDLFloat, 32, {-1});
+  KVM_CHECK(lse.numel() >= levels && (splits == 1 || partial.numel() >= levels * padded) &&
+                kept.numel() >= keys.size(0) * p.heads * kept_rows * p.block_size,
+            ValueError)
+      << "the workspace is too small";
+  if (rows == 0) return;
+  attend(p, static_cast<int>(rows), static_cast<int>(query_rows), code == kDLBfloat, type.bits,
+         static_cast<int>(padded), bulk, static_cast<int>(num_combined + num_parts), arguments.where(stream));
+}
+
+void call_merge(TensorView keys, TensorView values, TensorView log_votes, TensorView addresses, TensorView layer,
+                TensorView blocks, TensorView destination, TensorView segments, TensorView kept, MaybeTensor new_votes,
+                MaybeTensor new_scores, MaybeTensor new_aux, MaybeTensor new_positions, MaybeTensor places,
+                MaybeTensor members, MaybeTensor rows, MaybeTensor new_keys, MaybeTensor new_values,
+                MaybeTensor importance, MaybeTensor fixed, int64_t kind, int64_t zip_mode, int64_t num_entries,
+                int64_t capacity, int64_t shared_bytes, int64_t stream) {
+  const Arguments arguments(keys);
+  MergeParams p{};
+  set_cells(p, arguments, keys, values);
+  set_plane(p, arguments, "log_votes", log_votes, keys);
+  const int64_t units = layer.numel(), heads = units * p.heads;
+  p.addresses = arguments.get<const int64_t>("addresses", addresses, kDLInt, 64, {-1, 6});
+  p.layer = arguments.get<const int64_t>("layer", layer, kDLInt, 64, {units});
+  p.blocks = arguments.get<const int32_t>("blocks", blocks, kDLInt, 32, {units, -1}, true);
+  p.destination = arguments.get<const int32_t>("destination", destination, kDLInt, 32, {units, -1}, true);
+  for (const TensorView* t : {&blocks, &destination})
+    KVM_CHECK(t->size(1) <= 1 || t->stride(1) == 1, ValueError) << "block ids must lie together";
+  p.blocks_row = blocks.stride(0);
+  p.destination_row = destination.stride(0);
+  p.segments = arguments.get<const int64_t>("segments", segments, kDLInt, 64, {units, 3});
+  p.kept = arguments.get<const int64_t>("kept", kept, kDLInt, 64, {heads, -1});
+  const int64_t num_places = kept.size(1);
+  p.log_votes = arguments.maybe<const float>("log_votes", new_votes, kDLFloat, 32, {heads, num_places});
+  p.scores = arguments.maybe<const float>("scores", new_scores, kDLFloat, 32, {heads, num_places});
+  p.aux = arguments.maybe<const float>("aux", new_aux, kDLFloat, 32, {heads, num_places});
+  p.positions = arguments.maybe<const int64_t>("positions", new_positions, kDLInt, 64, {heads, num_places});
+  KVM_CHECK(!p.log_votes == !p.scores && !p.log_votes == !p.aux && !p.log_votes == !p.positions, ValueError)
+      << "metadata are given for all planes or for none";
+  p.kind = static_cast<int>(kind);
+  p.zip_mode = static_cast<int>(zip_mode);
+  KVM_CHECK(kMoves <= kind && kind <= kZip && kScale <= zip_mode && zip_mode <= kAuto, ValueError) << "no such merge";
+  int64_t num_rows = 0, num_members = 0;
+  if (kind != kMoves) {
+    p.places = arguments.maybe<const int64_t>("places", places, kDLInt, 64, {heads, -1});
+    KVM_CHECK(p.places, ValueError) << "places are missing";
+    num_rows = places.value().size(1);
+  }
+  if (kind == kRowsGiven) {
+    p.keys = arguments.maybe<const float>("keys", new_keys, kDLFloat, 32, {heads, num_rows, p.head_size});
+    p.values = arguments.maybe<const float>("values", new_values, kDLFloat, 32, {heads, num_rows, p.head_size});
+  }
+  if (kind == kSums || kind == kZip) {
+    p.members = arguments.maybe<const int64_t>("members", members, kDLInt, 64, {heads, -1});
+    KVM_CHECK(p.members, ValueError) << "members are missing";
+    num_members = members.value().size(1);
+    p.rows = arguments.maybe<const int64_t>("rows", rows, kDLInt, 64, {heads, num_members});
+    KVM_CHECK(p.rows, ValueError) << "rows are missing";
+  }
+  if (kind == kSums) {
+    p.key_weights = arguments.maybe<const float>("key_weights", new_keys, kDLFloat, 32, {heads, num_members});
+    p.value_weights = arguments.maybe<const float>("value_weights", new_values, kDLFloat, 32, {heads, num_members});
+  }
+  if (kind == kZip) {
+    p.importance = arguments.maybe<const float>("importance", importance, kDLFloat, 32, {heads, num_entries});
+    p.fixed = arguments.maybe<const uint8_t>("protected", fixed, kDLBool, 8, {heads, num_entries});
+    KVM_CHECK(p.importance && p.fixed, ValueError) << "importance and protected are missing";
+  }
+  p.num_places = static_cast<int>(num_places);
+  p.num_rows = static_cast<int>(num_rows);
+  p.num_members = static_cast<int>(num_members);
+  p.num_entries = static_cast<int>(num_entries);
+  p.capacity = static_cast<int>(capacity);
+  KVM_CHECK(capacity % 16 == 0 && capacity >= 16 * num_places &&
+                shared_bytes >= capacity + 4 * (3 * num_places + 4 * num_members + 4 * num_rows + 2),
+            ValueError)
+      << "too little shared memory";
+  if (heads * num_places == 0) return;
+  merge(p, static_cast<int>(heads), keys.dtype().code == kDLBfloat, keys.dtype().bits, static_cast<int>(shared_bytes),
+        arguments.where(stream));
+}
+
+std::string call_targets() { return targets(); }
+
+}  // namespace
+}  // namespace kvmerge
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, kvmerge::call_attend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, kvmerge::call_merge);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(targets, kvmerge::call_targets);

@@ -1,0 +1,258 @@
+"""The operators in CUDA C++ (csrc/cuda): attention of decode steps, and compactions in one launch.
+
+All others, and calls that these do not suit, are those of ``fallback``. The library is built by csrc/cuda/build.py. A
+build for the CPU, which tests load with ``use``, runs the same kernels on CPU tensors.
+"""
+
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.kernels import reference
+from vllm_kvmerge.kernels.choice import choice, device_name
+from vllm_kvmerge.kernels.cuda.plan import BYTES_STAGED, AttentionPlan, merge_bytes, shared_memory
+from vllm_kvmerge.kernels.merge import ZIP_MODES, Merged, Metadata, Rows, Sums, Zip
+from vllm_kvmerge.kernels.page import Pages, Units, addresses_on
+from vllm_kvmerge.kernels.workspace import Workspace, uses_workspace, workspace_of
+
+LIBRARY = Path(__file__).with_name("_cuda.so")
+
+OPERATORS = ("paged_attention", "merge_entries")
+
+_path = LIBRARY
+
+
+@cache
+def _load(path: Path) -> Any:
+    if not path.exists():
+        raise OSError(f"{path} is missing: python csrc/cuda/build.py builds it")
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.load_module(str(path))
+    except RuntimeError as error:
+        raise OSError(f"{path} cannot be loaded: {error}") from error
+
+
+def library() -> Any:
+    """The loaded library. Raises OSError or ImportError where there is none that works."""
+    return _load(_path)
+
+
+def use(path: Path | None) -> None:
+    """Makes another build of the library run; None: the package's own. Raises OSError where it does not work."""
+    global _path
+    before, _path = _path, path or LIBRARY
+    try:
+        if path is not None:
+            library()
+    except (OSError, ImportError):
+        _path = before
+        raise
+
+
+def is_emulated() -> bool:
+    """Whether the library runs on CPU tensors."""
+    return str(library().targets()) == "emulated"
+
+
+def runs_on(device: torch.device) -> str | None:
+    """Why these operators do not run on tensors of a device; None where they do."""
+    if is_emulated():
+        return None if device.type == "cpu" else "the kernels were built for the CPU"
+    if device.type != "cuda":
+        return f"the tensors are on {device}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the card is older than compute capability 8.0"
+    return None
+
+
+@cache
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether there is code for the bulk copy engine: sm_90a's, which no other card runs."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def description(device: torch.device) -> str:
+    """Of what runs on a device, for logs."""
+    return f"CUDA C++, {library().targets()}"
+
+
+def fallback(device: torch.device) -> ModuleType:
+    """The operators that do what these cannot: Triton's on a card where they can be imported, else the reference."""
+    if device.type == "cuda":
+        try:
+            from vllm_kvmerge.kernels import triton
+        except ImportError:
+            return reference
+        return triton
+    return reference
+
+
+def _stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def _is_aligned(rows: Tensor) -> bool:
+    item = rows.element_size()
+    return rows.stride(2) == 1 and not any(
+        number % 16 for number in (rows.data_ptr(), rows.stride(0) * item, rows.stride(1) * item)
+    )
+
+
+def _obstacle(query: Tensor, pages: Pages, output: Tensor, num_queries: int) -> str | None:
+    """Why these kernels cannot do a call of attention; None if they can."""
+    if query.dtype != pages.keys.dtype or output.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "queries are not of the cache's dtype"
+    if not _is_aligned(query) or output.stride(2) != 1:
+        return "rows of queries do not begin at multiples of 16 bytes, or the output's do not lie together"
+    return AttentionPlan.obstacle(pages, query.shape[1], num_queries)
+
+
+def paged_attention(
+    query: Tensor,
+    pages: Pages,
+    block_table: Tensor,
+    query_starts: Tensor,
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    fronts: Tensor,
+    tails: Tensor,
+    update_modes: Tensor,
+    update_decays: Tensor,
+    scale: float,
+    output: Tensor,
+    num_queries: int | None = None,
+    workspace: Workspace | None = None,
+    bulk: bool | None = None,
+) -> None:
+    """See ``reference.paged_attention``, and for num_queries and workspace ``triton.paged_attention``.
+
+    Up to 16 rows of queries and query heads of a KV head; longer chunks are the fallback's. bulk: from 3 such rows on,
+    keys and values of 16 bits are loaded by the copy engine of a card of compute capability 9.0 instead of by threads;
+    None: as the table of choices says.
+    """
+    if len(query_lens) == 0:
+        return
+    if query.shape[2] != pages.head_size or query.shape[1] % pages.num_kv_heads:
+        raise ValueError(f"query of shape {tuple(query.shape)} does not suit {tuple(pages.values.shape)} values")
+    if num_queries is None:
+        num_queries = int(query_lens.max())
+    if _obstacle(query, pages, output, num_queries) is not None:
+        tensors = (query_starts, query_lens, seq_lens, fronts, tails, update_modes, update_decays)
+        fallback(query.device).paged_attention(
+            query, pages, block_table, *tensors, scale, output, num_queries=num_queries
+        )
+        return
+    rows, blocks = block_table.shape
+    plan = AttentionPlan.of(pages, query.shape[1], num_queries, rows, blocks)
+    work = workspace or workspace_of(query.device)
+    buffers = {name: work.take(name, size) for name, size in plan.sizes.items()}
+    if bulk is None:
+        bulk = choice("paged_attention", device_name(query.device), pages.head_size).bulk
+    numbers = (query_starts, query_lens, seq_lens, fronts, tails, update_modes)
+    library().attend(
+        query,
+        pages.keys,
+        pages.values,
+        pages.log_votes,
+        pages.scores,
+        pages.aux,
+        output,
+        block_table.to(torch.int32).contiguous(),
+        *(tensor.to(torch.int32).contiguous() for tensor in numbers),
+        update_decays.float().contiguous(),
+        buffers.get("partial", buffers["lse"]),
+        buffers["lse"],
+        buffers["kept"],
+        scale,
+        num_queries,
+        plan.splits,
+        plan.least,
+        plan.head_size,
+        plan.kept,
+        plan.num_combined,
+        plan.num_parts,
+        bulk and query.dtype != torch.float32 and has_bulk_copies(query.device),
+        _stream(query.device),
+    )
+
+
+@uses_workspace
+def _sizes(pages: Pages, num_heads: int, num_queries: int, rows: int, max_blocks: int) -> dict[str, int]:
+    if AttentionPlan.obstacle(pages, num_heads, num_queries) is not None:
+        return {}
+    return AttentionPlan.of(pages, num_heads, num_queries, rows, max_blocks).sizes
+
+
+def merge_entries(
+    units: Units, destination: Tensor, kept: Tensor, metadata: Metadata | None = None, merged: Merged | None = None
+) -> None:
+    """See ``reference.merge_entries``. One launch, where a head's lists fit in a block's shared memory."""
+    pages = units.layers[0]
+    device = pages.keys.device
+    layouts = {(layer.strides, layer.keys.shape[1:], layer.keys.dtype) for layer in units.layers}
+    num_places = kept.shape[1]
+    num_rows = 0 if merged is None else merged.places.shape[1]
+    if num_rows == 0:
+        merged = None
+    num_members = merged.members.shape[1] if isinstance(merged, Sums | Zip) else 0
+    capacity = max(BYTES_STAGED, 16 * num_places)
+    shared_bytes = merge_bytes(capacity, num_places, num_rows, num_members)
+    no_members = isinstance(merged, Sums | Zip) and num_members == 0
+    if len(layouts) > 1 or no_members or shared_bytes > shared_memory(device):
+        fallback(device).merge_entries(units, destination, kept, metadata, merged)
+        return
+
+    def on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(device, dtype, non_blocking=True).contiguous()
+
+    def given(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return None if tensor is None else tensor.to(dtype).contiguous()
+
+    kind, zip_mode, rows = 0, 0, (None, None)
+    importance = protected = members = row_of = places = None
+    if merged is not None:
+        places = given(merged.places, torch.int64)
+        kind = 1 + (Rows, Sums, Zip).index(type(merged))
+    if isinstance(merged, Rows):
+        rows = merged.keys, merged.values
+    if isinstance(merged, Sums | Zip):
+        members, row_of = given(merged.members, torch.int64), given(merged.rows, torch.int64)
+    if isinstance(merged, Sums):
+        rows = merged.key_weights, merged.value_weights
+    if isinstance(merged, Zip):
+        zip_mode = ZIP_MODES.index(merged.mode)
+        importance, protected = given(merged.importance, torch.float32), given(merged.protected, torch.bool)
+    planes: list[Tensor | None] = [None] * 4
+    if metadata is not None:
+        planes = [given(plane, torch.float32) for plane in metadata[:3]]
+        planes.append(given(metadata[3], torch.int64))
+    library().merge(
+        pages.keys,
+        pages.values,
+        pages.log_votes,
+        addresses_on(device, tuple(layer.addresses for layer in units.layers)),
+        on_device(units.layer, torch.int64),
+        on_device(units.blocks, torch.int32),
+        on_device(destination, torch.int32),
+        on_device(units.segments, torch.int64),
+        kept.to(torch.int64).contiguous(),
+        *planes,
+        places,
+        members,
+        row_of,
+        *(given(plane, torch.float32) for plane in rows),
+        importance,
+        protected,
+        kind,
+        zip_mode,
+        units.num_entries,
+        capacity,
+        shared_bytes,
+        _stream(device),
+    )
