@@ -80,8 +80,13 @@ class CompressionSchedulerMixin(Scheduler):
             params = {**(params or {}), REPORT_KEY: usage.report()}
         return params, *others
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        outputs_by_client = super().update_from_output(*args, **kwargs)
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        for request_id, step in getattr(scheduler_output, "kvmerge_steps", {}).items():
+            if usage := self._usages.get(request_id):
+                usage.end_step(step)
+        outputs_by_client = super().update_from_output(scheduler_output, *args, **kwargs)
         if self._usages:
             for output in chain.from_iterable(outputs.outputs for outputs in outputs_by_client.values()):
                 usage = self._usages.get(output.request_id)
@@ -170,7 +175,7 @@ class CompressionSchedulerMixin(Scheduler):
             waiting = self._plan_due(step)
         self._manager.release_retired()
         output.kvmerge = step  # type: ignore[attr-defined]
-        self._count_step(step)
+        self._count_step(output)
         if self.log_stats:
             self._gauges.update([self._live_size(request) for request in self.running])
         return output
@@ -237,14 +242,20 @@ class CompressionSchedulerMixin(Scheduler):
             _, entries, _, blocks = self._live_size(request)
             usage.note_peak(entries, blocks)
 
-    def _count_step(self, step: CompressionStep) -> None:
+    def _count_step(self, output: SchedulerOutput) -> None:
+        steps = {}
         for request, usage in self._reporting():
             _, entries, tokens, blocks = self._live_size(request)
             if tokens >= request.num_prompt_tokens:
                 usage.count_step(entries, blocks)
             if usage.streams:
-                compressed = any(plan.request_id == request.request_id for plan in step.plans)
-                usage.record_step(tokens, entries, blocks, compressed)
+                plans = output.kvmerge.plans  # type: ignore[attr-defined]
+                compressed = any(plan.request_id == request.request_id for plan in plans)
+                if step := usage.begin_step(tokens, entries, blocks, compressed):
+                    steps[request.request_id] = step
+        if steps:
+            # Under asynchronous scheduling others are scheduled before this output has been computed.
+            output.kvmerge_steps = steps  # type: ignore[attr-defined]
 
 
 def _extra_args(request: Request) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class CacheUsage:
     peak_blocks: int = 0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_STEPS))
     _before: tuple[int, int] = (0, 0)
+    _after: tuple[int, int, int] = (0, 0, 0)
 
     def note_peak(self, entries: int, blocks: int) -> None:
         """The sizes of a step before its compression."""
@@ -54,17 +55,26 @@ class CacheUsage:
         self.total_entries += entries
         self.total_blocks += blocks
 
-    def record_step(self, tokens: int, entries: int, blocks: int, compressed: bool) -> None:
-        """The sizes of any step after its compression; ``tokens``: computed so far. Steps that change nothing are left
-        out."""
-        last = self.recent[-1] if self.recent else {"step": 0}
-        sizes = {"tokens": tokens, "entries": entries, "bytes": blocks * self.bytes_per_block}
-        if not compressed and sizes.items() <= last.items():
-            return
-        step = {"step": last["step"] + 1, "seconds": round(time.monotonic() - self.start, 4), **sizes}
+    def begin_step(self, tokens: int, entries: int, blocks: int, compressed: bool) -> dict[str, Any] | None:
+        """A step that has been scheduled, to be reported when it has been computed; None where it changes nothing.
+
+        tokens: computed after it. entries, blocks: after its compression.
+        """
+        if not compressed and self._after == (tokens, entries, blocks):
+            return None
+        self._after = tokens, entries, blocks
+        step: dict[str, Any] = {"start": self._now(), "tokens": tokens, "entries": entries}
+        step["bytes"] = blocks * self.bytes_per_block
         if compressed:
             step["before"] = {"entries": self._before[0], "bytes": self._before[1] * self.bytes_per_block}
-        self.recent.append(step)
+        return step
+
+    def end_step(self, step: dict[str, Any]) -> None:
+        number = self.recent[-1]["step"] + 1 if self.recent else 1
+        self.recent.append({"step": number, "end": self._now(), **step})
+
+    def _now(self) -> float:
+        return round(time.monotonic() - self.start, 4)
 
     def report(self) -> dict[str, Any]:
         """As JSON has it; bytes over all layers and ranks. Means are None for a request that never ended its prompt."""

@@ -11,6 +11,8 @@ const SIDES = [{ side: "a", letter: "A", policy: "full" }, { side: "b", letter: 
 const ROUTES = { chat: "v1/chat/completions", completion: "v1/completions" };
 const DEMO_MAX_TOKENS = 300;
 
+let rightAnswer = ""; // to the demo prompt, while it is in its field
+
 const byId = (id) => document.getElementById(id);
 const request = byId("request");
 const fields = request.elements;
@@ -27,7 +29,7 @@ class Side {
     this.answer.setAttribute("aria-label", `Answer ${letter}`);
     this.find(".letter").textContent = letter;
     this.measurement = new Measurement();
-    this.label = "";
+    this.label = this.rightAnswer = "";
     this.form = new PolicyForm(this.find("form"), catalogue, policy, () => {
       this.find(".title").textContent = this.form?.label() ?? policy;
       this.showCurl();
@@ -70,6 +72,7 @@ class Side {
   async run(signal, onProgress) {
     this.measurement = new Measurement();
     this.label = `${this.letter} ${this.form.label()}`;
+    this.rightAnswer = rightAnswer;
     this.answer.textContent = "";
     this.showError("");
     this.showState("running");
@@ -78,10 +81,7 @@ class Side {
     try {
       for await (const chunk of stream(ROUTES[fields.kind.value], toJson(this.body()), fields.key.value, signal)) {
         this.measurement.note(chunk, this.elapsed);
-        const [choice] = chunk.choices;
-        const follows = this.answer.scrollHeight - this.answer.scrollTop - this.answer.clientHeight < 40;
-        this.answer.append(choice?.text ?? choice?.delta?.content ?? "");
-        if (follows) this.answer.scrollTop = this.answer.scrollHeight;
+        this.append(chunk.choices[0]);
         onProgress();
       }
       this.showState("done");
@@ -95,6 +95,20 @@ class Side {
       }
     }
     onProgress();
+  }
+
+  append(choice) {
+    const { answer } = this;
+    const follows = answer.scrollHeight - answer.scrollTop - answer.clientHeight < 40;
+    answer.append(choice?.text ?? choice?.delta?.content ?? "");
+    if (follows) answer.scrollTop = answer.scrollHeight;
+  }
+
+  /** Compares the answer's beginning with the demo prompt's right answer; "" where that is not known. */
+  showVerdict(right) {
+    const given = this.answer.textContent.trim().slice(0, right.length);
+    const verdict = !right || given.length < right.length ? "" : given === right ? `✓ ${given}` : `✗ ${given}`;
+    this.find(".verdict").textContent = verdict;
   }
 
   get elapsed() {
@@ -120,7 +134,6 @@ class Side {
       ["peak", measurement.peakBytes && formatBytes(measurement.peakBytes)],
       ["entries / head", last && formatNumber(last.entries)],
       ["of tokens", last && formatNumber(last.tokens)],
-      ["compressions", last && formatNumber(measurement.compressions.length)],
       ["first token", measurement.firstToken && formatSeconds(measurement.firstToken)],
       ["tokens / s", measurement.meanRate && formatNumber(measurement.meanRate)],
     ];
@@ -137,22 +150,18 @@ class Side {
   }
 }
 
-const describe = ({ seconds, tokens, entries, bytes, before }) =>
-  `${formatSeconds(seconds)}, ${formatNumber(tokens)} tokens: ${formatNumber(before.entries)} → ${formatNumber(entries)} ` +
+const describe = ({ end, tokens, entries, bytes, before }) =>
+  `${formatSeconds(end)}, ${formatNumber(tokens)} tokens: ${formatNumber(before.entries)} → ${formatNumber(entries)} ` +
   `entries, ${formatBytes(before.bytes)} → ${formatBytes(bytes)}`;
 
 function bytesLine({ side, label, measurement }) {
-  const points = measurement.bytesLine;
   const markers = measurement.compressions.map((event) => ({
-    seconds: event.seconds, from: event.before.bytes, to: event.bytes, title: `${label}, ${describe(event)}`,
+    seconds: event.end, from: event.before.bytes, to: event.bytes, title: `${label}, ${describe(event)}`,
   }));
-  return { side, name: label, points, end: points.at(-1)?.[0], markers };
+  return { side, name: label, points: measurement.bytesLine, markers };
 }
 
-function rateLine({ side, label, measurement }) {
-  const points = measurement.rates;
-  return { side, name: label, points, end: points.at(-1)?.[0] };
-}
+const rateLine = ({ side, label, measurement }) => ({ side, name: label, points: measurement.rates });
 
 function summarise(sides) {
   if (!sides.every(({ measurement }) => measurement.report?.mean_bytes)) return "";
@@ -162,8 +171,8 @@ function summarise(sides) {
 }
 
 function askForKey() {
+  byId("key-field").hidden = false;
   fields.key.focus();
-  fields.key.placeholder = "this server asks for one";
 }
 
 function showPageError(error) {
@@ -191,9 +200,13 @@ async function insertDemoPrompt() {
   fields.kind.value = "completion";
   fields.max_tokens.value = DEMO_MAX_TOKENS;
   fields.ignore_eos.checked = true;
-  byId("expected").textContent =
-    `The prompt's last words ask for one of its facts. Right: ${answer}. Then the model goes on to questions of its own.`;
-  byId("expected").hidden = false;
+  showRightAnswer(answer);
+}
+
+function showRightAnswer(answer) {
+  rightAnswer = answer;
+  byId("expected").textContent = `The prompt's last words ask for one of its facts: ${answer}. After that the model goes on by itself.`;
+  byId("expected").hidden = !answer;
 }
 
 async function start() {
@@ -209,9 +222,14 @@ async function start() {
   let frame = 0;
   const draw = () => {
     frame = 0;
-    for (const side of sides) side.showFigures();
-    bytes.show(sides.map(bytesLine));
-    rates.show(sides.map(rateLine));
+    for (const side of sides) {
+      side.showFigures();
+      side.showVerdict(side.rightAnswer);
+    }
+    const lines = [sides.map(bytesLine), sides.map(rateLine)];
+    const end = Math.max(0, ...lines.flat().map(({ points }) => points.at(-1)?.[0] ?? 0));
+    bytes.show(lines[0], end);
+    rates.show(lines[1], end);
   };
   const drawSoon = () => {
     frame ||= requestAnimationFrame(draw);
@@ -240,9 +258,7 @@ async function start() {
   request.addEventListener("input", () => {
     for (const side of sides) side.showCurl();
   });
-  fields.prompt.addEventListener("input", () => {
-    byId("expected").hidden = true;
-  });
+  fields.prompt.addEventListener("input", () => showRightAnswer(""));
   fields.key.addEventListener("change", loadModels);
   byId("stop").addEventListener("click", stop);
   byId("demo").addEventListener("click", () => insertDemoPrompt().catch(showPageError));

@@ -1,10 +1,12 @@
 // What is measured of one answer while it streams.
 
-const RATE_WINDOW = 0.5; // seconds over which tokens per second are averaged
+// Seconds over which tokens per second are averaged, and how many there must be: tokens arrive in bursts.
+const RATE_WINDOW = 1;
+const RATE_MIN_WINDOW = 0.25;
 
 export class Measurement {
   constructor() {
-    this.steps = []; // {seconds, tokens, entries, bytes, before?}, as the server reports them
+    this.steps = []; // {start, end, tokens, entries, bytes, before?}, as the server reports them
     this.arrivals = []; // [seconds since the request was sent, tokens of the answer so far]
     this.rates = []; // [seconds, tokens per second]
     this.report = null; // the server's, at the end
@@ -22,7 +24,7 @@ export class Measurement {
   noteTokens(seconds, tokens) {
     const earlier = this.arrivals.findLast(([time]) => time <= seconds - RATE_WINDOW) ?? this.arrivals[0];
     this.arrivals.push([seconds, tokens]);
-    if (earlier && seconds > earlier[0]) this.rates.push([seconds, (tokens - earlier[1]) / (seconds - earlier[0])]);
+    if (earlier && seconds >= earlier[0] + RATE_MIN_WINDOW) this.rates.push([seconds, (tokens - earlier[1]) / (seconds - earlier[0])]);
   }
 
   get numTokens() {
@@ -48,9 +50,11 @@ export class Measurement {
     return this.report?.peak_bytes ?? (sizes.length ? Math.max(...sizes) : undefined);
   }
 
-  /** [seconds, bytes]: a compression is a fall at one time. */
+  /** [seconds, bytes]. A step holds its largest size until it ends, where its compression is a fall at one time. */
   get bytesLine() {
-    return this.steps.flatMap(({ seconds, bytes, before }) => [...(before ? [[seconds, before.bytes]] : []), [seconds, bytes]]);
+    const points = this.steps.flatMap(({ start, end, bytes, before }) => [[start, before?.bytes ?? bytes], [end, bytes]]);
+    let latest = 0; // a step may be scheduled before the last one has ended
+    return points.map(([seconds, bytes]) => [latest = Math.max(latest, seconds), bytes]);
   }
 }
 

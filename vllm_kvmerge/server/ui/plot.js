@@ -1,7 +1,7 @@
 // A plot of lines over time, as SVG.
 
 import { formatNumber } from "./measure.js";
-import { svg } from "./dom.js";
+import { element, svg } from "./dom.js";
 
 const MARGIN = { left: 62, right: 10, top: 14, bottom: 24 };
 const NUM_TICKS = 4;
@@ -12,9 +12,10 @@ export class Plot {
    * steps: whether values hold until the next one. base: ticks are multiples of powers of it (10, or 1024 for bytes).
    */
   constructor(figure, { label, format, steps = false, base = 10 }) {
-    Object.assign(this, { label, format, steps, base, lines: [], cursor: null });
+    Object.assign(this, { label, format, steps, base, lines: [], end: 0, cursor: null });
     this.svg = svg("svg", { class: "plot", role: "img", "aria-label": label });
     this.readout = figure.querySelector(".readout");
+    this.legend = figure.querySelector(".legend");
     figure.append(this.svg);
     this.svg.addEventListener("pointermove", (event) => {
       this.cursor = event.clientX - this.svg.getBoundingClientRect().left;
@@ -27,9 +28,13 @@ export class Plot {
     new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
-  /** lines: {name, side ("a" or "b"), points: [[seconds, value]], end: seconds, markers: [{seconds, from, to, title}]}. */
-  show(lines) {
-    this.lines = lines;
+  /**
+   * lines: {name, side ("a" or "b"), points: [[seconds, value]], markers: [{seconds, from, to, title}]}.
+   * end: of the time axis, in seconds.
+   */
+  show(lines, end) {
+    Object.assign(this, { lines, end });
+    this.legend.replaceChildren(...lines.map(({ name, side }) => element("span", { class: side }, [name])));
     this.draw();
   }
 
@@ -39,9 +44,8 @@ export class Plot {
     const right = width - MARGIN.right;
     const bottom = height - MARGIN.bottom;
     const drawn = this.lines.filter(({ points }) => points.length);
-    const xTop = Math.max(1e-9, ...drawn.map(({ end }) => end)) || 1;
-    const xTick = tickSize(drawn.length ? xTop : 1, 10);
-    const xEnd = drawn.length ? xTop : 1;
+    const xEnd = Math.max(0.1, this.end);
+    const xTick = tickSize(xEnd, 10);
     const yTop = Math.max(0, ...drawn.flatMap(({ points }) => points.map(([, value]) => value)));
     const yTick = tickSize(yTop || 1, this.base);
     const yEnd = Math.max(yTick, Math.ceil(yTop / yTick) * yTick);
@@ -62,11 +66,10 @@ export class Plot {
     this.showCursor(drawn, x, (right - MARGIN.left) / xEnd, bottom);
   }
 
-  drawLine({ side, points, end, markers = [] }, x, y) {
+  drawLine({ side, points, markers = [] }, x, y) {
     const [first, ...others] = points;
     let path = `M${x(first[0])} ${y(first[1])}`;
     for (const [seconds, value] of others) path += this.steps ? `H${x(seconds)}V${y(value)}` : `L${x(seconds)} ${y(value)}`;
-    if (this.steps) path += `H${x(end)}`;
     const shapes = markers.map(({ seconds, from, to, title }) =>
       svg("g", { class: side }, [
         svg("title", {}, [title]),
