@@ -63,7 +63,17 @@ def test_a_file_that_has_not_changed_is_not_sent_again(client):
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing.js", "../page.py", "..%2fpage.py", "%2e%2e/page.py", "..%5cpage.py", "%2fetc%2fpasswd", "%2e%2e", "ui/app.js"]
+    "name",
+    [
+        "nothing.js",
+        "../page.py",
+        "..%2fpage.py",
+        "%2e%2e/page.py",
+        "..%5cpage.py",
+        "%2fetc%2fpasswd",
+        "%2e%2e",
+        "ui/app.js",
+    ],
 )
 def test_nothing_else_is_served(client, name):
     response = client.get(f"/kvmerge/ui/{name}")

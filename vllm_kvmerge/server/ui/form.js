@@ -89,7 +89,7 @@ export class PolicyForm {
         this.widgets.find(({ name }) => name === widget.name).input.focus();
       };
     }
-    this.form.querySelector(".fields").replaceChildren(...this.widgets.map(({ label }) => label));
+    this.form.querySelector(".fields").replaceChildren(...this.widgets.map(({ root }) => root));
   }
 
   /** {name, schema, default, description} of each field: those of all policies, then those of the chosen parts. */
@@ -119,7 +119,9 @@ export class PolicyForm {
   }
 }
 
-/** {name, default, label, input, read()}; read gives undefined where nothing was said. */
+let numHints = 0;
+
+/** {name, default, root, input, read()}; read gives undefined where nothing was said. */
 function makeWidget(field) {
   const choices = (field.schema.anyOf ?? [field.schema]).filter(({ type }) => type !== "null");
   const [only] = choices;
@@ -138,9 +140,11 @@ function makeWidget(field) {
     widget.input.value = field.default ?? "";
     widget.read = () => readText(widget.input.value);
   }
+  const hint = element("small", { id: `hint-${numHints++}` }, [field.description.split(/(?<=[.;:]) /)[0]]);
   widget.input.name = field.name;
-  widget.label = element("label", { title }, [
-    element("span", {}, [field.name]), widget.input, element("small", {}, [field.description.split(/(?<=[.;:]) /)[0]]),
+  widget.input.setAttribute("aria-describedby", hint.id);
+  widget.root = element("div", { title }, [
+    element("label", {}, [element("span", {}, [field.name]), widget.input]), hint,
   ]);
   return widget;
 }
