@@ -16,7 +16,7 @@ FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
-TIMEOUT = 120_000
+TIMEOUT = 60_000
 """Milliseconds that anything on the page may take."""
 
 
