@@ -140,7 +140,7 @@ function makeWidget(field) {
     widget.input.value = field.default ?? "";
     widget.read = () => readText(widget.input.value);
   }
-  const hint = element("small", { id: `hint-${numHints++}` }, [field.description.split(/(?<=[.;:]) /)[0]]);
+  const hint = element("small", { id: `hint-${numHints++}` }, [field.description.split(/(?<=\.) /)[0]]);
   widget.input.name = field.name;
   widget.input.setAttribute("aria-describedby", hint.id);
   widget.root = element("div", { title }, [
