@@ -1,6 +1,6 @@
 """Counting what a request's cache holds."""
 
-from vllm_kvmerge.cache.usage import NUM_RECENT_STEPS, CacheUsage
+from vllm_kvmerge.cache.usage import NUM_RECENT_CHANGES, NUM_RECENT_STEPS, CacheUsage
 
 KIB = 1024
 
@@ -40,12 +40,22 @@ def test_a_step_that_changes_nothing_is_left_out():
     assert usage.num_steps == 3
 
 
-def test_the_newest_steps_are_kept():
+def test_the_newest_steps_and_changes_are_kept():
+    """One entry per token, 10 to a block, compressed at 50 tokens though nothing has to go."""
     usage = CacheUsage(KIB, streams=True)
-    for tokens in range(1, 3 * NUM_RECENT_STEPS + 1):
+    for tokens in range(1, 101):
+        blocks = (tokens + 9) // 10
+        usage.note_peak(tokens, blocks)
+        usage.end_step(usage.begin_step(tokens, tokens, blocks, compressed=tokens == 50))
+    newest = list(range(101 - NUM_RECENT_STEPS, 101))
+    steps = usage.steps_report()["steps"]
+    assert [step["tokens"] for step in steps] == [1, 11, 21, 31, 41, 50, 51, 61, 71, 81, *newest]
+    assert [step["step"] for step in steps] == [step["tokens"] for step in steps]
+
+    usage = CacheUsage(KIB, streams=True)
+    for tokens in range(1, 101):
         take_step(usage, tokens, tokens, tokens)
-    newest = list(range(2 * NUM_RECENT_STEPS + 1, 3 * NUM_RECENT_STEPS + 1))
-    assert [step["step"] for step in usage.recent] == [step["tokens"] for step in usage.recent] == newest
+    assert [step["step"] for step in usage.steps_report()["steps"]] == list(range(101 - NUM_RECENT_CHANGES, 101))
 
 
 def test_who_asks_for_the_end_alone_gets_no_steps():

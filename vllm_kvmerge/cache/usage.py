@@ -18,8 +18,9 @@ about its request; KV connectors, whose place it is, are refused together with c
 STEPS_KEY = "steps"
 """In the report of a request that asked for a stream: its newest steps, oldest first."""
 
-NUM_RECENT_STEPS = 16
-"""vLLM merges outputs that the front end has not taken yet, and keeps the newest report: so many steps survive that."""
+NUM_RECENT_STEPS, NUM_RECENT_CHANGES = 16, 32
+"""vLLM merges outputs that the front end has not taken yet, and keeps the newest report. So many steps survive that,
+and so many of those that changed the number of blocks or compressed the cache."""
 
 
 @dataclass
@@ -40,6 +41,7 @@ class CacheUsage:
     peak_entries: int = 0
     peak_blocks: int = 0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_STEPS))
+    changes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_CHANGES))
     _before: tuple[int, int] = (0, 0)
     _after: tuple[int, int, int] = (0, 0, 0)
 
@@ -70,8 +72,11 @@ class CacheUsage:
         return step
 
     def end_step(self, step: dict[str, Any]) -> None:
-        number = self.recent[-1]["step"] + 1 if self.recent else 1
-        self.recent.append({"step": number, "end": self._now(), **step})
+        last = self.recent[-1] if self.recent else {"step": 0, "bytes": 0}
+        step = {"step": last["step"] + 1, "end": self._now(), **step}
+        self.recent.append(step)
+        if "before" in step or step["bytes"] != last["bytes"]:
+            self.changes.append(step)
 
     def _now(self) -> float:
         return round(time.monotonic() - self.start, 4)
@@ -89,4 +94,5 @@ class CacheUsage:
 
     def steps_report(self) -> dict[str, Any]:
         """The newest steps, for a request that is still running."""
-        return {STEPS_KEY: list(self.recent)}
+        first = self.recent[0]["step"] if self.recent else 0
+        return {STEPS_KEY: [*(step for step in self.changes if step["step"] < first), *self.recent]}
