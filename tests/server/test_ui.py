@@ -115,6 +115,17 @@ def test_other_models_get_no_demo_prompt():
     assert client.get("/kvmerge/ui").status_code == 200
 
 
+def test_a_key_guards_the_answers_and_not_the_page():
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    client = client_of("some/model")
+    client.app.add_middleware(AuthenticationMiddleware, tokens=["open sesame"])
+    for route in ("/kvmerge/ui", "/kvmerge/ui/app.js", "/kvmerge/ui/config", "/kvmerge/policies"):
+        assert client.get(route).status_code == 200
+    assert client.post("/v1/completions", json={}).json() == {"error": "Unauthorized"}  # what the page shows
+    assert client.post("/v1/completions", headers={"Authorization": "Bearer open sesame"}).status_code == 404
+
+
 def test_the_files_are_part_of_the_package():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"vllm_kvmerge.server" = ["ui/*"]' in text
