@@ -13,7 +13,7 @@ def describe_policies() -> dict[str, Any]:
     """Everything as JSON: ``presets``, ``parts`` by kind, and the ``schema`` of ``kv_compression``.
 
     A preset's ``defaults`` are those of all its parameters, budget and interval included; a part's ``fields`` have the
-    defaults that hold where no preset says otherwise.
+    defaults that hold where no preset says otherwise, the ``type`` in words, and as JSON ``schema``.
     """
     schema = request_schema()
     references = schema["discriminator"]["mapping"]
@@ -45,6 +45,7 @@ def _describe(part: type[Part]) -> dict[str, Any]:
             "type": _type_text(field),
             "default": field["default"],
             "description": field.get("description", ""),
+            "schema": {key: value for key, value in field.items() if key not in ("title", "default", "description")},
         }
         for name, field in properties.items()
     ]

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import random_prompt
-from vllm_kvmerge.cache.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.cache.usage import REPORT_KEY, STREAM, USAGE_KEY
 from vllm_kvmerge.config import compression
 
 
-def params(policy: str, max_tokens: int, asks: bool = True, **parameters) -> SamplingParams:
-    extra = {**compression(policy, **parameters), **({USAGE_KEY: True} if asks else {})}
+def params(policy: str, max_tokens: int, asks: bool | str = True, **parameters) -> SamplingParams:
+    extra = {**compression(policy, **parameters), **({USAGE_KEY: asks} if asks else {})}
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
@@ -60,5 +61,57 @@ def test_an_aborted_request_leaves_nothing(engine):
     core.abort_request(["aborted"])
     while core.has_unfinished_requests():
         core.step()
+    assert engine.scheduler._usages == {}
+    engine.assert_empty()
+
+
+def test_steps_are_reported_while_requests_run(engine):
+    """Three at once: each says what it holds itself, and one that does not ask says nothing."""
+    prompts = {name: random_prompt(np.random.default_rng(), 1500) for name in ("bounded", "full", "silent")}
+    asked = {
+        "bounded": params("h2o", 70, asks=STREAM, budget=96, interval=32),
+        "full": params("full", 30, asks=STREAM),
+        "silent": params("h2o", 30, asks=False, budget=96),
+    }
+    core = engine.llm.llm_engine
+    for name, prompt in prompts.items():
+        asked[name].output_kind = RequestOutputKind.DELTA
+        core.add_request(name, {"prompt_token_ids": prompt}, asked[name])
+    steps: dict[str, dict[int, dict]] = {"bounded": {}, "full": {}}
+    num_outputs = dict.fromkeys(prompts, 0)
+    final = {}
+    while core.has_unfinished_requests():
+        for output in core.step():
+            num_outputs[output.request_id] += 1
+            if output.request_id == "silent":
+                assert output.kv_transfer_params is None
+                continue
+            report = output.kv_transfer_params[REPORT_KEY]
+            assert ("mean_entries" in report) == output.finished
+            steps[output.request_id] |= {step["step"]: step for step in report["steps"]}
+            final[output.request_id] = report
+    assert num_outputs == {"bounded": 70, "full": 30, "silent": 30}
+
+    for name, count in (("bounded", 70), ("full", 30)):
+        taken = [steps[name][number] for number in sorted(steps[name])]
+        assert list(steps[name]) == list(range(1, len(taken) + 1))
+        assert all(step["start"] <= step["end"] for step in taken)
+        assert [step["end"] for step in taken] == sorted(step["end"] for step in taken)
+        decoded = [step for step in taken if step["tokens"] >= 1500]
+        assert [step["tokens"] for step in decoded] == list(range(1500, 1500 + count))
+        assert len(taken) > len(decoded)  # the prompt takes several chunks
+        for key in ("entries", "bytes"):
+            assert np.mean([step[key] for step in decoded]) == pytest.approx(final[name][f"mean_{key}"])
+
+    for step in steps["full"].values():
+        assert (step["entries"], step["bytes"]) == (step["tokens"], -(-step["tokens"] // BLOCK_SIZE) * BYTES_PER_BLOCK)
+        assert "before" not in step
+    compressed = {step["tokens"]: step for step in steps["bounded"].values() if "before" in step}
+    assert list(compressed) == [1500, 1532, 1564]
+    assert compressed[1500]["before"] == {"entries": 1500, "bytes": 47 * BYTES_PER_BLOCK}
+    assert [compressed[tokens]["before"]["entries"] for tokens in (1532, 1564)] == [128, 128]
+    assert all(step["entries"] == 96 for step in compressed.values())
+    # 96 entries are three blocks; the block that is being filled stays.
+    assert [step["bytes"] for step in compressed.values()] == [4 * BYTES_PER_BLOCK] * 3
     assert engine.scheduler._usages == {}
     engine.assert_empty()

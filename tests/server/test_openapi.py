@@ -31,7 +31,7 @@ class EmbeddingRequest(BaseModel):
 @pytest.fixture
 def app() -> FastAPI:
     app = FastAPI()
-    app.state.args = Namespace(scheduler_cls="some.Scheduler")
+    app.state.args = Namespace(scheduler_cls="some.Scheduler", model="some/model")
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> None: ...
@@ -82,7 +82,10 @@ def test_policies_are_listed(app: FastAPI) -> None:
 
     before = list(app.routes)
     KVMergeEndpoint().attach_router(app)
-    assert [route.path for route in app.routes if route not in before] == ["/kvmerge/policies"]
+    new = [route.path for route in app.routes if route not in before]
+    assert new[0] == "/kvmerge/policies"
+    assert new[1:] and all(path.startswith("/kvmerge/ui") for path in new[1:])
+    assert [path for path in app.openapi()["paths"] if "kvmerge" in path] == ["/kvmerge/policies"]
     response = asyncio.run(get())
     assert response.status_code == 200
     assert response.json() == describe_policies()

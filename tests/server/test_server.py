@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -97,6 +98,39 @@ def test_the_official_client_streams_a_chat(server):
     assert len(pieces) > 10
     assert "".join(pieces) == whole
     assert server.metric("vllm:kvmerge_requests_total", policy="keepkv") == before + 2
+
+
+def test_streams_report_each_step_of_their_own_cache(server):
+    """Two at once, one of which is compressed; the official client hands the report on."""
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    prompt = long_prompt(9, 1500)
+
+    def follow(asks: str | None, field: dict) -> list[dict]:
+        extra = {"ignore_eos": True, "kv_compression": field} | (
+            {"vllm_xargs": {"kvmerge_usage": asks}} if asks else {}
+        )
+        stream = client.completions.create(model="demo", prompt=prompt, max_tokens=40, stream=True, extra_body=extra)
+        return [chunk.kv_transfer_params["kvmerge"] for chunk in stream if hasattr(chunk, "kv_transfer_params")]
+
+    bounded = {"policy": "h2o", "budget": 96, "interval": 32}
+    with ThreadPoolExecutor(2) as pool:
+        full, compressed = pool.map(follow, ["stream", "stream"], [{"policy": "full"}, bounded])
+    for reports in (full, compressed):
+        numbers = [step["step"] for report in reports for step in report["steps"]]
+        assert len(reports) > 5 and numbers == sorted(set(numbers))
+        assert reports[-1]["steps"][-1]["tokens"] == 1539
+        assert "mean_bytes" in reports[-1]
+    assert all(step["entries"] == step["tokens"] for report in full for step in report["steps"])
+    assert not any("before" in step for report in full for step in report["steps"])
+    decoded = [step for report in compressed for step in report["steps"] if step["tokens"] >= 1500]
+    assert all(step["entries"] == 96 + (step["tokens"] - 1500) % 32 for step in decoded)
+    events = [step for report in compressed for step in report["steps"] if "before" in step]
+    assert [(step["tokens"], step["before"]["entries"], step["entries"]) for step in events] == [
+        (1500, 1500, 96),
+        (1532, 128, 96),
+    ]
+    assert events[0]["bytes"] == 4 * BYTES_PER_BLOCK
+    assert follow(None, bounded) == []
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

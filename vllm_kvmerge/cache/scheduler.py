@@ -3,17 +3,19 @@
 import json
 import time
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
 from vllm_kvmerge.cache.manager import MergeableAttentionManager, Segments, register_spec
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep, PromptWindow
-from vllm_kvmerge.cache.usage import REPORT_KEY, USAGE_KEY, CacheUsage
+from vllm_kvmerge.cache.usage import REPORT_KEY, STREAM, USAGE_KEY, CacheUsage
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, parse_compression
 from vllm_kvmerge.metrics import CacheGauges, count_compression, count_request
 from vllm_kvmerge.support import UnsupportedConfigError, check_config
@@ -68,15 +70,29 @@ class CompressionSchedulerMixin(Scheduler):
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             request.kv_compression = self._resolve(request)  # type: ignore[attr-defined]
-            if _extra_args(request).get(USAGE_KEY):
-                self._usages[request.request_id] = CacheUsage()
+            if asked := _extra_args(request).get(USAGE_KEY):
+                self._usages[request.request_id] = CacheUsage(self._bytes_per_block, streams=asked == STREAM)
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         params, *others = super()._free_request(request, *args, **kwargs)
         if usage := self._usages.pop(request.request_id, None):
-            params = {**(params or {}), REPORT_KEY: usage.report(self._bytes_per_block)}
+            params = {**(params or {}), REPORT_KEY: usage.report()}
         return params, *others
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        for request_id, step in getattr(scheduler_output, "kvmerge_steps", {}).items():
+            if usage := self._usages.get(request_id):
+                usage.end_step(step)
+        outputs_by_client = super().update_from_output(scheduler_output, *args, **kwargs)
+        if self._usages:
+            for output in chain.from_iterable(outputs.outputs for outputs in outputs_by_client.values()):
+                usage = self._usages.get(output.request_id)
+                if usage is not None and usage.streams:
+                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), REPORT_KEY: usage.steps_report()}
+        return outputs_by_client
 
     def _resolve(self, request: Request) -> RequestCompression | None:
         value = _extra_args(request).get(EXTRA_ARGS_KEY, self._default)
@@ -159,7 +175,7 @@ class CompressionSchedulerMixin(Scheduler):
             waiting = self._plan_due(step)
         self._manager.release_retired()
         output.kvmerge = step  # type: ignore[attr-defined]
-        self._count_step()
+        self._count_step(output)
         if self.log_stats:
             self._gauges.update([self._live_size(request) for request in self.running])
         return output
@@ -226,11 +242,20 @@ class CompressionSchedulerMixin(Scheduler):
             _, entries, _, blocks = self._live_size(request)
             usage.note_peak(entries, blocks)
 
-    def _count_step(self) -> None:
+    def _count_step(self, output: SchedulerOutput) -> None:
+        steps = {}
         for request, usage in self._reporting():
-            if request.num_computed_tokens >= request.num_prompt_tokens:
-                _, entries, _, blocks = self._live_size(request)
+            _, entries, tokens, blocks = self._live_size(request)
+            if tokens >= request.num_prompt_tokens:
                 usage.count_step(entries, blocks)
+            if usage.streams:
+                plans = output.kvmerge.plans  # type: ignore[attr-defined]
+                compressed = any(plan.request_id == request.request_id for plan in plans)
+                if step := usage.begin_step(tokens, entries, blocks, compressed):
+                    steps[request.request_id] = step
+        if steps:
+            # Under asynchronous scheduling others are scheduled before this output has been computed.
+            output.kvmerge_steps = steps  # type: ignore[attr-defined]
 
 
 def _extra_args(request: Request) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The endpoint plugin: adds the body field ``kv_compression`` to vLLM's HTTP server."""
+"""The endpoint plugin: adds the body field ``kv_compression`` to vLLM's HTTP server, and a page to try it on."""
 
 import logging
 from argparse import Namespace
@@ -10,6 +10,8 @@ from starlette.middleware import Middleware
 from vllm_kvmerge.catalogue import describe_policies
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
+from vllm_kvmerge.server.page import add_page_routes
+from vllm_kvmerge.server.usage_feed import feed_from
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -36,7 +38,7 @@ class KVMergeEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds middleware, schema, and the route that lists what the field may name."""
+        """Adds middleware, schema, the route that lists what the field may name, and the page."""
         if app.state.args.scheduler_cls is None:
             logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
             return
@@ -45,9 +47,12 @@ class KVMergeEndpoint:
         document_field(app)
         # Nothing is registered after start-up, so one description serves every request.
         add_policies_route(app, describe_policies())
+        add_page_routes(app, app.state.args.model)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Nothing to prepare."""
+        """Lets streamed answers report what their request's cache holds."""
+        if engine_client is not None and args.scheduler_cls is not None:
+            feed_from(engine_client)
 
 
 def add_policies_route(app: FastAPI, catalogue: dict[str, Any]) -> None:

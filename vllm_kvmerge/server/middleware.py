@@ -6,9 +6,12 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_kvmerge.cache.usage import USAGE_KEY
 from vllm_kvmerge.config import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.config import CompressionError, parse_compression
 from vllm_kvmerge.metrics import count_rejection
+from vllm_kvmerge.server import usage_feed
+from vllm_kvmerge.server.usage_feed import FEED, UsageFeed
 from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 CARRIERS: dict[str, tuple[str, ...]] = {
@@ -26,7 +29,8 @@ PROMPT_FIELD = "context_tokens"
 
 
 class CompressionFieldMiddleware:
-    """ASGI middleware over vLLM's routes; responses pass untouched, and so do requests without the field."""
+    """ASGI middleware over vLLM's routes; requests without the field pass untouched, and so do responses, except that
+    streams get what ``kvmerge_usage`` asks for."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -46,6 +50,17 @@ class CompressionFieldMiddleware:
             return
         if rewritten is not None:
             scope, body = _with_length(scope, len(rewritten)), rewritten
+        if USAGE_KEY.encode() not in body or _route(scope) not in usage_feed.ROUTES:
+            await self._pass_on(scope, body, receive, send)
+            return
+        feed = UsageFeed()
+        token = FEED.set(feed)
+        try:
+            await self._pass_on(scope, body, receive, feed.wrap(send))
+        finally:
+            FEED.reset(token)
+
+    async def _pass_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         if FIELD.encode() not in body or PROMPT_FIELD.encode() not in body:
             await self.app(scope, _replay(body, receive), send)
             return

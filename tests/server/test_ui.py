@@ -1,0 +1,132 @@
+"""The page's routes, on an application of their own."""
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from vllm_kvmerge import __version__, demo
+from vllm_kvmerge.demo import recall
+from vllm_kvmerge.server import page
+from vllm_kvmerge.server.endpoint import KVMergeEndpoint
+
+SCRIPTS = sorted(path.name for path in page.FOLDER.glob("*.js"))
+
+
+def client_of(model: str) -> TestClient:
+    app = FastAPI()
+    app.state.args = Namespace(scheduler_cls="some.Scheduler", model=model)
+    KVMergeEndpoint().attach_router(app)
+    return TestClient(app, follow_redirects=False)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    yield client_of(demo.model_path())
+
+
+@pytest.mark.parametrize(
+    ("name", "content_type"),
+    [
+        ("", "text/html; charset=utf-8"),
+        ("/index.html", "text/html; charset=utf-8"),
+        ("/style.css", "text/css; charset=utf-8"),
+        ("/icon.svg", "image/svg+xml"),
+        *((f"/{script}", "text/javascript; charset=utf-8") for script in SCRIPTS),
+    ],
+)
+def test_files_come_with_their_type_and_nothing_may_come_from_elsewhere(client, name, content_type):
+    response = client.get(page.UI_ROUTE + name)
+    assert response.status_code == 200
+    assert response.content == (page.FOLDER / (name.strip("/") or "index.html")).read_bytes()
+    assert response.headers["content-type"] == content_type
+    assert response.headers["x-content-type-options"] == "nosniff"
+    policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
+    assert policy.pop("default-src") == "'none'"
+    assert set(policy.values()) == {"'self'", "'none'"}
+    head = client.head(page.UI_ROUTE + name)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == response.headers["content-length"]
+
+
+def test_a_file_that_has_not_changed_is_not_sent_again(client):
+    etag = client.get("/kvmerge/ui/app.js").headers["etag"]
+    assert etag != client.get("/kvmerge/ui/api.js").headers["etag"]
+    for known in (etag, f"W/{etag}", f'"other", {etag}', "*"):
+        response = client.get("/kvmerge/ui/app.js", headers={"If-None-Match": known})
+        assert (response.status_code, response.content, response.headers["etag"]) == (304, b"", etag)
+    assert client.get("/kvmerge/ui/app.js", headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nothing.js",
+        "../page.py",
+        "..%2fpage.py",
+        "%2e%2e/page.py",
+        "..%5cpage.py",
+        "%2fetc%2fpasswd",
+        "%2e%2e",
+        "ui/app.js",
+    ],
+)
+def test_nothing_else_is_served(client, name):
+    response = client.get(f"/kvmerge/ui/{name}")
+    assert response.status_code in (404, 307)
+    assert b"import" not in response.content and b"root:" not in response.content
+
+
+def test_a_slash_too_many_leads_to_the_page(client):
+    response = client.get("/kvmerge/ui/")
+    assert (response.status_code, response.headers["location"]) == (307, "http://testserver/kvmerge/ui")
+
+
+def test_everything_that_the_files_name_is_there(client):
+    """Scripts, styles and icons by relative addresses, so that the page works behind a proxy's prefix too."""
+    html = client.get("/kvmerge/ui").text
+    named = set(re.findall(r'(?:src|href)="ui/([^"]+)"', html))
+    assert named == {"icon.svg", "style.css", "app.js"}
+    assert len(re.findall(r"(?:src|href)=", html)) == len(named)
+    for script in SCRIPTS:
+        named |= set(re.findall(r'from "\./([^"]+)"', (page.FOLDER / script).read_text()))
+    assert named == {path.name for path in page.FOLDER.iterdir()} - {"index.html"}
+
+
+def test_the_page_knows_the_demo_model(client):
+    assert client.get("/kvmerge/ui/config").json() == {"version": __version__, "demo": True}
+    drawn = [client.get("/kvmerge/ui/demo-prompt").json() for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    words = drawn[0]["prompt"].split()
+    assert len(words) == 1000 - 1  # and <s>
+    assert set(words) <= set(recall.VOCABULARY)
+    assert words[-2] == "recall"
+    assert f"remember {words[-1]} {drawn[0]['answer']} ." in drawn[0]["prompt"]
+
+
+def test_other_models_get_no_demo_prompt():
+    client = client_of("some/model")
+    assert client.get("/kvmerge/ui/config").json()["demo"] is False
+    assert client.get("/kvmerge/ui/demo-prompt").status_code == 404
+    assert client.get("/kvmerge/ui").status_code == 200
+
+
+def test_a_key_guards_the_answers_and_not_the_page():
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    client = client_of("some/model")
+    client.app.add_middleware(AuthenticationMiddleware, tokens=["open sesame"])
+    for route in ("/kvmerge/ui", "/kvmerge/ui/app.js", "/kvmerge/ui/config", "/kvmerge/policies"):
+        assert client.get(route).status_code == 200
+    assert client.post("/v1/completions", json={}).json() == {"error": "Unauthorized"}  # what the page shows
+    assert client.post("/v1/completions", headers={"Authorization": "Bearer open sesame"}).status_code == 404
+
+
+def test_the_files_are_part_of_the_package():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '"vllm_kvmerge.server" = ["ui/*"]' in text
+    assert all(path.suffix in page.CONTENT_TYPES for path in page.FOLDER.iterdir())

@@ -1,0 +1,271 @@
+"""The page in a browser, against the real server."""
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests import browser
+from tests.demo_model import BYTES_PER_BLOCK
+from vllm_kvmerge.demo import recall
+
+lacking = browser.missing()
+pytestmark = pytest.mark.skipif(lacking is not None, reason=f"no browser: {lacking}")
+
+WATCH = """() => {
+  window.growth = [];
+  for (const side of ["a", "b"]) {
+    const answer = document.querySelector(`.side.${side} .answer`);
+    const note = () => window.growth.push([side, answer.textContent.length]);
+    new MutationObserver(note).observe(answer, {childList: true});
+  }
+}"""
+
+
+@pytest.fixture(scope="module")
+def shared_page(server) -> Iterator[Any]:
+    with browser.open_page(server.url, viewport={"width": 1280, "height": 800}) as page:
+        yield page
+
+
+@pytest.fixture
+def page(shared_page) -> Any:
+    shared_page.reload()
+    shared_page.locator("#run:enabled").wait_for()
+    return shared_page
+
+
+def fill(page: Any, prompt: str, max_tokens: int, ignore_eos: bool = True) -> None:
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    page.get_by_label("Max tokens").fill(str(max_tokens))
+    page.get_by_label("Go on after the end").set_checked(ignore_eos)
+
+
+def choose(page: Any, side: str, policy: str, budget: str | None = None, unit: str = "share") -> Any:
+    """Sets a side's policy; returns the side."""
+    root = page.locator(f".side.{side}")
+    root.locator("[name=policy]").select_option(policy)
+    if budget is not None:
+        root.locator("[name=unit]").select_option(unit)
+        root.locator("[name=budget]").fill(budget)
+    return root
+
+
+def curl_body(side: Any) -> dict[str, Any]:
+    """The body that the side would send, off the command that it shows."""
+    if side.locator(".curl pre").is_hidden():
+        side.locator(".curl summary").click()
+    words = shlex.split(side.locator(".curl pre", has_text="curl").inner_text())
+    return json.loads(words[words.index("-d") + 1])
+
+
+def test_both_answers_stream_and_memory_falls_where_a_cache_is_compressed(server, page):
+    prompt = recall.draw_prompt(np.random.default_rng(), 2000, 16).text
+    fill(page, prompt, 150)
+    choose(page, "a", "full")
+    compressed = choose(page, "b", "keepkv", "10")
+    page.evaluate(WATCH)
+    page.get_by_role("button", name="Run").click()
+    browser.wait_for_state(page, "done")
+
+    growth = page.evaluate("window.growth")
+    lengths = {side: [length for name, length in growth if name == side and length] for side in "ab"}
+    for side in "ab":
+        assert len(set(lengths[side])) > 10
+        assert lengths[side] == sorted(lengths[side])
+    # Both at once: each begins before the other has ended.
+    names = [name for name, length in growth if length]
+    assert names.index("b") < len(names) - 1 - names[::-1].index("a")
+    assert names.index("a") < len(names) - 1 - names[::-1].index("b")
+
+    # What the page says is what the server says to anybody.
+    body = {**curl_body(compressed), "stream": False, "vllm_xargs": {"kvmerge_usage": 1}}
+    del body["stream_options"]
+    answer = server.post("/v1/completions", body).json()
+    assert compressed.locator(".answer").text_content() == answer["choices"][0]["text"]
+    report = answer["kv_transfer_params"]["kvmerge"]
+    assert report["peak_bytes"] == -(-2000 // 32) * BYTES_PER_BLOCK
+    assert compressed.locator("[data-figure=peak]").inner_text() == f"{report['peak_bytes'] / 2**20:.3g} MiB"
+    assert int(compressed.locator("[data-figure='entries / head']").inner_text()) <= 200 + 32
+    assert page.locator("#summary").inner_text().startswith("Mean KV cache after the prompt: A full: ")
+    assert f"B keepkv 10%: {report['mean_bytes'] / 2**10:.0f} KiB" in page.locator("#summary").inner_text()
+
+    events = compressed.locator(".events li").all_text_contents()
+    # Seven blocks of 32, and the one that is being filled.
+    sizes = f"{63 * BYTES_PER_BLOCK / 2**20:.3g} MiB → {8 * BYTES_PER_BLOCK / 2**10:.0f} KiB"
+    assert events[0].endswith(f" s, 2,000 tokens: 2,000 → 200 entries, {sizes}")
+    assert len(events) == 1 + 149 // 32
+    assert page.locator(".side.a .events li").count() == 0
+
+    # The plots show that: a fall at each compression, a line that only rises beside it.
+    plot = page.locator("#bytes-plot")
+    assert plot.locator(".b .marker").count() == len(events)
+    assert plot.locator(".a .marker").count() == 0
+    titles = plot.locator(".b title").all_text_contents()
+    assert all(title.endswith(event) for title, event in zip(titles, events, strict=True))
+    falls = heights(plot.locator("path.line.b"))
+    # A large size is a small y.
+    assert falls.index(min(falls)) < falls.index(max(falls)) and falls[-1] > min(falls) + 100
+    rises = heights(plot.locator("path.line.a"))
+    assert rises == sorted(rises, reverse=True)
+    for side in "ab":
+        assert len(heights(page.locator(f"#rate-plot path.line.{side}"))) > 5
+    assert plot.locator("svg").get_attribute("aria-label").startswith("KV cache; A full ")
+    plot.locator("svg").hover()
+    assert re.fullmatch(r"\d+\.\d\d s: A full .*iB, B keepkv 10% .*iB", plot.locator(".readout").inner_text())
+
+
+def heights(path: Any) -> list[float]:
+    """The y coordinates of a path in order."""
+    data = path.get_attribute("d")
+    return [float(y) for y in re.findall(r"(?:[ML]\S+ |V)([\d.]+)", data)]
+
+
+def test_the_demo_prompt_is_asked_and_marked(page):
+    page.get_by_role("button", name="Insert demo prompt").click()
+    page.locator("#expected:visible").wait_for()
+    right = re.search(r"facts: (.*)\. After", page.locator("#expected").inner_text())[1]
+    page.get_by_label("Max tokens").fill("5")
+    page.get_by_label("Prompt", exact=True).press("Control+Enter")
+    browser.wait_for_state(page, "done")
+    for side in "ab":
+        given = page.locator(f".side.{side} .answer").text_content().strip()[: len(right)]
+        mark = "✓" if given == right else "✗"
+        assert page.locator(f".side.{side} .verdict").inner_text() == f"{mark} {given}"
+    page.get_by_label("Prompt", exact=True).press("End")
+    page.get_by_label("Prompt", exact=True).press("a")
+    assert page.locator("#expected").is_hidden()
+
+
+def test_an_error_is_shown_as_the_server_says_it(server, page):
+    fill(page, "remember fiso 1953. recall fiso", 3)
+    choose(page, "a", "streaming_llm", "2", "entries")
+    choose(page, "b", "keepkv", "150")
+    page.get_by_role("button", name="Run").click()
+    browser.wait_for_state(page, "refused, HTTP 400")
+    for side in "ab":
+        root = page.locator(f".side.{side}")
+        response = server.post("/v1/completions", curl_body(root))
+        assert response.status_code == 400
+        assert root.get_by_role("alert").inner_text() == response.json()["error"]["message"]
+    # One side's mistake is not the other's.
+    choose(page, "a", "full")
+    page.get_by_role("button", name="Run").click()
+    page.locator('.side.a[data-state="done"]').wait_for()
+    page.locator('.side.b[data-state="refused, HTTP 400"]').wait_for()
+    assert page.locator(".side.a .error").is_hidden()
+    assert page.locator(".side.a .answer").text_content()
+
+
+def test_stop_stops_both_requests(server, page):
+    fill(page, "remember fiso 1953. recall fiso", 4000)
+    choose(page, "b", "h2o", "256", "entries")
+    page.get_by_role("button", name="Run").click()
+    for side in "ab":
+        page.locator(f".side.{side} [data-figure='tokens / s']", has_text=re.compile(r"\d")).wait_for()
+    page.keyboard.press("Escape")
+    browser.wait_for_state(page, "stopped")
+    deadline = time.monotonic() + 60
+    while server.metric("vllm:num_requests_running"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    for side in "ab":
+        tokens = page.locator(f".side.{side} [data-figure='of tokens']").inner_text()
+        assert 0 < int(tokens.replace(",", "")) < 4000
+        assert page.locator(f".side.{side} .error").is_hidden()
+    assert page.get_by_role("button", name="Stop").is_disabled()
+
+
+def test_parameters_follow_from_the_policy_and_its_parts(server, page):
+    fill(page, "remember fiso 1953. recall fiso", 2)
+    side = choose(page, "b", "snapkv", "100")
+    assert curl_body(side)["kv_compression"] == {"policy": "snapkv", "budget": 1.0}
+    assert isinstance(curl_body(side)["kv_compression"]["budget"], float)
+    side.locator(".more summary").click()
+    assert side.locator("[name=merge_threshold]").count() == 0
+    side.locator("[name=merger]").select_option("zip")
+    side.locator("[name=merge_threshold]").fill("0.5")
+    side.locator("[name=merge_first]").select_option("false")
+    side.locator("[name=score_window]").fill("all")
+    side.locator("[name=context_tokens]").fill("4")
+    field = {
+        "policy": "snapkv", "budget": 1.0, "context_tokens": 4, "merger": "zip", "merge_threshold": 0.5,
+        "merge_first": False, "score_window": "all",
+    }  # fmt: skip
+    assert curl_body(side)["kv_compression"] == field
+    assert "merge_threshold = 0.5" in side.locator(".changed").inner_text()
+    page.get_by_role("button", name="Run").click()
+    browser.wait_for_state(page, "done")
+    side.locator("[name=merger]").select_option("drop")
+    assert side.locator("[name=merge_threshold]").count() == 0
+    choose(page, "b", "full")
+    assert curl_body(side)["kv_compression"] == {"policy": "full"}
+    assert side.locator(".more").is_hidden()
+
+
+def test_every_policy_is_offered_with_its_own_values(server, page):
+    """A form that nobody touched sends the policy alone, whatever its fields are."""
+    names = [preset["name"] for preset in httpx.get(server.url + "/kvmerge/policies").json()["presets"]]
+    side = page.locator(".side.b")
+    assert side.locator("[name=policy] option").all_text_contents() == names
+    for name in names:
+        choose(page, "b", name)
+        assert curl_body(side)["kv_compression"] == {"policy": name} | ({} if name == "full" else {"budget": 0.2})
+
+
+def test_a_chat_goes_to_the_chat_route(page):
+    page.locator("[name=kind]").select_option("chat")
+    fill(page, "remember fiso 1953. recall fiso", 3)
+    routes = []
+    page.on("request", lambda request: routes.append(request.url) if "/v1/" in request.url else None)
+    page.get_by_role("button", name="Run").click()
+    browser.wait_for_state(page, "done")
+    assert [url.rpartition("/v1/")[2] for url in routes] == ["chat/completions"] * 2
+    for side in "ab":
+        assert page.locator(f".side.{side} .answer").text_content().strip()
+    assert set(curl_body(page.locator(".side.a"))["messages"][0]) == {"role", "content"}
+
+
+def test_a_server_with_a_key_is_asked_with_one(server, page):
+    """The guard is a stand-in; what it answers is what vLLM's does."""
+
+    def guard(route):
+        if route.request.headers.get("authorization") == "Bearer open sesame":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json={"error": "Unauthorized"})
+
+    page.route("**/v1/**", guard)
+    page.reload()
+    page.get_by_label("API key").wait_for()
+    assert page.locator("#page-error").inner_text() == "Unauthorized"
+    assert page.get_by_role("button", name="Run").is_disabled()
+    page.get_by_label("API key").fill("open sesame")
+    page.get_by_label("API key").press("Tab")
+    page.locator("#run:enabled").wait_for()
+    assert page.locator("#page-error").is_hidden()
+    fill(page, "remember fiso 1953. recall fiso", 3)
+    page.get_by_role("button", name="Run").click()
+    browser.wait_for_state(page, "done")
+    page.locator(".side.a .curl summary").click()
+    assert "open sesame" not in page.locator(".side.a .curl").inner_text()
+    page.unroute("**/v1/**")
+
+
+def test_every_field_has_a_name(page):
+    choose(page, "a", "keepkv")
+    page.evaluate("document.querySelectorAll('details').forEach((part) => part.open = true)")
+    nameless = """[...document.querySelectorAll('input, select, textarea, button')]
+        .filter((field) => !field.labels?.length && !field.ariaLabel && !field.textContent.trim())
+        .map((field) => field.outerHTML)"""
+    assert page.evaluate(nameless) == []
+    for width in (360, 1600):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page.set_viewport_size({"width": 1280, "height": 800})

@@ -1,0 +1,72 @@
+// What is measured of one answer while it streams.
+
+// Seconds over which tokens per second are averaged, and how many there must be: tokens arrive in bursts.
+const RATE_WINDOW = 1;
+const RATE_MIN_WINDOW = 0.25;
+
+export class Measurement {
+  constructor() {
+    this.steps = []; // {start, end, tokens, entries, bytes, before?}, as the server reports them
+    this.arrivals = []; // [seconds since the request was sent, tokens of the answer so far]
+    this.rates = []; // [seconds, tokens per second]
+    this.report = null; // the server's, at the end
+  }
+
+  /** chunk: an event of the stream. seconds: since the request was sent. */
+  note(chunk, seconds) {
+    const { steps = [], ...report } = chunk.kv_transfer_params?.kvmerge ?? {};
+    this.steps.push(...steps);
+    if ("mean_bytes" in report) this.report = report;
+    const tokens = chunk.usage?.completion_tokens;
+    if (tokens && tokens !== this.numTokens) this.noteTokens(seconds, tokens);
+  }
+
+  noteTokens(seconds, tokens) {
+    const earlier = this.arrivals.findLast(([time]) => time <= seconds - RATE_WINDOW) ?? this.arrivals[0];
+    this.arrivals.push([seconds, tokens]);
+    if (earlier && seconds >= earlier[0] + RATE_MIN_WINDOW) this.rates.push([seconds, (tokens - earlier[1]) / (seconds - earlier[0])]);
+  }
+
+  get numTokens() {
+    return this.arrivals.at(-1)?.[1] ?? 0;
+  }
+
+  get firstToken() {
+    return this.arrivals[0]?.[0];
+  }
+
+  /** Tokens per second after the first. */
+  get meanRate() {
+    const [first, last] = [this.arrivals[0], this.arrivals.at(-1)];
+    return first && last[0] > first[0] ? (last[1] - first[1]) / (last[0] - first[0]) : undefined;
+  }
+
+  get compressions() {
+    return this.steps.filter((step) => step.before);
+  }
+
+  get peakBytes() {
+    const sizes = this.steps.map((step) => Math.max(step.bytes, step.before?.bytes ?? 0));
+    return this.report?.peak_bytes ?? (sizes.length ? Math.max(...sizes) : undefined);
+  }
+
+  /** [seconds, bytes]. A step holds its largest size until it ends, where its compression is a fall at one time. */
+  get bytesLine() {
+    const points = this.steps.flatMap(({ start, end, bytes, before }) => [[start, before?.bytes ?? bytes], [end, bytes]]);
+    let latest = 0; // a step may be scheduled before the last one has ended
+    return points.map(([seconds, bytes]) => [latest = Math.max(latest, seconds), bytes]);
+  }
+}
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+export function formatBytes(bytes) {
+  const power = bytes > 0 ? Math.min(UNITS.length - 1, Math.floor(Math.log2(bytes) / 10)) : 0;
+  return `${formatNumber(bytes / 1024 ** power)} ${UNITS[power]}`;
+}
+
+/** Three digits, thousands apart. */
+export const formatNumber = (value) =>
+  value.toLocaleString("en", value >= 100 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 });
+
+export const formatSeconds = (seconds) => `${seconds.toFixed(2)} s`;
