@@ -15,7 +15,7 @@ from vllm_kvmerge.cache.manager import MergeableAttentionManager, Segments, regi
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep, PromptWindow
 from vllm_kvmerge.cache.usage import REPORT_KEY, USAGE_KEY, CacheUsage
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, parse_compression
-from vllm_kvmerge.metrics import CacheGauges, count_compression, count_request
+from vllm_kvmerge.metrics import CacheGauges, count_compression, count_generated, count_request
 from vllm_kvmerge.support import UnsupportedConfigError, check_config
 
 register_spec()
@@ -77,6 +77,13 @@ class CompressionSchedulerMixin(Scheduler):
         if usage := self._usages.pop(request.request_id, None):
             params = {**(params or {}), REPORT_KEY: usage.report(self._bytes_per_block)}
         return params, *others
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        count_generated(_policy_name(request), len(kept_token_ids))
+        return kept_token_ids, stopped
 
     def _resolve(self, request: Request) -> RequestCompression | None:
         value = _extra_args(request).get(EXTRA_ARGS_KEY, self._default)
@@ -212,8 +219,7 @@ class CompressionSchedulerMixin(Scheduler):
         segments = self._manager.segments.get(request.request_id)
         hidden = segments.tail - segments.front if segments else 0
         num_tokens = request.num_computed_tokens
-        name = state.config.name if state else FULL
-        return name, num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id)
+        return _policy_name(request), num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id)
 
     def _reporting(self) -> list[tuple[Request, CacheUsage]]:
         """The running requests that asked for a report of what they hold."""
@@ -231,6 +237,11 @@ class CompressionSchedulerMixin(Scheduler):
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 _, entries, _, blocks = self._live_size(request)
                 usage.count_step(entries, blocks)
+
+
+def _policy_name(request: Request) -> str:
+    state = request.kv_compression  # type: ignore[attr-defined]
+    return state.config.name if state else FULL
 
 
 def _extra_args(request: Request) -> dict[str, Any]:

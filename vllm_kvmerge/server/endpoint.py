@@ -9,7 +9,9 @@ from starlette.middleware import Middleware
 
 from vllm_kvmerge.catalogue import describe_policies
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
+from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
+from vllm_kvmerge.server.request_id import log_as_vllm, mark_log_records
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -37,17 +39,21 @@ class KVMergeEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds middleware, schema, and the route that lists what the field may name."""
+        log_as_vllm()
+        mark_log_records()
         if app.state.args.scheduler_cls is None:
             logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
             return
         # add_middleware would put it around the one that counts HTTP responses, which would then miss the refusals.
-        app.user_middleware.append(Middleware(CompressionFieldMiddleware))
+        app.user_middleware += [Middleware(DrainingMiddleware), Middleware(CompressionFieldMiddleware)]
         document_field(app)
         # Nothing is registered after start-up, so one description serves every request.
         add_policies_route(app, describe_policies())
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Nothing to prepare."""
+        """Listens for the server's end."""
+        if engine_client is not None:
+            note_shutdown(engine_client, state)
 
 
 def add_policies_route(app: FastAPI, catalogue: dict[str, Any]) -> None:
