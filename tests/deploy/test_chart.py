@@ -5,6 +5,7 @@ autoscaling needs are untried.
 """
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,25 @@ def test_objects_are_valid(render, gpu, device, values, version):
         assert one["metadata"]["name"] == "try-vllm-kvmerge"
         if kind != "PodMonitor":  # of the Prometheus operator's own schema: test_the_pod_monitor
             kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_the_pod_monitor(render, node_modules):
+    """Against the schema of the Prometheus operator's resource, as an npm package carries it."""
+    script = (
+        "import {PodMonitor} from '@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1';"
+        "import fs from 'fs'; new PodMonitor(JSON.parse(fs.readFileSync(0, 'utf8'))).validate()"
+    )
+
+    def fault(monitor: dict[str, Any]) -> str:
+        command = ["node", "--input-type=module", "-e", script]
+        done = subprocess.run(command, cwd=node_modules, input=json.dumps(monitor), capture_output=True, text=True)
+        return done.stderr if done.returncode else ""
+
+    for values in (EVERYTHING, EVERYTHING | {"tls": {"existingSecret": ""}}):
+        monitor = render(values)["PodMonitor"]
+        assert fault(monitor) == ""
+    monitor["spec"]["podMetricsEndpoints"][0]["interval"] = "often"
+    assert "interval" in fault(monitor)
 
 
 def test_the_validator_sees_mistakes(render):
