@@ -1,7 +1,7 @@
 """What of vLLM the plugin works with, and the error for everything else."""
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 

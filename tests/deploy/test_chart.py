@@ -1,7 +1,7 @@
 """The Helm chart, rendered by Helm's own library and validated against Kubernetes' own schemas.
 
-What this does not cover: no cluster takes the objects, so admission, scheduling, the probes and the metrics adapter that
-autoscaling needs are untried.
+What this does not cover: no cluster takes the objects, so admission, scheduling, the probes and the metrics adapter
+that autoscaling needs are untried.
 """
 
 import json

@@ -55,7 +55,7 @@ def test_hadolint_would_find_something(tmp_path):
 
 def test_what_the_image_promises(dockerfile):
     steps = last_stage(dockerfile)
-    said = {kind: value for kind, value in steps}
+    said = dict(steps)
     assert json.loads(said["ENTRYPOINT"]) == ["vllm-kvmerge", "serve"]
     assert json.loads(said["CMD"])[0] == "demo"
     assert said["USER"] == "10001:10001"

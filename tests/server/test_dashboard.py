@@ -1,4 +1,4 @@
-"""Scrape configuration, rules, alerts and every query of the dashboard, in a real Prometheus that scrapes a real server."""
+"""Scrape configuration, rules, alerts and the dashboard's queries, in a real Prometheus that scrapes a real server."""
 
 import json
 import re
@@ -182,10 +182,11 @@ def test_panels_are_laid_out():
 
 def test_provisioning_names_what_compose_mounts():
     compose = yaml.safe_load((DEPLOY.parent / "docker/compose.yaml").read_text())["services"]
-    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/vllm-kvmerge.yaml").read_text())["providers"][0]
+    provisioning = DEPLOY / "grafana/provisioning"
+    (provider,) = yaml.safe_load((provisioning / "dashboards/vllm-kvmerge.yaml").read_text())["providers"]
     mounts = dict(volume.split(":")[:2] for volume in compose["grafana"]["volumes"])
     assert provider["options"]["path"] == mounts["../deploy/grafana/dashboards"]
-    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090" and "prometheus" in compose
     (target,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     assert target["static_configs"][0]["targets"] == ["server:8000"] and "server" in compose

@@ -215,7 +215,6 @@ class CompressionSchedulerMixin(Scheduler):
 
     def _live_size(self, request: Request) -> tuple[str, int, int, int]:
         """(policy, live entries per KV head, represented tokens, blocks held) of a running request."""
-        state = request.kv_compression  # type: ignore[attr-defined]
         segments = self._manager.segments.get(request.request_id)
         hidden = segments.tail - segments.front if segments else 0
         num_tokens = request.num_computed_tokens

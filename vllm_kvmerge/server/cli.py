@@ -137,7 +137,7 @@ def doctor(argv: list[str]) -> int:
 
 
 def _serve_fault(arguments: list[str]) -> str | None:
-    """Why ``serve`` would refuse these arguments, as far as it can tell before an engine starts; None if it would not."""
+    """Why ``serve`` would refuse these arguments before it starts an engine; None if it would not."""
     _set_environment()
     try:
         parser, options = _serve_parser()
