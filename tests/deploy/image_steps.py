@@ -39,29 +39,41 @@ class Stage:
     entrypoint: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
 
-    def shell(self, script: str, *, user: str | None = None, offline: bool = False) -> list[str]:
-        """The command that runs ``script`` inside; offline: with a loopback interface of its own and no other."""
-        mounts = [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"]
-        for path in [] if offline else _local_indexes():
+    def shell(self, script: str, *, sealed: bool = False) -> list[str]:
+        """The command that runs ``script`` inside.
+
+        sealed: as a strict cluster would: the root cannot be written to but for the folders that the chart mounts, and
+        there is no network but a loopback interface of its own.
+        """
+        mounts = []
+        if sealed:
+            uid, gid = self.user.split(":")
+            mounts += [f"mount --bind {self.root} {self.root}", f"mount -o remount,bind,ro {self.root}"]
+            mounts += [
+                f"mount -t tmpfs -o uid={uid},gid={gid} tmpfs {self.root}{folder}"
+                for folder in ("/tmp", "/home/kvmerge", "/models")
+            ]
+        mounts += [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"]
+        for path in [] if sealed else _local_indexes():
             target = f"{self.root}{path}"
             mounts.append(f"mkdir -p {target} && mount --bind {path} {target}")
         variables = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root", **self.env}
-        if user or self.user != "0:0":
+        if self.user != "0:0":
             variables["HOME"] = "/home/kvmerge"
         else:
-            variables |= self.args | ({} if offline else _pip_variables())
+            variables |= self.args | ({} if sealed else _pip_variables())
         inside = shlex.join(
-            ["chroot", f"--userspec={user or self.user}", str(self.root), "env", "-i"]
+            ["chroot", f"--userspec={self.user}", str(self.root), "env", "-i"]
             + [f"{name}={value}" for name, value in variables.items()]
             + ["sh", "-ec", f"cd {self.folder}; {script}"]
         )
-        network = ["ip link set lo up"] if offline else []
+        network = ["ip link set lo up"] if sealed else []
         script = " && ".join([*mounts, *network, f"exec {inside}"])
-        return ["unshare", "--mount", *(["--net"] if offline else []), "bash", "-c", script]
+        return ["unshare", "--mount", *(["--net"] if sealed else []), "bash", "-c", script]
 
-    def run(self, script: str, **options: bool) -> str:
+    def run(self, script: str, *, sealed: bool = False) -> str:
         """What the script prints; AssertionError with the end of it all if it fails."""
-        done = subprocess.run(self.shell(script, **options), capture_output=True, text=True)  # type: ignore[arg-type]
+        done = subprocess.run(self.shell(script, sealed=sealed), capture_output=True, text=True)
         assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done.stdout
 

@@ -57,7 +57,7 @@ def server() -> Iterator[Server]:
     reader = threading.Thread(target=lambda: log.extend(iter(process.stdout.readline, "")), daemon=True)
     reader.start()
     server = Server(f"http://127.0.0.1:{port}", process, log)
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 400
     while not any("ready on" in line for line in log):
         assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
         time.sleep(0.2)
