@@ -1,9 +1,11 @@
 """Scrape configuration, rules, alerts and the dashboard's queries, in a real Prometheus that scrapes a real server."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +141,18 @@ def test_rules_give_values_and_alerts_are_sound(prometheus):
     alerts = {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
     assert len(alerts) == 5
     assert alerts["KVMergeServerDown"] == "inactive"
+
+
+@needs_prometheus
+def test_panels_can_be_drawn_without_grafana(prometheus, tmp_path):
+    script = DEPLOY / "grafana/draw.py"
+    minutes = (time.time() - prometheus.started) / 60
+    output = Path(os.environ.get("DASHBOARD_IMAGE", tmp_path / "dashboard.png"))
+    done = subprocess.run(
+        [sys.executable, str(script), prometheus.url, str(output), str(minutes)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 50_000
 
 
 @needs_prometheus
