@@ -1,4 +1,4 @@
-# vLLM's own CUDA image with the plugin. From the repository's root:
+# vLLM's own CUDA image with the plugin, which refuses to serve there until it runs on cards (docs/gpu.md). From the repository's root:
 #   docker build -t vllm-kvmerge:cuda .
 #   docker run --gpus all --ipc=host -p 127.0.0.1:8000:8000 -v kvmerge-models:/models vllm-kvmerge:cuda MODEL
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
@@ -13,7 +13,7 @@ COPY csrc csrc
 COPY vllm_kvmerge vllm_kvmerge
 # The plugin's own wheel and nothing else: all that it depends on comes with vLLM, whose versions must stay. A wheel that
 # is called -any has no native operators: compiling them failed.
-RUN python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+RUN uv build --no-cache --python python3 --wheel --out-dir /wheels . \
     && ls /wheels/vllm_kvmerge-*-py3-none-linux_*.whl
 
 FROM ${VLLM_IMAGE}
@@ -25,9 +25,9 @@ LABEL org.opencontainers.image.title="vllm-kvmerge" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=builder /wheels /wheels
-RUN python3 -m pip install --no-cache-dir --no-deps /wheels/*.whl \
+RUN uv pip install --no-cache --system --break-system-packages --no-deps /wheels/*.whl \
     && rm -r /wheels \
-    && vllm-kvmerge --version \
+    && python3 -I -c "from vllm_kvmerge.kernels import native; print(native.levels())" \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvmerge \
     && install --directory --owner=kvmerge --group=kvmerge /models
 COPY docker/serve-cuda.yaml /etc/vllm-kvmerge/serve.yaml
