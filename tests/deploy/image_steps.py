@@ -53,7 +53,8 @@ class Stage:
                 f"mount -t tmpfs -o uid={uid},gid={gid} tmpfs {self.root}{folder}"
                 for folder in ("/tmp", "/home/kvmerge", "/models")
             ]
-        mounts += [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"]
+        mounts.append(f"mount -t proc proc {self.root}/proc")
+        mounts += [f"mount --rbind {folder} {self.root}{folder}" for folder in ("/dev", "/sys")]
         for path in [] if sealed else _local_indexes():
             target = f"{self.root}{path}"
             mounts.append(f"mkdir -p {target} && mount --bind {path} {target}")
