@@ -76,10 +76,18 @@ def stopped(certificate, tmp_path_factory):
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     context = ssl.create_default_context(cafile=str(certificate / "certificate.pem"))
     client = httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context, timeout=60)
-    deadline = time.monotonic() + 300
-    while "ready on" not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.2)
+    try:
+        deadline = time.monotonic() + 400
+        while "ready on" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield stop_in_a_stream(process, client, port, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def stop_in_a_stream(process, client, port, log):
     seen = SimpleNamespace(late={})
     seen.without_key = client.post("/v1/completions", json={"model": "demo", "prompt": "recall"})
     client.headers["Authorization"] = f"Bearer {KEY}"
