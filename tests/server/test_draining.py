@@ -70,7 +70,7 @@ def stopped(certificate, tmp_path_factory):
         "--max-model-len", "4096", "--enforce-eager", "--kv-cache-memory-bytes", str(20 << 20),
         "--api-key", KEY, "--ssl-keyfile", str(certificate / "key.pem"),
         "--ssl-certfile", str(certificate / "certificate.pem"),
-        "--logging-config.formatter", "json", "--enable-log-requests",
+        "--logging-config.formatter", "json", "--enable-log-requests", "--shutdown-timeout", "120",
     ]  # fmt: skip
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -120,7 +120,7 @@ def stop_in_a_stream(process, client, port, log):
                 other.start()
     other.join(60)
     seen.events = events
-    seen.status = process.wait(90)
+    seen.status = process.wait(180)
     deadline = time.monotonic() + 30
     while any(os.path.exists(f"/proc/{pid}") for pid in children.stdout.split()):
         assert time.monotonic() < deadline
