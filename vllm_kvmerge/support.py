@@ -1,6 +1,7 @@
 """What of vLLM the plugin works with, and the error for everything else."""
 
-from collections.abc import Iterator, Mapping
+import platform
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,30 @@ LEFT_OUT = {
 }
 ONE_ONLY = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 UNQUANTISED = ("auto", "bfloat16", "float16")
+X86 = ("x86_64", "amd64")
+
+
+def _slides(model: "ModelConfig") -> bool:
+    # A window that no layer uses is harmless, and so is one that --disable-sliding-window has removed.
+    layer_types = getattr(model.hf_text_config, "layer_types", None) or []
+    return bool(model.get_sliding_window() and (not layer_types or "sliding_attention" in layer_types))
+
+
+TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
+    ("an encoder and a decoder", lambda model: model.is_encoder_decoder),
+    ("no attention", lambda model: model.is_attention_free),
+    ("Mamba or linear-attention layers", lambda model: model.is_hybrid),
+    ("bidirectional attention over a canvas (a diffusion model)", lambda model: model.is_diffusion),
+    ("multi-head latent attention (MLA)", lambda model: model.use_mla),
+    ("sliding-window layers (--disable-sliding-window caps max_model_len at the window instead)", _slides),
+    ("chunked-local attention layers", lambda model: model.attention_chunk_size),
+    ("restricted sliding-window attention", lambda model: model.rswa_window),
+    ("layers that share one KV cache", lambda model: getattr(model.hf_text_config, "num_kv_shared_layers", 0)),
+    ("ALiBi position biases", lambda model: model.uses_alibi),
+    ("soft-capped attention logits", lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None)),
+    ("bidirectional attention over images", lambda model: model.is_mm_prefix_lm),
+)
+"""What a model must not have, and how to tell."""
 
 
 class UnsupportedConfigError(ValueError):
@@ -80,6 +105,25 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise _unsupported("kv_cache_dtype", dtype, "allowed: auto (the cache must not be quantised)")
 
 
+def platform_obstacle(device_type: str) -> str | None:
+    """Why nothing can be served on this machine through vLLM's ``device_type``; None if something can."""
+    if device_type != "cpu":
+        return f"vLLM runs on {device_type} here: so far its CPU build alone is supported"
+    if platform.machine().lower() not in X86:
+        return f"the processor is {platform.machine()}: how vLLM packs keys is known on x86-64 alone"
+    return None
+
+
+def unsupported_features() -> dict[str, str]:
+    """What is refused on every machine: names of engine options, each with the reason or with what is allowed."""
+    features = {name: f"{feature} does not work with compression" for name, feature in LEFT_OUT.items()}
+    features |= dict.fromkeys(ONE_ONLY, "must be 1; tensor_parallel_size and data_parallel_size may be larger")
+    features["kv_cache_dtype"] = "must be auto or the model's own: entries of a quantised cache are not merged"
+    traits = "; ".join(trait for trait, _ in TRAITS)
+    features["model"] = f"must be a decoder with full attention in every layer, without: {traits}"
+    return features
+
+
 def check_config(vllm_config: "VllmConfig") -> None:
     """Refuses a configuration that compression does not work with.
 
@@ -98,7 +142,7 @@ def check_config(vllm_config: "VllmConfig") -> None:
     )
     if model.runner_type != "generate":
         raise _unsupported("runner", model.runner_type, "allowed: generate")
-    for trait in _unsupported_traits(model):
+    for trait in (trait for trait, has_trait in TRAITS if has_trait(model)):
         raise _unsupported(
             "model", model.model, f"it has {trait}; allowed: decoders with full attention in every layer"
         )
@@ -111,36 +155,6 @@ def check_config(vllm_config: "VllmConfig") -> None:
 
 def _unsupported(option: str, value: Any, explanation: str) -> UnsupportedConfigError:
     return UnsupportedConfigError(f"{option}={value} is not supported: {explanation}")
-
-
-def _unsupported_traits(model: "ModelConfig") -> Iterator[str]:
-    text = model.hf_text_config
-    layer_types = getattr(text, "layer_types", None) or []
-    if model.is_encoder_decoder:
-        yield "an encoder and a decoder"
-    if model.is_attention_free:
-        yield "no attention"
-    if model.is_hybrid:
-        yield "Mamba or linear-attention layers"
-    if model.is_diffusion:
-        yield "bidirectional attention over a canvas (a diffusion model)"
-    if model.use_mla:
-        yield "multi-head latent attention (MLA)"
-    # A window that no layer uses is harmless, and so is one that --disable-sliding-window has removed.
-    if model.get_sliding_window() and (not layer_types or "sliding_attention" in layer_types):
-        yield "sliding-window layers (--disable-sliding-window caps max_model_len at the window instead)"
-    if model.attention_chunk_size:
-        yield "chunked-local attention layers"
-    if model.rswa_window:
-        yield "restricted sliding-window attention"
-    if getattr(text, "num_kv_shared_layers", 0):
-        yield "layers that share one KV cache"
-    if model.uses_alibi:
-        yield "ALiBi position biases"
-    if getattr(text, "attn_logit_softcapping", None):
-        yield "soft-capped attention logits"
-    if model.is_mm_prefix_lm:
-        yield "bidirectional attention over images"
 
 
 def _check_cache_dtype(cache: "CacheConfig", model: "ModelConfig") -> None:

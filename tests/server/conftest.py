@@ -57,11 +57,13 @@ def server() -> Iterator[Server]:
     reader = threading.Thread(target=lambda: log.extend(iter(process.stdout.readline, "")), daemon=True)
     reader.start()
     server = Server(f"http://127.0.0.1:{port}", process, log)
-    deadline = time.monotonic() + 180
-    while not any("ready on" in line for line in log):
-        assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
-        time.sleep(0.2)
-    yield server
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    try:
+        deadline = time.monotonic() + 400
+        while not any("ready on" in line for line in log):
+            assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
+            time.sleep(0.2)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)

@@ -219,13 +219,16 @@ def test_server_is_started_with_the_plugin(
     assert args.additional_config == {"kvmerge": {"default": {"policy": "streaming_llm", "budget": 64}}}
     assert not hasattr(args, "kv_compression")
     assert "kvmerge" in os.environ[cli.ALLOWED_PLUGINS].split(",")
+    assert (args.shutdown_timeout, args.middleware) == (cli.DRAIN_SECONDS, [cli.REQUEST_ID_MIDDLEWARE])
 
 
 def test_users_options_win(started: list[argparse.Namespace], model: str, port: str) -> None:
     options = ["--block-size", "64", "--host", "localhost", "--additional-config", '{"other": 1}']
+    options += ["--shutdown-timeout", "0", "--middleware", "my.Middleware"]
     assert cli.main(["serve", model, "--port", port, "--kv-compression.policy", "full", *options]) == 0
     (args,) = started
-    assert (args.block_size, args.host) == (64, "localhost")
+    assert (args.block_size, args.host, args.shutdown_timeout) == (64, "localhost", 0)
+    assert args.middleware == ["my.Middleware", cli.REQUEST_ID_MIDDLEWARE]
     assert args.additional_config == {"other": 1, "kvmerge": {"default": {"policy": "full"}}}
 
 

@@ -17,7 +17,7 @@ from vllm_kvmerge.cache.manager import MergeableAttentionManager, Segments, regi
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep, PromptWindow
 from vllm_kvmerge.cache.usage import REPORT_KEY, STREAM, USAGE_KEY, CacheUsage
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, parse_compression
-from vllm_kvmerge.metrics import CacheGauges, count_compression, count_request
+from vllm_kvmerge.metrics import CacheGauges, count_compression, count_generated, count_request
 from vllm_kvmerge.support import UnsupportedConfigError, check_config
 
 register_spec()
@@ -93,6 +93,13 @@ class CompressionSchedulerMixin(Scheduler):
                 if usage is not None and usage.streams:
                     output.kv_transfer_params = {**(output.kv_transfer_params or {}), REPORT_KEY: usage.steps_report()}
         return outputs_by_client
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        count_generated(_policy_name(request), len(kept_token_ids))
+        return kept_token_ids, stopped
 
     def _resolve(self, request: Request) -> RequestCompression | None:
         value = _extra_args(request).get(EXTRA_ARGS_KEY, self._default)
@@ -224,12 +231,10 @@ class CompressionSchedulerMixin(Scheduler):
 
     def _live_size(self, request: Request) -> tuple[str, int, int, int]:
         """(policy, live entries per KV head, represented tokens, blocks held) of a running request."""
-        state = request.kv_compression  # type: ignore[attr-defined]
         segments = self._manager.segments.get(request.request_id)
         hidden = segments.tail - segments.front if segments else 0
         num_tokens = request.num_computed_tokens
-        name = state.config.name if state else FULL
-        return name, num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id)
+        return _policy_name(request), num_tokens - hidden, num_tokens, self._manager.num_held_blocks(request.request_id)
 
     def _reporting(self) -> list[tuple[Request, CacheUsage]]:
         """The running requests that asked for a report of what they hold."""
@@ -256,6 +261,11 @@ class CompressionSchedulerMixin(Scheduler):
         if steps:
             # Under asynchronous scheduling others are scheduled before this output has been computed.
             output.kvmerge_steps = steps  # type: ignore[attr-defined]
+
+
+def _policy_name(request: Request) -> str:
+    state = request.kv_compression  # type: ignore[attr-defined]
+    return state.config.name if state else FULL
 
 
 def _extra_args(request: Request) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 REQUESTS = Counter("vllm:kvmerge_requests", "Requests received, by policy.", ["policy"])
 REJECTED = Counter("vllm:kvmerge_rejected_requests", "Requests refused because of kv_compression.", ["reason"])
+GENERATED = Counter("vllm:kvmerge_generation_tokens", "Tokens generated, by policy.", ["policy"])
 COMPRESSIONS = Counter("vllm:kvmerge_compressions", "Compressions of a request's cache.", ["policy"])
 BLOCKS_FREED = Counter("vllm:kvmerge_blocks_freed", "Blocks returned to the pool by compressions.", ["policy"])
 BYTES_FREED = Counter("vllm:kvmerge_bytes_freed", "Bytes of those blocks, over all layers and ranks.", ["policy"])
@@ -45,6 +46,10 @@ def count_request(policy: str) -> None:
 def count_rejection(reason: str) -> None:
     """``reason``: a CompressionError's."""
     REJECTED.labels(reason).inc()
+
+
+def count_generated(policy: str, num_tokens: int) -> None:
+    GENERATED.labels(policy).inc(num_tokens)
 
 
 def count_compression(policy: str, num_blocks_freed: int, num_bytes_freed: int) -> None:

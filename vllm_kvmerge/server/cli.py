@@ -33,10 +33,19 @@ if TYPE_CHECKING:
 DEMO = "demo"
 DEFAULT_HOST = "127.0.0.1"
 PLUGIN = "kvmerge"
+DRAIN_SECONDS = 30
+"""How long a server that is told to stop may go on with the requests that it has, unless --shutdown-timeout says."""
+
+SYSTEM_CONFIG = Path("/etc/vllm-kvmerge/serve.yaml")
+"""Options of ``serve`` for a whole machine or image; read where --config names no other file."""
+
+REQUEST_ID_MIDDLEWARE = "vllm_kvmerge.server.request_id.RequestIdMiddleware"
 METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 ALLOWED_PLUGINS = "VLLM_PLUGINS"
 V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 RING_OPTIONS = ("query_rings", "query_ring_size")
+
+logger = logging.getLogger("vllm_kvmerge.server")
 
 LISTED_GROUPS = (
     "vllm.general_plugins",
@@ -62,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
             return serve(argv)
         if argv[:1] == ["eval"]:
             return evaluate(argv[1:])
+        if argv[:1] == ["doctor"]:
+            return doctor(argv[1:])
         parser = _Parser(prog="vllm-kvmerge", description=__doc__)
         parser.add_argument("--version", action="version", version=f"vllm-kvmerge {__version__}")
         commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -69,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             "serve", help="serve a model over HTTP: vllm-kvmerge serve MODEL [any option of vllm serve]"
         )
         commands.add_parser("eval", help="measure policies and budgets on tasks: vllm-kvmerge eval CONFIG.yaml")
+        commands.add_parser("doctor", help="print versions, devices, operators in use, and what is not supported")
         policies = commands.add_parser("policies", help="list the policies and parts that a request can name")
         policies.add_argument("--json", action="store_true", help="everything as JSON, with the schema of the field")
         print_policies(parser.parse_args(argv).json)
@@ -91,6 +103,62 @@ def evaluate(argv: list[str]) -> int:
     from vllm_kvmerge.evaluation import command
 
     return command.main(argv)
+
+
+def doctor(argv: list[str]) -> int:
+    """``vllm-kvmerge doctor``; ``argv`` without that word. Status 1: no server can start here, or not that one."""
+    from rich.console import Console
+
+    parser = _Parser(prog="vllm-kvmerge doctor", description=doctor.__doc__)
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    parser.add_argument(
+        "server", nargs=argparse.REMAINDER, metavar="MODEL [OPTION...]", help="would vllm-kvmerge serve take these?"
+    )
+    args = parser.parse_args(argv)
+    with _quiet():
+        from vllm_kvmerge.doctor import examine
+
+        report = examine()
+        if args.server:
+            fault = _serve_fault(args.server)
+            report["server"] = {"arguments": args.server, "fault": fault}
+            report["problems"] += [fault] if fault else []
+    status = 1 if report["problems"] else 0
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return status
+    tables = [_pairs(name, report[name]) for name in ("versions", "operators", "unsupported")]
+    tables.insert(1, _pairs("devices", dict(line.split(": ", 1) for line in report["devices"])))
+    console = Console(markup=False)
+    console.print(*tables, sep="\n")
+    for problem in report["problems"]:
+        console.print(f"Problem: {problem}", soft_wrap=True)
+    if not report["problems"]:
+        console.print("vllm-kvmerge serve", *args.server, "can start here." if args.server else "MODEL can start here.")
+    return status
+
+
+def _serve_fault(arguments: list[str]) -> str | None:
+    """Why ``serve`` would refuse these arguments before it starts an engine; None if it would not."""
+    _set_environment()
+    try:
+        parser, options = _serve_parser()
+        args = _parse(parser, _with_system_config(["serve", *arguments]))
+        _check_model(args)
+        _set_engine_args(args, options)
+        _check_engine_config(args)
+    except Fault as fault:
+        return str(fault)
+    return None
+
+
+def _pairs(title: str, rows: dict[str, str]) -> "Table":
+    """A table of names and what is said of each."""
+    table = _table(title.capitalize(), "name", "")
+    table.show_header = False
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
 
 
 def print_policies(as_json: bool = False) -> None:
@@ -145,11 +213,12 @@ def serve(argv: list[str]) -> int:
     """
     _set_environment()
     parser, options = _serve_parser()
-    args = _parse(parser, argv)
+    args = _parse(parser, _with_system_config(argv))
     _check_model(args)
     _check_port(args)
     _set_engine_args(args, options)
     _check_engine_config(args)
+    args.middleware = [*args.middleware, REQUEST_ID_MIDDLEWARE]
     threading.Thread(target=_announce, args=(args,), daemon=True).start()
     from vllm.entrypoints.cli import serve as vllm_serve
 
@@ -238,17 +307,26 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
         group.add_argument(
             "--" + name.replace("_", "-"), type=int, metavar="N", help=f"{field.description} Default: {field.default}."
         )
-    options.set_defaults(host=DEFAULT_HOST)
+    options.set_defaults(host=DEFAULT_HOST, shutdown_timeout=DRAIN_SECONDS)
     return parser, options
+
+
+def _with_system_config(argv: list[str]) -> list[str]:
+    """``argv`` with ``--config SYSTEM_CONFIG``, whose options vLLM puts under those of the command line."""
+    has_config = any(word.split("=")[0] == "--config" for word in argv)
+    return argv if has_config or not SYSTEM_CONFIG.exists() else [*argv, "--config", str(SYSTEM_CONFIG)]
 
 
 def _parse(parser: "FlexibleArgumentParser", argv: list[str]) -> argparse.Namespace:
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
 
+    from vllm_kvmerge.server.request_id import log_as_vllm
+
     try:
         args = parser.parse_args(argv)
         configure_logging_from_args(args)
+        log_as_vllm()
         validate_parsed_serve_args(args)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise Fault(_one_line(error)) from error
@@ -365,9 +443,14 @@ def _announce(args: argparse.Namespace) -> None:
     # The demo model knows its own made-up words only.
     prompt = f"remember {KEY_WORDS[0]} 4821. recall {KEY_WORDS[0]}" if args.model == model_path() else "Hello"
     body = {"model": name, "prompt": prompt, "max_tokens": 16, "kv_compression": {"policy": "keepkv", "budget": 256}}
+    ready = f"ready on {url} (model {name}, vllm-kvmerge {__version__})"
+    if args.logging_config.formatter == "json":
+        logger.info(ready)
+        return
+    key = " -H 'Authorization: Bearer KEY'" if args.api_key or os.environ.get("VLLM_API_KEY") else ""
     print(
-        f"vllm-kvmerge: ready on {url} (model {name}, vllm-kvmerge {__version__}). Try:\n"
-        f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        f"vllm-kvmerge: {ready}. Try:\n"
+        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
         flush=True,
     )
 

@@ -9,8 +9,10 @@ from starlette.middleware import Middleware
 
 from vllm_kvmerge.catalogue import describe_policies
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
+from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 from vllm_kvmerge.server.page import add_page_routes
+from vllm_kvmerge.server.request_id import log_as_vllm, mark_log_records
 from vllm_kvmerge.server.usage_feed import feed_from
 
 if TYPE_CHECKING:
@@ -39,19 +41,24 @@ class KVMergeEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds middleware, schema, the route that lists what the field may name, and the page."""
+        log_as_vllm()
+        mark_log_records()
         if app.state.args.scheduler_cls is None:
             logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
             return
         # add_middleware would put it around the one that counts HTTP responses, which would then miss the refusals.
-        app.user_middleware.append(Middleware(CompressionFieldMiddleware))
+        app.user_middleware += [Middleware(DrainingMiddleware), Middleware(CompressionFieldMiddleware)]
         document_field(app)
         # Nothing is registered after start-up, so one description serves every request.
         add_policies_route(app, describe_policies())
         add_page_routes(app, app.state.args.model)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Lets streamed answers report what their request's cache holds."""
-        if engine_client is not None and args.scheduler_cls is not None:
+        """Listens for the server's end, and lets streamed answers report what their request's cache holds."""
+        if engine_client is None:
+            return
+        note_shutdown(engine_client, state)
+        if args.scheduler_cls is not None:
             feed_from(engine_client)
 
 

@@ -1,0 +1,245 @@
+"""The Helm chart, rendered by Helm's own library and validated against Kubernetes' own schemas.
+
+What this does not cover: no cluster takes the objects, so admission, scheduling, the probes and the metrics adapter
+that autoscaling needs are untried.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+VERSIONS = ("1.27", "1.33")
+KEY = {"apiKey": {"existingSecret": "keys"}}
+
+
+@pytest.fixture(scope="module")
+def folder(repository: Path) -> Path:
+    return repository / "deploy/helm/vllm-kvmerge"
+
+
+@pytest.fixture(scope="module")
+def gpu(folder: Path) -> dict[str, Any]:
+    return yaml.safe_load((folder / "values-gpu.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def render(folder: Path):
+    with helm.Chart.load(folder) as chart:
+
+        def objects(*values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+            """Rendered objects by kind; later values go on top of earlier ones, as with several -f."""
+            merged: dict[str, Any] = {}
+            for one in values:
+                merged = overlay(merged, one)
+            chart.validate_schema(merged)
+            rendered = chart.render(merged, name="try", namespace="models")
+            found = [yaml.safe_load(text) for name, text in rendered.items() if name.endswith(".yaml") and text.strip()]
+            by_kind = {one["kind"]: one for one in found if one}
+            assert len(by_kind) == len([one for one in found if one])
+            return by_kind
+
+        yield objects
+
+
+def overlay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {**under, **over}
+    for name in under.keys() & over.keys():
+        if isinstance(under[name], dict) and isinstance(over[name], dict):
+            both[name] = overlay(under[name], over[name])
+    return both
+
+
+def container(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    (one,) = objects["Deployment"]["spec"]["template"]["spec"]["containers"]
+    return one
+
+
+EVERYTHING = KEY | {
+    "hubToken": {"value": "hf"},
+    "tls": {"existingSecret": "tls"},
+    "autoscaling": {"enabled": True, "maxReplicas": 3},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "modelCache": {"accessModes": ["ReadWriteMany"], "storageClassName": "nfs"},
+    "kvCompression": {"policy": "keepkv", "budget": 0.2},
+    "imagePullSecrets": [{"name": "registry"}],
+    "runtimeClassName": "nvidia",
+    "extraArgs": ["--max-num-seqs", "8"],
+    "podLabels": {"team": "a"},
+    "podAnnotations": {"note": "b"},
+    "serviceAccount": {"annotations": {"role": "c"}},
+    "nodeSelector": {"disk": "fast"},
+    "affinity": {"nodeAffinity": {}},
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("values", [KEY, EVERYTHING], ids=["defaults", "everything"])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_objects_are_valid(render, gpu, device, values, version):
+    objects = render(gpu if device == "gpu" else {}, values)
+    assert {"Deployment", "Service", "ServiceAccount", "PersistentVolumeClaim"} <= objects.keys()
+    for kind, one in objects.items():
+        assert one["metadata"]["name"] == "try-vllm-kvmerge"
+        if kind != "PodMonitor":  # of the Prometheus operator's own schema: test_the_pod_monitor
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_the_pod_monitor(render, node_modules):
+    """Against the schema of the Prometheus operator's resource, as an npm package carries it."""
+    script = (
+        "import {PodMonitor} from '@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1';"
+        "import fs from 'fs'; new PodMonitor(JSON.parse(fs.readFileSync(0, 'utf8'))).validate()"
+    )
+
+    def fault(monitor: dict[str, Any]) -> str:
+        command = ["node", "--input-type=module", "-e", script]
+        done = subprocess.run(command, cwd=node_modules, input=json.dumps(monitor), capture_output=True, text=True)
+        return done.stderr if done.returncode else ""
+
+    for values in (EVERYTHING, EVERYTHING | {"tls": {"existingSecret": ""}}):
+        monitor = render(values)["PodMonitor"]
+        assert fault(monitor) == ""
+    monitor["spec"]["podMetricsEndpoints"][0]["interval"] = "often"
+    assert "interval" in fault(monitor)
+
+
+def test_the_validator_sees_mistakes(render):
+    objects = render(KEY)
+    container(objects)["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(objects["Deployment"], VERSIONS[-1], strict=True)
+
+
+def test_helm_finds_nothing_wrong(folder):
+    report = helm.lint(folder, KEY, strict=True)
+    assert report["errors"] == []
+    assert [message for message in report["messages"] if message["severity"] > 1] == []
+
+
+def test_a_key_is_required(render):
+    with pytest.raises(helm.HelmRenderError, match="an API key is required: set apiKey.existingSecret"):
+        render({})
+
+
+def test_the_key_comes_from_a_secret(render):
+    for values, name in ((KEY, "keys"), ({"apiKey": {"value": "s3cret", "key": "k"}}, "try-vllm-kvmerge")):
+        objects = render(values)
+        (variable,) = (one for one in container(objects)["env"] if one["name"] == "VLLM_API_KEY")
+        reference = variable["valueFrom"]["secretKeyRef"]
+        assert reference["name"] == name
+        assert ("Secret" in objects) == (name != "keys")
+        assert "s3cret" not in json.dumps(objects["Deployment"])
+    assert objects["Secret"]["stringData"] == {"k": "s3cret"} and reference["key"] == "k"
+
+
+def test_a_new_key_starts_new_pods(render):
+    def checksum(key: str) -> str:
+        template = render({"apiKey": {"value": key}})["Deployment"]["spec"]["template"]
+        return template["metadata"]["annotations"]["checksum/secret"]
+
+    assert checksum("a") != checksum("b")
+
+
+def test_pods_may_do_little(render, gpu):
+    for values in ({}, gpu):
+        pod = render(values, KEY)["Deployment"]["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
+        (only,) = pod["containers"]
+        assert only["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        writable = {mount["mountPath"] for mount in only["volumeMounts"]}
+        assert writable == {"/models", "/dev/shm", "/tmp", "/home/kvmerge"}
+
+
+def test_pods_outlive_their_drain(render):
+    pod = render(KEY | {"shutdownTimeout": 200})["Deployment"]["spec"]["template"]["spec"]
+    assert "--shutdown-timeout=200" in pod["containers"][0]["args"]
+    pause = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= 200 + pause + 20
+
+
+def test_serve_takes_the_arguments(render, monkeypatch, tmp_path):
+    """The chart's arguments, as they are, through the command's own parser."""
+    from vllm_kvmerge.server import cli
+
+    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
+    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    arguments = container(render(EVERYTHING))["args"]
+    parser, _ = cli._serve_parser()
+    monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
+    args = cli._parse(parser, ["serve", *arguments])
+    assert (args.model_tag, args.host, args.port, args.max_num_seqs) == ("demo", "0.0.0.0", 8000, 8)
+    assert (args.shutdown_timeout, args.ssl_certfile) == (60, "/tls/tls.crt")
+    assert cli._read_compression(args.kv_compression) == {"policy": "keepkv", "budget": 0.2}
+
+
+def test_scaling_follows_the_queue(render):
+    objects = render(EVERYTHING)
+    assert "replicas" not in objects["Deployment"]["spec"]
+    spec = objects["HorizontalPodAutoscaler"]["spec"]
+    assert spec["scaleTargetRef"]["name"] == objects["Deployment"]["metadata"]["name"]
+    (metric,) = spec["metrics"]
+    assert metric["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (1, 3)
+
+
+@pytest.mark.parametrize("values", [{"replicas": 2}, {"autoscaling": {"enabled": True, "maxReplicas": 2}}])
+def test_pods_on_several_nodes_need_a_shared_volume(render, values):
+    with pytest.raises(helm.HelmRenderError, match="ReadWriteMany"):
+        render(KEY, values)
+    assert "Deployment" in render(KEY, values, {"modelCache": {"enabled": False}})
+
+
+def test_a_volume_of_one_node_is_handed_over(render):
+    assert render(KEY)["Deployment"]["spec"]["strategy"]["type"] == "Recreate"
+    assert render(EVERYTHING)["Deployment"]["spec"]["strategy"]["type"] == "RollingUpdate"
+
+
+def test_the_service_finds_the_pods(render):
+    objects = render(EVERYTHING)
+    labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    selectors = (
+        objects["Service"]["spec"]["selector"],
+        objects["Deployment"]["spec"]["selector"]["matchLabels"],
+        objects["PodMonitor"]["spec"]["selector"]["matchLabels"],
+    )
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+    ports = {port["name"] for port in container(objects)["ports"]}
+    assert {objects["Service"]["spec"]["ports"][0]["targetPort"]} == ports
+    assert {end["port"] for end in objects["PodMonitor"]["spec"]["podMetricsEndpoints"]} == ports
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"replicas": "2"}, "replicas"),
+        ({"model": ""}, "model"),
+        ({"kvCompression": {"budget": 0.2}}, "kvCompression"),
+        ({"service": {"port": 0}}, "service"),
+        ({"modelCache": {"accessModes": ["ReadWriteAlways"]}}, "accessModes"),
+        ({"podMonitor": {"interval": "often"}}, "interval"),
+    ],
+)
+def test_the_schema_names_what_is_wrong(render, values, said):
+    with pytest.raises(helm.HelmValuesError, match=said):
+        render(KEY, values)
+
+
+def test_every_value_is_in_the_schema(folder, gpu):
+    known = json.loads((folder / "values.schema.json").read_text())["properties"]
+    values = yaml.safe_load((folder / "values.yaml").read_text())
+    assert set(values) == set(known) - {"global"}
+    assert set(gpu) <= set(known)

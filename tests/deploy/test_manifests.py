@@ -1,0 +1,75 @@
+"""The multi-node manifest and the Ray example, as far as they go without a cluster: schemas, parsers, names."""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+
+@pytest.fixture(scope="module")
+def objects(repository) -> dict[str, dict[str, Any]]:
+    text = (repository / "deploy/kubernetes/leaderworkerset.yaml").read_text()
+    return {one["kind"]: one for one in yaml.safe_load_all(text)}
+
+
+@pytest.fixture(scope="module")
+def templates(objects) -> dict[str, dict[str, Any]]:
+    group = objects["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    return {role: group[f"{role}Template"] for role in ("leader", "worker")}
+
+
+def test_pods_are_valid(objects, templates):
+    kubernetes_validate.validate(objects["Service"], "1.33", strict=True)
+    for template in templates.values():
+        metadata = template["metadata"] | {"name": "one"}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        kubernetes_validate.validate(pod, "1.33", strict=True)
+    leader, worker = (templates[role]["metadata"]["labels"] for role in ("leader", "worker"))
+    selector = objects["Service"]["spec"]["selector"]
+    assert selector.items() <= leader.items() and not selector.items() <= worker.items()
+
+
+def test_serve_takes_the_arguments(templates, monkeypatch, tmp_path):
+    from vllm_kvmerge.server import cli
+
+    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
+    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
+    values = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.example"}
+    parser, _ = cli._serve_parser()
+    parsed = {}
+    for role, template in templates.items():
+        words = template["spec"]["containers"][0]["args"]
+        for name, value in values.items():
+            words = [word.replace(f"$({name})", value) for word in words]
+        assert not any("$(" in word for word in words)
+        parsed[role] = cli._parse(parser, ["serve", *words])
+    shared = ("data_parallel_size", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port")
+    for name in (*shared, "max_model_len", "shutdown_timeout"):
+        assert getattr(parsed["leader"], name) == getattr(parsed["worker"], name), name
+    assert parsed["leader"].data_parallel_size == 2
+    assert (parsed["leader"].headless, parsed["worker"].headless) == (False, True)
+    assert parsed["worker"].data_parallel_start_rank == 1
+
+
+def test_ray_example_gives_vllm_arguments_it_knows(repository, monkeypatch):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from vllm_kvmerge.engine_args import SCHEDULER_CLS, WORKER_CLS
+
+    ray = ModuleType("ray.serve.llm")
+    ray.LLMConfig, ray.build_openai_app = SimpleNamespace, lambda args: args
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "ray.serve.llm", ray)
+    monkeypatch.syspath_prepend(str(repository))
+    example = importlib.import_module("deploy.ray.serve_llm")
+    (config,) = example.app["llm_configs"]
+    assert config.engine_kwargs["worker_cls"] == WORKER_CLS and config.engine_kwargs["scheduler_cls"] == SCHEDULER_CLS
+    assert AsyncEngineArgs(model="m", **config.engine_kwargs).additional_config["kvmerge"]["default"]["policy"]

@@ -1,0 +1,205 @@
+"""Scrape configuration, rules, alerts and the dashboard's queries, in a real Prometheus that scrapes a real server."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.server.conftest import free_port
+from tests.server.test_server import long_prompt
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/vllm-kvmerge.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+POLICIES = ("keepkv", "snapkv", "full")
+SCRAPE_SECONDS = 1
+
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="prometheus and promtool are not installed (apt-get install prometheus)",
+)
+
+
+class Prometheus:
+    def __init__(self, url: str) -> None:
+        self.url, self.started = url, time.time()
+
+    def get(self, path: str, **params: Any) -> Any:
+        answer = httpx.get(self.url + path, params=params, timeout=30).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def series(self, query: str) -> list[dict[str, Any]]:
+        """Each series of the query, with its samples since the start, those that are numbers."""
+        result = self.get("/api/v1/query_range", query=query, start=self.started, end=time.time(), step=SCRAPE_SECONDS)
+        found = []
+        for one in result["result"]:
+            values = [float(value) for _, value in one["values"] if value not in ("NaN", "+Inf", "-Inf")]
+            if values:
+                found.append({"labels": one["metric"], "values": values})
+        return found
+
+
+@pytest.fixture(scope="module")
+def prometheus(server, tmp_path_factory) -> Iterator[Prometheus]:
+    """With what the server saw in two rounds of requests: a rate takes a counter that has been there before."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    config["global"] = dict.fromkeys(config["global"], f"{SCRAPE_SECONDS}s")
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.removeprefix("http://")]
+    for name in config["rule_files"]:
+        # The same rules over shorter times.
+        rules = (DEPLOY / "prometheus" / name).read_text()
+        (folder / name).write_text(re.sub(r"\[(5|10)m\]", "[20s]", rules))
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    command = [
+        "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    client = Prometheus(f"http://127.0.0.1:{port}")
+    try:
+        deadline = time.monotonic() + 60
+        while not _is_scraped(client):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        for seed in (101, 102):
+            for policy in POLICIES:
+                body = {"max_tokens": 400, "ignore_eos": True, "kv_compression": {"policy": policy}}
+                server.complete(long_prompt(seed, 1000), **body)
+            refused = {"model": "demo", "prompt": "a", "kv_compression": {"policy": "nonsense"}}
+            assert server.post("/v1/completions", refused).status_code == 400
+            time.sleep(3 * SCRAPE_SECONDS)
+        yield client
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _is_scraped(client: Prometheus) -> bool:
+    try:
+        return any(one["value"][1] == "1" for one in client.get("/api/v1/query", query="up")["result"])
+    except httpx.HTTPError:
+        return False
+
+
+def filled_in(query: str) -> str:
+    """A query of the dashboard as Grafana would send it, with all jobs and servers chosen."""
+    filled = query.replace("$__rate_interval", "20s").replace("$job", ".*").replace("$instance", ".*")
+    assert "$" not in filled
+    return filled
+
+
+@needs_prometheus
+@pytest.mark.parametrize(("title", "query"), QUERIES, ids=[f"{title}-{n}" for n, (title, _) in enumerate(QUERIES)])
+def test_every_panel_shows_something(prometheus, title, query):
+    found = prometheus.series(filled_in(query))
+    assert found, query
+    for series in found:
+        assert min(series["values"]) >= 0
+    if "by (policy)" in query:
+        policies = {series["labels"]["policy"] for series in found}
+        assert {"keepkv", "snapkv"} <= policies
+    if title == "Entries held per token they stand for" and "by (policy)" in query:
+        least = {series["labels"]["policy"]: min(series["values"]) for series in found}
+        assert least["keepkv"] < 0.5 and least["full"] == 1
+    if title == "Tokens generated":
+        assert all(max(series["values"]) > 0 for series in found if series["labels"]["policy"] in POLICIES)
+    if title == "Requests refused because of kv_compression":
+        assert "unknown_policy" in {series["labels"]["reason"] for series in found}
+
+
+@needs_prometheus
+@pytest.mark.parametrize("variable", [v for v in DASHBOARD["templating"]["list"] if v["type"] == "query"], ids=str)
+def test_variables_have_values(prometheus, variable):
+    selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"]).groups()
+    values = prometheus.get(f"/api/v1/label/{label}/values", **{"match[]": filled_in(selector)})
+    assert len(values) == 1
+
+
+@needs_prometheus
+def test_rules_give_values_and_alerts_are_sound(prometheus):
+    groups = prometheus.get("/api/v1/rules")["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} == {"ok"}
+    recorded = [rule["name"] for rule in rules if rule["type"] == "recording"]
+    assert len(recorded) == 7
+    for name in recorded:
+        assert prometheus.series(name), name
+    alerts = {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
+    assert len(alerts) == 5
+    assert alerts["KVMergeServerDown"] == "inactive"
+
+
+@needs_prometheus
+def test_panels_can_be_drawn_without_grafana(prometheus, tmp_path):
+    script = DEPLOY / "grafana/draw.py"
+    minutes = (time.time() - prometheus.started) / 60
+    output = Path(os.environ.get("DASHBOARD_IMAGE", tmp_path / "dashboard.png"))
+    done = subprocess.run(
+        [sys.executable, str(script), prometheus.url, str(output), str(minutes)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 50_000
+
+
+def test_tokens_are_counted_by_policy(prometheus, server):
+    for policy in POLICIES:
+        before = server.metric("vllm:kvmerge_generation_tokens_total", policy=policy)
+        total = server.metric("vllm:generation_tokens_total")
+        body = {"max_tokens": 37, "ignore_eos": True, "kv_compression": {"policy": policy}}
+        server.complete(long_prompt(103, 300), **body)
+        assert server.metric("vllm:kvmerge_generation_tokens_total", policy=policy) - before == 37
+        assert server.metric("vllm:generation_tokens_total") - total == 37
+
+
+@needs_prometheus
+def test_promtool_agrees():
+    folder = DEPLOY / "prometheus"
+    for command in (["check", "config", "prometheus.yml"], ["test", "rules", "tests.yml"]):
+        done = subprocess.run(["promtool", *command], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_panels_are_laid_out():
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        taken |= cells
+    for panel in PANELS:
+        assert panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
+        for part in (panel, *panel["targets"]):
+            assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+def test_provisioning_names_what_compose_mounts():
+    compose = yaml.safe_load((DEPLOY.parent / "docker/compose.yaml").read_text())["services"]
+    provisioning = DEPLOY / "grafana/provisioning"
+    (provider,) = yaml.safe_load((provisioning / "dashboards/vllm-kvmerge.yaml").read_text())["providers"]
+    mounts = dict(volume.split(":")[:2] for volume in compose["grafana"]["volumes"])
+    assert provider["options"]["path"] == mounts["../deploy/grafana/dashboards"]
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in compose
+    (target,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert target["static_configs"][0]["targets"] == ["server:8000"] and "server" in compose
