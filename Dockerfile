@@ -1,4 +1,4 @@
-# vLLM's own CUDA image with the plugin, which refuses to serve there until it runs on cards (docs/gpu.md). From the repository's root:
+# vLLM's own CUDA image with the plugin, which has never run on a card (docs/gpu.md). From the repository's root:
 #   docker build -t vllm-kvmerge:cuda .
 #   docker run --gpus all --ipc=host -p 127.0.0.1:8000:8000 -v kvmerge-models:/models vllm-kvmerge:cuda MODEL
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0

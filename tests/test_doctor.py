@@ -64,7 +64,7 @@ def test_a_server_that_would_be_refused(capsys, tmp_path):
     [
         ("vllm_kvmerge.support._vllm_version", lambda: "0.31.0", "vllm 0.31.0 is not supported"),
         ("platform.machine", lambda: "aarch64", "the processor is aarch64"),
-        ("vllm.platforms.current_platform.device_type", "cuda", "vLLM runs on cuda here"),
+        ("vllm.platforms.current_platform.is_cpu", lambda: False, "vLLM runs on cpu here; allowed: cpu, cuda"),
     ],
 )
 def test_a_machine_that_cannot_serve(capsys, monkeypatch, target, value, said):

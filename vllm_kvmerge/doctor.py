@@ -102,7 +102,6 @@ def _version_problem() -> str | None:
 
 def _platform_problem() -> str | None:
     try:
-        from vllm.platforms import current_platform
+        return platform_obstacle()
     except ImportError:
         return None  # the other problem says so
-    return platform_obstacle(current_platform.device_type)

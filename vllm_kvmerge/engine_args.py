@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionError, parse_compression
 from vllm_kvmerge.kernels import OPERATORS
 from vllm_kvmerge.kernels.choice import check_overrides
-from vllm_kvmerge.support import UnsupportedConfigError, check_options
+from vllm_kvmerge.support import UnsupportedConfigError, check_options, platform_obstacle
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,11 +73,11 @@ def _for_platform() -> dict[str, Any]:
     """The engine arguments that depend on the platform."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        return {"worker_cls": WORKER_CLS}
+    if obstacle := platform_obstacle():
+        raise UnsupportedConfigError(obstacle)
     if current_platform.is_cuda():
         return {"worker_cls": CUDA_WORKER_CLS, "attention_backend": "CUSTOM"}
-    raise UnsupportedConfigError(f"platform={current_platform.device_name} is not supported: allowed: cpu, cuda")
+    return {"worker_cls": WORKER_CLS}
 
 
 def _with_default(

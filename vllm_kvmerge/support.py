@@ -105,10 +105,14 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise _unsupported("kv_cache_dtype", dtype, "allowed: auto (the cache must not be quantised)")
 
 
-def platform_obstacle(device_type: str) -> str | None:
-    """Why nothing can be served on this machine through vLLM's ``device_type``; None if something can."""
-    if device_type != "cpu":
-        return f"vLLM runs on {device_type} here: so far its CPU build alone is supported"
+def platform_obstacle() -> str | None:
+    """Why nothing can be served on the platform that vLLM found here; None if something can."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        return None
+    if not current_platform.is_cpu():
+        return f"vLLM runs on {current_platform.device_name} here; allowed: cpu, cuda"
     if platform.machine().lower() not in X86:
         return f"the processor is {platform.machine()}: how vLLM packs keys is known on x86-64 alone"
     return None
