@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvmerge.evaluation.options import print_table
 from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cell_bytes, native, reference
+from vllm_kvmerge.kernels.merge import Rows
 
 BLOCK_SIZE = 128
 DECAY = 0.9
@@ -318,6 +319,7 @@ def writes(caches: Caches) -> list[Case]:
     keys, values = torch.randn(2, caches.heads, quarter, caches.head_size)
     metadata = native.gather_metadata(caches.units(0, n))
     log_votes, statistics, aux, positions = (plane.flip(1) for plane in metadata)
+    merged = torch.arange(0, quarter, 4).expand(caches.heads, -1)
 
     def rows(module: ModuleType, call: int) -> Sequence[Tensor]:
         module.write_rows(caches.units(call, 0), caches.blocks[None], places, keys, values)
@@ -331,6 +333,12 @@ def writes(caches: Caches) -> list[Case]:
         module.move_entries(caches.units(call, 0), caches.blocks[None], places)
         return []
 
+    def merges(module: ModuleType, call: int) -> Sequence[Tensor]:
+        sums = Rows(merged, keys[:, : merged.shape[1]], values[:, : merged.shape[1]])
+        front = [plane[:, :quarter] for plane in (log_votes, statistics, aux, positions)]
+        module.merge_entries(caches.units(call, 0), caches.blocks[None], places, tuple(front), sums)
+        return []
+
     grown = 1 + 4 / caches.dtype.itemsize
     return [
         token_writes(caches, 64, "tokens of as many places", torch.randperm(n)),
@@ -338,6 +346,13 @@ def writes(caches: Caches) -> list[Case]:
         Case("write_metadata", f"{n} entries", "copy", caches.heads * n * (20 + 16), both(planes)),
         Case("write_rows", f"{quarter} entries", "copy", caches.bytes(quarter, grown), both(rows)),
         Case("move_entries", f"{quarter} of {n} to the front", "copy", caches.bytes(quarter, 2), both(moves)),
+        Case(
+            "merge_entries",
+            f"{quarter} of {n}, {merged.shape[1]} with a new row",
+            "copy",
+            caches.bytes(quarter, 2) + caches.bytes(merged.shape[1], grown) + caches.heads * quarter * (20 + 16),
+            both(merges),
+        ),
     ]
 
 
