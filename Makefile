@@ -10,12 +10,14 @@
 # PYTHON=CMD     the Python (3.11 or newer) that a new environment is made with
 # TORCH_INDEX=URL  where pip finds CPU builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
 # SIZE=large     of the demo model to train: small (an hour on one CPU core) or large (for a GPU)
+# JOBS=N         test files that run at a time, each on one core; 2 unless told
 # ARGS="..."     more options for make serve and make demo-model, or for pytest in make test
 
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
+JOBS ?= 2
 PORT ?= 8000
 SIZE ?= small
 ARGS ?=
@@ -56,7 +58,7 @@ serve: setup
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)

@@ -66,4 +66,4 @@ def server() -> Iterator[Server]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            process.wait(120)

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from vllm_kvmerge import __version__, demo
-from vllm_kvmerge.demo import recall
+from vllm_kvmerge.demo.language import VOCABULARY
 from vllm_kvmerge.server import page
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint
 
@@ -103,7 +103,7 @@ def test_the_page_knows_the_demo_model(client):
     assert drawn[0] != drawn[1]
     words = drawn[0]["prompt"].split()
     assert len(words) == 1000 - 1  # and <s>
-    assert set(words) <= set(recall.VOCABULARY)
+    assert set(words) <= set(VOCABULARY)
     assert words[-2] == "recall"
     assert f"remember {words[-1]} {drawn[0]['answer']} ." in drawn[0]["prompt"]
 
