@@ -65,6 +65,12 @@ def curl_body(side: Any) -> dict[str, Any]:
     return json.loads(words[words.index("-d") + 1])
 
 
+def size(num_bytes: float) -> str:
+    """As the page shows sizes from 1 KiB to 100 MiB: three digits, thousands apart."""
+    value, unit = (num_bytes / 2**20, "MiB") if num_bytes >= 2**20 else (num_bytes / 2**10, "KiB")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
 def test_both_answers_stream_and_memory_falls_where_a_cache_is_compressed(server, page):
     prompt = recall.draw_prompt(np.random.default_rng(), 2000, 16).text
     fill(page, prompt, 150)
@@ -91,14 +97,14 @@ def test_both_answers_stream_and_memory_falls_where_a_cache_is_compressed(server
     assert compressed.locator(".answer").text_content() == answer["choices"][0]["text"]
     report = answer["kv_transfer_params"]["kvmerge"]
     assert report["peak_bytes"] == -(-2000 // 32) * BYTES_PER_BLOCK
-    assert compressed.locator("[data-figure=peak]").inner_text() == f"{report['peak_bytes'] / 2**20:.3g} MiB"
+    assert compressed.locator("[data-figure=peak]").inner_text() == size(report["peak_bytes"])
     assert int(compressed.locator("[data-figure='entries / head']").inner_text()) <= 200 + 32
     assert page.locator("#summary").inner_text().startswith("Mean KV cache after the prompt: A full: ")
-    assert f"B keepkv 10%: {report['mean_bytes'] / 2**10:.0f} KiB" in page.locator("#summary").inner_text()
+    assert f"B keepkv 10%: {size(report['mean_bytes'])}" in page.locator("#summary").inner_text()
 
     events = compressed.locator(".events li").all_text_contents()
     # Seven blocks of 32, and the one that is being filled.
-    sizes = f"{63 * BYTES_PER_BLOCK / 2**20:.3g} MiB → {8 * BYTES_PER_BLOCK / 2**10:.0f} KiB"
+    sizes = f"{size(63 * BYTES_PER_BLOCK)} → {size(8 * BYTES_PER_BLOCK)}"
     assert events[0].endswith(f" s, 2,000 tokens: 2,000 → 200 entries, {sizes}")
     assert len(events) == 1 + 149 // 32
     assert page.locator(".side.a .events li").count() == 0
