@@ -4,6 +4,7 @@
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a card (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
+# make browser   tests of the page in headless Chromium
 # make image-steps  what docker/Dockerfile.cpu does, in a clean root below build/; needs root and debootstrap
 #
 # VENV=DIR       use another environment; one that holds a vLLM keeps it, and only gets the package and the tools
@@ -28,7 +29,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test demo-model cuda sanitize lint image-steps
+.PHONY: setup serve test demo-model cuda sanitize lint image-steps browser
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -74,6 +75,9 @@ sanitize: setup
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
 		$(BIN)/python -m pytest tests/kernels -k "not plain-torch" \
 		--ignore tests/kernels/test_cuda.py --native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
+
+browser: setup
+	$(BIN)/python -m pytest tests/server/test_ui_browser.py -m browser $(ARGS)
 
 image-steps: setup
 	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest tests/deploy/test_images.py -m image_steps $(ARGS)

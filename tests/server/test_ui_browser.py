@@ -16,7 +16,7 @@ from tests.demo_model import BYTES_PER_BLOCK
 from vllm_kvmerge.demo import recall
 
 lacking = browser.missing()
-pytestmark = pytest.mark.skipif(lacking is not None, reason=f"no browser: {lacking}")
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(lacking is not None, reason=f"no browser: {lacking}")]
 
 WATCH = """() => {
   window.growth = [];
