@@ -29,8 +29,10 @@ def kept_positions(entries: Entries) -> list[set[int]]:
     return [set(row) - {DEAD} for row in entries.positions.tolist()]
 
 
-def brute_force(entries: Entries, context: CompressionContext, head: int, window: int, fusion: str) -> set[int]:
-    """Algorithm 1 for one head, with loops."""
+def brute_force(
+    entries: Entries, context: CompressionContext, head: int, window: int, fusion: str, kernel_size: int
+) -> set[int]:
+    """Algorithm 1 for one head, with loops; the distant entries pooled over their neighbours."""
     live = [i for i, p in enumerate(entries.positions[head].tolist()) if p != DEAD]
     position = {i: int(entries.positions[head, i]) for i in live}
     fused = dict.fromkeys(live, 0.0)
@@ -44,7 +46,10 @@ def brute_force(entries: Entries, context: CompressionContext, head: int, window
         for i in live:
             fused[i] = fused[i] + summed[i] if fusion == "sum" else max(fused[i], summed[i])
     recent = set(sorted(live, key=position.get)[-window:])
-    distant = sorted((i for i in live if i not in recent), key=fused.get, reverse=True)
+    distant = sorted(set(live) - recent, key=position.get)
+    reach = kernel_size // 2
+    pooled = {i: max(fused[j] for j in distant[max(0, at - reach) : at + reach + 1]) for at, i in enumerate(distant)}
+    distant = sorted(sorted(distant), key=pooled.get, reverse=True)
     return {position[i] for i in recent} | {position[i] for i in distant[: max(0, context.budget - len(recent))]}
 
 
@@ -60,9 +65,10 @@ def test_is_algorithm_1(seed, num_heads, num_groups, n, fusion, data):
     num_queries = data.draw(st.integers(1, n))  # fewer or more than the selector reads
     queries = 2 * torch.randn(num_heads, num_groups, num_queries, 8, generator=generator, dtype=torch.float64)
     context = with_queries(CompressionContext(budget, n, at_prompt_end=False), queries)
-    result = policy(recent_window=window, fusion=fusion).compress(entries, context).entries
+    kernel_size = data.draw(st.sampled_from([1, 1, 3, 5]))
+    result = policy(recent_window=window, fusion=fusion, kernel_size=kernel_size).compress(entries, context).entries
     assert_sound(result, budget)
-    expected = [brute_force(entries, context, head, window, fusion) for head in range(num_heads)]
+    expected = [brute_force(entries, context, head, window, fusion, kernel_size) for head in range(num_heads)]
     assert kept_positions(result) == expected
 
 
@@ -153,3 +159,5 @@ def test_what_it_asks_for():
     assert policy().query_window == 32 and policy(recent_window=200).query_window == 200
     assert policy().min_budget == 33
     assert not policy().needs_scores
+    with pytest.raises(ValueError, match="kernel_size\n.*must be odd"):
+        policy(kernel_size=4)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries
 from vllm_kvmerge.policies.indexing import first, ranked, top
+from vllm_kvmerge.policies.pooling import max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
 
@@ -34,7 +35,7 @@ class Critical(WindowTopK):
     )
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        ranking = self.pooled(entries, importance, protected)
+        ranking = max_pooled(importance, protected, entries, self.kernel_size)
         if context.output_weights is None:
             return top(ranking, protected, entries, context.num_kept)
         num_protected = protected.sum(1, keepdim=True)

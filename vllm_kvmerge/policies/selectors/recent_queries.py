@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vllm_kvmerge.policies.attention import Fusion
 from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -18,7 +19,8 @@ class RecentQueries(RankedSelector):
         S_r[k] = sum over the query heads of AW_r[k]        F[k] = sum or max over the last R queries r of S_r[k]
 
     AW_r is query r's attention to the entries that are live now, where the paper keeps what r saw when it was computed:
-    a query's probabilities are spread over what has since stayed, in the same proportions.
+    a query's probabilities are spread over what has since stayed, in the same proportions. With ``kernel_size`` above
+    1, F is max-pooled over neighbours as SnapKV's scores are, which MorphKV's paper does not do.
     """
 
     name: ClassVar[str] = "morphkv"
@@ -27,15 +29,19 @@ class RecentQueries(RankedSelector):
 
     recent_window: int = Field(32, ge=1, description="Newest entries, always kept, whose queries rank the others.")
     fusion: Fusion = Field("sum", description="How an entry's attention from several queries becomes one number.")
+    kernel_size: KernelSize = Field(
+        1, description="Odd: neighbours, in order of position, over which the score is max-pooled; 1: none."
+    )
 
     @property
     def query_window(self) -> int:
         return self.recent_window
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        """``[H, n]``: F (eq. 4); positions, so that the newest stay, where there are no queries."""
+        """``[H, n]``: F (eq. 4), pooled; positions, so that the newest stay, where there are no queries."""
         if context.queries is None or context.query_positions is None:
             return entries.positions.to(entries.scores.dtype)
         queries = context.queries[:, :, -self.recent_window :]
         positions = context.query_positions[..., -self.recent_window :]
-        return entries.fused_attention(queries, positions, context.scale, self.fusion)
+        fused = entries.fused_attention(queries, positions, context.scale, self.fusion)
+        return fused if self.kernel_size == 1 else max_pooled(fused, protected, entries, self.kernel_size)

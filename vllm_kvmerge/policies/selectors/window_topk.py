@@ -1,21 +1,14 @@
 """Selector that keeps an observation window and, of the entries before it, clusters of high scores."""
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import max_pool1d
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.indexing import by_position, newest, top
+from vllm_kvmerge.policies.indexing import newest, top
+from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
-
-
-def _check_odd(value: int) -> int:
-    if value % 2 == 0:
-        raise ValueError("must be odd")
-    return value
 
 
 @register
@@ -30,7 +23,7 @@ class WindowTopK(Selector):
     needs_scores: ClassVar[bool] = True
 
     window_size: int = Field(32, ge=1, description="Newest entries, always kept.")
-    kernel_size: Annotated[int, Field(ge=1, le=255), AfterValidator(_check_odd)] = Field(
+    kernel_size: KernelSize = Field(
         7, description="Odd: neighbours, in order of position, over which the score is max-pooled."
     )
 
@@ -42,13 +35,5 @@ class WindowTopK(Selector):
         return newest(entries, self.window_size)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        return top(self.pooled(entries, importance, protected), protected, entries, context.num_kept)
-
-    def pooled(self, entries: Entries, importance: Tensor, protected: Tensor) -> Tensor:
-        """``[H, n]``: each entry's largest importance over its neighbourhood, itself included."""
-        # Dead entries sort before all others, so the live ones are contiguous.
-        order = by_position(entries)
-        pooled_from = entries.is_live & ~protected
-        ordered = importance.masked_fill(~pooled_from, -torch.inf).gather(1, order)
-        pooled = max_pool1d(ordered, self.kernel_size, stride=1, padding=self.kernel_size // 2)
-        return torch.empty_like(pooled).scatter_(1, order, pooled)
+        ranking = max_pooled(importance, protected, entries, self.kernel_size)
+        return top(ranking, protected, entries, context.num_kept)
