@@ -14,6 +14,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,18 +207,29 @@ class Job:
         }
 
 
-def answers_of_kvpress(python: str, model: str, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[str, str]]:
-    """Answers in token ids, and versions."""
+def answers_of_kvpress(
+    python: str, model: str, jobs: Sequence[Job], processes: int
+) -> tuple[list[list[int]], dict[str, str]]:
+    """Answers in token ids, and versions; each process has a share of the jobs."""
     command = [python, str(Path(__file__).parent / "kvpress_answers.py")]
-    given = json.dumps({"model": model, "jobs": [job.theirs() for job in jobs]})
-    try:
-        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True)
-    except OSError as error:
-        sys.exit(f"--kvpress: {python} cannot be run: {error}")
-    if done.returncode != 0:
-        sys.exit(f"kvpress's side ended with {done.returncode}")
-    result = json.loads(done.stdout)
-    return result["answers"], result["versions"]
+
+    def answer(share: Sequence[Job]) -> dict[str, Any]:
+        given = json.dumps({"model": model, "jobs": [job.theirs() for job in share]})
+        try:
+            done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            sys.exit(f"--kvpress: {python} cannot be run: {error}")
+        if done.returncode != 0:
+            sys.exit(f"kvpress's side ended with {done.returncode}")
+        return json.loads(done.stdout)
+
+    # Every processes-th job, so that each has as many of each method.
+    with ThreadPoolExecutor(processes) as pool:
+        results = list(pool.map(answer, [jobs[first::processes] for first in range(processes)]))
+    answers: list[list[int]] = [[]] * len(jobs)
+    for first, result in enumerate(results):
+        answers[first::processes] = result["answers"]
+    return answers, results[0]["versions"]
 
 
 def answers_of_ours(model: str, jobs: Sequence[Job]) -> list[str]:
@@ -318,6 +330,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="of kvpress's side, a prompt at a time each")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kvpress_scores.json"))
     arguments = parser.parse_args()
     config = EvalConfig.model_validate(
@@ -335,7 +348,7 @@ def main() -> None:
     )
     tokenizer = load_tokenizer(config.model_path)
     jobs = draw_jobs(arguments, config, tokenizer)
-    token_ids, versions = answers_of_kvpress(arguments.kvpress, config.model_path, jobs)
+    token_ids, versions = answers_of_kvpress(arguments.kvpress, config.model_path, jobs, arguments.processes)
     theirs = [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
     rows = compare(jobs, answers_of_ours(config.model_path, jobs), theirs)
     compared = {

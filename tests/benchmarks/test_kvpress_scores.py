@@ -72,7 +72,20 @@ def test_methods_that_are_the_same_give_the_same_answers(tmp_path):
         pytest.skip("KVMERGE_KVPRESS does not name the python of an environment with kvpress")
     script, path = FOLDER / "kvpress_scores.py", tmp_path / "k.json"
     methods = ["full", "streaming_llm", "tova", "h2o", "snapkv", "pyramidkv", "criticalkv"]
-    sizes = ["--tasks", "demo_recall", "--length", "256", "--budgets", "0.3", "--samples", "4", "--seed", "5"]
+    sizes = [
+        "--tasks",
+        "demo_recall",
+        "--length",
+        "256",
+        "--budgets",
+        "0.3",
+        "--samples",
+        "4",
+        "--seed",
+        "5",
+        "--processes",
+        "2",
+    ]
     command = [sys.executable, str(script), "--kvpress", python, "--methods", *methods, *sizes, "--output", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
