@@ -1,13 +1,16 @@
 """What a worker tells attention of each request in a batch, and what attention keeps for it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvmerge.kernels import Pages, ScoreUpdate, column_scores
+
+if TYPE_CHECKING:  # compactions can be run without vLLM
+    from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 @dataclass
@@ -143,7 +146,7 @@ class BatchRow:
 PLAIN = BatchRow()
 
 
-def seq_len_of(common: CommonAttentionMetadata, index: int) -> int:
+def seq_len_of(common: "CommonAttentionMetadata", index: int) -> int:
     """Tokens of a row, those of this step included; no card is asked."""
     # vLLM calls it an upper bound because of speculative decoding, which is refused.
     assert common.seq_lens_cpu_upper_bound is not None
@@ -160,7 +163,7 @@ class QueryReader:
     row: BatchRow
 
     @classmethod
-    def of(cls, common: CommonAttentionMetadata, index: int, row: BatchRow) -> "QueryReader":
+    def of(cls, common: "CommonAttentionMetadata", index: int, row: BatchRow) -> "QueryReader":
         """``index``: the row's place in the batch."""
         start, end = common.query_start_loc_cpu[index : index + 2].tolist()
         return cls(slice(start, end), common.block_table_tensor[index], seq_len_of(common, index), row)

@@ -2,11 +2,14 @@
 
 A rule names its kernel. It applies where all of these that it names match: ``device``, with which the card's name
 begins; ``head_size``, the head size rounded up to a power of two, ``row_bytes``, bytes of such a row in the cache, and
-``groups``, query heads for a KV head, each a list of what is allowed. Everything else in it is a setting. Rules that
-name no card hold on all; each kernel has some for every shape.
+``groups``, query heads for a KV head, each a list of what is allowed. Everything else in it is a setting, but for
+``measured``, what a rule for one card rests on (benchmarks/gpu_operators.py --tune). Rules that name no card hold on
+all; each kernel has some for every shape.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 RULES = Path(__file__).with_name("tuning.json")
 CONDITIONS = ("kernel", "device", "head_size", "row_bytes", "groups")
+NO_SETTINGS = (*CONDITIONS, "measured")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,20 @@ def settings(kernel: str, device: str, head_size: int = 32, row_bytes: int = 64,
         shape = {"head_size": head_size, "row_bytes": row_bytes, "groups": groups}
         holds = rule["kernel"] == kernel and device.startswith(rule.get("device", ""))
         if holds and all(value in rule.get(name, [value]) for name, value in shape.items()):
-            chosen |= {name: value for name, value in rule.items() if name not in CONDITIONS}
+            chosen |= {name: value for name, value in rule.items() if name not in NO_SETTINGS}
     return Settings(**chosen)
+
+
+@contextmanager
+def trial(rule: dict[str, Any]) -> Iterator[None]:
+    """Within it, a rule that is not in the table wins over all that are."""
+    rules().append(rule)
+    settings.cache_clear()
+    try:
+        yield
+    finally:
+        rules().remove(rule)
+        settings.cache_clear()
 
 
 def is_tuned(device: str) -> bool:

@@ -1,0 +1,489 @@
+"""What gpu_operators.py runs, part by part: each case is checked, then timed."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from gpu_bench import DECAY, Bench, Caches, Results, Row, expected_attention, relative_error
+from gpu_peers import Problem, all_peers, timed
+from torch import Tensor
+
+from vllm_kvmerge.attention.rows import PromptScores, QueryRing
+from vllm_kvmerge.cache.plan import CompressionPlan
+from vllm_kvmerge.config import parse_compression
+from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cuda, reference, triton
+from vllm_kvmerge.kernels.merge import Sums
+from vllm_kvmerge.policies.entries import TrackerMode
+from vllm_kvmerge.worker.compactor import Compaction, Compactor
+
+Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
+
+
+def has_cuda(device: torch.device) -> bool:
+    """Whether there are CUDA's operators for a device."""
+    try:
+        return cuda.runs_on(device) is None
+    except (OSError, ImportError):
+        return False
+
+
+def attention_calls(device: torch.device) -> dict[str, Callable[..., None]]:
+    """Each implementation of attention that there is."""
+    calls: dict[str, Callable[..., None]] = {"triton": triton.paged_attention}
+    if has_cuda(device):
+        calls |= {"cuda": partial(cuda.paged_attention, bulk=False)}
+        if cuda.has_bulk_copies(device):
+            calls |= {"cuda bulk": partial(cuda.paged_attention, bulk=True)}
+    return calls
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of attention for the newest ``queries`` of each sequence. front: entries that have votes."""
+
+    groups: int
+    front: int
+    mode: str
+    queries: int = 1
+
+    def query(self, bench: Bench, rows: int) -> Tensor:
+        tokens, heads = rows * self.queries, bench.heads * self.groups
+        return bench.rand(tokens, heads, bench.head_size).to(bench.dtype)
+
+    @property
+    def update(self) -> ScoreUpdate | None:
+        return None if self.mode == "none" else ScoreUpdate(cast(TrackerMode, self.mode), DECAY)
+
+    def numbers(self, bench: Bench, rows: int, entries: int) -> list[Tensor]:
+        """What follows the block table in a call of attention, decays included."""
+        starts = torch.arange(rows) * self.queries
+        mode = UPDATE_MODES.index(cast(TrackerMode, self.mode))
+        same = (torch.full((rows,), n) for n in (self.queries, entries, self.front, self.front, mode))
+        tensors = [number.to(bench.device, torch.int32) for number in (starts, *same)]
+        return [*tensors, torch.full((rows,), DECAY, device=bench.device)]
+
+    def seen(self, entries: int) -> int:
+        """Pairs of a query and an entry that it sees, for a sequence and query head."""
+        return self.queries * entries - self.queries * (self.queries - 1) // 2
+
+
+def attention(bench: Bench, caches: Caches, shape: Attention, part: str, name: str, call: Callable[..., None]) -> Row:
+    """One implementation of attention; checked for the first and the last sequence."""
+    rows, n, heads, scale = caches.rows, caches.entries, bench.heads, bench.head_size**-0.5
+    query, tensors = shape.query(bench, rows), shape.numbers(bench, rows, n)
+    output = torch.full_like(query, torch.nan)
+
+    def run(number: int) -> None:
+        call(query, caches.pages(number), caches.table, *tensors, scale, output, num_queries=shape.queries)
+
+    checked = sorted({0, rows - 1})
+    front = shape.front
+    before = [reference.gather_entries(caches.pages(0), caches.table[row], front, front, n) for row in checked]
+    run(0)
+    errors = {"output": 0.0} | ({} if shape.update is None else {"scores": 0.0})
+    for row, entries in zip(checked, before, strict=True):
+        tokens = slice(row * shape.queries, (row + 1) * shape.queries)
+        expected, scores = expected_attention(query[tokens], entries, scale, shape.update)
+        errors["output"] = worst(errors["output"], relative_error(output[tokens], expected))
+        if scores is not None:
+            after = reference.gather_metadata(Units.of(caches.pages(0), caches.table[row], front, front, n))[1]
+            errors["scores"] = worst(errors["scores"], relative_error(after, scores))
+    size = heads * rows * (n * 2 * bench.head_size * bench.dtype.itemsize + 4 * front)
+    size += heads * rows * n * {"none": 0, "sum": 8, "mean": 16, "log_ema": 16}[shape.mode]
+    flops = 4 * heads * shape.groups * rows * bench.head_size * shape.seen(n)
+    queries = "" if shape.queries == 1 else f"{shape.queries} new, "
+    return Row(
+        part,
+        "paged_attention",
+        name,
+        f"{rows} x {n}, {queries}G {shape.groups}, front {front}, {shape.mode}",
+        bench.dtype_name,
+        bench.time(run, caches.copies),
+        bytes=size if shape.queries == 1 else 0,
+        flops=0 if shape.queries == 1 else flops,
+        errors=errors,
+        shape={"rows": rows, "entries": n, "live_bytes": caches.live_bytes} | vars(shape),
+    )
+
+
+def worst(one: float, other: float) -> float:
+    """The larger one; NaN is larger than all."""
+    return one if one != one or one > other else other
+
+
+def fits(bench: Bench, rows: int, entries: int, share: int = 1) -> bool:
+    return Caches.bytes(bench, rows, entries) <= bench.limit // share
+
+
+def decode(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """One query for each sequence: without votes, and with votes and each way to update scores."""
+    for entries in arguments.entries:
+        for rows in arguments.batch:
+            if not fits(bench, rows, entries):
+                continue
+            caches = Caches(bench, rows, entries)
+            for groups in arguments.groups:
+                for name, call in attention_calls(bench.device).items():
+                    yield attention(bench, caches, Attention(groups, 0, "none"), "decode", name, call)
+                    for mode in UPDATE_MODES:
+                        shape = Attention(groups, entries // 2, mode)
+                        yield attention(bench, caches, shape, "decode", name, call)
+
+
+def peers(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """What else computes such attention, where it is small enough to be held several times."""
+    for entries in arguments.entries:
+        for rows in arguments.batch:
+            if fits(bench, rows, entries, 4):
+                caches = Caches(bench, rows, entries)
+                for groups in arguments.groups:
+                    yield from _peers(caches, Attention(groups, 0, "none"), "peers", results)
+
+
+def _peers(caches: Caches, shape: Attention, part: str, results: Results) -> Iterator[Row]:
+    bench, rows, n = caches.bench, caches.rows, caches.entries
+    problem = Problem(caches, shape.query(bench, rows), shape.queries, bench.head_size**-0.5)
+    for found in timed([one for one in all_peers() if one.name not in results.absent], problem):
+        if found.reason:
+            results.absent[found.name] = f"{found.reason} ({rows} x {n}, G {shape.groups})"
+            continue
+        front = n if found.biased else 0
+        queries = "" if shape.queries == 1 else f"{shape.queries} new, "
+        flops = 4 * bench.heads * shape.groups * rows * bench.head_size * shape.seen(n)
+        yield Row(
+            part,
+            "paged_attention",
+            found.name,
+            f"{rows} x {n}, {queries}G {shape.groups}, front {front}, none",
+            bench.dtype_name,
+            found.seconds,
+            bytes=caches.live_bytes if shape.queries == 1 else 0,
+            flops=0 if shape.queries == 1 else flops,
+            errors={"output": found.error},
+            shape={"rows": rows, "entries": n, "live_bytes": caches.live_bytes} | vars(replace(shape, front=front)),
+        )
+
+
+def prefill(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """Chunks of prompts: many queries over a cache that holds older entries, compressed ones too."""
+    for rows, entries, queries in arguments.chunks:
+        caches = Caches(bench, rows, entries, copies=2)
+        for groups in arguments.groups:
+            for front, mode in ((0, "none"), (entries // 4, "none"), (entries // 4, "sum"), (entries // 4, "log_ema")):
+                shape = Attention(groups, front, mode, queries)
+                yield attention(bench, caches, shape, "prefill", "triton", triton.paged_attention)
+            if not arguments.no_peers:
+                yield from _peers(caches, Attention(groups, 0, "none", queries), "prefill", results)
+
+
+def scores(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """The newest queries of a prompt score its entries."""
+    caches = Caches(bench, 1, max(arguments.entries[:3]))
+    for mode in ("sum", "mean", "log_ema"):
+        yield _columns(bench, caches, max(arguments.groups), min(64, caches.entries), mode)
+
+
+def _columns(bench: Bench, caches: Caches, groups: int, num_queries: int, mode: str) -> Row:
+    n, scale, shape = caches.entries, bench.head_size**-0.5, Attention(groups, 0, mode, num_queries)
+    query, update = shape.query(bench, 1), shape.update
+    assert update is not None
+    statistics, aux = torch.zeros(2, bench.heads, n, device=bench.device)
+
+    def run(number: int) -> None:
+        triton.column_scores(query, caches.pages(number), caches.table[0], n, update, scale, statistics, aux)
+
+    run(0)
+    entries = reference.gather_entries(caches.pages(0), caches.table[0], 0, 0, n)
+    entries.scores.zero_()
+    entries.aux.zero_()
+    _, expected = expected_attention(query, entries, scale, update)
+    assert expected is not None
+    return Row(
+        "scores",
+        "column_scores",
+        "triton",
+        f"{num_queries} x {n}, G {groups}, {mode}",
+        bench.dtype_name,
+        bench.time(run, caches.copies),
+        bytes=bench.heads * n * (bench.head_size * bench.dtype.itemsize + 16),
+        errors={"scores": relative_error(statistics, expected)},
+        shape={"entries": n} | vars(shape),
+    )
+
+
+Operation = Callable[[Any, int, Caches], Sequence[Tensor]]
+"""Runs an operator of a module on a copy of caches and returns what it returns."""
+
+
+def checked(
+    bench: Bench, part: str, name: str, case: str, caches: Caches, size: int, operation: Operation,
+    operators: Any = triton, **shape: Any,
+) -> Row:  # fmt: skip
+    """Times an operator after its results, and its changes to the pages, have been compared with the reference's."""
+    twin = caches.on_cpu()
+    outcomes = []
+    for module, where in ((operators, caches), (reference, twin)):
+        results = list(operation(module, 0, where))
+        planes = [getattr(where.pages(0), one.name) for one in fields(Pages)]
+        outcomes.append([tensor.cpu().nan_to_num() for tensor in (*results, *planes)])
+    error = max(relative_error(one, other) for one, other in zip(*outcomes, strict=True))
+    seconds = bench.time(lambda number: operation(operators, number, caches), caches.copies)
+    implementation = operators.__name__.rpartition(".")[2]
+    return Row(part, name, implementation, case, bench.dtype_name, seconds, size, 0, {"reference": error}, shape)
+
+
+def merges(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """One compaction of an interval, and decoding of as many requests with as many entries."""
+    for entries in arguments.entries[:2]:
+        for rows in sorted({arguments.units, max(arguments.batch)}):
+            if not fits(bench, rows, entries + arguments.interval):
+                continue
+            caches = Caches(bench, rows, entries + arguments.interval)
+            known = [caches.units(number, caches.entries // 2) for number in range(caches.copies)]
+            yield from _merge(bench, caches, known, arguments.interval)
+            for name, call in attention_calls(bench.device).items():
+                shape = Attention(max(arguments.groups), entries, "sum")
+                yield attention(bench, caches, shape, "merges", name, call)
+            for policy in arguments.policies:
+                yield policy_row(bench, caches, arguments, policy, entries, is_interval=True)
+
+
+def _merge(bench: Bench, caches: Caches, known: list[Units], interval: int) -> Iterator[Row]:
+    """An interval's entries leave each unit (a request, of one layer), half of them merged.
+
+    Those that leave lie anywhere; the newest take their places.
+    """
+    n, d, item, heads = caches.entries, bench.head_size, bench.dtype.itemsize, caches.rows * bench.heads
+    places = n - interval
+    order = bench.rand(heads, places).argsort(1)
+    gone, carriers = order[:, :interval], order[:, interval : interval + interval // 2]
+    kept = torch.arange(places, device=bench.device).repeat(heads, 1)
+    kept.scatter_(1, gone, torch.arange(places, n, device=bench.device).expand(heads, -1))
+    members = torch.cat([carriers, gone[:, : carriers.shape[1]]], 1)
+    row_of = torch.arange(carriers.shape[1], device=bench.device).repeat(heads, 2)
+    weights = torch.full(members.shape, 0.5, device=bench.device)
+    size = heads * (2 * d * item * (2 * interval + 3 * carriers.shape[1]) + 2 * 16 * places)
+
+    def run(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
+        units = known[number % caches.copies] if where is caches else where.units(number, n // 2)
+        there = [tensor.to(where.bench.device) for tensor in (carriers, members, row_of, weights, weights)]
+        module.merge_entries(units, where.table, kept.to(where.bench.device), None, Sums(*there))
+        return []
+
+    case, shape = f"{caches.rows} units x {n}, {interval} leave", {"units": caches.rows, "entries": n}
+    for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
+        yield checked(bench, "merges", "merge_entries", case, caches, size, run, operators, **shape)
+
+
+def policy_row(
+    bench: Bench, caches: Caches, arguments: argparse.Namespace, policy: str, budget: int, is_interval: bool
+) -> Row:
+    """A whole compaction as a worker runs it, on the operators that the tables choose; Python's time is counted.
+
+    is_interval: of one layer of all sequences of the cache, while they generate; else of the first sequence at its
+    prompt's end, whose layers are the copies of the cache.
+    """
+    n, scale = caches.entries, bench.head_size**-0.5
+    config = parse_compression({"policy": policy, "budget": budget, "interval": arguments.interval})
+    assert config is not None
+    num_layers, requests = (1, range(caches.rows)) if is_interval else (caches.copies, range(1))
+    new_front = config.resolve_capacity(n)
+    assert new_front is not None
+    num_blocks = -(-new_front // caches.pages(0).block_size)
+    front = budget if is_interval else 0
+    compactions = []
+    for row in requests:
+        blocks = caches.table[row, :num_blocks].tolist()
+        plan = CompressionPlan(str(row), policy, front, front, n, budget, new_front, blocks)
+        prompt_scores = ring = None
+        if not is_interval and config.prompt_window:
+            prompt_scores = PromptScores.empty(num_layers, bench.heads, n, bench.device)
+            prompt_scores.scores.uniform_()
+            prompt_scores.aux.fill_(1.0)
+        if config.policy.query_window:
+            query_heads = bench.heads * max(arguments.groups)
+            ring = QueryRing.empty(
+                num_layers, config.policy.query_window, query_heads, bench.head_size, bench.dtype, bench.device
+            )
+        compactions.append(Compaction(plan, config.policy, caches.table[row], prompt_scores, ring))
+
+    def run(number: int) -> None:
+        layers = caches.layers[number % caches.copies :][:1] if is_interval else caches.layers
+        Compactor(layers, scale, list(range(bench.heads))).execute(compactions)
+
+    seconds = bench.time(run, caches.copies if is_interval else 1, captured=False)
+    what = f"{len(requests)} x {n} to {budget}, {num_layers} layers"
+    shape = {"units": len(requests) * num_layers, "entries": n, "layers": num_layers, "policy": policy}
+    part = "merges" if is_interval else "compaction"
+    return Row(part, "compaction", policy, what, bench.dtype_name, seconds, shape=shape)
+
+
+def compaction(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """A prompt's attention in chunks, then its compaction to a tenth in all layers."""
+    n, chunk, layers = arguments.prompt, arguments.prompt_chunk, arguments.layers
+    caches = Caches(bench, 1, n, copies=layers)
+    groups = max(arguments.groups)
+    seconds, errors = 0.0, {}
+    flops = 0
+    for end in range(chunk, n + 1, chunk):
+        part = _first(caches, end)
+        row = attention(bench, part, Attention(groups, 0, "none", chunk), "", "triton", triton.paged_attention)
+        seconds, flops = seconds + layers * row.seconds, flops + layers * row.flops
+        errors[f"output at {end}"] = row.error
+    shape = {"entries": n, "layers": layers, "groups": groups}
+    case = f"prompt of {n} in chunks of {chunk}, {layers} layers, G {groups}"
+    yield Row("compaction", "prefill", "triton", case, bench.dtype_name, seconds, 0, flops, errors, shape)
+    whole = Attention(groups, 0, "none", n)
+    problem = Problem(_first(caches, n, copies=2), whole.query(bench, 1), n, bench.head_size**-0.5)
+    for found in timed([peer for peer in all_peers() if peer.name == "SDPA"], problem):
+        if found.reason:
+            results.absent["SDPA of a whole prompt"] = found.reason
+        else:
+            case = f"prompt of {n} at once, {layers} layers, G {groups}"
+            yield Row("compaction", "prefill", found.name, case, bench.dtype_name, layers * found.seconds, 0,
+                      flops, {"output": found.error}, shape)  # fmt: skip
+    yield from _compact(bench, caches, n // 10)
+    for policy in arguments.policies:
+        yield policy_row(bench, caches, arguments, policy, n // 10, is_interval=False)
+
+
+def _first(caches: Caches, entries: int, copies: int | None = None) -> Caches:
+    """The same caches, of which only the first entries are looked at."""
+    part = object.__new__(Caches)
+    vars(part).update(vars(caches) | {"entries": entries, "layers": caches.layers[:copies]})
+    part.copies = len(part.layers)
+    part.table = caches.table[:, : -(-entries // caches.pages(0).block_size)]
+    return part
+
+
+def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
+    """Of all layers at once: any ``budget`` entries move to the front, alone or with all others merged into them."""
+    n, d, item, layers = caches.entries, bench.head_size, bench.dtype.itemsize, caches.copies
+    heads = layers * bench.heads
+    order = bench.rand(heads, n).argsort(1)
+    kept = order[:, :budget].sort(1).values
+    places = torch.arange(budget, device=bench.device).repeat(heads, 1)
+    members = torch.cat([kept, order[:, budget:]], 1)
+    row_of = torch.cat([places, torch.randint(budget, (heads, n - budget), device=bench.device)], 1)
+    weights = torch.full(members.shape, budget / n, device=bench.device)
+
+    def sums(where: Caches, count: int) -> Sums:
+        """Of the first ``count`` heads."""
+        return Sums(*(tensor[:count].to(where.bench.device) for tensor in (places, members, row_of, weights, weights)))
+
+    def units(where: Caches, pages: list[Pages]) -> Units:
+        layer = torch.arange(len(pages))
+        segments = torch.tensor([[0, 0, n]] * len(pages))
+        return Units(pages, layer, where.table.expand(len(pages), -1), segments)
+
+    all_units = units(caches, caches.layers)
+    for merged in (False, True):
+        size = heads * 2 * d * item * ((n + budget) if merged else 2 * budget)
+        case = f"{layers} layers x {n} to {budget}, others {'merged' if merged else 'dropped'}"
+        shape = {"units": layers, "entries": n, "layers": layers, "merged": merged}
+        for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
+
+            def one_layer(module: Any, number: int, where: Caches, merged: bool = merged) -> Sequence[Tensor]:
+                given = sums(where, bench.heads) if merged else None
+                there = kept[: bench.heads].to(where.bench.device)
+                here = units(where, [where.pages(number)])
+                module.merge_entries(here, here.blocks, there, None, given)
+                return []
+
+            def all_layers(number: int, merged: bool = merged, module: Any = operators) -> None:
+                given = sums(caches, heads) if merged else None
+                module.merge_entries(all_units, all_units.blocks, kept, None, given)
+
+            row = checked(bench, "compaction", "merge_entries", case, caches, size, one_layer, operators, **shape)
+            row.seconds = bench.time(all_layers, 1, captured=False)
+            yield row
+
+
+def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """What compactions call, on units (layers x requests)."""
+    rows, n, groups = arguments.units, arguments.entries[0], max(arguments.groups)
+    caches = Caches(bench, rows, n)
+    d, item, all_heads = bench.head_size, bench.dtype.itemsize, rows * bench.heads
+    few = max(1, n // 32)
+    index = bench.rand(all_heads, n).argsort(1)
+    places, some = index[:, :few], bench.rand(all_heads, few, d)
+    kept = torch.arange(n - few, device=bench.device).repeat(all_heads, 1)
+    newest = torch.arange(n - few, n, device=bench.device).expand(all_heads, -1)
+    kept.scatter_(1, places.clamp(max=n - few - 1), newest)
+    queries = bench.rand(all_heads, groups, 32, d)
+    seen = torch.arange(n - 32, n, device=bench.device).clamp(min=0).repeat(all_heads, 1)
+    statistics = bench.rand(3, all_heads, n)
+    usable = bench.rand(all_heads, n - few) > -1.5
+    products, between = bench.rand(all_heads, few, n), bench.rand(all_heads, few, few)
+    weights = bench.rand(all_heads, n).abs()
+
+    def operation(run: Callable[[Any, Units, Caches], Any]) -> Operation:
+        def wrapped(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
+            found = run(module, units(where, number), where)
+            return [] if found is None else [found] if isinstance(found, Tensor) else list(found)
+
+        return wrapped
+
+    known = [caches.units(number, n // 2) for number in range(caches.copies)]
+
+    def units(where: Caches, number: int) -> Units:
+        return known[number % caches.copies] if where is caches else where.units(number, n // 2)
+
+    def to(where: Caches, *tensors: Tensor) -> list[Tensor]:
+        return [tensor.to(where.bench.device) for tensor in tensors]
+
+    name = f"{rows} units x {n}"
+    cases: list[tuple[str, int, Callable[[Any, Units, Caches], Any]]] = [
+        ("gather_metadata", all_heads * n * (16 + 20), lambda m, u, w: m.gather_metadata(u)),
+        ("gather_rows", all_heads * n * d * (item + 4), lambda m, u, w: m.gather_rows(u, "keys", *to(w, index))),
+        ("write_metadata", all_heads * n * 36,
+         lambda m, u, w: m.write_metadata(u, w.table, *to(w, *statistics, index))),
+        ("write_rows", 2 * all_heads * few * d * (item + 4),
+         lambda m, u, w: m.write_rows(u, w.table, *to(w, places, some, some))),
+        ("move_entries", 4 * all_heads * few * d * item, lambda m, u, w: m.move_entries(u, w.table, *to(w, kept))),
+        ("most_similar", all_heads * n * d * item,
+         lambda m, u, w: m.most_similar(u, *to(w, index[:, :few], index[:, few:], usable))[:1]),
+        ("fused_attention", 2 * all_heads * n * d * item,
+         lambda m, u, w: m.fused_attention(u, *to(w, queries, seen, statistics[0], index), d**-0.5, "sum")),
+        ("join_slots", products.nbytes,
+         lambda m, u, w: m.join_slots(*to(w, products, between, weights[:, :few], weights))[1:]),
+    ]  # fmt: skip
+    for operator, size, run in cases:
+        yield checked(bench, "entries", operator, name, caches, size, operation(run))
+    slots = torch.randperm(rows * n, device=bench.device)[: min(rows * n, 8192)] + 16
+    key, value = (bench.rand(len(slots), bench.heads, d).to(bench.dtype) for _ in range(2))
+
+    def write(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
+        module.write_tokens(where.pages(number), *to(where, slots, key, value))
+        return []
+
+    yield checked(bench, "entries", "write_tokens", f"{len(slots)} tokens", caches, 4 * key.nbytes, write)
+
+
+def float32(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """Some of all in float32, with products in full float32."""
+    full = replace(bench, dtype=torch.float32)
+    few = argparse.Namespace(
+        **vars(arguments)
+        | {"entries": arguments.entries[:2], "batch": arguments.batch[:3:2], "units": min(8, arguments.units)}
+        | {"chunks": [(1, arguments.entries[:2][-1], min(256, arguments.entries[0]))], "no_peers": True}
+    )
+    for part in (decode, prefill, scores, entries):
+        for row in part(full, few, results):
+            yield replace(row, part="float32")
+
+
+PARTS: dict[str, Part] = {
+    "decode": decode,
+    "compaction": compaction,
+    "merges": merges,
+    "prefill": prefill,
+    "peers": peers,
+    "scores": scores,
+    "entries": entries,
+    "float32": float32,
+}
+"""In the order in which they run: what aims are stated for comes first."""
