@@ -203,6 +203,30 @@ class PagedPlanes:
             by_entry = torch.cat([by_entry, zeros], 1)
         return self.spread(by_entry.unflatten(1, (width, self.size)))
 
+    def seen(self, num_queries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pages that the newest queries see, for a block mask: how many in part, which, how many whole, and which.
+
+        ``[rows, 1, blocks of queries]`` and, with all pages of a sequence, ``[rows, 1, blocks of queries, pages]``,
+        int32; what lies behind the count is not looked at. A single query sees none whole.
+        """
+        entries, (rows, width) = self.problem.caches.entries, self.table.shape
+        device, first = self.table.device, entries - num_queries
+        starts = torch.arange(0, num_queries, FLEX_QUERY_BLOCK, device=device)
+        newest = first + (starts + FLEX_QUERY_BLOCK).clamp(max=num_queries) - 1  # entry of the block's last query
+        whole = (first + starts + 1) // self.size
+        if num_queries == 1:
+            whole = torch.zeros_like(whole)
+        in_order = torch.arange(width, device=device).expand(len(starts), -1)
+
+        def listed(order: Tensor) -> Tensor:
+            return self.table[:, order].unsqueeze(1).int().contiguous()
+
+        def counted(count: Tensor) -> Tensor:
+            return count.int().expand(rows, 1, -1).contiguous()
+
+        in_part = listed((in_order + whole.unsqueeze(1)) % width)  # they follow the whole ones
+        return counted(newest // self.size + 1 - whole), in_part, counted(whole), listed(in_order)
+
 
 def flex(problem: Problem, size: int) -> Run:
     """FlexAttention over pages: its block mask lists each sequence's pages, and votes are looked up by slot."""
@@ -223,30 +247,13 @@ def flex(problem: Problem, size: int) -> Run:
     def is_seen(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return (owner[slot] == row) & (entry[slot] <= first + query)
 
-    starts = torch.arange(0, num_queries, FLEX_QUERY_BLOCK, device=owner.device)
-    newest = first + (starts + FLEX_QUERY_BLOCK).clamp(max=num_queries) - 1  # entry of the block's last query
-    full = (first + starts + 1) // size  # pages that all queries of the block see whole
-    if num_queries == 1:
-        # Its decoding kernel cuts whole pages into splits as if each sequence had all pages there are.
-        full = torch.zeros_like(full)
-    partial = newest // size + 1 - full
-    width = pages.table.shape[1]
-    shifted = (torch.arange(width, device=owner.device) + full.unsqueeze(1)) % width  # partial pages first
-
-    def listed(order: Tensor) -> Tensor:
-        return pages.table[:, order].unsqueeze(1).int().contiguous()  # [rows, 1, blocks of queries, pages]
-
-    def counted(count: Tensor) -> Tensor:
-        return count.int().expand(caches.rows, 1, -1).contiguous()
-
     arguments: dict[str, Any] = {}
     if "compute_q_blocks" in inspect.signature(BlockMask.from_kv_blocks).parameters:
         arguments["compute_q_blocks"] = False  # for gradients
+    # Where whole pages are told apart, its decoding kernel cuts them into splits as if each sequence had all pages
+    # that there are, and leaves most splits nothing.
     mask = BlockMask.from_kv_blocks(
-        counted(partial),
-        listed(shifted),
-        counted(full),
-        listed(torch.arange(width, device=owner.device).expand_as(shifted)),
+        *pages.seen(num_queries)[: 2 if num_queries == 1 else 4],
         BLOCK_SIZE=(FLEX_QUERY_BLOCK, size),
         mask_mod=is_seen,
         seq_lengths=(num_queries, len(owner)),

@@ -134,6 +134,25 @@ def test_launches_depend_on_shapes_alone(num_queries, card):
     assert seen[0] == seen[1] and len(seen[0]) >= 3
 
 
+@pytest.mark.parametrize("num_queries", [1, 40])
+def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, card):
+    """A part begins at any row, so its numbers at any multiple of 4 bytes."""
+    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
+    query = maker.randn(3 * num_queries, 8, 64).bfloat16()
+    sequences = [maker.sequence(0, 0, 100) for _ in range(3)]
+    rows = row_tensors(sequences, [num_queries] * 3, [ScoreUpdate("sum", 0.9)] * 3)
+    with launches() as found:
+        triton.paged_attention(query, maker.pages, **rows, scale=0.1, output=query, num_queries=num_queries)
+    second = "finish" if num_queries == 1 else "update_columns"
+    assert {launch.kernel.__name__ for launch in found} == {"attend", second}
+    numbers = set(rows) - {"block_table"} | {"modes", "decays"}
+    for launch in found:
+        by_row = {param.name for param in launch.kernel.params if param.name in numbers}
+        assert len(by_row) == 7
+        aligned = {launch.kernel.arg_names[place] for (place,) in launch.source[2]}
+        assert not by_row & aligned and "scores" in aligned, launch.kernel.__name__
+
+
 def test_a_workspace_that_was_reserved_does_not_grow(card):
     maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
     work = Workspace(torch.device("cpu"))

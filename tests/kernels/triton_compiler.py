@@ -45,6 +45,7 @@ class Launch:
         """(signature, constants, attributes), specialised as Triton does: ones, and multiples of 16."""
         signature, constants, attributes = {}, {}, {}
         constexprs = {param.name for param in self.kernel.params if param.is_constexpr}
+        anywhere = {param.name for param in self.kernel.params if param.do_not_specialize_on_alignment}
         for place, name in enumerate(self.kernel.arg_names):
             value = self.arguments[name]
             if name in constexprs or (type(value) is int and value == 1):
@@ -52,7 +53,7 @@ class Launch:
                 continue
             if isinstance(value, torch.Tensor):
                 signature[name] = TYPES[value.dtype]
-                divisible = True  # as PyTorch allocates on a card
+                divisible = name not in anywhere  # as PyTorch allocates on a card
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
                 divisible = isinstance(value, int) and value % 16 == 0

@@ -15,6 +15,10 @@ LOG_EMA = tl.constexpr(3)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+BY_ROW = ["query_starts", "query_lens", "seq_lens", "fronts", "tails", "modes", "decays"]
+"""Numbers of sequences: single ones are read, from anywhere in a batch, so that where they begin is to make no kernel
+of its own, which would be compiled while requests wait."""
+
 
 @triton.jit
 def place_of(entry, live, front, tail, table, BLOCK_SIZE: tl.constexpr):
@@ -59,7 +63,7 @@ def averaged(level, score, aux, num_queries, counted, decay):
     return tl.where(aux + counted > 0, log2_add(before, level) * LN2, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def attend(
     query,
     keys,
@@ -225,7 +229,7 @@ def whole_lse(lse, tile, head, num_heads, wanted, num_splits, SPLITS: tl.constex
     return tl.where(level == float("-inf"), 0.0, level)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def finish(
     scores,
     aux,
@@ -369,7 +373,7 @@ def tile_logits(
     return tl.where(visible, logits, float("-inf")), number, wanted
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def update_columns(
     query,
     keys,

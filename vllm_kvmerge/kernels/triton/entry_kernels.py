@@ -606,7 +606,8 @@ def join(
     for i in range(0, num_members):
         row = tl.load(base + i * num_slots + slots, mask=inside, other=float("-inf"))
         most = tl.max(row, 0)
-        slot = tl.min(tl.where((row == most) & inside, slots, BLOCK_S - 1), 0)
+        # Of products that are no numbers none is the largest: some slot all the same.
+        slot = tl.min(tl.where((row == most) & inside, slots, num_slots - 1), 0)
         tl.store(joined + head * num_members + i, slot.to(tl.int64))
         weight = tl.load(member_weights + head * num_members + i)
         total = tl.where(slots == slot, total + weight, total)
