@@ -469,7 +469,7 @@ def float32(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
     few = argparse.Namespace(
         **vars(arguments)
         | {"entries": arguments.entries[:2], "batch": arguments.batch[:3:2], "units": min(8, arguments.units)}
-        | {"chunks": [(1, arguments.entries[:2][-1], min(256, arguments.entries[0]))], "no_peers": True}
+        | {"chunks": [(1, arguments.entries[:2][-1], min(256, arguments.entries[0] // 2))], "no_peers": True}
     )
     for part in (decode, prefill, scores, entries):
         for row in part(full, few, results):

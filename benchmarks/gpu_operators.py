@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table(rows: Sequence[Row]) -> None:
-    print(f"{'operator':16} {'by':23} {'case':46} {'us':>10} {'GB/s':>6} {'TFLOP/s':>7} {'share':>6} {'error':>8}")
+    print(f"{'operator':16} {'by':23} {'case':50} {'us':>10} {'GB/s':>6} {'TFLOP/s':>7} {'share':>6} {'error':>8}")
     for row in rows:
         moved = f"{row.bytes / row.seconds / 1e9:6.0f}" if row.bytes else " " * 6
         done = f"{row.flops / row.seconds / 1e12:7.1f}" if row.flops else " " * 7
@@ -98,7 +98,7 @@ def table(rows: Sequence[Row]) -> None:
         error = f"{row.error:8.1e}" if row.errors else "       -"
         name = row.operator + (" f32" if row.part == "float32" else "")
         print(
-            f"{name:16} {row.implementation:23} {row.case:46} {row.seconds * 1e6:10.1f} {moved} {done} {share} {error}"
+            f"{name:16} {row.implementation:23} {row.case:50} {row.seconds * 1e6:10.1f} {moved} {done} {share} {error}"
         )
 
 

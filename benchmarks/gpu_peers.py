@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from gpu_bench import Caches, expected_attention, relative_error
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_kvmerge.kernels import reference
@@ -121,7 +123,7 @@ def timed(peers: list[Peer], problem: Problem) -> Iterator[Timed]:
 def all_peers() -> list[Peer]:
     peers = [
         Peer("SDPA", False, lambda problem: _sdpa(problem, None)),
-        Peer("SDPA flash", False, lambda problem: _sdpa(problem, torch.nn.attention.SDPBackend.FLASH_ATTENTION)),
+        Peer("SDPA flash", False, lambda problem: _sdpa(problem, SDPBackend.FLASH_ATTENTION)),
         Peer("flash_attn", False, _flash_attn),
     ]
     for size in PAGE_SIZES:
@@ -134,12 +136,10 @@ def all_peers() -> list[Peer]:
 def _sdpa(problem: Problem, backend: Any) -> Run:
     if backend is not None and not problem.caches.bench.is_card:
         raise RuntimeError("that is for cards")
-    mask = None
-    if problem.num_queries > 1:
-        mask = torch.nn.attention.bias.causal_lower_right(problem.num_queries, problem.caches.entries)
+    mask = causal_lower_right(problem.num_queries, problem.caches.entries) if problem.num_queries > 1 else None
 
     def run(number: int) -> Tensor:
-        with nullcontext() if backend is None else torch.nn.attention.sdpa_kernel(backend):
+        with nullcontext() if backend is None else sdpa_kernel(backend):
             key, value = problem.gathered[number % len(problem.gathered)]
             return scaled_dot_product_attention(
                 problem.by_head, key, value, attn_mask=mask, scale=problem.scale, enable_gqa=problem.groups > 1
