@@ -83,6 +83,20 @@ def test_tuning_tries_settings_and_keeps_what_is_right(tmp_path):
     assert all(path.name == "tuning.json" for path in tmp_path.glob("rules/*"))
 
 
+def test_it_needs_no_more_packages_than_it_says(tmp_path):
+    """On machines with cards there may be torch and Triton, but neither vLLM nor what comes with it."""
+    packages = "vllm", "fastapi", "transformers", "tokenizers", "rich", "tvm_ffi", "safetensors", "matplotlib"
+    script = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({packages}))
+sys.path.insert(0, {str(BENCHMARKS)!r})
+sys.argv = ["gpu_operators.py", "--help"]
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "--tune" in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_it_exits_with_2(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, cwd=tmp_path)
