@@ -17,7 +17,7 @@ from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cuda, reference, triton
 from vllm_kvmerge.kernels.merge import Sums
 from vllm_kvmerge.policies.entries import TrackerMode
-from vllm_kvmerge.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.worker.compactor import MAX_BATCH_BYTES, Compaction, Compactor
 
 Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
 
@@ -146,9 +146,9 @@ def peers(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iter
 def _peers(caches: Caches, shape: Attention, part: str, results: Results) -> Iterator[Row]:
     bench, rows, n = caches.bench, caches.rows, caches.entries
     problem = Problem(caches, shape.query(bench, rows), shape.queries, bench.head_size**-0.5)
-    for found in timed([one for one in all_peers() if one.name not in results.absent], problem):
+    for found in timed(all_peers(), problem):
         if found.reason:
-            results.absent[found.name] = f"{found.reason} ({rows} x {n}, G {shape.groups})"
+            results.absent[f"{found.name}, {part}"] = f"{found.reason} ({rows} x {n}, G {shape.groups})"
             continue
         front = n if found.biased else 0
         queries = "" if shape.queries == 1 else f"{shape.queries} new, "
@@ -219,18 +219,23 @@ Operation = Callable[[Any, int, Caches], Sequence[Tensor]]
 """Runs an operator of a module on a copy of caches and returns what it returns."""
 
 
-def checked(
-    bench: Bench, part: str, name: str, case: str, caches: Caches, size: int, operation: Operation,
-    operators: Any = triton, **shape: Any,
-) -> Row:  # fmt: skip
-    """Times an operator after its results, and its changes to the pages, have been compared with the reference's."""
+def compared(caches: Caches, operation: Operation, operators: Any) -> float:
+    """The error of an operator's results, and of its changes to the pages, against the reference's."""
     twin = caches.on_cpu()
     outcomes = []
     for module, where in ((operators, caches), (reference, twin)):
         results = list(operation(module, 0, where))
         planes = [getattr(where.pages(0), one.name) for one in fields(Pages)]
         outcomes.append([tensor.cpu().nan_to_num() for tensor in (*results, *planes)])
-    error = max(relative_error(one, other) for one, other in zip(*outcomes, strict=True))
+    return max(relative_error(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+def checked(
+    bench: Bench, part: str, name: str, case: str, caches: Caches, size: int, operation: Operation,
+    operators: Any = triton, **shape: Any,
+) -> Row:  # fmt: skip
+    """Times an operator after it has been compared with the reference."""
+    error = compared(caches, operation, operators)
     seconds = bench.time(lambda number: operation(operators, number, caches), caches.copies)
     implementation = operators.__name__.rpartition(".")[2]
     return Row(part, name, implementation, case, bench.dtype_name, seconds, size, 0, {"reference": error}, shape)
@@ -238,18 +243,15 @@ def checked(
 
 def merges(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
     """One compaction of an interval, and decoding of as many requests with as many entries."""
-    for entries in arguments.entries[:2]:
-        for rows in sorted({arguments.units, max(arguments.batch)}):
-            if not fits(bench, rows, entries + arguments.interval):
-                continue
-            caches = Caches(bench, rows, entries + arguments.interval)
-            known = [caches.units(number, caches.entries // 2) for number in range(caches.copies)]
-            yield from _merge(bench, caches, known, arguments.interval)
-            for name, call in attention_calls(bench.device).items():
-                shape = Attention(max(arguments.groups), entries, "sum")
-                yield attention(bench, caches, shape, "merges", name, call)
-            for policy in arguments.policies:
-                yield policy_row(bench, caches, arguments, policy, entries, is_interval=True)
+    entries = arguments.entries[0]
+    for rows in sorted({arguments.units, max(arguments.batch)}):
+        caches = Caches(bench, rows, entries + arguments.interval)
+        known = [caches.units(number, caches.entries // 2) for number in range(caches.copies)]
+        yield from _merge(bench, caches, known, arguments.interval)
+        for name, call in attention_calls(bench.device).items():
+            shape = Attention(max(arguments.groups), entries, "sum")
+            yield attention(bench, caches, shape, "merges", name, call)
+        yield from _policies(bench, caches, arguments, results, entries, is_interval=True)
 
 
 def _merge(bench: Bench, caches: Caches, known: list[Units], interval: int) -> Iterator[Row]:
@@ -277,6 +279,18 @@ def _merge(bench: Bench, caches: Caches, known: list[Units], interval: int) -> I
     case, shape = f"{caches.rows} units x {n}, {interval} leave", {"units": caches.rows, "entries": n}
     for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
         yield checked(bench, "merges", "merge_entries", case, caches, size, run, operators, **shape)
+
+
+def _policies(
+    bench: Bench, caches: Caches, arguments: argparse.Namespace, results: Results, budget: int, is_interval: bool
+) -> Iterator[Row]:
+    for policy in arguments.policies:
+        try:
+            yield policy_row(bench, caches, arguments, policy, budget, is_interval)
+        except RuntimeError as error:  # what else is measured does not depend on it
+            if "CUDA error" in str(error):
+                raise
+            results.failed[f"{policy}'s compaction"] = f"{type(error).__name__}: {error}"
 
 
 def policy_row(
@@ -347,8 +361,7 @@ def compaction(bench: Bench, arguments: argparse.Namespace, results: Results) ->
             yield Row("compaction", "prefill", found.name, case, bench.dtype_name, layers * found.seconds, 0,
                       flops, {"output": found.error}, shape)  # fmt: skip
     yield from _compact(bench, caches, n // 10)
-    for policy in arguments.policies:
-        yield policy_row(bench, caches, arguments, policy, n // 10, is_interval=False)
+    yield from _policies(bench, caches, arguments, results, n // 10, is_interval=False)
 
 
 def _first(caches: Caches, entries: int, copies: int | None = None) -> Caches:
@@ -361,7 +374,10 @@ def _first(caches: Caches, entries: int, copies: int | None = None) -> Caches:
 
 
 def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
-    """Of all layers at once: any ``budget`` entries move to the front, alone or with all others merged into them."""
+    """Any ``budget`` entries of each layer move to the front, alone or with all others merged into them.
+
+    As a worker does it, as many layers at a time as its memory for keys and values is enough for.
+    """
     n, d, item, layers = caches.entries, bench.head_size, bench.dtype.itemsize, caches.copies
     heads = layers * bench.heads
     order = bench.rand(heads, n).argsort(1)
@@ -371,16 +387,17 @@ def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
     row_of = torch.cat([places, torch.randint(budget, (heads, n - budget), device=bench.device)], 1)
     weights = torch.full(members.shape, budget / n, device=bench.device)
 
-    def sums(where: Caches, count: int) -> Sums:
-        """Of the first ``count`` heads."""
-        return Sums(*(tensor[:count].to(where.bench.device) for tensor in (places, members, row_of, weights, weights)))
+    step = max(1, MAX_BATCH_BYTES // (4 * bench.heads * n * 2 * d))
 
-    def units(where: Caches, pages: list[Pages]) -> Units:
-        layer = torch.arange(len(pages))
-        segments = torch.tensor([[0, 0, n]] * len(pages))
-        return Units(pages, layer, where.table.expand(len(pages), -1), segments)
+    def run(module: Any, where: Caches, first: int, count: int, merged: bool) -> None:
+        """Of ``count`` layers."""
+        device, of = where.bench.device, slice(first * bench.heads, (first + count) * bench.heads)
+        given = (tensor[of].to(device) for tensor in (kept, places, members, row_of, weights, weights))
+        chosen, *sums = given
+        blocks, segments = where.table.expand(count, -1), torch.tensor([[0, 0, n]] * count)
+        units = Units(where.layers[first : first + count], torch.arange(count), blocks, segments)
+        module.merge_entries(units, blocks, chosen, None, Sums(*sums) if merged else None)
 
-    all_units = units(caches, caches.layers)
     for merged in (False, True):
         size = heads * 2 * d * item * ((n + budget) if merged else 2 * budget)
         case = f"{layers} layers x {n} to {budget}, others {'merged' if merged else 'dropped'}"
@@ -388,19 +405,18 @@ def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
         for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
 
             def one_layer(module: Any, number: int, where: Caches, merged: bool = merged) -> Sequence[Tensor]:
-                given = sums(where, bench.heads) if merged else None
-                there = kept[: bench.heads].to(where.bench.device)
-                here = units(where, [where.pages(number)])
-                module.merge_entries(here, here.blocks, there, None, given)
+                run(module, where, 0, 1, merged)
                 return []
 
-            def all_layers(number: int, merged: bool = merged, module: Any = operators) -> None:
-                given = sums(caches, heads) if merged else None
-                module.merge_entries(all_units, all_units.blocks, kept, None, given)
+            def all_layers(number: int, module: Any = operators, merged: bool = merged) -> None:
+                for first in range(0, layers, step):
+                    run(module, caches, first, min(step, layers - first), merged)
 
-            row = checked(bench, "compaction", "merge_entries", case, caches, size, one_layer, operators, **shape)
-            row.seconds = bench.time(all_layers, 1, captured=False)
-            yield row
+            error = compared(caches, one_layer, operators)
+            seconds = bench.time(all_layers, 1, captured=False)
+            name = operators.__name__.rpartition(".")[2]
+            errors = {"reference": error}
+            yield Row("compaction", "merge_entries", name, case, bench.dtype_name, seconds, size, 0, errors, shape)
 
 
 def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:

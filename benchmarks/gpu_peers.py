@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -260,11 +260,15 @@ def flex(problem: Problem, size: int) -> Run:
         **arguments,
     )
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return flex_attention(
-            query, key, value, score_mod=with_votes, block_mask=mask, scale=problem.scale, enable_gqa=groups > 1
-        )
-
+    attend = partial(
+        flex_attention,
+        score_mod=with_votes,
+        block_mask=mask,
+        scale=problem.scale,
+        enable_gqa=groups > 1,
+        # A tile is not to reach beyond a page, which only its decoding kernel sees to by itself.
+        kernel_options={"BLOCK_N": size} if size < 64 and num_queries > 1 else None,
+    )
     if caches.bench.is_card:
         # Each shape has kernels of its own; past a number of them torch would run them uncompiled, without a word.
         torch._dynamo.reset()

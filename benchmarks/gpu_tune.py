@@ -63,11 +63,12 @@ def _attention(bench: Bench, groups: int, sizes: list[tuple[int, int]], modes: S
     return measure
 
 
-DECODE = [(64, 4096), (8, 16384), (1, 16384), (256, 1024)]
+DECODE = [(64, 4096), (1, 16384)]
+"""Sequences and entries: much to read, and little that is to be cut into splits."""
 
 
 def _decode(bench: Bench, groups: int) -> Measure:
-    return _attention(bench, groups, DECODE, ["none", "sum"], 1)
+    return _attention(bench, groups, DECODE, ["sum"], 1)
 
 
 def _finish(bench: Bench, groups: int) -> Measure:
@@ -156,7 +157,7 @@ def _cached(make: Callable[..., Tensor], *shape: int) -> Tensor:
 def _write(units: Units, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     slots = there(_cached(_given, 1, 8 * where.rows, where.rows * where.entries))[0] + 16
     rows = there(_cached(_normal, len(slots), where.bench.heads, where.bench.head_size)).to(where.bench.dtype)
-    module.write_tokens(where.pages(0), slots, rows, rows)
+    module.write_tokens(units.layers[0], slots, rows, rows)
 
 
 KERNELS = {

