@@ -26,8 +26,8 @@ from vllm_kvmerge.kernels.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.kernels.triton.workspace import Workspace  # noqa: E402
 
 TESTS = Path(__file__).parent
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
-"""Bytes that a program may have, by kind of card (CUDA C++ programming guide, compute capabilities 8.0 and 9.0)."""
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
+"""Bytes that a program may have, by kind of card (CUDA C++ programming guide, by compute capability)."""
 STACK = 16
 """Bytes of a thread's stack that are no spill yet: a few, of a scalar."""
 
@@ -92,7 +92,7 @@ def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, o
     ("dtype", "head_size", "groups", "num_queries", "capabilities"),
     [
         (torch.bfloat16, 128, 4, 1, [80, 90]),
-        (torch.bfloat16, 128, 4, 64, [80, 90]),
+        (torch.bfloat16, 128, 4, 64, [80, 86, 90]),
         (torch.float16, 80, 7, 1, [90]),
         (torch.bfloat16, 256, 1, 1, [80]),
         (torch.bfloat16, 64, 8, 1, [90]),
