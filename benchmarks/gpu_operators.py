@@ -49,7 +49,7 @@ PACKAGE = Path(kernels.__file__).parent
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("gpu_operators.json"))
+    parser.add_argument("--output", type=Path, help="default: gpu_operators.json, of --tune gpu_tuning.json")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further case is begun")
@@ -79,6 +79,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--no-peers", action="store_true", help="only our operators")
     parsed = parser.parse_args(arguments)
+    if parsed.output is None:
+        parsed.output = Path("gpu_operators.json" if parsed.tune is None else "gpu_tuning.json")
     parsed.chunks = [(1, 16384, 2048), (1, 16384, 512), (8, 4096, 512)]
     if parsed.interpret:
         parsed.head_size, parsed.kv_heads, parsed.groups, parsed.batch = 32, 2, [2], [2]

@@ -136,7 +136,7 @@ def test_launches_depend_on_shapes_alone(num_queries, card):
 
 @pytest.mark.parametrize("num_queries", [1, 40])
 def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, card):
-    """A part begins at any row, so its numbers at any multiple of 4 bytes."""
+    """A part begins at any row, so its numbers and block ids at any multiple of 4 bytes."""
     maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
     query = maker.randn(3 * num_queries, 8, 64).bfloat16()
     sequences = [maker.sequence(0, 0, 100) for _ in range(3)]
@@ -145,10 +145,10 @@ def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, card):
         triton.paged_attention(query, maker.pages, **rows, scale=0.1, output=query, num_queries=num_queries)
     second = "finish" if num_queries == 1 else "update_columns"
     assert {launch.kernel.__name__ for launch in found} == {"attend", second}
-    numbers = set(rows) - {"block_table"} | {"modes", "decays"}
+    numbers = set(rows) | {"modes", "decays"}
     for launch in found:
         by_row = {param.name for param in launch.kernel.params if param.name in numbers}
-        assert len(by_row) == 7
+        assert len(by_row) == 8
         aligned = {launch.kernel.arg_names[place] for (place,) in launch.source[2]}
         assert not by_row & aligned and "scores" in aligned, launch.kernel.__name__
 

@@ -15,9 +15,9 @@ LOG_EMA = tl.constexpr(3)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-BY_ROW = ["query_starts", "query_lens", "seq_lens", "fronts", "tails", "modes", "decays"]
-"""Numbers of sequences: single ones are read, from anywhere in a batch, so that where they begin is to make no kernel
-of its own, which would be compiled while requests wait."""
+BY_ROW = ["block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "modes", "decays"]
+"""Numbers and block ids of sequences: single ones are read, from anywhere in a batch. Where they begin is to make no
+kernel of its own, which would be compiled while requests wait."""
 
 
 @triton.jit
