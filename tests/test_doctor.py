@@ -34,7 +34,8 @@ def test_a_machine_that_can_serve(capsys):
 
 def test_what_is_unsupported_is_listed_with_reasons(capsys):
     _, found = report(capsys)
-    assert {*support.LEFT_OUT, *support.ONE_ONLY, "kv_cache_dtype", "model"} == set(found["unsupported"])
+    options = {*support.LEFT_OUT, *support.ONE_ONLY, support.SUPERVISOR, "kv_cache_dtype", "model"}
+    assert options == set(found["unsupported"])
     for trait, _ in support.TRAITS:
         assert trait in found["unsupported"]["model"]
 

@@ -116,6 +116,8 @@ def test_the_models_own_dtype_passes(tmp_path: Path) -> None:
         ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"parallel_config.decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"parallel_config.prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"parallel_config.distributed_executor_backend": "ray"}, "distributed_executor_backend=ray"),
+        ({"parallel_config.data_parallel_backend": "ray"}, "data_parallel_backend=ray"),
         ({"cache_config.kv_offloading_size": 4.0}, "kv_offloading_size=4.0"),
         ({"model_config.runner_type": "pooling"}, "runner=pooling"),
         ({"model_config.is_encoder_decoder": True}, "an encoder and a decoder"),
@@ -158,7 +160,7 @@ def plain_config() -> Any:
     return SimpleNamespace(
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=32, kv_offloading_size=None),
-        parallel_config=SimpleNamespace(**ones),
+        parallel_config=SimpleNamespace(**ones, **dict.fromkeys(support.RAY_OPTIONS, "mp")),
         device_config=SimpleNamespace(device_type="none"),  # platforms have checks of their own
         speculative_config=None,
         kv_transfer_config=None,
@@ -172,6 +174,10 @@ def plain_config() -> Any:
         {"kv_transfer_config": {"kv_connector": "X"}},
         {"decode_context_parallel_size": 2},
         {"pipeline_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+        {"distributed_executor_backend": "ray"},
+        {"data_parallel_backend": "ray"},
+        {"data_parallel_multi_port_external_lb": True},
         {"kv_cache_dtype": "fp8_e5m2"},
     ],
 )
@@ -183,6 +189,12 @@ def test_engine_args_refuse_unsupported_overrides(options: dict[str, Any]) -> No
 def test_supported_options_pass() -> None:
     check_options({"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 1})
     check_options({"kv_cache_dtype": "auto", "speculative_config": None})
+    check_options({"distributed_executor_backend": "mp", "data_parallel_backend": "mp", "enable_expert_parallel": True})
+
+
+def test_ray_where_vllm_has_workers_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(ray_device_key="GPU"))
+    check_options({"distributed_executor_backend": "ray", "data_parallel_backend": "ray"})
 
 
 def test_engine_args_and_overrides() -> None:

@@ -27,6 +27,9 @@ LEFT_OUT = {
     "kv_offloading_size": "KV cache offloading",
 }
 ONE_ONLY = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+RAY_OPTIONS = ("distributed_executor_backend", "data_parallel_backend")
+SUPERVISOR = "data_parallel_multi_port_external_lb"
+SUPERVISOR_OBSTACLE = "its servers would report each other's metrics; start one server per rank instead"
 UNQUANTISED = ("auto", "bfloat16", "float16")
 X86 = ("x86_64", "amd64")
 
@@ -103,6 +106,18 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise _unsupported(name, value, "allowed: 1; tensor_parallel_size and data_parallel_size may be larger")
     if (dtype := options.get("kv_cache_dtype")) is not None and dtype not in UNQUANTISED:
         raise _unsupported("kv_cache_dtype", dtype, "allowed: auto (the cache must not be quantised)")
+    if options.get(SUPERVISOR):
+        raise _unsupported(SUPERVISOR, options[SUPERVISOR], SUPERVISOR_OBSTACLE)
+    for name in RAY_OPTIONS:
+        if options.get(name) == "ray" and not _places_ray_workers():
+            raise _unsupported(name, "ray", "vLLM gives Ray no workers on this platform; allowed: mp")
+
+
+def _places_ray_workers() -> bool:
+    """Whether vLLM has a Ray resource to ask for here; where it has none, its engine fails when it starts."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.ray_device_key)
 
 
 def platform_obstacle() -> str | None:
@@ -122,6 +137,7 @@ def unsupported_features() -> dict[str, str]:
     """What is refused on every machine: names of engine options, each with the reason or with what is allowed."""
     features = {name: f"{feature} does not work with compression" for name, feature in LEFT_OUT.items()}
     features |= dict.fromkeys(ONE_ONLY, "must be 1; tensor_parallel_size and data_parallel_size may be larger")
+    features[SUPERVISOR] = SUPERVISOR_OBSTACLE
     features["kv_cache_dtype"] = "must be auto or the model's own: entries of a quantised cache are not merged"
     traits = "; ".join(trait for trait, _ in TRAITS)
     features["model"] = f"must be a decoder with full attention in every layer, without: {traits}"
@@ -141,7 +157,7 @@ def check_config(vllm_config: "VllmConfig") -> None:
             "kv_transfer_config": vllm_config.kv_transfer_config,
             "kv_offloading_size": cache.kv_offloading_size,
             "kv_cache_dtype": cache.cache_dtype,
-            **{name: getattr(parallel, name) for name in ONE_ONLY},
+            **{name: getattr(parallel, name) for name in (*ONE_ONLY, *RAY_OPTIONS)},
         }
     )
     if model.runner_type != "generate":

@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def compression() -> Compression:
     """With one layer, and a single ring of four queries."""
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32), parallel_config=SimpleNamespace(data_parallel_index=0)
+    )
     made = Compression(config, CPU)
     made._compactor = SimpleNamespace(layers=[SimpleNamespace(num_kv_heads=HEADS)])
     made._query_shape = (HEADS * GROUPS, HEAD_SIZE)

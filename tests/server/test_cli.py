@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from vllm_kvmerge import __version__
@@ -190,6 +191,16 @@ def test_bad_compression_file(
         (["--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'], "kv_transfer_config="),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype=fp8 is not supported: allowed: auto"),
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported: allowed: 1"),
+        (["--prefill-context-parallel-size", "2"], "prefill_context_parallel_size=2 is not supported: allowed: 1"),
+        (["--distributed-executor-backend", "ray"], "distributed_executor_backend=ray is not supported: "),
+        (["--data-parallel-backend", "ray"], "data_parallel_backend=ray is not supported: "),
+        (
+            ["--data-parallel-multi-port-external-lb", "--data-parallel-size", "2", "--data-parallel-size-local", "2"],
+            "data_parallel_multi_port_external_lb=True is not supported: ",
+        ),
+        (["--data-parallel-size", "2", "--data-parallel-rank", "0"], "launch independent vLLM instances"),
+        (["--grpc"], "--grpc is not supported: "),
+        (["--metrics-port", "9"], "--metrics-port is for --headless alone"),
         (["--block-size", "48"], "block_size=48 is not supported: allowed on CPU: multiples of 32"),
         (["--hf-overrides", '{"head_dim": 48}'], "its head size is 48"),
     ],
@@ -199,6 +210,23 @@ def test_unsupported_option(
     capsys: pytest.CaptureFixture[str], model: str, port: str, options: list[str], said: str
 ) -> None:
     assert said in fault(capsys, "serve", model, "--port", port, *options)
+
+
+def test_rust_front_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "VLLM_USE_RUST_FRONTEND=1 is not supported: " in fault(capsys, "serve", model)
+
+
+def test_node_without_a_server_has_metrics(
+    started: list[argparse.Namespace], model: str, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = ["serve", model, "--headless", "--data-parallel-size", "2", "--data-parallel-size-local", "1"]
+    node += ["--data-parallel-start-rank", "1", "--metrics-port", port]
+    assert cli.main(node) == 0
+    (args,) = started
+    assert args.headless and not hasattr(args, "metrics_port")
+    assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 200
+    assert f"cannot listen on 127.0.0.1:{port}" in fault(capsys, *node)
 
 
 def test_vllm_that_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ class CompressionSchedulerMixin(Scheduler):
             self.kv_cache_config.num_blocks
         )
         self._bytes_per_block = bytes_per_block * self.parallel_config.tensor_parallel_size
-        self._gauges = CacheGauges(self._bytes_per_block)
+        self._engine = self.parallel_config.data_parallel_index
+        self._gauges = CacheGauges(self._engine, self._bytes_per_block)
         self._usages: dict[str, CacheUsage] = {}
 
     def add_request(self, request: Request) -> None:
@@ -98,13 +99,13 @@ class CompressionSchedulerMixin(Scheduler):
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
         kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        count_generated(_policy_name(request), len(kept_token_ids))
+        count_generated(_policy_name(request), self._engine, len(kept_token_ids))
         return kept_token_ids, stopped
 
     def _resolve(self, request: Request) -> RequestCompression | None:
         value = _extra_args(request).get(EXTRA_ARGS_KEY, self._default)
         config = parse_compression(value)
-        count_request(config.name if config else FULL)
+        count_request(config.name if config else FULL, self._engine)
         if config is None:
             return None
         # The front end has refused a context that is longer than the prompt.
@@ -223,7 +224,8 @@ class CompressionSchedulerMixin(Scheduler):
                 relocation.blocks,
             )
         )
-        count_compression(state.config.name, relocation.num_freed, relocation.num_freed * self._bytes_per_block)
+        num_freed = relocation.num_freed
+        count_compression(state.config.name, self._engine, num_freed, num_freed * self._bytes_per_block)
         return True
 
     def _interval(self, config: CompressionConfig) -> int:

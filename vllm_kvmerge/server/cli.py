@@ -144,6 +144,7 @@ def _serve_fault(arguments: list[str]) -> str | None:
     try:
         parser, options = _serve_parser()
         args = _parse(parser, _with_system_config(["serve", *arguments]))
+        _check_front_end(args)
         _check_model(args)
         _set_engine_args(args, options)
         _check_engine_config(args)
@@ -214,10 +215,14 @@ def serve(argv: list[str]) -> int:
     _set_environment()
     parser, options = _serve_parser()
     args = _parse(parser, _with_system_config(argv))
+    _check_front_end(args)
     _check_model(args)
     _check_port(args)
+    metrics_port = args.metrics_port
     _set_engine_args(args, options)
     _check_engine_config(args)
+    if metrics_port is not None:
+        _serve_metrics(args.host, metrics_port)
     args.middleware = [*args.middleware, REQUEST_ID_MIDDLEWARE]
     threading.Thread(target=_announce, args=(args,), daemon=True).start()
     from vllm.entrypoints.cli import serve as vllm_serve
@@ -232,6 +237,17 @@ def serve(argv: list[str]) -> int:
         print("vllm-kvmerge: the server stopped:", _one_line(error), file=sys.stderr)
         return 1
     return 0
+
+
+def _serve_metrics(host: str | None, port: int) -> None:
+    """Serves ``/metrics`` from a thread of its own, on a node that has no API server."""
+    from prometheus_client import start_http_server
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    try:
+        start_http_server(port, host or "0.0.0.0", get_prometheus_registry())
+    except (OSError, OverflowError) as error:
+        raise Fault(f"cannot listen on {host}:{port} ({_one_line(error)}): choose another --metrics-port") from None
 
 
 async def _run_server(args: argparse.Namespace) -> None:
@@ -307,6 +323,12 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
         group.add_argument(
             "--" + name.replace("_", "-"), type=int, metavar="N", help=f"{field.description} Default: {field.default}."
         )
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="With --headless: where what this node's engines count is served, on --host. Default: nowhere.",
+    )
     options.set_defaults(host=DEFAULT_HOST, shutdown_timeout=DRAIN_SECONDS)
     return parser, options
 
@@ -331,6 +353,18 @@ def _parse(parser: "FlexibleArgumentParser", argv: list[str]) -> argparse.Namesp
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise Fault(_one_line(error)) from error
     return args
+
+
+def _check_front_end(args: argparse.Namespace) -> None:
+    """Refuses servers that would ignore a request's field, and options that would have no effect."""
+    from vllm import envs
+
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise Fault("VLLM_USE_RUST_FRONTEND=1 is not supported: that server knows no kv_compression; allowed: 0")
+    if args.grpc:
+        raise Fault("--grpc is not supported: its requests cannot say kv_compression; leave it out")
+    if args.metrics_port is not None and not args.headless:
+        raise Fault("--metrics-port is for --headless alone: other servers have /metrics at --port")
 
 
 def _check_model(args: argparse.Namespace) -> None:
@@ -387,7 +421,7 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
         engine_args = kvmerge_engine_args(_read_compression(args.kv_compression), **given)
     except ValueError as error:
         raise Fault(str(error)) from None
-    for name in ("kv_compression", "model_runner", *RING_OPTIONS):
+    for name in ("kv_compression", "model_runner", "metrics_port", *RING_OPTIONS):
         delattr(args, name)  # vLLM takes the other attributes for its own
     for name, value in engine_args.items():
         setattr(args, name, value)

@@ -1,9 +1,12 @@
 """Refuses new requests while the server is being stopped and those that run are finished.
 
-vLLM's ``--shutdown-timeout`` lets them finish; what comes in meanwhile it answers with HTTP 500 or an empty result, and
-/health goes on saying that all is well.
+vLLM's ``--shutdown-timeout`` lets them finish where the one API server has started every engine; several API servers,
+and one whose engines run on other machines, break their answers off. What comes in meanwhile vLLM answers with HTTP 500
+or an empty result, and /health goes on saying that all is well.
 """
 
+import asyncio
+import time
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 RETRY_AFTER = 1
 """Seconds after which a client should ask again: another server, or this one's successor."""
 
+POLL = 0.05
+"""Seconds between two looks at whether all requests have been answered."""
+
 
 class DrainingMiddleware:
     """ASGI middleware: HTTP 503 to every POST, and to /health, once the engine has been told to stop."""
@@ -25,16 +31,22 @@ class DrainingMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_draining(scope) and _needs_engine(scope):
-            error = {"message": "the server is being stopped", "type": "ServiceUnavailableError", "code": 503}
-            headers = {"Retry-After": str(RETRY_AFTER), "Connection": "close"}
-            await JSONResponse({"error": error}, 503, headers)(scope, receive, send)
+        if scope["type"] != "http" or not _needs_engine(scope):
+            await self.app(scope, receive, send)
             return
-        await self.app(scope, receive, send)
-
-
-def _is_draining(scope: Scope) -> bool:
-    return getattr(scope["app"].state, "kvmerge_draining", False)
+        state = scope["app"].state
+        # Counted before the look at whether the server stops, and the other way round in the thread that stops it: a
+        # request is refused, or waited for.
+        state.kvmerge_answering = getattr(state, "kvmerge_answering", 0) + 1
+        try:
+            if not getattr(state, "kvmerge_draining", False):
+                await self.app(scope, receive, send)
+                return
+        finally:
+            state.kvmerge_answering -= 1
+        error = {"message": "the server is being stopped", "type": "ServiceUnavailableError", "code": 503}
+        headers = {"Retry-After": str(RETRY_AFTER), "Connection": "close"}
+        await JSONResponse({"error": error}, 503, headers)(scope, receive, send)
 
 
 def _needs_engine(scope: Scope) -> bool:
@@ -43,15 +55,35 @@ def _needs_engine(scope: Scope) -> bool:
 
 
 def note_shutdown(engine_client: "EngineClient", state: "State") -> None:
-    """Sets ``state.kvmerge_draining`` as soon as vLLM's launcher has been signalled and stops ``engine_client``.
+    """Lets ``engine_client`` be stopped only when all requests have been answered, or the time for it is over.
 
-    The launcher keeps to itself that it was signalled; an event or a hook of its own would make this unnecessary.
+    Sets ``state.kvmerge_draining`` as soon as vLLM's launcher has been signalled and stops ``engine_client``. The
+    launcher keeps to itself that it was signalled; an event or a hook of its own would make this unnecessary.
     """
     shut_down = engine_client.shutdown
 
     @wraps(shut_down)
-    def shutdown(*args: Any, **kwargs: Any) -> None:
+    def shutdown(timeout: float | None = None) -> None:
         state.kvmerge_draining = True
-        shut_down(*args, **kwargs)
+        if timeout and not _in_event_loop():
+            timeout = _wait_for_answers(state, timeout)
+        shut_down(timeout=timeout)
 
     engine_client.shutdown = shutdown  # type: ignore[method-assign]
+
+
+def _wait_for_answers(state: "State", timeout: float) -> float:
+    """Waits until no request is being answered, at most ``timeout`` seconds; returns what is left of them."""
+    deadline = time.monotonic() + timeout
+    while getattr(state, "kvmerge_answering", 0) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    return max(0.0, deadline - time.monotonic())
+
+
+def _in_event_loop() -> bool:
+    """Whether this thread has answers to give: the launcher stops the engine in another one, vLLM's last cleanup not."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

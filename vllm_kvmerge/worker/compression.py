@@ -58,8 +58,12 @@ def parse_known(text: str) -> CompressionConfig:
 
 @dataclass
 class EntryCounts:
-    """Numbers of merged and evicted entries on their way to the metrics; a card is not waited for."""
+    """Numbers of merged and evicted entries on their way to the metrics; a card is not waited for.
 
+    engine: whose worker this is.
+    """
+
+    engine: int
     _pending: deque[tuple[list[str], Tensor, torch.cuda.Event]] = field(default_factory=deque)
 
     def add(self, policies: list[str], counts: Tensor) -> None:
@@ -79,10 +83,9 @@ class EntryCounts:
             policies, counts, _ = self._pending.popleft()
             self._count(policies, counts)
 
-    @staticmethod
-    def _count(policies: list[str], counts: Tensor) -> None:
+    def _count(self, policies: list[str], counts: Tensor) -> None:
         for policy, (num_merged, num_evicted) in zip(policies, counts.tolist(), strict=True):
-            count_entries(policy, num_merged, num_evicted)
+            count_entries(policy, self.engine, num_merged, num_evicted)
 
 
 class Compression:
@@ -95,7 +98,8 @@ class Compression:
         self.step = CompressionStep()
         self.rings: QueryRings | None = None
         self._compactor: Compactor | None = None
-        self._counts = EntryCounts()
+        self._engine = vllm_config.parallel_config.data_parallel_index
+        self._counts = EntryCounts(self._engine)
 
     @property
     def compactor(self) -> Compactor:
@@ -229,12 +233,13 @@ class Compression:
             state.front, state.tail = plan.new_front, plan.num_tokens
             state.update = score_update(config) if config.tracks_decode else None
             state.prompt_scores = None
-        self._counts.add([config.name for config in configs], counts)
+        if get_tensor_model_parallel_rank() % self._num_replicas == 0:
+            self._counts.add([config.name for config in configs], counts)
         if get_tensor_model_parallel_rank() == 0:
             # Requests are compressed together: each has its share of the time.
             seconds = (time.perf_counter() - started) / len(plans)
             for config in configs:
-                observe_compaction(config.name, seconds)
+                observe_compaction(config.name, self._engine, seconds)
         return plans
 
     def front_and_hole(self, plan: CompressionPlan) -> tuple[list[int], int]:
