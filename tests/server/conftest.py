@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -44,26 +45,42 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    port = free_port()
-    command = [
-        sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", "--port", str(port), "--dtype", "float32",
-        "--max-model-len", "4096", "--enforce-eager", "--kv-cache-memory-bytes", str(20 << 20),
-    ]  # fmt: skip
+OPTIONS = (
+    "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--kv-cache-memory-bytes", str(20 << 20),
+)  # fmt: skip
+"""Those of all servers here: small in memory, and exact enough to be compared by tokens."""
+
+
+@contextmanager
+def running(*options: str) -> Iterator[tuple[subprocess.Popen, list[str]]]:
+    """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be."""
+    command = [sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", *OPTIONS, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log: list[str] = []
     assert process.stdout is not None
     reader = threading.Thread(target=lambda: log.extend(iter(process.stdout.readline, "")), daemon=True)
     reader.start()
-    server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
-        deadline = time.monotonic() + 400
-        while not any("ready on" in line for line in log):
-            assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
-            time.sleep(0.2)
-        yield server
+        yield process, log
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.wait(120)
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Server]:
+    """A server that is ready."""
+    port = free_port()
+    with running("--port", str(port), *options) as (process, log):
+        deadline = time.monotonic() + 400
+        while not any("ready on" in line for line in log):
+            assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
+            time.sleep(0.2)
+        yield Server(f"http://127.0.0.1:{port}", process, log)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with serving() as ready:
+        yield ready

@@ -3,6 +3,7 @@
 The first tests drive the middleware alone, the last ones a real server of their own, which they stop.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -29,21 +30,71 @@ def answers(client) -> dict[str, int]:
     return codes | {"post": client.post("/v1/completions").status_code}
 
 
-def test_new_requests_are_refused_once_the_engine_stops():
+def app_with(answer) -> Starlette:
     routes = [Route(path, lambda _: PlainTextResponse("ok")) for path in ("/health", "/ping", "/metrics")]
-    routes.append(Route("/v1/completions", lambda _: PlainTextResponse("ok"), methods=["POST"]))
-    app = Starlette(routes=routes, middleware=[Middleware(DrainingMiddleware)])
+    routes.append(Route("/v1/completions", answer, methods=["POST"]))
+    return Starlette(routes=routes, middleware=[Middleware(DrainingMiddleware)])
+
+
+def test_new_requests_are_refused_once_the_engine_stops():
+    app = app_with(lambda _: PlainTextResponse("ok"))
     client = TestClient(app)
     calls = []
-    engine = SimpleNamespace(shutdown=lambda timeout=None: calls.append((timeout, answers(client))))
+    engine = SimpleNamespace(shutdown=lambda timeout: calls.append((timeout, answers(client))))
     note_shutdown(engine, app.state)
     assert set(answers(client).values()) == {200}
     engine.shutdown(timeout=30)
     draining = {"/health": 503, "/ping": 503, "/metrics": 200, "post": 503}
-    assert calls == [(30, draining)]  # from before the engine is told
+    assert calls == [(pytest.approx(30, abs=5), draining)]  # from before the engine is told
     refusal = client.post("/v1/completions")
     assert refusal.headers["retry-after"] == "1"
     assert refusal.json()["error"]["code"] == 503
+
+
+def test_the_engine_stops_when_all_have_been_answered():
+    """Both parts of it: with an answer under way, and with one that takes longer than there is time."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def answer(_):
+        begun.set()
+        assert go_on.wait(60)
+        return PlainTextResponse("whole")
+
+    for timeout, waits in ((60, True), (0.1, False), (0, False)):
+        app, stopped, answered = app_with(answer), [], []
+        begun.clear(), go_on.clear()
+        engine = SimpleNamespace(shutdown=lambda timeout, seen=stopped: seen.append(timeout))
+        note_shutdown(engine, app.state)
+        poster = threading.Thread(
+            target=lambda app=app, seen=answered: seen.append(TestClient(app).post("/v1/completions").text)
+        )
+        poster.start()
+        assert begun.wait(60)
+        stopper = threading.Thread(target=lambda engine=engine, timeout=timeout: engine.shutdown(timeout=timeout))
+        stopper.start()
+        if waits:
+            while not getattr(app.state, "kvmerge_draining", False):
+                time.sleep(0.01)
+            assert stopped == [] and stopper.is_alive()
+            go_on.set()
+        stopper.join(60)
+        assert len(stopped) == 1 and (stopped[0] > 0) == waits
+        go_on.set()
+        poster.join(60)
+        assert answered == ["whole"]
+
+
+def test_the_thread_that_answers_does_not_wait_for_itself():
+    app, stopped = app_with(None), []
+    app.state.kvmerge_answering = 1
+    engine = SimpleNamespace(shutdown=lambda timeout: stopped.append(timeout))
+    note_shutdown(engine, app.state)
+
+    async def stop() -> None:
+        engine.shutdown(timeout=600)
+
+    asyncio.run(stop())
+    assert stopped == [600]
 
 
 KEY = "a key of the test's own"

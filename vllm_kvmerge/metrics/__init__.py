@@ -1,7 +1,7 @@
 """What is counted, under which Prometheus name.
 
 Engine cores, workers and API servers each count what they see; with ``PROMETHEUS_MULTIPROC_DIR`` set (as
-``vllm-kvmerge serve`` does) prometheus_client adds the processes up on the ``/metrics`` of whichever API server is asked.
+``vllm-kvmerge serve`` does) prometheus_client adds the processes up on ``/metrics``, whichever API server is asked.
 Label ``engine``: the data-parallel rank, as in vLLM's own metrics.
 """
 

@@ -8,7 +8,7 @@ or an empty result, and /health goes on saying that all is well.
 import asyncio
 import time
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -81,7 +81,8 @@ def _wait_for_answers(state: "State", timeout: float) -> float:
 
 
 def _in_event_loop() -> bool:
-    """Whether this thread has answers to give: the launcher stops the engine in another one, vLLM's last cleanup not."""
+    """Whether this is the thread that answers requests. The launcher stops the engine in another one; the cleanup at
+    vLLM's end, when there is nothing to wait for any more, happens in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

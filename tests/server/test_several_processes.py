@@ -1,0 +1,260 @@
+"""Two engines behind two API servers: the same answers, the same counts, and a drain, as of one engine behind one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.server.conftest import Server, serving
+
+ENGINES = ("0", "1")
+ENGINE_HEADER = "X-data-parallel-rank"
+"""With it, a request names its engine; without, vLLM's balancer chooses."""
+
+FIELDS: list[dict[str, Any] | None] = [
+    None,
+    {"policy": "snapkv", "budget": 96},
+    {"policy": "keepkv", "budget": 96},
+    {"policy": "h2o", "budget": 0.2, "interval": 16},
+    {"policy": "zsmerge", "budget": 128},
+    {"policy": "knorm", "budget": 96, "context_tokens": 500},
+]
+TOKENS = 40
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [2, *np.random.default_rng(900 + seed).integers(19, 780, length - 1).tolist()]
+
+
+JOBS = [
+    {"prompt": prompt(number, 600 + 150 * number), "max_tokens": TOKENS, "ignore_eos": True}
+    | ({"kv_compression": field} if field else {})
+    for number, field in enumerate(FIELDS)
+]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Server]:
+    """Both API servers, which share one address."""
+    with serving("--data-parallel-size", "2", "--api-server-count", "2", "--shutdown-timeout", "120") as ready:
+        yield ready
+
+
+def answer(server: Server, job: dict, engine: str | None = None) -> str:
+    headers = {ENGINE_HEADER: engine} if engine else {}
+    body = {"model": "demo", "temperature": 0} | job
+    response = httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+def counted(server: Server) -> Counter[tuple[str, str, str]]:
+    """The plugin's counters by name, policy and engine; times are no counts."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for line in httpx.get(server.url + "/metrics", timeout=30).text.splitlines():
+        match = re.fullmatch(r"vllm:kvmerge_(\w+_total|compaction_seconds_count)\{(.*)\} (\S+)", line)
+        if match and 'engine="' in match[2]:
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
+            counts[match[1], labels["policy"], labels["engine"]] += float(match[3])
+    return counts
+
+
+def run(server: Server, engine: str | None = None) -> tuple[list[str], dict[tuple[str, str, str], float]]:
+    """The answers to all jobs, one after the other, and by how much each counter has grown meanwhile."""
+    before = counted(server)
+    texts = [answer(server, job, engine) for job in JOBS]
+    after = counted(server)
+    return texts, {key: after[key] - before[key] for key in after if after[key] != before[key]}
+
+
+@pytest.fixture(scope="module")
+def expected(server) -> tuple[list[str], dict[tuple[str, str], float]]:
+    """What one engine behind one API server answers and counts: (name, policy) to number."""
+    texts, grown = run(server)
+    assert {engine for _, _, engine in grown} == {"0"}
+    return texts, {(name, policy): number for (name, policy, _), number in grown.items()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_answers_and_counts_as_one_alone(servers, expected, engine):
+    texts, numbers = expected
+    names = {"requests_total", "generation_tokens_total", "compressions_total", "blocks_freed_total"}
+    names |= {"bytes_freed_total", "entries_merged_total", "entries_evicted_total", "compaction_seconds_count"}
+    assert {name for name, _ in numbers} == names
+    assert numbers["generation_tokens_total", "keepkv"] == TOKENS
+    found, grown = run(servers, engine)
+    assert found == texts
+    assert grown == {(name, policy, engine): number for (name, policy), number in numbers.items()}
+
+
+def test_the_balancer_spreads_requests_over_both(servers, expected):
+    """Prompts are in both prefix caches by now."""
+    for engine in ENGINES:
+        run(servers, engine)
+    before = counted(servers)
+    hits = [servers.metric("vllm:prefix_cache_hits_total", engine=engine) for engine in ENGINES]
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda job: answer(servers, job), JOBS * 3))
+    assert texts == expected[0] * 3
+    after = counted(servers)
+    received = {
+        engine: sum(after[key] - before[key] for key in after if key[0] == "requests_total" and key[2] == engine)
+        for engine in ENGINES
+    }
+    assert sum(received.values()) == len(JOBS) * 3 and min(received.values()) >= 3
+    for field in FIELDS:
+        policy = field["policy"] if field else "full"
+        tokens = sum(
+            after["generation_tokens_total", policy, engine] - before["generation_tokens_total", policy, engine]
+            for engine in ENGINES
+        )
+        assert tokens == 3 * TOKENS
+    for engine, earlier in zip(ENGINES, hits, strict=True):
+        wait_until(lambda e=engine, n=earlier: servers.metric("vllm:prefix_cache_hits_total", engine=e) > n + 500)
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_all_blocks_come_back(servers):
+    for engine in ENGINES:
+        assert servers.metric("vllm:kvmerge_requests_total", engine=engine)
+        for gauge in ("kv_cache_usage_perc", "kvmerge_live_entries", "kvmerge_live_bytes", "num_requests_running"):
+            wait_until(lambda e=engine, g=gauge: servers.metric(f"vllm:{g}", engine=e) == 0)
+
+
+def answered_by(server: Server, response: httpx.Response) -> str:
+    """Which API server has answered: the one whose access log names the client's port."""
+    port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+    found: list[str] = []
+
+    def look() -> bool:
+        lines = [line for line in server.log if f"127.0.0.1:{port} - " in line]
+        found.extend(match[1] for line in lines if (match := re.search(r"ApiServer_(\d)", line)))
+        return bool(found)
+
+    wait_until(look)
+    return found[-1]
+
+
+def from_both(server: Server, method: str, path: str, **request: Any) -> list[httpx.Response]:
+    """Answers to one request, asked again on new connections until each API server has given one."""
+    responses: dict[str, httpx.Response] = {}
+    all_of_them = []
+    with ExitStack() as stack:
+        # An open connection counts as load, so that the next one goes to the other server.
+        while len(responses) < 2:
+            assert len(all_of_them) < 40, "one API server answers everything"
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=120))
+            response = client.request(method, path, **request)
+            responses[answered_by(server, response)] = response
+            all_of_them.append(response)
+    return all_of_them
+
+
+def test_both_api_servers_report_the_same(servers):
+    def own(response: httpx.Response) -> list[str]:
+        return sorted(line for line in response.text.splitlines() if line.startswith("vllm:kvmerge"))
+
+    first, *others = [own(response) for response in from_both(servers, "GET", "/metrics")]
+    assert len(first) > 50
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "reason"),
+    [
+        ({"policy": "nonsense"}, "kv_compression.policy", "unknown_policy"),
+        ({"policy": "snapkv", "budget": 64, "context_tokens": 9}, "kv_compression.context_tokens", "context_too_long"),
+    ],
+)
+def test_both_refuse_by_name_and_count_it(servers, field, param, reason):
+    before = servers.metric("vllm:kvmerge_rejected_requests_total", reason=reason)
+    body = {"model": "demo", "prompt": [2, 20, 30], "kv_compression": field}
+    responses = from_both(servers, "POST", "/v1/completions", json=body)
+    for response in responses:
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert servers.metric("vllm:kvmerge_rejected_requests_total", reason=reason) == before + len(responses)
+
+
+def test_both_stream_what_a_cache_holds(servers):
+    body = {"model": "demo", "temperature": 0, "stream": True, "vllm_xargs": {"kvmerge_usage": "stream"}, **JOBS[3]}
+    for response in from_both(servers, "POST", "/v1/completions", json=body):
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        reports = [event["kv_transfer_params"]["kvmerge"] for event in events if "kv_transfer_params" in event]
+        steps = [step for report in reports for step in report["steps"]]
+        assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+        assert sum("before" in step for step in steps) == 3  # at the prompt's end, and twice in 40 tokens
+        assert "mean_bytes" in reports[-1]
+
+
+@pytest.mark.parametrize("path", ["/kvmerge/ui", "/kvmerge/policies", "/health"])
+def test_both_serve_the_plugins_pages(servers, path):
+    responses = from_both(servers, "GET", path)
+    assert {response.status_code for response in responses} == {200}
+    assert len({response.text for response in responses}) == 1
+
+
+def test_streams_of_both_are_finished_before_the_end(servers):
+    """The last test here: it stops the server while each API server streams, from both engines."""
+    children = subprocess.run(["pgrep", "-P", str(servers.process.pid)], capture_output=True, text=True).stdout.split()
+    body = {
+        "model": "demo", "prompt": prompt(50, 400), "max_tokens": 600, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True}, "kv_compression": {"policy": "keepkv", "budget": 128},
+    }  # fmt: skip
+    begun, ended = threading.Semaphore(0), []
+
+    def stream(engine: str) -> str:
+        with httpx.stream(
+            "POST", servers.url + "/v1/completions", json=body, headers={ENGINE_HEADER: engine}, timeout=120
+        ) as response:
+            events = []
+            for line in response.iter_lines():
+                if line:
+                    events.append(line)
+                if len(events) == 5:
+                    begun.release()
+            ended.append(events)
+            return answered_by(servers, response)
+
+    with ThreadPoolExecutor(6) as pool:
+        streams = [pool.submit(stream, ENGINES[number % 2]) for number in range(6)]
+        for _ in streams:
+            assert begun.acquire(timeout=120)
+        assert not ended
+        servers.process.send_signal(signal.SIGTERM)
+        late = wait_for_refusal(servers)
+        assert {one.result() for one in streams} == {"0", "1"}
+    assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+    for events in ended:
+        *_, usage, done = events
+        assert done == "data: [DONE]"
+        assert json.loads(usage[6:])["usage"]["completion_tokens"] == 600
+    assert servers.process.wait(120) == 0
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children))
+
+
+def wait_for_refusal(server: Server) -> httpx.Response:
+    deadline = time.monotonic() + 60
+    while True:
+        late = httpx.get(server.url + "/health", timeout=60)
+        if late.status_code != 200:
+            return late
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
