@@ -17,6 +17,10 @@ def objects(repository) -> dict[str, dict[str, Any]]:
     return {one["kind"]: one for one in yaml.safe_load_all(text)}
 
 
+VALUES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.example"}
+"""What the controller puts into the pods' environment."""
+
+
 @pytest.fixture(scope="module")
 def templates(objects) -> dict[str, dict[str, Any]]:
     group = objects["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
@@ -41,12 +45,11 @@ def test_serve_takes_the_arguments(templates, monkeypatch, tmp_path):
     monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
-    values = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.example"}
     parser, _ = cli._serve_parser()
     parsed = {}
     for role, template in templates.items():
         words = template["spec"]["containers"][0]["args"]
-        for name, value in values.items():
+        for name, value in VALUES.items():
             words = [word.replace(f"$({name})", value) for word in words]
         assert not any("$(" in word for word in words)
         parsed[role] = cli._parse(parser, ["serve", *words])
@@ -56,6 +59,10 @@ def test_serve_takes_the_arguments(templates, monkeypatch, tmp_path):
     assert parsed["leader"].data_parallel_size == 2
     assert (parsed["leader"].headless, parsed["worker"].headless) == (False, True)
     assert parsed["worker"].data_parallel_start_rank == 1
+    for role, port in (("leader", "port"), ("worker", "metrics_port")):
+        (container,) = templates[role]["spec"]["containers"]
+        assert {"name": "http", "containerPort": getattr(parsed[role], port)} in container["ports"]
+        assert parsed[role].host == "0.0.0.0"
 
 
 def test_ray_example_gives_vllm_arguments_it_knows(repository, monkeypatch):

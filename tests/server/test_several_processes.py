@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.server.conftest import Server, serving
+from tests.server.conftest import Server, serving, wait_until
 
 ENGINES = ("0", "1")
 ENGINE_HEADER = "X-data-parallel-rank"
@@ -123,13 +123,6 @@ def test_the_balancer_spreads_requests_over_both(servers, expected):
         assert tokens == 3 * TOKENS
     for engine, earlier in zip(ENGINES, hits, strict=True):
         wait_until(lambda e=engine, n=earlier: servers.metric("vllm:prefix_cache_hits_total", engine=e) > n + 500)
-
-
-def wait_until(holds) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_all_blocks_come_back(servers):
