@@ -1,5 +1,6 @@
 """A real server for the tests of this folder: real processes, real HTTP."""
 
+import os
 import re
 import signal
 import socket
@@ -62,7 +63,8 @@ OPTIONS = (
 def running(*options: str) -> Iterator[tuple[subprocess.Popen, list[str]]]:
     """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be."""
     command = [sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", *OPTIONS, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ  # several of them share this machine's cores
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     log: list[str] = []
     assert process.stdout is not None
     reader = threading.Thread(target=lambda: log.extend(iter(process.stdout.readline, "")), daemon=True)

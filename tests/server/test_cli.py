@@ -279,6 +279,27 @@ def test_runner_and_rings(
     assert "additional_config.kvmerge.query_rings=-1 is not supported" in said
 
 
+def test_workers_share_the_cores_where_vllm_knows_no_way() -> None:
+    assert cli._thread_binding(2, 2, [0, 1, 2, 3]) is None
+    assert cli._thread_binding(2, 1, [0, 1]) == "0|1"
+    assert cli._thread_binding(2, 1, [0, 1, 4, 5, 6, 7, 8]) == "0,1|5,6"
+    assert cli._thread_binding(3, 1, [0, 1]) == "nobind"
+
+
+def test_users_binding_wins(
+    started: list[argparse.Namespace], model: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_visible_memory_node", lambda: [0])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 2})
+    for given, used in (("nobind", "nobind"), (None, "2|3")):
+        monkeypatch.setenv(cli.THREAD_BINDING, "")  # so that it is put back
+        monkeypatch.delenv(cli.THREAD_BINDING)
+        if given:
+            monkeypatch.setenv(cli.THREAD_BINDING, given)
+        assert cli.main(["serve", model, "--port", port, "--data-parallel-size", "2"]) == 0
+        assert os.environ[cli.THREAD_BINDING] == used
+
+
 def test_allowed_plugins() -> None:
     unset = cli._allowed_plugins(None)
     assert "kvmerge" in unset and "lora_filesystem_resolver" in unset  # one of vLLM's own general plugins

@@ -43,6 +43,7 @@ REQUEST_ID_MIDDLEWARE = "vllm_kvmerge.server.request_id.RequestIdMiddleware"
 METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 ALLOWED_PLUGINS = "VLLM_PLUGINS"
 V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+THREAD_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 RING_OPTIONS = ("query_rings", "query_ring_size")
 
 logger = logging.getLogger("vllm_kvmerge.server")
@@ -221,6 +222,7 @@ def serve(argv: list[str]) -> int:
     metrics_port = args.metrics_port
     _set_engine_args(args, options)
     _check_engine_config(args)
+    _bind_threads(args)
     if metrics_port is not None:
         _serve_metrics(args.host, metrics_port)
     args.middleware = [*args.middleware, REQUEST_ID_MIDDLEWARE]
@@ -237,6 +239,32 @@ def serve(argv: list[str]) -> int:
         print("vllm-kvmerge: the server stopped:", _one_line(error), file=sys.stderr)
         return 1
     return 0
+
+
+def _bind_threads(args: argparse.Namespace) -> None:
+    """Gives each worker its own cores on CPU, where vLLM by itself starts one worker per memory node and no more."""
+    from vllm.platforms import current_platform
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+    if not current_platform.is_cpu() or THREAD_BINDING in os.environ or args.nnodes > 1:
+        return
+    engines = args.data_parallel_size_local or args.data_parallel_size
+    cores = sorted(os.sched_getaffinity(0))
+    binding = _thread_binding(engines * args.tensor_parallel_size, len(get_visible_memory_node()), cores)
+    if binding is not None:
+        logger.info("%s=%s", THREAD_BINDING, binding)
+        os.environ[THREAD_BINDING] = binding
+
+
+def _thread_binding(num_workers: int, num_nodes: int, cores: list[int]) -> str | None:
+    """An equal share of the cores for each worker, one of it left to the other processes; None: vLLM knows how."""
+    if num_workers <= num_nodes:
+        return None
+    share = len(cores) // num_workers
+    if share == 0:
+        return "nobind"
+    shares = [cores[start * share : (start + 1) * share][: max(1, share - 1)] for start in range(num_workers)]
+    return "|".join(",".join(map(str, one)) for one in shares)
 
 
 def _serve_metrics(host: str | None, port: int) -> None:
