@@ -36,7 +36,8 @@ class Prometheus:
         self.url, self.started = url, time.time()
 
     def get(self, path: str, **params: Any) -> Any:
-        answer = httpx.get(self.url + path, params=params, timeout=30).json()
+        # A Prometheus that is still starting says so with 503.
+        answer = httpx.get(self.url + path, params=params, timeout=30).raise_for_status().json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
