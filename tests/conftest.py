@@ -16,7 +16,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--thin",
         type=int,
-        help="run every THIN-th case of each test of all operators, for slow ones; default: all, of those on a card "
+        help="run every THIN-th case of each test of all operators, for slow ones; default: all, of Triton's on a card "
         f"every {THIN_ON_CARD}th",
     )
 
@@ -34,10 +34,13 @@ def pytest_collection_modifyitems(config, items):
     # After -k has chosen: what is counted is the cases that would run.
     kept, dropped = [], []
     for item in items:
-        is_on_card = "operators" in item.fixturenames and item.callspec.params["operators"].endswith("-card")
-        step = thin or (THIN_ON_CARD if is_on_card else 1)
-        group = item.nodeid.partition("[")[0], is_on_card
-        (dropped if "operators" in item.fixturenames and seen[group] % step else kept).append(item)
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        on_card = next((p for p in (params.get("operators"), params.get("strict")) if str(p).endswith("card")), None)
+        step = 1
+        if "operators" in item.fixturenames or on_card:
+            step = thin or (THIN_ON_CARD if on_card == "triton-card" else 1)
+        group = item.nodeid.partition("[")[0], on_card
+        (dropped if seen[group] % step else kept).append(item)
         seen[group] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)

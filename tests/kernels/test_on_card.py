@@ -32,7 +32,7 @@ def test_an_operator_is_given_copies_as_a_card_has_them():
     sequence = maker.sequence(20, 40, 90)
     units = Units((maker.pages, maker.pages), torch.tensor([0, 1]), sequence.blocks.repeat(2, 1), torch.ones(2, 3))
     packed = maker.randn(3, 5, 8)
-    strided, expanded = packed[:, 1:3], packed[:1].expand(7, -1, -1)
+    strided, expanded = packed[:, 1:3], maker.randn(1, 5).expand(7, -1)
     seen = []
 
     def operator(units, strided, *, expanded):
@@ -61,7 +61,7 @@ def test_a_wrong_operator_is_noticed(wrong):
         if wrong == "output":
             output[-1, -1] *= 1.1
         if wrong == "scores":
-            pages.scores += 1e-3
+            pages.scores.add_(1e-3)
 
     maker = CacheMaker(1, 2, 64, 16, torch.float32)
     sequences = [maker.sequence(40, 64, 99), maker.sequence(0, 0, 33)]
