@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
         on_card = next((p for p in (params.get("operators"), params.get("strict")) if str(p).endswith("card")), None)
         step = 1
         if "operators" in item.fixturenames or on_card:
-            step = thin or (THIN_ON_CARD if on_card == "triton-card" else 1)
+            step = thin or (THIN_ON_CARD if on_card in ("triton-card", "reference-card") else 1)
         group = item.nodeid.partition("[")[0], on_card
         (dropped if seen[group] % step else kept).append(item)
         seen[group] += 1
