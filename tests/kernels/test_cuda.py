@@ -34,7 +34,7 @@ from vllm_kvmerge.worker.paged_entries import PagedEntries
 
 OPERATORS = ["cuda", *(["cuda-card"] if torch.cuda.is_available() else [])]
 """What the tests imported above run on."""
-PLACES = ["emulated", *(["card"] if torch.cuda.is_available() else [])]
+PLACES = ["emulated", *(["on-card"] if torch.cuda.is_available() else [])]
 """Where the kernels run."""
 without_a_card = pytest.mark.parametrize("strict", ["emulated"], indirect=True)
 """For tests that look at what the CPU is told."""
