@@ -126,7 +126,8 @@ class Bench:
         pool_tokens = max(pool_tokens, longest)
         options: dict[str, Any] = {"max_num_seqs": self.arguments.max_requests}
         if self.arguments.device == "cuda":
-            options |= {"enforce_eager": False, "gpu_memory_utilization": 0.45}
+            # The share of the card that vLLM wants to find free; how much it takes is said by the pool.
+            options |= {"enforce_eager": False, "gpu_memory_utilization": 0.3}
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.arguments.runner == "v2"))
         if equal_bytes:
             # The plugin's cells are larger: it gets fewer of them, and must still hold the longest request.

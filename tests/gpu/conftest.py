@@ -16,6 +16,17 @@ def pytest_addoption(parser):
     parser.addoption("--setting", type=Path, help="JSON file of the engine that serving_checks.py looks at")
 
 
+def pytest_configure(config):
+    path = config.getoption("--setting", default=None)
+    if path is None:
+        return
+    setting = Setting.read(path)
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": str(int(setting.runner == "v2"))}
+    if not setting.is_on_card:
+        # Registers the CUDA backend for the CPU; before anything imports Triton, whose interpreter is chosen then.
+        import tests.engine.cuda_on_cpu  # noqa: F401
+
+
 @pytest.fixture(scope="session")
 def setting(request) -> Setting:
     return Setting.read(request.config.getoption("--setting"))
@@ -53,11 +64,8 @@ class CheckedEngine(Engine):
 
 @pytest.fixture(scope="session")
 def engine(setting) -> Iterator[CheckedEngine]:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": str(int(setting.runner == "v2"))}
     special = {"enforce_eager": False}
     if not setting.is_on_card:
-        import tests.engine.cuda_on_cpu  # noqa: F401 - registers the CUDA backend for the CPU
-
         special = {"worker_cls": "tests.engine.cuda_on_cpu.CUDAOnCPUWorker"}
     from vllm import LLM
 

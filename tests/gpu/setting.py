@@ -101,10 +101,10 @@ class Setting:
         jobs: list[tuple[list[int], dict | None]] = []
         for index, policy in enumerate(presets):
             length = int(self.longest * rng.uniform(0.5, 1))
-            budget = length // 5
+            budget = max(40, length // 5)
             jobs.append((random_prompt(rng, length), compression(policy, budget=budget, interval=8)))
             context = {"context_tokens": length * 2 // 3} if index % 2 else {"decode": "bounded"}
-            jobs.append((random_prompt(rng, length), compression(policy, budget=0.3, interval=5, **context)))
+            jobs.append((random_prompt(rng, length), compression(policy, budget=budget + 4, interval=5, **context)))
             if index % 3 == 0:
                 jobs.append((random_prompt(rng, length), None))
         return jobs

@@ -30,7 +30,7 @@ LLAMA_128 = {
     "initializer_range": 0.06,
 }
 ON_CPU = {
-    "v1": "asked_for or vllms or references[together] or prefix_cache_is_as and keepkv or every_kind or nothing[3]",
+    "v1": "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]",
     "v2": "asked_for or references[together] or nothing[3]",  # its kernels are interpreted
 }
 """Of ``serving_checks``."""
