@@ -101,7 +101,7 @@ def test_the_prefix_cache_is_as_plain_requests_leave_it(engine, setting, policy)
     """The same hashes, and behind them blocks from which a plain request goes on as one that computes all itself."""
     length = setting.longest - 10
     prompt = random_prompt(np.random.default_rng(6), length)
-    extra = compression(policy, budget=length // 6, interval=8)
+    extra = compression(policy, budget=max(40, length // 6), interval=8)
 
     def hashes() -> set:
         return set(engine.pool.cached_block_hash_to_block._cache)
@@ -147,7 +147,7 @@ def test_aborted_requests_leave_nothing(engine, setting, steps):
     rng = np.random.default_rng(steps)
     core = engine.llm.llm_engine
     for policy in [*POLICIES[:3], "morphkv"]:
-        extra = compression(policy, budget=setting.longest // 6, interval=4)
+        extra = compression(policy, budget=max(40, setting.longest // 6), interval=4)
         prompt = {"prompt_token_ids": random_prompt(rng, setting.longest)}
         core.add_request(policy, prompt, engine.params(50, extra))
     for _ in range(steps):

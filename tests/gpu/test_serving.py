@@ -40,7 +40,7 @@ needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 def start(command: list[str], **more) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, text=True, capture_output=True, **more)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done
 
 
