@@ -53,9 +53,9 @@ class Setting:
     @property
     def against_vllm(self) -> Tolerance:
         """Of plain requests. On a card vLLM's attention multiplies float32 as TF32."""
-        if not self.is_on_card:
-            return Tolerance(most=1e-3, mean=1e-4)
-        return Tolerance(most=3e-2, mean=5e-3) if self.dtype == "float32" else Tolerance(most=0.5, mean=0.1)
+        if self.dtype == "bfloat16":
+            return Tolerance(most=0.5, mean=0.1)
+        return Tolerance(most=3e-2, mean=5e-3) if self.is_on_card else Tolerance(most=1e-3, mean=1e-4)
 
     @property
     def against_itself(self) -> Tolerance:
@@ -63,9 +63,9 @@ class Setting:
 
         In 16 bits, what is rounded otherwise may make a policy keep another of two entries that are about as good.
         """
-        if not self.is_on_card:
-            return Tolerance(most=1e-3, mean=1e-4)
-        return Tolerance(most=3e-2, mean=3e-3) if self.dtype == "float32" else Tolerance(most=1.5, mean=0.15)
+        if self.dtype == "bfloat16":
+            return Tolerance(most=1.5, mean=0.15)
+        return Tolerance(most=3e-2, mean=3e-3) if self.is_on_card else Tolerance(most=1e-3, mean=1e-4)
 
     @property
     def engine(self) -> dict:
