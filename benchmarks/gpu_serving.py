@@ -203,7 +203,8 @@ class Bench:
             ratios(first, firsts[base], first_token) if first else None,
         )
 
-    def compared(self, rows: list[Row], jobs: Sequence[Job], metric: str) -> list[Row]:
+    @staticmethod
+    def compared(rows: list[Row], jobs: Sequence[Job], metric: str) -> list[Row]:
         """Rows beside what a paper reports."""
         return [
             replace(row, their_metric=metric, theirs=job.theirs, ours=METRICS[metric](row, rows))
