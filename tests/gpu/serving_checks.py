@@ -60,11 +60,11 @@ def test_plain_requests_that_hit_the_prefix_cache_are_vllms(engine, setting, exp
 @pytest.mark.parametrize("is_exceeded", [False, True], ids=["never-scored", "scored"])
 def test_a_budget_with_room_changes_nothing(engine, setting, expected, is_exceeded):
     """If the budget could be exceeded, requests are scored and move to blocks of their own, and lose nothing."""
-    budget = setting.longest if is_exceeded else setting.longest + setting.num_tokens
-    jobs = [
-        (prompt, compression(POLICIES[index % len(POLICIES)], budget=budget, interval=setting.num_tokens))
-        for index, (prompt, _) in enumerate(setting.plain_jobs())
-    ]
+    jobs = []
+    for index, (prompt, _) in enumerate(setting.plain_jobs()):
+        budget = max(40, len(prompt)) if is_exceeded else setting.longest + setting.num_tokens
+        policy = POLICIES[index % len(POLICIES)]
+        jobs.append((prompt, compression(policy, budget=budget, interval=setting.num_tokens)))
     found = engine.run(jobs, setting.num_tokens)
     assert_all_close(found, expected["vllm"], setting.against_vllm, "roomy")
     engine.assert_empty()
