@@ -4,6 +4,7 @@
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a card (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
+# make sanitize-cuda  the tests of the operators in CUDA C++ under compute-sanitizer; needs a card, after make cuda
 # make browser   tests of the page in headless Chromium
 # make image-steps  what docker/Dockerfile.cpu does, in a clean root below build/; needs root and debootstrap
 #
@@ -29,7 +30,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test demo-model cuda sanitize lint image-steps browser
+.PHONY: setup serve test demo-model cuda sanitize sanitize-cuda lint image-steps browser
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -75,6 +76,9 @@ sanitize: setup
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
 		$(BIN)/python -m pytest tests/kernels -k "not plain-torch" \
 		--ignore tests/kernels/test_cuda.py --native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
+
+sanitize-cuda: setup
+	$(BIN)/python csrc/cuda/sanitize.py $(ARGS)
 
 browser: setup
 	$(BIN)/python -m pytest tests/server/test_ui_browser.py -m browser $(ARGS)

@@ -21,7 +21,7 @@ import psutil
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama with random weights: attention is to matter, not what it says."""
+    """A Llama with random weights: attention is to matter, not what it says. intermediate: 4 x width if not given."""
 
     layers: int = 4
     width: int = 256
@@ -29,6 +29,7 @@ class ModelShape:
     kv_heads: int = 2
     head_size: int = 64
     max_tokens: int = 40_000
+    intermediate: int | None = None
 
     def write(self, folder: Path) -> str:
         """Writes its configuration; sides make up weights and need no tokenizer."""
@@ -37,7 +38,7 @@ class ModelShape:
             "model_type": "llama",
             "vocab_size": 32_000,
             "hidden_size": self.width,
-            "intermediate_size": 4 * self.width,
+            "intermediate_size": self.intermediate or 4 * self.width,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.query_heads,
             "num_key_value_heads": self.kv_heads,

@@ -7,11 +7,17 @@ import pytest
 
 from vllm_kvmerge.kernels import native
 
+THIN_ON_CARD = 7
+"""Each case compiles kernels of its own."""
+
 
 def pytest_addoption(parser):
     parser.addoption("--native-library", type=Path, help="test this build of the native operators")
     parser.addoption(
-        "--thin", type=int, default=1, help="run every THIN-th case of each test of all operators, for slow ones"
+        "--thin",
+        type=int,
+        help="run every THIN-th case of each test of all operators, for slow ones; default: all, of Triton's on a card "
+        f"every {THIN_ON_CARD}th",
     )
 
 
@@ -24,14 +30,17 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    thin, seen = config.getoption("--thin", default=1), defaultdict(int)
-    if thin == 1:
-        return
+    thin, seen = config.getoption("--thin", default=None), defaultdict(int)
     # After -k has chosen: what is counted is the cases that would run.
     kept, dropped = [], []
     for item in items:
-        name = item.nodeid.partition("[")[0]
-        (dropped if "operators" in item.fixturenames and seen[name] % thin else kept).append(item)
-        seen[name] += 1
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        on_card = next((p for p in (params.get("operators"), params.get("strict")) if str(p).endswith("card")), None)
+        step = 1
+        if "operators" in item.fixturenames or on_card:
+            step = thin or (THIN_ON_CARD if on_card in ("triton-card", "reference-card") else 1)
+        group = item.nodeid.partition("[")[0], on_card
+        (dropped if seen[group] % step else kept).append(item)
+        seen[group] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)

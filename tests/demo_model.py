@@ -9,5 +9,13 @@ _CONFIG = json.loads((Path(demo.model_path()) / "config.json").read_text())
 BLOCK_SIZE = 32
 NUM_LAYERS = _CONFIG["num_hidden_layers"]
 HEADS_TIMES_LAYERS = NUM_LAYERS * _CONFIG["num_key_value_heads"]
-BYTES_PER_BLOCK = HEADS_TIMES_LAYERS * BLOCK_SIZE * (2 * _CONFIG["head_dim"] * 4 + 16)
-"""All layers; keys and values in float32, and the metadata."""
+
+
+def bytes_per_block(config: dict = _CONFIG, itemsize: int = 4) -> int:
+    """Of all layers of a model: keys and values of ``itemsize`` bytes a number, and the metadata."""
+    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+    return heads * BLOCK_SIZE * (2 * config["head_dim"] * itemsize + 16)
+
+
+BYTES_PER_BLOCK = bytes_per_block()
+"""In float32."""

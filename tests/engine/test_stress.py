@@ -20,11 +20,13 @@ class Job:
     abort_after: int | None  # generated tokens
 
 
-def draw_jobs(rng: np.random.Generator) -> list[Job]:
-    shared = [random_prompt(rng, 3500) for _ in range(5)]
+def draw_jobs(
+    rng: np.random.Generator, num_requests: int = NUM_REQUESTS, longest: int = 3500, num_logprobs: int = 2
+) -> list[Job]:
+    shared = [random_prompt(rng, longest) for _ in range(5)]
     jobs = []
-    for _ in range(NUM_REQUESTS):
-        length = int(np.exp(rng.uniform(np.log(50), np.log(3500))))
+    for _ in range(num_requests):
+        length = int(np.exp(rng.uniform(np.log(50), np.log(longest))))
         prompt = random_prompt(rng, length)
         if rng.random() < 0.5:
             common = int(rng.integers(1, length))
@@ -36,7 +38,9 @@ def draw_jobs(rng: np.random.Generator) -> list[Job]:
             context = {"context_tokens": int(rng.integers(1, length + 1))} if rng.random() < 0.4 else {}
             extra = compression(policy, budget=budget, interval=int(rng.integers(1, 50)), **context)
         num_tokens = int(rng.integers(2, 60))
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2, extra_args=extra)
+        params = SamplingParams(
+            temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=num_logprobs, extra_args=extra
+        )
         jobs.append(Job(prompt, params, int(rng.integers(1, num_tokens)) if rng.random() < 0.2 else None))
     return jobs
 
@@ -64,14 +68,15 @@ def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[lis
     return tokens, len(preempted)
 
 
-def assert_same_or_tied(together: list[int], alone, name: str) -> None:
-    """Equal up to the first difference, if any, where the two candidates must be as good as tied."""
+def assert_same_or_tied(together: list[int], alone, name: str, tolerance: float = 1e-3) -> None:
+    """Equal up to the first difference, if any, where the two candidates must be as good as tied: ``tolerance``, of
+    log-probabilities."""
     for position, (token, expected) in enumerate(zip(together, alone.token_ids, strict=False)):
         if token != expected:
             candidates = alone.logprobs[position]
-            assert token in candidates, f"{name}: token {position} is not among the two best"
+            assert token in candidates, f"{name}: token {position} is not among the best"
             gap = candidates[expected].logprob - candidates[token].logprob
-            assert gap < 1e-3, f"{name}: token {position} differs by {gap} in log-probability"
+            assert gap < tolerance, f"{name}: token {position} differs by {gap} in log-probability"
             return
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests.engine.conftest import random_prompt
+from tests.random_model import write_llama
 from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
 
@@ -33,19 +33,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """Random weights with an even number of KV heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from vllm_kvmerge.demo.train import build_tokenizer
-
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=832, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
+    return write_llama(tmp_path_factory.mktemp("model"))
 
 
 def generate(model: Path, script: Path, tensor_parallel_size: int, jobs: list) -> list:

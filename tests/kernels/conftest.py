@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.kernels.on_card import OnCard
 from vllm_kvmerge.kernels import (
     UPDATE_MODES,
     Pages,
@@ -128,6 +129,19 @@ def emulated_library() -> Path:
     return library
 
 
+def cuda_on_card() -> OnCard:
+    """CUDA's operators on this machine's card; skips a test where they cannot run."""
+    from vllm_kvmerge.kernels import cuda
+
+    if not torch.cuda.is_available():
+        pytest.skip("there is no card")
+    try:
+        cuda.library()
+    except (OSError, ImportError) as error:
+        pytest.skip(str(error))
+    return OnCard(cuda, torch.device("cuda"))
+
+
 @pytest.fixture
 def cuda(emulated_library, monkeypatch):
     """CUDA's operators, emulated on the CPU, and caches with keys row by row, as on a card."""
@@ -154,7 +168,8 @@ def pytest_generate_tests(metafunc):
             return
         levels = native.levels() if native.LIBRARY.exists() else []
         interpreted = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
-        metafunc.parametrize("operators", ["plain-torch", *interpreted, *levels], indirect=True)
+        on_card = ["triton-card"] if torch.cuda.is_available() and not interpreted else []
+        metafunc.parametrize("operators", ["plain-torch", *interpreted, *levels, *on_card], indirect=True)
 
 
 @pytest.fixture
@@ -162,8 +177,18 @@ def operators(request):
     """The module of operators: the reference, then the native ones on every level that this machine runs.
 
     With TRITON_INTERPRET=1 also Triton's, in its interpreter; ``test_triton`` starts a process like that. CUDA's, in
-    the emulation, where a module says so with ``OPERATORS``.
+    the emulation, where a module says so with ``OPERATORS``. Names that end with ``-card``: on copies of all tensors on
+    a card, where there is one; of these cases, tests/conftest.py takes a sample.
     """
+    if request.param == "cuda-card":
+        yield cuda_on_card()
+        return
+    if request.param == "triton-card":
+        yield OnCard(pytest.importorskip("vllm_kvmerge.kernels.triton"), torch.device("cuda"))
+        return
+    if request.param == "reference-card":  # without a card: a test of the copies alone
+        yield OnCard(reference, torch.device("cpu"))
+        return
     if request.param == "cuda":
         yield request.getfixturevalue("cuda")
         return

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.conftest import CacheMaker, Watch, cuda_builder, row_tensors
+from tests.kernels.conftest import CacheMaker, Watch, cuda_builder, cuda_on_card, row_tensors
 from tests.kernels.test_native import (
     UPDATES,
     check_against_reference,
@@ -32,18 +32,28 @@ from vllm_kvmerge.policies.mergers.zip_merge import ZipMerger
 from vllm_kvmerge.support import UnsupportedConfigError
 from vllm_kvmerge.worker.paged_entries import PagedEntries
 
-OPERATORS = ["cuda"]
+OPERATORS = ["cuda", *(["cuda-card"] if torch.cuda.is_available() else [])]
 """What the tests imported above run on."""
+PLACES = ["emulated", *(["on-card"] if torch.cuda.is_available() else [])]
+"""Where the kernels run."""
+without_a_card = pytest.mark.parametrize("strict", ["emulated"], indirect=True)
+"""For tests that look at what the CPU is told."""
 
 SHAPES = [(129, 200, 530, 9), (0, 0, 333, 0), (17, 290, 301, 2)]
 """front, tail, seq_len, dead entries: of two splits in the emulation, one, and hardly any."""
 
 
-@pytest.fixture
-def strict(cuda, monkeypatch):
+@pytest.fixture(params=PLACES)
+def strict(request, monkeypatch):
     """No call may be left to another implementation."""
-    monkeypatch.setattr(cuda, "fallback", lambda device: pytest.fail("the kernels did not run"))
-    return cuda
+    refusal = "vllm_kvmerge.kernels.cuda.fallback", lambda device: pytest.fail("the kernels did not run")
+    if request.param == "emulated":
+        cuda = request.getfixturevalue("cuda")
+        monkeypatch.setattr(*refusal)
+        return cuda
+    card = cuda_on_card()
+    monkeypatch.setattr(*refusal)
+    return card
 
 
 @pytest.mark.parametrize("bulk", [False, True], ids=["threads", "bulk"])
@@ -151,6 +161,7 @@ def test_what_kernels_cannot_do_is_left_to_others(cuda):
         cuda.paged_attention(query=query[..., :32], pages=maker.pages, **rows, scale=1.0, output=query[..., :32])
 
 
+@without_a_card
 def test_arguments_are_checked(strict):
     maker = CacheMaker(4, 2, 64, 16, torch.bfloat16)
     rows = row_tensors([maker.sequence(40, 64, 100)], [1], [None])
@@ -165,6 +176,7 @@ def test_arguments_are_checked(strict):
     assert narrow.cuda_obstacle == "rows do not begin at multiples of 16 bytes"
 
 
+@without_a_card
 def test_nothing_is_asked_of_the_card(strict):
     """Captured graphs hold for any batch of a shape: values are not looked at, and plans are of shapes alone."""
     maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
@@ -183,6 +195,7 @@ def test_nothing_is_asked_of_the_card(strict):
         )
 
 
+@without_a_card
 def test_a_workspace_that_was_reserved_does_not_grow(strict):
     maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
     work = Workspace(torch.device("cpu"))
@@ -263,7 +276,7 @@ KINDS = ["moves", "rows", "values", "sums", "value sums", "scale", "votes", "aut
 )
 def test_merges_are_the_references(strict, monkeypatch, dtype, head_size, block_size, room, kind, given):
     """Overlapping places, whole rows staged or a few columns at a time; two layers, whose sequences differ."""
-    monkeypatch.setattr(strict, "BYTES_STAGED", room)
+    monkeypatch.setattr("vllm_kvmerge.kernels.cuda.BYTES_STAGED", room)
     makers = [CacheMaker(seed, 3, head_size, block_size, dtype) for seed in range(2)]
     sequences = [makers[0].sequence(37, 100, 150), makers[1].sequence(50, 64, 101)]
     parts = [random_merge(maker, s, 40, kind, given) for maker, s in zip(makers, sequences, strict=True)]

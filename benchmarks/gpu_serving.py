@@ -1,0 +1,458 @@
+"""Serving on a card, the plugin beside stock vLLM: ``python benchmarks/gpu_serving.py``.
+
+Both sides are engines with the same random-weight model, stay up and take turns; figures are medians and ranges, ratios
+are to stock vLLM's full cache in the same turn. ``plain`` is the plugin serving requests without a policy.
+
+Parts: ``latency``, ``throughput`` (of as many requests as the same bytes of KV cache hold), and papers' comparisons, as
+ratios on a model of the shape that theirs has: ``keepkv`` (table 1), ``zsmerge`` (table 1), ``zsmerge-length`` (figure
+3), ``morphkv`` (table 4), ``grkv`` (figure 4). What a part has measured is saved after each length, beside what the
+file holds of other parts.
+
+``--device cpu`` runs every part with tiny models and lengths, to see that it runs: its figures mean nothing.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from report import Spread, machine
+from sides import ModelShape, Run, Side
+from turns import Case, ratios, spread, take_turns
+from vllm_side import BLOCK_SIZE, vllm_side
+
+from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.policies import PRESETS
+
+SHAPES = {
+    "8b": ModelShape(32, 4096, 32, 8, 128, intermediate=14_336),  # Llama 3 8B
+    "7b": ModelShape(32, 4096, 32, 32, 128, intermediate=11_008),  # Llama 2 7B: a KV head for each query head
+    "1b": ModelShape(16, 2048, 32, 8, 64, intermediate=8_192),  # Llama 3.2 1B
+    "tiny": ModelShape(2, 64, 4, 2, 32),
+}
+SHRINK = 16
+"""Of lengths, on the CPU."""
+STOCK, PLAIN = "stock vLLM", "plain"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of a part. Ratios are to ``stock vLLM`` in the same turn, None where there is none.
+
+    requests: at the same time. length, generated: tokens of each. decode: tokens per second while all generate, mean
+    over that time, so compactions are in it. intertoken: mean milliseconds between a request's tokens in that time
+    (tokens of several steps may arrive together, so their median says less); intertoken_p99: of all turns. total:
+    generated tokens per second from the first request's start to the last's end. first_token: milliseconds until it,
+    one request with an unknown prompt. peak_usage: share of the pool.
+    theirs: what a paper reports for ``their_metric``'s ratio.
+    """
+
+    case: str
+    length: int
+    generated: int
+    requests: int
+    decode: Spread
+    decode_ratio: Spread
+    intertoken: Spread
+    intertoken_ratio: Spread
+    intertoken_p99: float
+    total: Spread
+    total_ratio: Spread
+    peak_usage: float
+    preemptions: int
+    first_token: Spread | None = None
+    first_token_ratio: Spread | None = None
+    their_metric: str | None = None
+    theirs: float | None = None
+    ours: float | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a case is asked to do in a turn: ``requests`` prompts at once. theirs: a paper's ratio."""
+
+    case: Case
+    requests: int
+    theirs: float | None = None
+
+
+Metric = Callable[[Row, list[Row]], float]
+METRICS: dict[str, Metric] = {
+    "decode throughput": lambda row, rows: row.decode_ratio.median,
+    "total throughput": lambda row, rows: row.total_ratio.median,
+    "intertoken latency": lambda row, rows: row.intertoken_ratio.median,
+    # Theirs is 1 / (runtime x memory), to 2%: as many more requests as fit, each so much slower.
+    "1 / (runtime x memory) against snapkv": lambda row, rows: _against(rows, "snapkv", row),
+}
+
+
+def _against(rows: list[Row], name: str, row: Row) -> float:
+    other = next(one for one in rows if one.case.startswith(name))
+    return (row.total.median / other.total.median) * (other.peak_usage / row.peak_usage)
+
+
+def intertoken(run: Run) -> float:
+    return 1e3 * statistics.fmean(run.intertoken_latencies)
+
+
+@dataclass
+class Bench:
+    """What parts share. scale: what lengths are divided by."""
+
+    arguments: argparse.Namespace
+    scale: int
+
+    def size(self, tokens: int) -> int:
+        """A length, as the device allows it; whole blocks."""
+        return max(64, tokens // self.scale // BLOCK_SIZE * BLOCK_SIZE) if self.scale > 1 else tokens
+
+    def shape(self, name: str, longest: int) -> ModelShape:
+        return replace(SHAPES["tiny" if self.scale > 1 else name], max_tokens=longest)
+
+    @contextmanager
+    def sides(
+        self, name: str, longest: int, pool_tokens: int, equal_bytes: bool = False
+    ) -> Iterator[tuple[Side, Side]]:
+        """Stock vLLM and the plugin with a model of a shape; equal_bytes: metadata count in the pool."""
+        shape = self.shape(name, longest)
+        pool_tokens = max(pool_tokens, longest)
+        options: dict[str, Any] = {"max_num_seqs": self.arguments.max_requests}
+        if self.arguments.device == "cuda":
+            # The share of the card that vLLM wants to find free; how much it takes is said by the pool.
+            options |= {"enforce_eager": False, "gpu_memory_utilization": 0.3}
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.arguments.runner == "v2"))
+        if equal_bytes:
+            # The plugin's cells are larger: it gets fewer of them, and must still hold the longest request.
+            cell = shape.bytes_per_token + shape.metadata_bytes_per_token
+            options["kv_cache_memory_bytes"] = max(pool_tokens * shape.bytes_per_token, (longest + 64) * cell)
+        backend = self.arguments.stock_backend
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for_stock = options | ({"attention_backend": backend} if backend else {})
+            stock = stack.enter_context(vllm_side("stock", folder, shape, pool_tokens, plugin=False, **for_stock))
+            yield stock, stack.enter_context(vllm_side("plugin", folder, shape, pool_tokens, plugin=True, **options))
+
+    def measure(
+        self, jobs: Sequence[Job], length: int, generated: int, cached: bool, with_first_token: bool = False
+    ) -> list[Row]:
+        """Rows of the jobs; the first is what others are compared with. cached: prompts are known from a turn that does
+        not count; otherwise each turn computes them anew."""
+        rng = np.random.default_rng([self.arguments.seed, length])
+
+        def draw(count: int) -> list[list[int]]:
+            return rng.integers(1, 32_000, (count, length)).tolist()
+
+        prompts = draw(max(job.requests for job in jobs))
+        by_name = {job.case.name: job for job in jobs}
+
+        def turn(case: Case) -> tuple[Run, Run | None]:
+            wanted = prompts[: by_name[case.name].requests]
+            run = case.side.run(wanted, generated, case.compression, cold=not cached)
+            if min(times[-1] for times in run.token_times) <= run.time_to_second_token:
+                raise SystemExit(f"{case.name}: a request ended before all had begun; generate more tokens")
+            first = case.side.run(draw(1), 2, case.compression, cold=False) if with_first_token else None
+            return run, first
+
+        cases = [job.case for job in jobs]
+        turns = take_turns(cases, self.arguments.repeats + cached, f"{length} tokens", turn)
+        counted = {name: runs[int(cached) :] for name, runs in turns.items()}
+        runs = {name: [run for run, _ in some] for name, some in counted.items()}
+        firsts = {name: [first for _, first in some if first is not None] for name, some in counted.items()}
+        base = cases[0].name
+        return [self._row(job, length, generated, runs, firsts, base) for job in jobs]
+
+    @staticmethod
+    def _row(
+        job: Job, length: int, generated: int, runs: dict[str, list[Run]], firsts: dict[str, list[Run]], base: str
+    ) -> Row:
+        own, first = runs[job.case.name], firsts[job.case.name]
+        latencies = sorted(value for run in own for value in run.intertoken_latencies)
+
+        def decode(run: Run) -> float:
+            return run.decode_throughput
+
+        def total(run: Run) -> float:
+            return sum(map(len, run.token_times)) / run.duration
+
+        def first_token(run: Run) -> float:
+            return 1e3 * run.time_to_first_token
+
+        return Row(
+            job.case.name,
+            length,
+            generated,
+            job.requests,
+            spread(own, decode),
+            ratios(own, runs[base], decode),
+            spread(own, intertoken),
+            ratios(own, runs[base], intertoken),
+            1e3 * latencies[int(0.99 * (len(latencies) - 1))],
+            spread(own, total),
+            ratios(own, runs[base], total),
+            max(run.peak_usage or 0.0 for run in own),
+            max(run.preemptions for run in own),
+            spread(first, first_token) if first else None,
+            ratios(first, firsts[base], first_token) if first else None,
+        )
+
+    @staticmethod
+    def compared(rows: list[Row], jobs: Sequence[Job], metric: str) -> list[Row]:
+        """Rows beside what a paper reports."""
+        return [
+            replace(row, their_metric=metric, theirs=job.theirs, ours=METRICS[metric](row, rows))
+            if job.theirs is not None
+            else row
+            for row, job in zip(rows, jobs, strict=True)
+        ]
+
+    def compression(self, policy: str, budget: float | int, **parameters: Any) -> dict[str, Any]:
+        return {"policy": policy, "budget": budget, "interval": self.arguments.interval} | parameters
+
+
+def latency(bench: Bench) -> Iterator[list[Row]]:
+    """Decode and first token at each length: full cache, plain, and policies with budgets."""
+    given = bench.arguments
+    lengths, together = [bench.size(length) for length in given.lengths], bench.size(given.together)
+    generated = given.tokens
+    counts = {length: min(max(1, together // length), given.max_requests) for length in lengths}
+    longest = max(lengths) + generated + 64
+    pool = max(int(1.15 * count * (length + generated)) for length, count in counts.items()) + int(1.2 * longest)
+    with bench.sides(given.shape, longest, pool) as (stock, ours):
+        cases = [Case(STOCK, stock), Case(PLAIN, ours)]
+        for policy in given.policies:
+            for budget in given.budgets:
+                cases.append(Case(f"{policy} {budget:g}", ours, bench.compression(policy, budget)))
+        for length in lengths:
+            jobs = [Job(case, counts[length]) for case in cases]
+            yield bench.measure(jobs, length, generated, cached=True, with_first_token=True)
+
+
+def throughput(bench: Bench) -> Iterator[list[Row]]:
+    """As many requests at once as the same bytes hold: ``--fit`` of stock vLLM's, more of those with a budget.
+
+    Prompts are unknown and all different. While later prompts are computed earlier requests generate already, so
+    ``total`` has the prompts in it, and ``decode`` is of the time in which all generate.
+    """
+    given = bench.arguments
+    for length in map(bench.size, given.throughput_lengths):
+        generated = given.throughput_tokens if bench.scale == 1 else 96
+        longest = length + generated + 64
+        pool = given.fit * longest
+        with bench.sides(given.shape, longest, pool, equal_bytes=True) as (stock, ours):
+            jobs = [Job(Case(STOCK, stock), given.fit)]
+            for policy in given.policies:
+                for budget in given.budgets:
+                    # What a request holds at most while it generates; one prompt is whole at a time.
+                    grown = generated if PRESETS[policy].decode == "grow" else given.interval
+                    count = max(1, int((0.95 * pool - longest) / (int(budget * length) + grown + 2 * BLOCK_SIZE)))
+                    case = Case(f"{policy} {budget:g}", ours, bench.compression(policy, budget))
+                    jobs.append(Job(case, min(count, given.max_requests)))
+            yield bench.measure(jobs, length, generated, cached=False)
+
+
+def keepkv(bench: Bench) -> Iterator[list[Row]]:
+    """KeepKV table 1: Llama 2 7B, 4k context, 20%: full cache with batch 2, the others with batch 8."""
+    length, generated = bench.size(4096), bench.arguments.tokens
+    longest = length + generated + 64
+    with bench.sides("7b", longest, 10 * longest) as (stock, ours):
+        jobs = [Job(Case(STOCK, stock), 2)]
+        for policy, theirs in (("h2o", 317.33), ("d2o", 214.8), ("keepkv", 255.99)):
+            jobs.append(Job(Case(policy, ours, bench.compression(policy, 0.2)), 8, theirs / 116.54))
+        rows = bench.measure(jobs, length, generated, cached=True)
+        yield bench.compared(rows, jobs, "decode throughput")
+
+
+def zsmerge(bench: Bench) -> Iterator[list[Row]]:
+    """ZSMerge table 1: a 7B model, 5%, as many tokens generated as the prompt has; the whole of it counts."""
+    table = [
+        (4096, 4, 77.0 / 62.4, 43.9 / 62.4),
+        (4096, 8, 146.7 / 65.5, None),
+        (2048, 16, 281.9 / 133.1, 86.1 / 133.1),
+    ]
+    for length, batch, theirs, theirs_of_h2o in table:
+        length = bench.size(length)
+        generated = min(length, bench.arguments.generate or length)
+        longest = length + generated + 64
+        with bench.sides("7b", longest, int(1.1 * batch * longest)) as (stock, ours):
+            jobs = [Job(Case(STOCK, stock), batch)]
+            jobs.append(Job(Case("zsmerge", ours, bench.compression("zsmerge", 0.05)), batch, theirs))
+            jobs.append(Job(Case("h2o", ours, bench.compression("h2o", 0.05)), batch, theirs_of_h2o))
+            rows = bench.measure(jobs, length, generated, cached=False)
+            yield bench.compared(rows, jobs, "total throughput")
+
+
+def zsmerge_length(bench: Bench) -> Iterator[list[Row]]:
+    """ZSMerge figure 3: Llama 2 7B, one request, budget 18k: as fast at 54k tokens as at 20k, the full cache half."""
+    generated = bench.arguments.tokens
+    longest = bench.size(54_000) + generated + 64
+    with bench.sides("7b", longest, int(1.4 * longest)) as (stock, ours):
+        compression = bench.compression("zsmerge", bench.size(18_000))
+        for length, theirs in ((20_000, 9 / 9), (54_000, 9 / 4)):
+            jobs = [Job(Case(STOCK, stock), 1), Job(Case("zsmerge", ours, compression), 1, theirs)]
+            rows = bench.measure(jobs, bench.size(length), generated, cached=True)
+            yield bench.compared(rows, jobs, "decode throughput")
+
+
+def morphkv(bench: Bench) -> Iterator[list[Row]]:
+    """MorphKV table 4, against SnapKV: prompts of 6k tokens, SnapKV keeps 1,024 of them and all that is generated.
+
+    Their SnapKV keeps entries for each query head, so four times as many as ours; that is in their ratio of memory.
+    """
+    length, generated = bench.size(6000), bench.size(bench.arguments.generate or 2048)
+    longest, batch = length + generated + 64, 8
+    with bench.sides("8b", longest, int(1.1 * batch * longest)) as (stock, ours):
+        jobs = [Job(Case(STOCK, stock), batch)]
+        jobs.append(Job(Case("snapkv", ours, bench.compression("snapkv", bench.size(1024))), batch, 1.0))
+        jobs.append(Job(Case("h2o", ours, bench.compression("h2o", bench.size(2048))), batch, 2.40))
+        jobs.append(Job(Case("morphkv", ours, bench.compression("morphkv", bench.size(2048))), batch, 4.68))
+        rows = bench.measure(jobs, length, generated, cached=True)
+        yield bench.compared(rows, jobs, "1 / (runtime x memory) against snapkv")
+
+
+def grkv(bench: Bench) -> Iterator[list[Row]]:
+    """GRKV figure 4: Llama 3.1 8B, 64k context, 10%, one request: 37.75 ms a token, 64.84 with the full cache."""
+    length, generated = bench.size(65_536), bench.arguments.tokens
+    longest = length + generated + 64
+    with bench.sides("8b", longest, int(2.2 * longest)) as (stock, ours):
+        jobs = [Job(Case(STOCK, stock), 1)]
+        jobs.append(Job(Case("snapkv", ours, bench.compression("snapkv", 0.1)), 1))
+        jobs.append(Job(Case("grkv", ours, bench.compression("grkv", 0.1)), 1, 37.75 / 64.84))
+        rows = bench.measure(jobs, length, generated, cached=True, with_first_token=True)
+        yield bench.compared(rows, jobs, "intertoken latency")
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[list[Row]]]] = {
+    "latency": latency,
+    "throughput": throughput,
+    "keepkv": keepkv,
+    "zsmerge": zsmerge,
+    "zsmerge-length": zsmerge_length,
+    "morphkv": morphkv,
+    "grkv": grkv,
+}
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A ratio that a part's rows are to reach at a length and budget."""
+
+    part: str
+    what: str
+    field: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def verdict(self, row: Row) -> str:
+        value = getattr(row, self.field).median
+        is_reached = value <= self.at_most if self.at_most is not None else value >= (self.at_least or 0.0)
+        return f"{value:.2f}, {'reached' if is_reached else 'missed'}"
+
+
+AIM_LENGTH, AIM_BUDGET = 65_536, "0.1"
+AIMS = [
+    Aim("latency", "time between tokens at most 0.5 x full cache", "intertoken_ratio", at_most=0.5),
+    Aim("throughput", "throughput at equal KV memory at least 4 x full cache", "decode_ratio", at_least=4.0),
+    Aim("latency", "time to the first token at most 1.05 x full cache", "first_token_ratio", at_most=1.05),
+]
+
+
+def verdicts(found: dict[str, list[Row]], length: int) -> list[str]:
+    """A line for each aim: each policy at the aims' length and budget, or that it was not measured."""
+    lines = []
+    for aim in AIMS:
+        rows = [r for r in found.get(aim.part, []) if r.length == length and r.case.endswith(" " + AIM_BUDGET)]
+        told = "; ".join(f"{row.case.split()[0]} {aim.verdict(row)}" for row in rows)
+        lines.append(f"{aim.what}: {told or 'not measured'}")
+    return lines
+
+
+def show(part: str, rows: list[Row]) -> None:
+    def cells(row: Row) -> list[str]:
+        theirs = "" if row.theirs is None or row.ours is None else f"{row.ours:.2f} | {row.theirs:.2f}"
+        return [
+            str(row.requests),
+            str(row.decode),
+            str(row.decode_ratio),
+            str(row.intertoken),
+            str(row.intertoken_ratio),
+            f"{row.intertoken_p99:.2f}",
+            str(row.total_ratio),
+            str(row.first_token or ""),
+            str(row.first_token_ratio or ""),
+            f"{row.peak_usage:.2f}, {row.preemptions}",
+            theirs,
+        ]
+
+    heads = ["requests", "decode tok/s", "ratio", "between tokens ms", "ratio", "p99 ms", "total tok/s ratio"]
+    heads += ["1st token ms", "ratio", "pool, preempted", "ours | paper"]
+    title = f"{part}: {rows[0].length} + {rows[0].generated} tokens; median (range)"
+    print_table(title, heads, {row.case: cells(row) for row in rows}, first="")
+
+
+def save(path: Path, part: str, arguments: argparse.Namespace, card: str | None, rows: list[Row]) -> None:
+    """Puts a part into the file, in the place of what was there of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = json.loads(path.read_text()) if path.exists() else {}
+    shape = SHAPES["tiny" if arguments.device == "cpu" else arguments.shape]
+    parts[part] = {
+        "machine": machine() | {"card": card},
+        "arguments": vars(arguments) | {"shape_of_parts": asdict(shape)},
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(parts, indent=1, default=str) + "\n")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--runner", choices=["v1", "v2"], default="v2", help="vLLM's model runner, of both sides")
+    parser.add_argument("--stock-backend", metavar="NAME", help="stock vLLM's attention; default: what it chooses")
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of latency and throughput; papers have own ones")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384, 65_536], help="of latency")
+    parser.add_argument("--together", type=int, default=4 * 65_536, help="tokens of all prompts, in latency")
+    parser.add_argument("--throughput-lengths", type=int, nargs="+", default=[65_536])
+    parser.add_argument("--throughput-tokens", type=int, default=512, help="generated per request, in throughput")
+    parser.add_argument("--fit", type=int, default=2, help="whole requests that the pool holds, in throughput")
+    parser.add_argument("--tokens", type=int, default=128, help="generated per request, elsewhere")
+    parser.add_argument("--generate", type=int, help="generated per request by zsmerge and morphkv, instead of theirs")
+    parser.add_argument("--max-requests", type=int, default=64)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.1, 0.05])
+    parser.add_argument("--interval", type=int, default=16)
+    parser.add_argument("--policies", nargs="+", default=["keepkv", "snapkv", "streaming_llm"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/gpu_serving.json"))
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("there is no card that torch can use; --device cpu runs tiny shapes without one", file=sys.stderr)
+        return 2
+    card = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+    bench = Bench(arguments, SHRINK if arguments.device == "cpu" else 1)
+    found: dict[str, list[Row]] = {}
+    for part in arguments.parts:
+        found[part] = []
+        for rows in PARTS[part](bench):
+            found[part] += rows
+            save(arguments.output, part, arguments, card, found[part])
+            show(part, rows)
+    print(f"At {bench.size(AIM_LENGTH)} tokens and budget {AIM_BUDGET}:")
+    print("\n".join(verdicts(found, bench.size(AIM_LENGTH))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

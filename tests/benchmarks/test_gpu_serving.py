@@ -1,0 +1,93 @@
+"""The benchmark of serving on a card: on the CPU it runs tiny shapes, and without a card it says so."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = FOLDER / "gpu_serving.py"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import gpu_serving
+
+    return gpu_serving
+
+
+def row(benchmark, case, length, **medians):
+    from report import Spread
+
+    one = Spread(1.0, 1.0, 1.0)
+    fields = dict.fromkeys(
+        ("decode", "decode_ratio", "intertoken", "intertoken_ratio", "total", "total_ratio", "first_token_ratio"), one
+    )
+    usage = medians.pop("peak_usage", 0.5)
+    fields |= {name: Spread(median, median, median) for name, median in medians.items()}
+    return benchmark.Row(
+        case=case, length=length, generated=8, requests=1, intertoken_p99=1.0, peak_usage=usage, preemptions=0, **fields
+    )
+
+
+def test_aims_are_reached_missed_or_not_measured(benchmark):
+    rows = [
+        row(benchmark, benchmark.STOCK, 64),
+        row(benchmark, "keepkv 0.1", 64, intertoken_ratio=0.4, first_token_ratio=1.06),
+        row(benchmark, "snapkv 0.1", 64, intertoken_ratio=0.6, first_token_ratio=1.0),
+        row(benchmark, "snapkv 0.2", 64, intertoken_ratio=0.1),
+        row(benchmark, "keepkv 0.1", 32, intertoken_ratio=0.1),
+    ]
+    between, together, first = benchmark.verdicts({"latency": rows}, 64)
+    assert between.endswith("full cache: keepkv 0.40, reached; snapkv 0.60, missed")
+    assert together.endswith("full cache: not measured")
+    assert first.endswith("full cache: keepkv 1.06, missed; snapkv 1.00, reached")
+    found = {"throughput": [row(benchmark, "keepkv 0.1", 64, decode_ratio=4.5)]}
+    assert benchmark.verdicts(found, 64)[1].endswith("keepkv 4.50, reached")
+
+
+def test_a_papers_throughput_follows_from_runtime_and_memory(benchmark):
+    """MorphKV table 4: half as fast, with an eighth of the memory, is four times the throughput."""
+    rows = [
+        row(benchmark, "snapkv", 64, total=2.0, peak_usage=0.8),
+        row(benchmark, "morphkv", 64, total=1.0, peak_usage=0.1),
+    ]
+    metric = benchmark.METRICS["1 / (runtime x memory) against snapkv"]
+    assert [metric(one, rows) for one in rows] == [1.0, pytest.approx(4.0)]
+
+
+def test_what_papers_report_is_beside_what_is_measured(benchmark):
+    rows = [row(benchmark, benchmark.STOCK, 64), row(benchmark, "keepkv", 64, decode_ratio=1.5)]
+    jobs = [
+        benchmark.Job(benchmark.Case(one.case, None), 1, theirs) for one, theirs in zip(rows, (None, 2.2), strict=True)
+    ]
+    stock, keepkv = benchmark.Bench.compared(rows, jobs, "decode throughput")
+    assert (stock.ours, stock.theirs, stock.their_metric) == (None, None, None)
+    assert (keepkv.ours, keepkv.theirs, keepkv.their_metric) == (1.5, 2.2, "decode throughput")
+
+
+def test_a_part_runs_and_is_saved_beside_others(tmp_path):
+    output = tmp_path / "gpu.json"
+    output.write_text(json.dumps({"grkv": "of another run", "latency": "to be replaced"}))
+    sizes = ["--lengths", "8192", "--together", "16384", "--tokens", "40", "--repeats", "1", "--budgets", "0.1"]
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--parts", "latency", "--policies", "keepkv", *sizes]
+    done = subprocess.run([*command, "--output", output], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    parts = json.loads(output.read_text())
+    assert parts["grkv"] == "of another run" and parts["latency"]["machine"]["cpu"]
+    stock, plain, keepkv = parts["latency"]["rows"]
+    assert [one["case"] for one in (stock, plain, keepkv)] == ["stock vLLM", "plain", "keepkv 0.1"]
+    assert all(one["requests"] == 2 and one["first_token"]["median"] > 0 for one in (stock, plain, keepkv))
+    assert stock["intertoken_ratio"]["median"] == stock["first_token_ratio"]["median"] == 1
+    assert keepkv["peak_usage"] < 0.5 * plain["peak_usage"]
+    assert "time between tokens at most 0.5 x full cache: not measured" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_it_exits_with_2(tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "no card" in done.stderr and not list(tmp_path.iterdir())

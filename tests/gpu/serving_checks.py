@@ -1,0 +1,180 @@
+"""What any engine with the plugin on a card must do; ``test_serving`` runs this once for each engine.
+
+No file of tests by its name: it needs an engine's ``--setting``.
+"""
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import random_prompt
+from tests.engine.test_recall import (
+    test_every_preset_end_to_end,  # noqa: F401
+    test_recall_on_fresh_prompts,  # noqa: F401
+)
+from tests.engine.test_stress import assert_same_or_tied, draw_jobs, run_together
+from tests.gpu.compare import assert_all_close, assert_close
+from vllm_kvmerge import compression, demo
+
+POLICIES = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv"]
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(autouse=True)
+def only_where_it_tells(request, setting):
+    if request.node.name.startswith(("test_recall", "test_every_preset")):
+        if setting.model != demo.model_path():
+            pytest.skip("the model has learnt nothing to recall")
+        if not setting.is_on_card:
+            pytest.skip("prompts are longer than this engine's")
+
+
+def test_the_engine_is_the_one_that_was_asked_for(engine, setting):
+    config = engine.llm.llm_engine.vllm_config
+    assert config.use_v2_model_runner == (setting.runner == "v2")
+    assert str(config.model_config.dtype) == f"torch.{setting.dtype}"
+    if setting.is_on_card:
+        assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+        assert config.scheduler_config.async_scheduling
+        assert not engine.runner.compression.compactor.layers[0].keys.is_cpu
+
+
+def test_plain_requests_are_vllms(engine, setting, expected):
+    found = engine.run(setting.plain_jobs(), setting.num_tokens)
+    assert_all_close(found, expected["vllm"], setting.against_vllm, "plain")
+    engine.assert_empty()
+
+
+def test_plain_requests_that_hit_the_prefix_cache_are_vllms(engine, setting, expected):
+    assert engine.llm.reset_prefix_cache()
+    prompts = [prompt for prompt, _ in setting.plain_jobs()]
+    params = engine.params(setting.num_tokens)
+    engine.generate(prompts, params)
+    for prompt, theirs in list(zip(prompts, expected["vllm"], strict=True))[::3]:
+        first, again = (engine.generate([prompt], params)[0] for _ in range(2))
+        assert again.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        for output in (first, again):
+            assert_close(type(theirs).of(output.outputs[0]), theirs, setting.against_vllm, f"{len(prompt)} tokens")
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("is_exceeded", [False, True], ids=["never-scored", "scored"])
+def test_a_budget_with_room_changes_nothing(engine, setting, expected, is_exceeded):
+    """If the budget could be exceeded, requests are scored and move to blocks of their own, and lose nothing."""
+    jobs = []
+    for index, (prompt, _) in enumerate(setting.plain_jobs()):
+        budget = max(40, len(prompt)) if is_exceeded else setting.longest + setting.num_tokens
+        policy = POLICIES[index % len(POLICIES)]
+        jobs.append((prompt, compression(policy, budget=budget, interval=setting.num_tokens)))
+    found = engine.run(jobs, setting.num_tokens)
+    assert_all_close(found, expected["vllm"], setting.against_vllm, "roomy")
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("company", ["together", "alone"])
+def test_policies_are_the_references(engine, setting, expected, company):
+    """Every preset, with plain requests between them: what the operators' reference makes of them, run eagerly."""
+    jobs = setting.compressed_jobs()
+    if company == "together":
+        found = engine.run(jobs, setting.num_tokens)
+    else:
+        found = [engine.run([job], setting.num_tokens)[0] for job in jobs]
+    assert_all_close(found, expected["reference"], setting.against_itself, company)
+    engine.assert_empty()
+
+
+def test_policies_change_what_is_generated(engine, setting, expected):
+    """Otherwise the last test would say nothing: without its policy a request is far from what is expected."""
+    jobs = setting.compressed_jobs()
+    found = engine.run([(prompt, None) for prompt, _ in jobs], setting.num_tokens)
+    changed = 0
+    for (_, extra), plain, reference in zip(jobs, found, expected["reference"], strict=True):
+        try:
+            assert_close(plain, reference, setting.against_itself, "")
+        except AssertionError:
+            changed += 1
+            assert extra is not None
+    assert changed >= 0.5 * sum(extra is not None for _, extra in jobs)
+
+
+@pytest.mark.parametrize("policy", ["keepkv", "snapkv", "zsmerge", "morphkv"])
+def test_the_prefix_cache_is_as_plain_requests_leave_it(engine, setting, policy):
+    """The same hashes, and behind them blocks from which a plain request goes on as one that computes all itself."""
+    length = setting.longest - 10
+    prompt = random_prompt(np.random.default_rng(6), length)
+    extra = compression(policy, budget=max(40, length // 6), interval=8)
+
+    def hashes() -> set:
+        return set(engine.pool.cached_block_hash_to_block._cache)
+
+    assert engine.llm.reset_prefix_cache()
+    cold = engine.generate([prompt], engine.params(1))[0]
+    assert cold.num_cached_tokens == 0
+    left_by_plain = hashes()
+    assert len(left_by_plain) == length // BLOCK_SIZE
+    (whole,) = engine.run([(prompt, None)], setting.num_tokens)
+    for hits in (False, True):  # the compressed request's own blocks, or those that a plain one has left
+        assert engine.llm.reset_prefix_cache()
+        if hits:
+            engine.generate([prompt], engine.params(1))
+        engine.run([(prompt, extra)], 40)  # it fills blocks after its compression, which must not be found
+        assert hashes() == left_by_plain
+        warm = engine.generate([prompt], engine.params(setting.num_tokens))[0]
+        assert warm.num_cached_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert_close(type(whole).of(warm.outputs[0]), whole, setting.against_itself, f"hits: {hits}")
+    engine.assert_empty()
+
+
+def test_requests_of_every_kind_at_once(engine, setting):
+    """Preempted, aborted, sharing prompts, compressed by any policy or none: as alone, and no block is lost."""
+    rng = np.random.default_rng(20)
+    num_requests = 100 if setting.is_on_card else 24
+    jobs = draw_jobs(rng, num_requests, 3500 if setting.is_on_card else setting.longest, num_logprobs=5)
+    together, num_preemptions = run_together(engine, jobs, rng)
+    engine.assert_empty()
+    assert num_preemptions > 0, "the pool is too large to test preemption"
+    assert any(job.abort_after is not None for job in jobs)
+    for index, (job, tokens) in enumerate(zip(jobs, together, strict=True)):
+        name = f"request {index} ({job.params.extra_args}, {len(job.prompt)} tokens)"
+        alone = engine.generate([job.prompt], job.params)[0].outputs[0]
+        assert tokens and (job.abort_after is not None or len(tokens) == len(alone.token_ids)), name
+        assert_same_or_tied(tokens, alone, name, 2 * setting.against_itself.most)
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 9])
+def test_aborted_requests_leave_nothing(engine, setting, steps):
+    """While the prompt is computed, at its compression, and in the middle of decoding."""
+    rng = np.random.default_rng(steps)
+    core = engine.llm.llm_engine
+    for policy in [*POLICIES[:3], "morphkv"]:
+        extra = compression(policy, budget=max(40, setting.longest // 6), interval=4)
+        prompt = {"prompt_token_ids": random_prompt(rng, setting.longest)}
+        core.add_request(policy, prompt, engine.params(50, extra))
+    for _ in range(steps):
+        core.step()
+    core.abort_request(list(engine.scheduler.requests), internal=True)
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("policy", [None, "keepkv", "morphkv", "streaming_llm"])
+def test_decoding_runs_no_python_attention(engine, setting, policy, monkeypatch):
+    """Full graphs are replayed: the backend is called for prompts alone, not once for each layer and token."""
+    if not setting.is_on_card:
+        pytest.skip("there are no graphs on the CPU")
+    from vllm_kvmerge.attention.cuda import CUDAAttentionImpl
+
+    forward, calls = CUDAAttentionImpl.forward, []
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    extra = compression(policy, budget=60, interval=8) if policy else None
+    prompt, num_tokens = random_prompt(np.random.default_rng(3), 200), 60
+    engine.run([(prompt, extra)], num_tokens)  # what has to be compiled, is
+    assert engine.llm.reset_prefix_cache()
+    monkeypatch.setattr(CUDAAttentionImpl, "forward", counted)
+    engine.run([(prompt, extra)], num_tokens)
+    num_layers = len(engine.runner.compression.compactor.layers)
+    assert num_layers <= len(calls) <= 3 * num_layers, f"{len(calls)} calls for {num_layers} layers"
+    engine.assert_empty()

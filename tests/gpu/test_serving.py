@@ -1,0 +1,104 @@
+"""The plugin serving on a card: ``serving_checks`` with every engine, each in a process of its own.
+
+Where there is no card, a selection runs with our parts of vLLM's model runners on the CPU, which shows that the checks
+work, and nothing of a card.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.setting import DTYPES, RUNNERS, Setting
+from tests.random_model import write_llama
+from vllm_kvmerge import demo
+
+CHECKS = Path(__file__).with_name("serving_checks.py")
+ROOT = CHECKS.parents[2]
+LLAMA_128 = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "initializer_range": 0.06,
+}
+ON_CPU = {
+    "v1": "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]",
+    "v2": "asked_for or references[together] or nothing[3]",  # its kernels are interpreted
+}
+"""Of ``serving_checks``."""
+
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card that PyTorch can use")
+
+
+def start(command: list[str], **more) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, text=True, capture_output=True, **more)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done
+
+
+def generated(setting: Setting, jobs: list, is_stock: bool) -> list:
+    engine = {"engine": setting.engine, "is_stock": is_stock, "is_on_card": setting.is_on_card}
+    command = engine | {"num_tokens": setting.num_tokens, "jobs": jobs}
+    environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    done = start(["-m", "tests.gpu.generate"], input=json.dumps(command), env=environment)
+    return json.loads(done.stdout.split("RESULT", 1)[1])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    llama = write_llama(tmp_path_factory.mktemp("llama"), **LLAMA_128)
+    return {"demo": demo.model_path(), "llama": str(llama)}
+
+
+@pytest.fixture(scope="module")
+def with_expected(tmp_path_factory) -> Callable[[Setting], Setting]:
+    """Adds to a setting what is expected, which is the same for both model runners."""
+    known: dict[Setting, Setting] = {}
+
+    def add(setting: Setting) -> Setting:
+        key = replace(setting, runner="")
+        if key not in known:
+            found = {
+                "vllm": generated(setting, setting.plain_jobs(), is_stock=True),
+                "reference": generated(setting, setting.compressed_jobs(), is_stock=False),
+            }
+            path = tmp_path_factory.mktemp("expected") / "expected.json"
+            path.write_text(json.dumps(found))
+            known[key] = replace(key, expected=str(path))
+        return replace(known[key], runner=setting.runner)
+
+    return add
+
+
+def check(setting: Setting, folder: Path, *options: str) -> str:
+    """Runs ``serving_checks``; what pytest says in its last line."""
+    path = setting.write(folder / "setting.json")
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS), "--setting", str(path), *options]
+    return start(command).stdout.strip().splitlines()[-1]
+
+
+@needs_card
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", ["demo", "llama"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_on_a_card(runner, model, dtype, models, with_expected, tmp_path):
+    setting = with_expected(Setting(runner, models[model], dtype, is_on_card=True))
+    assert " passed" in check(setting, tmp_path)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_the_checks_without_a_card(runner, with_expected, tmp_path):
+    if runner == "v2":
+        pytest.importorskip("triton", reason="Triton is not installed")
+    setting = with_expected(Setting(runner, demo.model_path(), "float32", is_on_card=False))
+    assert " passed" in check(setting, tmp_path, "-k", ON_CPU[runner])
