@@ -59,10 +59,8 @@ serve: setup
 	@VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
 
-# In the files' own order: those that start servers and take longest are not left for the end, one after the other.
 test: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
-		--no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)

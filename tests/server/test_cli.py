@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from vllm.envs import disable_envs_cache
 
 from vllm_kvmerge import __version__
 from vllm_kvmerge.catalogue import describe_policies
@@ -213,6 +214,7 @@ def test_unsupported_option(
 
 
 def test_rust_front_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    disable_envs_cache()  # an engine that was started in this process has made vLLM remember its environment
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     assert "VLLM_USE_RUST_FRONTEND=1 is not supported: " in fault(capsys, "serve", model)
 
