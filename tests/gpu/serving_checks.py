@@ -23,9 +23,9 @@ BLOCK_SIZE = 32
 def only_where_it_tells(request, setting):
     if request.node.name.startswith(("test_recall", "test_every_preset")):
         if setting.model != demo.model_path():
-            pytest.skip("the model has learnt nothing to recall")
+            pytest.skip("a model of random weights has nothing to recall")
         if not setting.is_on_card:
-            pytest.skip("prompts are longer than this engine's")
+            pytest.skip("the small engine without a card takes no prompts of this length")
 
 
 def test_the_engine_is_the_one_that_was_asked_for(engine, setting):
@@ -160,7 +160,7 @@ def test_aborted_requests_leave_nothing(engine, setting, steps):
 def test_decoding_runs_no_python_attention(engine, setting, policy, monkeypatch):
     """Full graphs are replayed: the backend is called for prompts alone, not once for each layer and token."""
     if not setting.is_on_card:
-        pytest.skip("there are no graphs on the CPU")
+        pytest.skip("PyTorch has CUDA graphs on a card alone")
     from vllm_kvmerge.attention.cuda import CUDAAttentionImpl
 
     forward, calls = CUDAAttentionImpl.forward, []
