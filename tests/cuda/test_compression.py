@@ -9,6 +9,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from tests.cuda.scene import GROUPS, HEAD_SIZE, HEADS
 from vllm_kvmerge.attention.rows import BatchRow, QueryRings
 from vllm_kvmerge.cache.plan import CompressionStep, PromptWindow
+from vllm_kvmerge.worker import compression as compression_module
 from vllm_kvmerge.worker.compression import Compression, RequestState
 from vllm_kvmerge.worker.cuda_runner import CUDARunnerMixin
 
@@ -84,3 +85,21 @@ def test_runner_v1_keeps_them_out_of_full_graphs(compression, monkeypatch):
     runner._determine_batch_execution_and_padding(num_tokens=1)
     runner._determine_batch_execution_and_padding(num_tokens=1, force_uniform_decode=True)
     assert [kwargs.get("force_uniform_decode") for kwargs in seen] == [None, False, True]
+
+
+def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypatch):
+    """Four workers, two KV heads: the first and the third have one each, the others hold the same."""
+    config = compression._config
+    config.parallel_config.tensor_parallel_size = 4
+    config.model_config.get_total_num_kv_heads = lambda: 2
+    compression._compactor.execute = lambda compactions: torch.tensor([[3, 5]])
+    plan = SimpleNamespace(request_id="a", compression='{"policy": "h2o", "budget": 40}', new_front=40, num_tokens=50)
+    counted = []
+    for rank in range(4):
+        monkeypatch.setattr(compression_module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(
+            compression_module, "count_entries", lambda *counts, rank=rank: counted.append((rank, counts))
+        )
+        compression.step = CompressionStep(plans=[plan])
+        compression.run_plans(lambda request: torch.tensor([0]))
+    assert counted == [(0, ("h2o", 0, 3, 5)), (2, ("h2o", 0, 3, 5))]
