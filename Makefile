@@ -4,6 +4,8 @@
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a card (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
+# make races    the tests of the operators in CUDA C++, emulated on the CPU, with ThreadSanitizer: it finds accesses of a
+#               card's threads that nothing orders; some minutes, no card
 # make sanitize-cuda  the tests of the operators in CUDA C++ under compute-sanitizer; needs a card, after make cuda
 # make browser   tests of the page in headless Chromium
 # make image-steps  what docker/Dockerfile.cpu does, in a clean root below build/; needs root and debootstrap
@@ -30,7 +32,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test demo-model cuda sanitize sanitize-cuda lint image-steps browser
+.PHONY: setup serve test demo-model cuda sanitize races sanitize-cuda lint image-steps browser
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -77,6 +79,14 @@ sanitize: setup
 		$(BIN)/python -m pytest tests/kernels -k "not plain-torch" \
 		--ignore tests/kernels/test_cuda.py --ignore tests/kernels/test_triton.py \
 		--native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
+
+# Not the order in which the emulation runs threads counts, but what a card's barriers say of it. ThreadSanitizer must be
+# in the process first, and knows only some places of memory.
+races: setup
+	$(BIN)/python csrc/cuda/build.py --races
+	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libtsan.so) TSAN_OPTIONS=exitcode=66:halt_on_error=1 OMP_NUM_THREADS=1 \
+		setarch -R $(BIN)/python -m pytest tests/kernels/test_cuda.py -k "emulated or any_segments" \
+		--emulated-library build/_cuda_races.so $(ARGS)
 
 sanitize-cuda: setup
 	$(BIN)/python csrc/cuda/sanitize.py $(ARGS)

@@ -13,6 +13,7 @@ THIN_ON_CARD = 7
 
 def pytest_addoption(parser):
     parser.addoption("--native-library", type=Path, help="test this build of the native operators")
+    parser.addoption("--emulated-library", type=Path, help="test this build of the operators in CUDA C++ for the CPU")
     parser.addoption(
         "--thin",
         type=int,

@@ -2,7 +2,8 @@
 
 The library holds machine code for compute capabilities 8.0 and 9.0 (sm_90a), and PTX of 8.0, which a driver compiles
 for other cards of 8.0 and above. It is no part of ``pip install``: a machine without a card has no use for it.
-``--emulated`` builds the same kernels for the CPU instead, with the C++ compiler alone, for tests.
+``--emulated`` builds the same kernels for the CPU instead, with the C++ compiler alone, for tests; ``--races`` with it,
+for ThreadSanitizer, which must be in the process that loads them first (``make races``).
 """
 
 import argparse
@@ -20,14 +21,20 @@ PACKAGE = SOURCES.parents[1] / "vllm_kvmerge" / "kernels" / "cuda"
 CXX_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 # Kernels look at chunks of 16 bytes as elements.
 EMULATED_FLAGS = ["-fno-strict-aliasing", "-Wno-maybe-uninitialized"]
+RACE_FLAGS = ["-fsanitize=thread", "-g", "-Wno-tsan"]
 ARCHITECTURES = {"80": ["arch=compute_80,code=[sm_80,compute_80]"], "90a": ["arch=compute_90a,code=sm_90a"]}
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 
 
 def nvcc() -> str | None:
-    """The CUDA compiler; None where there is none."""
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc") or (shutil.which(str(Path(home) / "bin" / "nvcc")) if home else None)
+    """The CUDA compiler: that on PATH, in CUDA_HOME, or where the toolkit installs itself; None if there is none."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+
+
+def without_random_addresses() -> list[str]:
+    """What to put before a command, since ThreadSanitizer knows only some places of a process's memory."""
+    return ["setarch", "-R"] if shutil.which("setarch") else []
 
 
 def run(command: list[str]) -> str:
@@ -94,12 +101,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="the library; default: in the package, or build/ if emulated")
     parser.add_argument("--emulated", action="store_true", help="for the CPU, for tests")
+    parser.add_argument("--races", action="store_true", help="emulated, and races between threads are found")
     arguments = parser.parse_args()
-    name = "_cuda_emulated.so" if arguments.emulated else "_cuda.so"
-    default = (SOURCES.parents[1] / "build" if arguments.emulated else PACKAGE) / name
-    output = arguments.output or default
+    emulated = arguments.emulated or arguments.races
+    name = "_cuda_races.so" if arguments.races else "_cuda_emulated.so" if emulated else "_cuda.so"
+    output = arguments.output or (SOURCES.parents[1] / "build" if emulated else PACKAGE) / name
+    flags = tuple(RACE_FLAGS) if arguments.races else ()
     try:
-        kernels = usage(build(output, SOURCES.parents[1] / "build" / "cuda" / name, arguments.emulated))
+        kernels = usage(build(output, SOURCES.parents[1] / "build" / "cuda" / name, emulated, flags))
     except (RuntimeError, ImportError) as error:
         print(f"the CUDA operators are not built: {error}", file=sys.stderr)
         return 1

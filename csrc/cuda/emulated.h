@@ -1,9 +1,14 @@
 // device.h for a CPU: a block's threads are fibers that take turns, and change places only where they wait.
 //
 // It is meant to find mistakes. Threads run in an order that changes from turn to turn, so that what a missing barrier
-// leaves open differs; shared memory starts as NaN; asynchronous copies are made when they are waited for, not before;
-// what ends as an exception: a barrier that not all threads reach, a write behind the shared memory, and a copy from or
-// to an address that is not aligned.
+// leaves open differs; shared memory starts as NaN; where an asynchronous copy goes is NaN from its start until it is
+// waited for, so that what is read too early or overwritten too early is seen. What ends as an exception: a barrier that
+// not all threads reach, a write behind the shared memory, a copy from or to an address that is not aligned or of
+// something that changes meanwhile, and a bulk copy before all threads have shown the engine what they wrote.
+//
+// Built with ThreadSanitizer (build.py --emulated --races), it knows of the order among threads what a card guarantees
+// and nothing else: barriers order memory, shuffles and matrix instructions do not, and blocks are in no order. Then
+// any two accesses to shared or global memory that conflict are found, whatever the turns were.
 #pragma once
 
 #include <ucontext.h>
@@ -16,6 +21,19 @@
 #include <memory>
 #include <stdexcept>
 #include <vector>
+
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
+#define KVM_UNWATCHED __attribute__((no_sanitize("thread")))
+#else
+#define KVM_UNWATCHED
+#endif
 
 #define KVM_DEVICE inline
 #define KVM_UNROLL
@@ -40,34 +58,76 @@ namespace device {
 
 typedef uint64_t CopyBarrier;
 
-// A block of threads that is being run.
+// What a race detector is told: which thread runs, and what orders threads. It does not look at the emulation's own
+// variables (KVM_UNWATCHED, Unwatched), which threads share freely.
+#if defined(__SANITIZE_THREAD__)
+typedef void* Watched;
+KVM_UNWATCHED inline Watched watched_now() { return __tsan_get_current_fiber(); }
+KVM_UNWATCHED inline Watched watch_new() { return __tsan_create_fiber(0); }
+KVM_UNWATCHED inline void watch_no_more(Watched fiber) { __tsan_destroy_fiber(fiber); }
+KVM_UNWATCHED inline void switch_watch(Watched fiber) { __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync); }
+KVM_UNWATCHED inline void happened(void* mark) { __tsan_release(mark); }
+KVM_UNWATCHED inline void happens_after(void* mark) { __tsan_acquire(mark); }
+struct Unwatched {
+  Unwatched() {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ~Unwatched() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+};
+#else
+struct Watched {};
+inline Watched watched_now() { return {}; }
+inline Watched watch_new() { return {}; }
+inline void watch_no_more(Watched) {}
+inline void switch_watch(Watched) {}
+inline void happened(void*) {}
+inline void happens_after(void*) {}
+struct Unwatched {
+  Unwatched() {}
+};
+#endif
+
+// A block of threads that is being run; after its end it can run as the next block of a launch.
 class Block {
  public:
   static constexpr int kStackBytes = 128 << 10;
 
-  Block(int threads, int shared_bytes)
-      : threads_(threads),
-        fibers_(threads),
-        shared_(shared_bytes + 128 + kGuard),
-        shared_bytes_(shared_bytes),
-        warps_((threads + 31) / 32) {
-    for (Fiber& fiber : fibers_) fiber.stack.reset(new char[kStackBytes]);
+  Block(int threads, int shared_bytes) : threads_(threads), fibers_(threads), shared_bytes_(shared_bytes) {
+    scheduler_watch_ = watched_now();
+    happened(&launch_);
+    for (Fiber& fiber : fibers_) {
+      fiber.stack.reset(new char[kStackBytes]);
+      fiber.watch = watch_new();
+    }
   }
+  ~Block() {
+    happens_after(&end_);
+    for (Fiber& fiber : fibers_) watch_no_more(fiber.watch);
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
 
   // The block whose thread is running.
-  static Block*& current() {
+  KVM_UNWATCHED static Block*& current() {
     static Block* block = nullptr;
     return block;
   }
 
   // Runs all threads of a block to their end.
   void run(const int (&index)[3], int blocks_z, const std::function<void()>& body) {
+    const Unwatched unwatched;
     for (int i = 0; i < 3; ++i) index_[i] = index[i];
     blocks_z_ = blocks_z;
     body_ = &body;
-    std::fill(shared_.begin(), shared_.end(), static_cast<char>(0xff));
-    barrier_ = Meeting{};
-    for (Meeting& meeting : warps_) meeting = Meeting{};
+    // Another block's memory and barriers say nothing of this one's.
+    shared_.reset();
+    shared_.reset(new std::vector<char>(shared_bytes_ + 128 + kGuard, static_cast<char>(0xff)));
+    meetings_.reset();
+    meetings_.reset(new Meetings((threads_ + 31) / 32));
     in_flight_.clear();
     current() = this;
     running_ = threads_;
@@ -75,6 +135,7 @@ class Block {
       Fiber& fiber = fibers_[i];
       fiber.done = false;
       fiber.waits_for = nullptr;
+      fiber.shown = kNever;
       fiber.groups.clear();
       fiber.open.clear();
       getcontext(&fiber.context);
@@ -94,6 +155,7 @@ class Block {
         if (fiber.done || (fiber.waits_for && fiber.waits_for->generation == fiber.generation)) continue;
         fiber.waits_for = nullptr;
         moved = true;
+        switch_watch(fiber.watch);
         swapcontext(&scheduler_, &fiber.context);
       }
       if (!moved) throw std::logic_error("a barrier that not all threads reach");
@@ -104,22 +166,27 @@ class Block {
     if (failure_) throw std::logic_error(failure_);
   }
 
-  int thread() const { return active_; }
-  int index(int axis) const { return index_[axis]; }
-  int blocks_z() const { return blocks_z_; }
-  char* shared() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared_.data()) + 127) / 128 * 128); }
+  KVM_UNWATCHED int thread() const { return active_; }
+  KVM_UNWATCHED int index(int axis) const { return index_[axis]; }
+  KVM_UNWATCHED int blocks_z() const { return blocks_z_; }
+  char* shared() {
+    const Unwatched unwatched;
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared_->data()) + 127) / 128 * 128);
+  }
 
-  void barrier() { meet(barrier_, threads_); }
-  void warp_barrier() { meet(warps_[active_ / 32], 32); }
+  KVM_UNWATCHED void barrier() { meet(meetings_->block, threads_, true); }
+  KVM_UNWATCHED void warp_barrier() { meet(my_warp().meeting, 32, true); }
 
-  // Lets all lanes of a warp see what each of them gives.
+  // Lets all lanes of a warp see what each of them gives. That orders no other memory.
   template <class T>
   const T* exchange(const T& mine) {
     static_assert(sizeof(T) <= kSlot && std::is_trivially_copyable<T>::value, "too large");
-    warp_barrier();
-    T* all = reinterpret_cast<T*>(mail_[active_ / 32 % kMaxWarps]);
+    const Unwatched unwatched;
+    Warp& warp = my_warp();
+    meet(warp.meeting, 32, false);
+    T* all = reinterpret_cast<T*>(warp.mail);
     std::memcpy(all + active_ % 32, &mine, sizeof(T));
-    warp_barrier();
+    meet(warp.meeting, 32, false);
     return all;
   }
 
@@ -129,105 +196,188 @@ class Block {
     int bytes;
     bool live;
     CopyBarrier* barrier;
+    uint64_t sum = 0;  // of what is copied, as it was at first
+
+    uint64_t sum_now() const {
+      uint64_t found = 0;
+      for (int i = 0; live && i < bytes; ++i) found = 1099511628211u * (found ^ static_cast<const uint8_t*>(from)[i]);
+      return found;
+    }
+    // What is there until the copy is done, nobody may know.
+    void begin() {
+      sum = sum_now();
+      std::memset(to, 0xff, bytes);
+    }
     void make() const {
+      if (sum_now() != sum) current()->fail("something changes while it is copied");
       if (live) std::memcpy(to, from, bytes);
       else std::memset(to, 0, bytes);
     }
   };
-  void start(const Copy& copy) { fibers_[active_].open.push_back(copy); }
+  void start(Copy copy) {
+    copy.begin();
+    const Unwatched unwatched;
+    fibers_[active_].open.push_back(copy);
+  }
   void commit() {
+    const Unwatched unwatched;
     Fiber& fiber = fibers_[active_];
     fiber.groups.push_back(std::move(fiber.open));
     fiber.open.clear();
   }
+  // Others run meanwhile.
   void wait(size_t pending) {
-    auto& groups = fibers_[active_].groups;
-    while (groups.size() > pending) {
-      for (const Copy& copy : groups.front()) copy.make();
-      groups.erase(groups.begin());
-    }
+    const std::vector<Copy> done = take_groups(pending);
+    if (!done.empty()) pause();
+    for (const Copy& copy : done) copy.make();
   }
 
-  void start_bulk(const Copy& copy) { in_flight_.push_back(copy); }
+  // Bulk copies see what all threads wrote before they showed it, and then only behind a barrier.
+  KVM_UNWATCHED void show() { fibers_[active_].shown = meetings_->block.generation; }
+  void start_bulk(Copy copy) {
+    copy.begin();
+    happened(copy.barrier);
+    const Unwatched unwatched;
+    for (const Fiber& fiber : fibers_)
+      if (fiber.shown >= meetings_->block.generation) fail("a bulk copy to memory that threads may still write to");
+    in_flight_.push_back(copy);
+  }
   // A barrier is its phase in the highest bit, whether bytes are expected in the next, and the bytes that it waits for.
+  void expect(CopyBarrier* barrier, int bytes) {
+    const CopyBarrier before = *barrier;
+    happened(barrier);
+    const Unwatched unwatched;
+    if (before >> 62 & 1) fail("bytes that are expected before the last ones have come");
+    *barrier = before + (uint64_t{1} << 62) + bytes;
+  }
   void wait_bulk(CopyBarrier* barrier, int phase) {
     int pauses = 0;
-    while (static_cast<int>(*barrier >> 63) == phase) {
-      for (size_t i = 0; i < in_flight_.size();) {
-        if (in_flight_[i].barrier != barrier) {
-          ++i;
-          continue;
-        }
-        in_flight_[i].make();
-        *barrier -= in_flight_[i].bytes;
-        in_flight_.erase(in_flight_.begin() + i);
-      }
+    while (phase_of(*barrier) == phase) {
+      std::vector<Copy> arriving = take_bulk(barrier);
+      if (!arriving.empty()) happens_after(barrier);
+      for (const Copy& copy : arriving) copy.make();
+      const Unwatched unwatched;
+      for (const Copy& copy : arriving) *barrier -= copy.bytes;
       if (*barrier << 1 == uint64_t{1} << 63) {  // expected, and none left
         *barrier = ~*barrier & (uint64_t{1} << 63);
+        happened(barrier);
       } else if (++pauses > 100 * threads_) {
         return fail("bytes that never come");
       } else {
         pause();
       }
     }
+    happens_after(barrier);
   }
 
-  void fail(const char* why) { failure_ = why; }
+  KVM_UNWATCHED void fail(const char* why) { failure_ = why; }
 
  private:
-  static constexpr int kSlot = 32, kMaxWarps = 32, kGuard = 1024;
+  static constexpr int kSlot = 32, kGuard = 1024;
+  static constexpr uint64_t kNever = ~uint64_t{0};
 
   // Where threads wait for each other.
   struct Meeting {
     int arrived = 0;
     uint64_t generation = 0;
+    uint64_t marks[2] = {0, 0};  // of this generation and the next, as addresses for the race detector
+  };
+  struct Warp {
+    Meeting meeting;
+    alignas(16) char mail[32 * kSlot];
+  };
+  struct Meetings {
+    explicit Meetings(int num_warps) : warps(num_warps) {}
+    Meeting block;
+    std::vector<Warp> warps;
   };
   struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
+    Watched watch;
     bool done = false;
     Meeting* waits_for = nullptr;
     uint64_t generation = 0;
+    uint64_t shown = kNever;  // after so many barriers
     std::vector<Copy> open;
     std::vector<std::vector<Copy>> groups;
   };
 
-  static void enter() {
+  KVM_UNWATCHED static void enter() {
     Block& block = *current();
+    happens_after(&block.launch_);
     (*block.body_)();
-    Fiber& fiber = block.fibers_[block.active_];
-    if (!fiber.open.empty()) block.fail("copies that no group has");
+    happened(&block.end_);
+    block.leave();
+    switch_watch(block.scheduler_watch_);
+  }
+  void leave() {
+    const Unwatched unwatched;
+    Fiber& fiber = fibers_[active_];
+    if (!fiber.open.empty()) fail("copies that no group has");
     fiber.done = true;
-    --block.running_;
+    --running_;
   }
 
-  void pause() { swapcontext(&fibers_[active_].context, &scheduler_); }
+  KVM_UNWATCHED void pause() {
+    ucontext_t* mine = &fibers_[active_].context;
+    switch_watch(scheduler_watch_);
+    swapcontext(mine, &scheduler_);
+  }
 
-  void meet(Meeting& meeting, int count) {
+  void meet(Meeting& meeting, int count, bool orders) {
+    const Unwatched unwatched;
+    const uint64_t generation = meeting.generation;
+    if (orders) happened(meeting.marks + generation % 2);
     if (++meeting.arrived == count) {
       meeting.arrived = 0;
       ++meeting.generation;
-      return;
+    } else {
+      Fiber& fiber = fibers_[active_];
+      fiber.waits_for = &meeting;
+      fiber.generation = generation;
+      pause();
     }
-    Fiber& fiber = fibers_[active_];
-    fiber.waits_for = &meeting;
-    fiber.generation = meeting.generation;
-    pause();
+    if (orders) happens_after(meeting.marks + generation % 2);
+  }
+
+  Warp& my_warp() {
+    const Unwatched unwatched;
+    return meetings_->warps[active_ / 32];
+  }
+  KVM_UNWATCHED static int phase_of(const CopyBarrier& barrier) { return static_cast<int>(barrier >> 63); }
+
+  // The thread's copies but for those of the latest `pending` groups.
+  std::vector<Copy> take_groups(size_t pending) {
+    const Unwatched unwatched;
+    auto& groups = fibers_[active_].groups;
+    std::vector<Copy> found;
+    while (groups.size() > pending) {
+      found.insert(found.end(), groups.front().begin(), groups.front().end());
+      groups.erase(groups.begin());
+    }
+    return found;
+  }
+  std::vector<Copy> take_bulk(CopyBarrier* barrier) {
+    const Unwatched unwatched;
+    std::vector<Copy> found, others;
+    for (const Copy& copy : in_flight_) (copy.barrier == barrier ? found : others).push_back(copy);
+    in_flight_ = std::move(others);
+    return found;
   }
 
   int threads_, running_ = 0, active_ = 0, blocks_z_ = 1;
   int index_[3] = {0, 0, 0};
-  uint64_t turn_ = 0;
+  uint64_t turn_ = 0, launch_ = 0, end_ = 0;
   const char* failure_ = nullptr;
   const std::function<void()>* body_ = nullptr;
   ucontext_t scheduler_;
+  Watched scheduler_watch_;
   std::vector<Fiber> fibers_;
-  std::vector<char> shared_;
+  std::unique_ptr<std::vector<char>> shared_;
   int shared_bytes_;
   std::vector<Copy> in_flight_;
-  Meeting barrier_;
-  std::vector<Meeting> warps_;
-  alignas(16) char mail_[kMaxWarps][32 * kSlot];
+  std::unique_ptr<Meetings> meetings_;
 };
 
 inline int thread() { return Block::current()->thread(); }
@@ -255,11 +405,7 @@ inline bool warp_any(bool x) {
   for (int i = 0; i < 32; ++i) any |= all[i];
   return any;
 }
-inline int shared_add(int* at, int x) {
-  const int before = *at;
-  *at += x;
-  return before;
-}
+inline int shared_add(int* at, int x) { return __atomic_fetch_add(at, x, __ATOMIC_RELAXED); }
 
 inline float exp2(float x) { return std::exp2(x); }
 inline float log2(float x) { return std::log2(x); }
@@ -284,8 +430,8 @@ void wait_copies() {
 }
 
 inline void start_copy_barrier(CopyBarrier* barrier) { *barrier = 0; }
-inline void show_to_bulk_copies() {}
-inline void expect_bytes(CopyBarrier* barrier, int bytes) { *barrier += (uint64_t{1} << 62) + bytes; }
+inline void show_to_bulk_copies() { Block::current()->show(); }
+inline void expect_bytes(CopyBarrier* barrier, int bytes) { Block::current()->expect(barrier, bytes); }
 inline void copy_bulk(void* to, const void* from, int bytes, CopyBarrier* barrier) {
   check_aligned(to, 16);
   check_aligned(from, 16);
@@ -400,8 +546,8 @@ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
 // Runs a kernel's blocks one after the other.
 template <class Kernel>
 void launch(const Grid& grid, int shared_bytes, const typename Kernel::Params& params, int, void*) {
-  device::Block block(Kernel::kThreads, shared_bytes);
   const std::function<void()> body = [&] { Kernel::run(params); };
+  device::Block block(Kernel::kThreads, shared_bytes);
   for (int z = 0; z < grid.z; ++z)
     for (int y = 0; y < grid.y; ++y)
       for (int x = 0; x < grid.x; ++x) block.run({x, y, z}, grid.z, body);

@@ -116,8 +116,11 @@ def cuda_builder() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def emulated_library() -> Path:
-    """The CUDA operators, built for the CPU unless that was done since their sources changed."""
+def emulated_library(request) -> Path:
+    """``--emulated-library``, or the CUDA operators, built for the CPU unless their sources are as they were."""
+    given = request.config.getoption("--emulated-library", default=None)
+    if given is not None:
+        return given.resolve()
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no C++ compiler {compiler!r}")
