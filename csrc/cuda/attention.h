@@ -649,8 +649,11 @@ struct Finish {
     device::barrier();
     const float shrink = power(row.decay, row.num_queries);
     const int step = (device::num_blocks_z() - p.num_combined) * kThreads;
-    for (int entry = part * kThreads + device::thread(); entry < row.seen; entry += step) {
-      const Place place = place_of(p, row, entry);
+    int entry = part * kThreads + device::thread();
+    Place next = entry < row.seen ? place_of(p, row, entry) : Place{0, 0};
+    for (; entry < row.seen; entry += step) {
+      const Place place = next;  // the next one is looked up meanwhile
+      if (entry + step < row.seen) next = place_of(p, row, entry + step);
       const float* logits = p.kept + kept_at(p, place, head);
       float added = 0.0f;
 #pragma unroll 4

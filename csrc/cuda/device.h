@@ -226,8 +226,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
   Kernel::run(params);
 }
 
+// Throws std::runtime_error. What failed is forgotten then, so that the next launch does not find it and fail too.
 inline void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 // Makes a device the current one as long as it lives.
@@ -249,13 +252,25 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// Lets the blocks of a kernel have as much shared memory as the current device gives to one, and the device keep as much
+// for them as it has, so that several find room on a multiprocessor. It is the same whatever a launch takes: a limit that
+// a later launch lowers might hold for a graph that was captured before.
+template <class Kernel>
+void allow_shared_memory(int device) {
+  int most = 0;
+  check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory");
+  check_cuda(cudaFuncSetAttribute(run_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+             "shared memory");
+  check_cuda(cudaFuncSetAttribute(run_kernel<Kernel>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "shared memory");
+}
+
 // Starts a kernel on a stream; waits for nothing, so that a graph may capture it. Throws std::runtime_error.
 template <class Kernel>
 void launch(const Grid& grid, int shared_bytes, const typename Kernel::Params& params, int device, void* stream) {
   const DeviceGuard guard(device);
-  if (shared_bytes > 48 << 10)
-    check_cuda(cudaFuncSetAttribute(run_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-               "shared memory");
+  if (shared_bytes > 48 << 10) allow_shared_memory<Kernel>(device);
   const dim3 blocks(grid.x, grid.y, grid.z);
   run_kernel<Kernel><<<blocks, Kernel::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(cudaGetLastError(), "launch");

@@ -254,11 +254,16 @@ void call_merge(TensorView keys, TensorView values, TensorView log_votes, Tensor
         arguments.where(stream));
 }
 
+int64_t call_attend_bytes(int64_t query_rows, int64_t bits, int64_t padded, bool bulk) {
+  return attend_bytes(static_cast<int>(query_rows), static_cast<int>(bits), static_cast<int>(padded), bulk);
+}
+
 std::string call_targets() { return targets(); }
 
 }  // namespace
 }  // namespace kvmerge
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, kvmerge::call_attend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_bytes, kvmerge::call_attend_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, kvmerge::call_merge);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(targets, kvmerge::call_targets);

@@ -162,6 +162,28 @@ def test_what_kernels_cannot_do_is_left_to_others(cuda):
 
 
 @without_a_card
+def test_blocks_that_a_card_has_no_room_for_are_left_to_others(strict, monkeypatch):
+    """Many cards have 99 KiB for a block: enough for heads of 64, not for 128."""
+    left = []
+    monkeypatch.setattr("vllm_kvmerge.kernels.cuda.shared_memory", lambda device: 99 << 10)
+    monkeypatch.setattr("vllm_kvmerge.kernels.cuda.fallback", lambda device: left.append(device) or reference)
+    for dtype, head_size, fits in (
+        (torch.bfloat16, 64, True),
+        (torch.bfloat16, 128, False),
+        (torch.float32, 80, False),
+    ):
+        maker = CacheMaker(5, 2, head_size, 16, dtype)
+        rows = row_tensors([maker.sequence(40, 64, 100)], [1], [None])
+        query = maker.randn(1, 8, head_size).to(dtype)
+        found, expected = torch.empty_like(query), torch.empty_like(query)
+        strict.paged_attention(query=query, pages=maker.pages, **rows, scale=0.1, output=found)
+        assert len(left) == (not fits)
+        reference.paged_attention(query=query, pages=maker.pages, **rows, scale=0.1, output=expected)
+        assert relative_error(found, expected) < 1e-2
+        left.clear()
+
+
+@without_a_card
 def test_arguments_are_checked(strict):
     maker = CacheMaker(4, 2, 64, 16, torch.bfloat16)
     rows = row_tensors([maker.sequence(40, 64, 100)], [1], [None])
@@ -217,16 +239,25 @@ def test_a_workspace_that_was_reserved_does_not_grow(strict):
     assert work.num_bytes == before
 
 
-@pytest.mark.parametrize("rows", [1, 8, 256])
+@pytest.mark.parametrize("rows", [1, 8, 33, 35, 40, 64, 256])
 def test_splits_fill_a_card(rows, monkeypatch):
-    """132 multiprocessors with 2 blocks each, as on an H200: no split of less than 256 entries."""
+    """132 multiprocessors with 2 blocks each, as on an H200: no split of less than 256 entries. Of 35 and 40 sequences,
+    one split each would leave a second wave of 16 or 56 blocks."""
     monkeypatch.setattr("vllm_kvmerge.kernels.cuda.plan.multiprocessors", lambda device: 132)
     cache = torch.empty(8, 8, 16, cell_bytes(128, torch.bfloat16) // 2, dtype=torch.bfloat16)
     pages = Pages.of(cache, 128, row_major_keys=True)
-    for entries, expected in ((1024, {1: 4, 8: 4, 256: 1}), (65536, {1: 32, 8: 4, 256: 1})):
+    others = {33: 1, 64: 1, 256: 1}
+    for entries, expected in (
+        (1024, {1: 4, 8: 4, 35: 2, 40: 2, **others}),
+        (65536, {1: 32, 8: 4, 35: 5, 40: 4, **others}),
+    ):
         plan = AttentionPlan.of(pages, 32, 1, rows, entries // 16)
         assert plan.splits == expected[rows] and plan.kept == 4 and plan.least % 64 == 0
         assert plan.num_combined == (4 if plan.splits > 1 else 0) and plan.num_parts >= 1
+        blocks = rows * 8 * plan.splits
+        least = 0.85 if entries > 1024 and rows != 8 else 0.6 if rows > 1 else 0.1
+        assert blocks / (-(-blocks // 264) * 264) >= least, "of the card's room for blocks is in use"
+        assert len(plan.sizes) == 2 + (plan.splits > 1) and plan.sizes["lse"] == 16 * blocks
     assert AttentionPlan.obstacle(pages, 32, 4) is None
     assert AttentionPlan.obstacle(pages, 32, 5) == "20 rows of queries of a KV head are not from 1 to 16"
 

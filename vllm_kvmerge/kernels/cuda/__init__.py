@@ -110,7 +110,23 @@ def _obstacle(query: Tensor, pages: Pages, output: Tensor, num_queries: int) -> 
         return "queries are not of the cache's dtype"
     if not _is_aligned(query) or output.stride(2) != 1:
         return "rows of queries do not begin at multiples of 16 bytes, or the output's do not lie together"
-    return AttentionPlan.obstacle(pages, query.shape[1], num_queries)
+    return _plan_obstacle(pages, query.shape[1], num_queries)
+
+
+@cache
+def _attend_bytes(path: Path, rows: int, bits: int, head_size: int) -> int:
+    return int(_load(path).attend_bytes(rows, bits, head_size, False))
+
+
+def _plan_obstacle(pages: Pages, num_heads: int, num_queries: int) -> str | None:
+    """``AttentionPlan.obstacle``, or that a block has no room on the card: many have 99 KiB for one."""
+    reason = AttentionPlan.obstacle(pages, num_heads, num_queries)
+    if reason is not None:
+        return reason
+    rows, bits = num_queries * num_heads // pages.num_kv_heads, 8 * pages.keys.element_size()
+    needed = _attend_bytes(_path, rows, bits, AttentionPlan.padded(pages.head_size))
+    room = shared_memory(pages.keys.device)
+    return None if needed <= room else f"blocks take {needed} bytes of shared memory, and the card has {room}"
 
 
 def paged_attention(

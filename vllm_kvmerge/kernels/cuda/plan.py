@@ -1,7 +1,7 @@
 """How calls of the CUDA operators are cut into blocks: a function of shapes alone, so that captured graphs hold."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -15,11 +15,18 @@ MAX_SPLITS = 128
 LEAST_ENTRIES = 256
 """Of a split; a multiple of 64, of which its warps take 16 each."""
 
-BLOCKS = 2
-"""Of attention, on a multiprocessor, before entries are split further: as many as its shared memory has room for."""
+BEGIN_ENTRIES = 128
+"""As many could be read while a block begins and ends. Counted, not measured: some 4 us at 1/264 of a bandwidth."""
 
-UPDATE_BLOCKS = 4
-"""Likewise, of the launch that puts splits together, of 128 entries each."""
+WAVES = 8
+"""No more splits than fill a card so often."""
+
+BLOCKS = 2
+"""Of attention, on a multiprocessor: as many as its shared memory has room for, of a head size of 128 on an H200."""
+
+UPDATE_BLOCKS = 8
+"""Likewise, of the launch that puts splits together, of 128 entries each: a thread has 32 bytes or so of an entry under
+way, so that fewer would not have as many as a card can load meanwhile."""
 
 BYTES_STAGED = 48 << 10
 """What a block of a compaction holds of keys or values at a time, unless it has more than 3,072 places."""
@@ -51,11 +58,23 @@ def _shares(blocks: int, others: int, most: int, device: torch.device) -> int:
     return max(1, min(blocks * multiprocessors(device) // max(1, others), most))
 
 
+@lru_cache(maxsize=4096)
+def _splits(others: int, max_entries: int, room: int) -> int:
+    """Into how many splits ``others`` sequences and heads of so many entries are cut.
+
+    A card runs blocks in waves of ``room``, of which the last one may leave most of it idle: as few splits as take no
+    more than 5% longer than the best number would, if every wave took as long as one block.
+    """
+    most = max(1, min(-(-max_entries // LEAST_ENTRIES), WAVES * room // max(1, others), MAX_SPLITS))
+    times = [-(-splits * others // room) * (max_entries / splits + BEGIN_ENTRIES) for splits in range(1, most + 1)]
+    return 1 + next(number for number, time in enumerate(times) if time <= 1.05 * min(times))
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """How one call of attention runs.
 
-    splits: of the entries, a power of two, of at least ``least`` each. head_size: as it is padded. kept: rows of logits
+    splits: of the entries, of at least ``least`` each. head_size: as it is padded. kept: rows of logits
     that are kept for the score update. num_combined, num_parts: blocks, for each sequence and head, that put splits
     together and that update scores. sizes: elements of each buffer.
     """
@@ -67,6 +86,11 @@ class AttentionPlan:
     num_combined: int
     num_parts: int
     sizes: dict[str, int]
+
+    @staticmethod
+    def padded(head_size: int) -> int:
+        """The size that kernels are compiled for."""
+        return next(size for size in (64, 128, 256) if size >= head_size)
 
     @staticmethod
     def obstacle(pages: Pages, num_heads: int, num_queries: int) -> str | None:
@@ -81,10 +105,8 @@ class AttentionPlan:
         num_blocks, num_kv_heads = pages.keys.shape[:2]
         device = pages.keys.device
         max_entries = max_blocks * pages.block_size
-        padded = next(size for size in (64, 128, 256) if size >= pages.head_size)
-        most = min(MAX_SPLITS, -(-max_entries // LEAST_ENTRIES))
-        splits = _shares(BLOCKS, rows * num_kv_heads, most, device)
-        splits = 1 << (splits.bit_length() - 1)
+        padded = cls.padded(pages.head_size)
+        splits = _splits(rows * num_kv_heads, max_entries, BLOCKS * multiprocessors(device))
         kept = num_queries * num_heads // num_kv_heads
         parts = _shares(UPDATE_BLOCKS, rows * num_kv_heads, -(-max_entries // 128), device)
         sizes = {"lse": rows * num_kv_heads * splits * MAX_ROWS}
