@@ -47,12 +47,22 @@ def _tensors(value: Any):
         yield from _tensors(list(value.values()))
 
 
+class Pinned(torch.Tensor):
+    """A CPU tensor that passes for one in pinned memory, of which there is none without a card."""
+
+
 class Card(TorchFunctionMode):
-    """Makes what is made on, or sent to, ``CARD`` pass for a card's."""
+    """Makes what is made on, or sent to, ``CARD`` pass for a card's. must_pin: only pinned memory may be sent from."""
+
+    def __init__(self, must_pin: bool = False) -> None:
+        super().__init__()
+        self.must_pin = must_pin
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = getattr(function, "__name__", "")
+        if name == "pin_memory":
+            return args[0].as_subclass(Pinned)
         if name == "to":
             target = next((x for x in (*args[1:], kwargs.get("device")) if isinstance(x, (torch.device, str))), None)
             if target is not None:
@@ -60,6 +70,7 @@ class Card(TorchFunctionMode):
                 dtype = next((x for x in (*args[1:], kwargs.get("dtype")) if isinstance(x, torch.dtype)), args[0].dtype)
                 if not isinstance(args[0], OnCard):
                     assert kwargs.get("non_blocking"), "sending waits for the card"
+                    assert isinstance(args[0], Pinned) or not self.must_pin, "sending may wait for the card"
                 return args[0].to(dtype).as_subclass(OnCard if target == CARD else torch.Tensor)
         if kwargs.get("device") is not None and kwargs["device"] == CARD:
             kwargs["device"] = "cpu"

@@ -39,6 +39,16 @@ def addresses_on(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU's on the device, without waiting for what that does until then; others as they are.
+
+    From memory that is not pinned the driver copies no more than some 64 KiB before it waits.
+    """
+    if device.type == "cpu" or not tensor.is_cpu:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def cell_bytes(head_size: int, dtype: torch.dtype) -> int:
     """Bytes of one cell: one token's key, value and metadata for one KV head."""
     return 2 * head_size * dtype.itemsize + METADATA_BYTES

@@ -12,6 +12,7 @@ from vllm_kvmerge.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.kernels import Pages, Units
 from vllm_kvmerge.kernels.merge import Rows
+from vllm_kvmerge.kernels.page import sent
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Outcome
 from vllm_kvmerge.worker.paged_entries import PagedEntries
 
@@ -90,7 +91,7 @@ class Compactor:
             batches.setdefault((compaction.policy, *shape), []).append(index)
         parts = [self._run_batch([compactions[index] for index in indices]) for indices in batches.values()]
         order = torch.tensor([index for indices in batches.values() for index in indices], dtype=torch.int64)
-        return torch.cat(parts).index_select(0, order.argsort().to(self.device, non_blocking=True))
+        return torch.cat(parts).index_select(0, sent(order.argsort(), self.device))
 
     def _run_batch(self, batch: list[Compaction]) -> Tensor:
         """Executes plans of one shape; ``[plans, 2]`` int64, entries merged and evicted."""
@@ -108,7 +109,7 @@ class Compactor:
             entries = self._gather(units)
             result = policy.compress(entries, context)
             per_head = torch.stack([result.outcome.merged, result.evicted], 1)
-            index = torch.tensor([unit.index for unit in units]).to(self.device, non_blocking=True)
+            index = sent(torch.tensor([unit.index for unit in units]), self.device)
             counts.index_add_(0, index, context.by_unit(per_head).sum(1))
             self._write(units, entries.units, result.outcome)
         return counts
@@ -177,7 +178,7 @@ class Compactor:
         return entries
 
     def _write(self, units: list[_Unit], located: Units, outcome: Outcome) -> None:
-        destination = torch.tensor([unit.compaction.plan.blocks for unit in units])
+        destination = sent(torch.tensor([unit.compaction.plan.blocks for unit in units]), self.device)
         metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
         rows = Rows(outcome.changed, outcome.keys, outcome.values)
         kernels.merge_entries(located, destination, outcome.kept, metadata, rows)
@@ -186,8 +187,8 @@ class Compactor:
         plans = [unit.compaction.plan for unit in units]
         sources = {unit.index: unit.compaction.source_blocks for unit in units}
         requests = list(sources)
-        blocks = pad_sequence(list(sources.values()), batch_first=True)
-        rows = torch.tensor([requests.index(unit.index) for unit in units]).to(blocks.device, non_blocking=True)
+        blocks = sent(pad_sequence(list(sources.values()), batch_first=True), self.device)
+        rows = sent(torch.tensor([requests.index(unit.index) for unit in units]), self.device)
         return Units(
             self.layers,
             torch.tensor([unit.layer for unit in units]),

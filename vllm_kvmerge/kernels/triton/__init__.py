@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from vllm_kvmerge.kernels.merge import Merged, Metadata, merge_by_parts
-from vllm_kvmerge.kernels.page import Pages, Units, addresses_on
+from vllm_kvmerge.kernels.page import Pages, Units, addresses_on, sent
 from vllm_kvmerge.kernels.reference import (
     UPDATE_MODES,
     ScoreUpdate,
@@ -282,12 +282,7 @@ def paged_attention(
 def _one_row(device: torch.device, num_queries: int, seq_len: int, mode: int, decay: float) -> tuple[Tensor, ...]:
     """Numbers of one sequence without a front; all layers of a step ask for the same."""
     numbers = torch.tensor([[0], [num_queries], [seq_len], [0], [0], [mode]], dtype=torch.int32)
-    return *_sent(numbers, device).unbind(), _sent(torch.tensor([decay]), device)
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for what the device does until then."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return *sent(numbers, device).unbind(), sent(torch.tensor([decay]), device)
 
 
 def column_scores(
@@ -360,7 +355,7 @@ class _Located:
         self.segments = self.on_device(units.segments)
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True).contiguous()
+        return sent(tensor, self.device).contiguous()
 
     @property
     def keys(self) -> tuple[int, ...]:

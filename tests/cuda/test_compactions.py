@@ -1,0 +1,85 @@
+"""Compactions of a cache on a card: what goes there goes without waiting, and nothing of the CPU's is left over."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+from tests.cuda import card  # noqa: E402
+from tests.cuda.card import CARD, Card, OnCard  # noqa: E402
+from tests.kernels.triton_compiler import launches  # noqa: E402
+from tests.worker.test_batches import HEAD_SIZE, Worker  # noqa: E402
+from vllm_kvmerge import kernels  # noqa: E402
+from vllm_kvmerge.attention.rows import PromptScores, QueryRing  # noqa: E402
+from vllm_kvmerge.kernels import Pages, Units, triton  # noqa: E402
+from vllm_kvmerge.policies import PRESETS  # noqa: E402
+
+LENGTHS = (150, 150)
+
+
+def on_card(worker: Worker, blocks_on_card: bool) -> None:
+    """Makes the worker's cache, and what it keeps of requests, pass for a card's."""
+    layers = [Pages.of(cache.as_subclass(OnCard), HEAD_SIZE, row_major_keys=True) for cache in worker.caches]
+    weights = worker.compactor.output_weights
+    worker.compactor = replace(
+        worker.compactor, layers=layers, output_weights=lambda layer: weights(layer).as_subclass(OnCard)
+    )
+
+    def there(compaction):
+        scores, ring, blocks = compaction.prompt_scores, compaction.ring, compaction.source_blocks
+        if scores is not None:
+            scores = PromptScores(scores.scores.as_subclass(OnCard), scores.aux.as_subclass(OnCard))
+        if ring is not None:
+            ring = QueryRing(ring._ring.as_subclass(OnCard))
+        if blocks_on_card:
+            blocks = blocks.as_subclass(OnCard)
+        return replace(compaction, prompt_scores=scores, ring=ring, source_blocks=blocks)
+
+    worker.first, worker.second = [there(one) for one in worker.first], [there(one) for one in worker.second]
+
+
+@pytest.fixture
+def reference_operators():
+    kernels.choose("reference")
+    yield
+    kernels.choose(None)
+
+
+@pytest.mark.parametrize("blocks_on_card", [False, True], ids=["runner-v1", "runner-v2"])
+@pytest.mark.parametrize("policy", PRESETS)
+def test_compactions_by_the_reference(policy, blocks_on_card, reference_operators, monkeypatch):
+    """Nothing of the CPU's meets what is on the card, and what is sent there is sent from pinned memory."""
+    monkeypatch.setattr(card, "WAITS", set())  # the reference does
+    with Card(must_pin=True):
+        worker = Worker(policy, LENGTHS)
+        on_card(worker, blocks_on_card)
+        for step in (worker.first, worker.second):
+            counts = worker.compactor.execute(step)
+            assert counts.device == CARD and counts.shape == (len(LENGTHS), 2)
+
+
+def test_triton_sends_from_pinned_memory(monkeypatch):
+    monkeypatch.setattr("vllm_kvmerge.kernels.triton.plan.device_name", lambda device: "NVIDIA H200")
+    with Card(must_pin=True), launches() as found:
+        worker = Worker("h2o", LENGTHS)
+        on_card(worker, blocks_on_card=False)
+        layers = worker.compactor.layers
+        units = Units.of(layers[0], worker.first[0].source_blocks, 0, 0, LENGTHS[0])
+        kept = torch.zeros(units.num_heads, 20, dtype=torch.int64, device=CARD)
+        metadata = triton.gather_metadata(units)
+        triton.move_entries(units, torch.tensor([[3, 4]]), kept)
+        triton.write_metadata(units, torch.tensor([[3, 4]]), *(plane[:, :20] for plane in metadata))
+    tensors = [value for launch in found for value in launch.arguments.values() if isinstance(value, torch.Tensor)]
+    assert tensors and all(isinstance(tensor, OnCard) for tensor in tensors)
+
+
+def test_what_is_not_pinned_is_noticed():
+    with Card(must_pin=True):
+        with pytest.raises(AssertionError, match="may wait"):
+            torch.zeros(3).to(CARD, non_blocking=True)
+        assert torch.zeros(3).pin_memory().to(CARD, non_blocking=True).device == CARD
