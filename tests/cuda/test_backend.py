@@ -193,8 +193,16 @@ def test_rings_are_lent():
     assert pool.take(1) is None
 
 
+def cudagraph_support(operators: dict[str, str]) -> AttentionCGSupport:
+    config = SimpleNamespace(additional_config={"kvmerge": {"operators": operators}})
+    return CUDAAttentionBuilder.get_cudagraph_support(config, None)
+
+
 def test_what_vllm_is_told():
-    assert CUDAAttentionBuilder.get_cudagraph_support(None, None) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert cudagraph_support({}) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert cudagraph_support({"merge_entries": "reference"}) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    for operator in ("paged_attention", "write_tokens"):
+        assert cudagraph_support({operator: "reference"}) == AttentionCGSupport.NEVER
     assert not CUDAAttentionBackend.forward_includes_kv_cache_update
     assert AttentionBackendEnum[CUDAAttentionBackend.get_name()] is AttentionBackendEnum.CUSTOM
     assert [layout.name for layout in CUDAAttentionBackend.supported_kv_cache_layouts()] == ["LBHNC"]

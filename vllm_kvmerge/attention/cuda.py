@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_kvmerge.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.attention.rows import BatchRow, QueryReader, QueryRing, QueryRings, seq_len_of
+from vllm_kvmerge.engine_args import plugin_config
 from vllm_kvmerge.kernels import UPDATE_MODES, paged_attention, write_tokens
 from vllm_kvmerge.kernels.triton.plan import KEPT_ROWS
 from vllm_kvmerge.support import CUDA_HEAD_SIZES, UnsupportedConfigError
@@ -116,6 +117,13 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
     # Full graphs are captured for batches in which every request computes one token. Others have parts and readers
     # that depend on the requests.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        operators = plugin_config(vllm_config).operators
+        if "reference" in (operators.get("paged_attention"), operators.get("write_tokens")):
+            return AttentionCGSupport.NEVER  # it waits for the card
+        return cls._cudagraph_support
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
