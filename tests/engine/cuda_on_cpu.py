@@ -1,7 +1,8 @@
 """vLLM's GPU model runners, V1 and V2, with our parts of them on the CPU: run as ``python -m``, jobs on stdin.
 
 V2's own Triton kernels run in the interpreter. Attention is the CUDA backend's; its operators are the PyTorch
-reference, since the interpreter would take minutes.
+reference, since the interpreter would take minutes. Scheduling is asynchronous unless an engine is told otherwise, as
+it is on CUDA.
 """
 
 import json
@@ -24,6 +25,7 @@ if IS_V2:
     triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=ActiveDriver)
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
@@ -43,6 +45,18 @@ else:
 
 register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvmerge.attention.cuda.CUDAAttentionBackend")
 register_spec()
+
+check_and_update_config = CpuPlatform.check_and_update_config
+
+
+def check_but_for_scheduling(vllm_config) -> None:
+    """The CPU's platform turns asynchronous scheduling off."""
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    check_and_update_config(vllm_config)
+    vllm_config.scheduler_config.async_scheduling = asynchronous
+
+
+CpuPlatform.check_and_update_config = staticmethod(check_but_for_scheduling)
 
 
 class Runner(Mixin, CPUModelRunner):
@@ -90,6 +104,7 @@ def main() -> None:
     result = {
         "tokens": tokens,
         "is_v2": worker.use_v2_model_runner,
+        "is_async": core.batch_queue is not None,
         "preempted": len(preempted),
         "reserved": worker.reserved,
         "free_rings": len(compression.rings._free),

@@ -44,9 +44,12 @@ def jobs() -> list:
     return found
 
 
-@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-def test_tokens_of_the_cpu_runner(is_v2, engine):
+@pytest.mark.parametrize(
+    ("is_v2", "is_async"), [(False, False), (False, True), (True, True)], ids=["v1-sync", "v1", "v2"]
+)
+def test_tokens_of_the_cpu_runner(is_v2, is_async, engine):
     arguments = engine_arguments() | {
+        "async_scheduling": is_async,
         "max_model_len": 256,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 100,
@@ -66,7 +69,14 @@ def test_tokens_of_the_cpu_runner(is_v2, engine):
     expected = [engine.tokens([prompt], greedy(extra, n))[0] for prompt, extra, n in jobs()]
     assert result.pop("tokens") == expected
     assert result.pop("preempted") > 0
-    assert result == {"is_v2": is_v2, "reserved": True, "free_rings": NUM_RINGS, "states": [], "lost_blocks": 0}
+    assert result == {
+        "is_v2": is_v2,
+        "is_async": is_async,
+        "reserved": True,
+        "free_rings": NUM_RINGS,
+        "states": [],
+        "lost_blocks": 0,
+    }
 
 
 def greedy(extra, num_tokens):

@@ -32,9 +32,9 @@ def test_the_engine_is_the_one_that_was_asked_for(engine, setting):
     config = engine.llm.llm_engine.vllm_config
     assert config.use_v2_model_runner == (setting.runner == "v2")
     assert str(config.model_config.dtype) == f"torch.{setting.dtype}"
+    assert config.scheduler_config.async_scheduling
     if setting.is_on_card:
         assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
-        assert config.scheduler_config.async_scheduling
         assert not engine.runner.compression.compactor.layers[0].keys.is_cpu
 
 
