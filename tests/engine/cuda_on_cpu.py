@@ -2,7 +2,7 @@
 
 V2's own Triton kernels run in the interpreter. Attention is the CUDA backend's; its operators are the PyTorch
 reference, since the interpreter would take minutes. Scheduling is asynchronous unless an engine is told otherwise, as
-it is on CUDA.
+it is on CUDA. With FULL_GRAPHS=1 batches that vLLM would decode with a full graph go through what stands for one.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 IS_V2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+HAS_GRAPHS = os.environ.get("FULL_GRAPHS") == "1"
 
 if IS_V2:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,6 +30,7 @@ from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
+from tests.engine import full_graphs  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
 from vllm_kvmerge.cache.manager import register_spec  # noqa: E402
 from vllm_kvmerge.kernels.triton.workspace import workspace_of  # noqa: E402
@@ -49,14 +51,18 @@ register_spec()
 check_and_update_config = CpuPlatform.check_and_update_config
 
 
-def check_but_for_scheduling(vllm_config) -> None:
+def check_as_on_cuda(vllm_config) -> None:
     """The CPU's platform turns asynchronous scheduling off."""
     asynchronous = vllm_config.scheduler_config.async_scheduling
     check_and_update_config(vllm_config)
     vllm_config.scheduler_config.async_scheduling = asynchronous
+    if HAS_GRAPHS:
+        full_graphs.configure(vllm_config)
 
 
-CpuPlatform.check_and_update_config = staticmethod(check_but_for_scheduling)
+if HAS_GRAPHS:
+    full_graphs.install()
+CpuPlatform.check_and_update_config = staticmethod(check_as_on_cuda)
 
 
 class Runner(Mixin, CPUModelRunner):
@@ -79,6 +85,12 @@ class CUDAOnCPUWorker(CPUWorker):
         self.reserved = rings is not None and workspace_of(self.device).num_bytes > 0
         self.model_runner.profile_run()
         return super().determine_available_memory()
+
+    def compile_or_warm_up_model(self):
+        times = super().compile_or_warm_up_model()
+        if HAS_GRAPHS:
+            full_graphs.capture(self.model_runner)
+        return times
 
 
 def main() -> None:
@@ -105,6 +117,7 @@ def main() -> None:
         "tokens": tokens,
         "is_v2": worker.use_v2_model_runner,
         "is_async": core.batch_queue is not None,
+        "graphs": dict(full_graphs.done),
         "preempted": len(preempted),
         "reserved": worker.reserved,
         "free_rings": len(compression.rings._free),

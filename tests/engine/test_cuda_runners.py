@@ -10,6 +10,7 @@ import pytest
 
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import engine_arguments, random_prompt
+from tests.engine.full_graphs import SIZES
 from vllm_kvmerge import compression
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -45,18 +46,21 @@ def jobs() -> list:
 
 
 @pytest.mark.parametrize(
-    ("is_v2", "is_async"), [(False, False), (False, True), (True, True)], ids=["v1-sync", "v1", "v2"]
+    ("is_v2", "is_async", "has_graphs"),
+    [(False, False, False), (False, True, True), (True, True, True)],
+    ids=["v1-sync-eager", "v1", "v2"],
 )
-def test_tokens_of_the_cpu_runner(is_v2, is_async, engine):
+def test_tokens_of_the_cpu_runner(is_v2, is_async, has_graphs, engine):
     arguments = engine_arguments() | {
         "async_scheduling": is_async,
+        "enforce_eager": not has_graphs,
         "max_model_len": 256,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 100,
         "kv_cache_memory_bytes": 11 * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
-    environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2))}
+    environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": str(int(has_graphs))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
         input=json.dumps([arguments, jobs()]),
@@ -69,6 +73,9 @@ def test_tokens_of_the_cpu_runner(is_v2, is_async, engine):
     expected = [engine.tokens([prompt], greedy(extra, n))[0] for prompt, extra, n in jobs()]
     assert result.pop("tokens") == expected
     assert result.pop("preempted") > 0
+    graphs = result.pop("graphs")
+    if has_graphs:
+        assert graphs["captured"] == len(SIZES) and graphs["replayed"] > 20
     assert result == {
         "is_v2": is_v2,
         "is_async": is_async,
