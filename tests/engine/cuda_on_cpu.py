@@ -106,15 +106,18 @@ def main() -> None:
     core.scheduler._preempt_request = counted
 
     def generate(some):
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, extra_args=e) for _, e, n in some]
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0, extra_args=e) for _, e, n in some
+        ]
         return llm.generate([{"prompt_token_ids": prompt} for prompt, _, _ in some], params, use_tqdm=False)
 
-    tokens = [list(output.outputs[0].token_ids) for output in generate(jobs)]
+    completions = [output.outputs[0] for output in generate(jobs)]
     generate([([5, 6, 7], None, 1)])  # a worker hears of finished requests when the next step begins
     worker = core.model_executor.driver_worker.worker
     compression, pool = worker.model_runner.compression, core.scheduler.kv_cache_manager.block_pool
     result = {
-        "tokens": tokens,
+        "tokens": [list(completion.token_ids) for completion in completions],
+        "logprobs": [completion.cumulative_logprob for completion in completions],
         "is_v2": worker.use_v2_model_runner,
         "is_async": core.batch_queue is not None,
         "graphs": dict(full_graphs.done),

@@ -16,6 +16,9 @@ from vllm_kvmerge import compression
 pytest.importorskip("triton", reason="Triton is not installed")
 
 NUM_RINGS = 1
+MAX_TOKENS = 100
+TOLERANCE = 1e-3
+"""Of the sum of a request's log-probabilities."""
 
 
 def jobs() -> list:
@@ -42,6 +45,11 @@ def jobs() -> list:
         found.append((prompt, extra, 24 if index % 2 else 9))
     # It is compressed at the end of its prompt and gone with the next step, in which another takes its row.
     found.insert(3, (random_prompt(rng, 90), compression("keepkv", budget=32), 1))
+    # Steps that look like decoding, of which Python has to see the queries: of the second of two that are compressed
+    # while they generate, and the last chunk of a prompt.
+    for _ in range(2):
+        found.append((random_prompt(rng, 60), compression("morphkv", budget=60, interval=30), 60))
+    found.append((random_prompt(rng, MAX_TOKENS + 1), compression("snapkv", budget=40), 12))
     return found
 
 
@@ -56,7 +64,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_async, has_graphs, engine):
         "enforce_eager": not has_graphs,
         "max_model_len": 256,
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 100,
+        "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": 11 * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
@@ -70,8 +78,9 @@ def test_tokens_of_the_cpu_runner(is_v2, is_async, has_graphs, engine):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.split("RESULT", 1)[1])
-    expected = [engine.tokens([prompt], greedy(extra, n))[0] for prompt, extra, n in jobs()]
-    assert result.pop("tokens") == expected
+    expected = [engine.generate([prompt], greedy(extra, n))[0].outputs[0] for prompt, extra, n in jobs()]
+    assert result.pop("tokens") == [list(one.token_ids) for one in expected]
+    assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
     assert result.pop("preempted") > 0
     graphs = result.pop("graphs")
     if has_graphs:
@@ -89,4 +98,4 @@ def test_tokens_of_the_cpu_runner(is_v2, is_async, has_graphs, engine):
 def greedy(extra, num_tokens):
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, extra_args=extra)
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, extra_args=extra)
