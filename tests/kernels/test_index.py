@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.conftest import Watch
 from vllm_kvmerge.kernels import native, reference
 
 SIZES = [1, 2, 15, 16, 17, 64, 100, 816]
@@ -137,6 +138,18 @@ def test_what_has_no_place_gets_a_free_one(operators, n):
         for row, places in zip(index.tolist(), operators.free_places(index, num_places).tolist(), strict=True):
             free = iter(i for i in range(num_places) if i not in row)
             assert places == [i if 0 <= i < num_places else next(free) for i in row]
+
+
+def test_a_card_is_not_waited_for():
+    """By what each compaction does; how wide a list of unknown length has to be must be read."""
+    mask = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)).argsort(1) < 20
+    with Watch(Watch.WAITS | {"__setitem__"}):
+        kept = reference.in_place(mask, 20)
+        left = reference.padded(~mask, 44)
+        reference.free_places(kept, 20)
+    assert torch.equal(kept.sort(1).values, reference.padded(mask)) and (left >= 0).all()
+    with pytest.raises(AssertionError, match="waits"), Watch(Watch.WAITS):
+        reference.padded(mask)
 
 
 @pytest.mark.parametrize(("members", "slots"), [(0, 3), (1, 1), (5, 3), (16, 100)])

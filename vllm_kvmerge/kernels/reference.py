@@ -386,10 +386,13 @@ def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int) -> Tens
 def in_place(mask: Tensor, count: int) -> Tensor:
     """``[H, count]`` int64: the entries in ``mask`` (``[H, n]`` bool, ``count`` per head), entry i at i where
     i < ``count``, the others in order where there is room."""
-    index = torch.arange(count, device=mask.device).repeat(len(mask), 1)
-    # Each head has as many of the one as of the other.
-    index[~mask[:, :count]] = mask[:, count:].nonzero()[:, 1] + count
-    return index
+    place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    stays, comes = mask[:, :count], mask[:, count:]
+    # One place more than there can be takes what is to be ignored; nothing here waits for a card.
+    others = place.new_zeros(len(mask), count + 1)
+    others.scatter_(1, (comes.cumsum(1) - 1).masked_fill(~comes, count), place[:, count:])
+    vacancy = (~stays).cumsum(1) - 1
+    return torch.where(stays, place[:, :count], others.gather(1, vacancy.clamp(min=0)))
 
 
 def by_position(positions: Tensor) -> Tensor:
@@ -405,16 +408,15 @@ def by_position(positions: Tensor) -> Tensor:
 def padded(mask: Tensor, width: int | None = None) -> Tensor:
     """``[H, width]`` int64: where ``mask`` (``[H, n]`` bool) is true, ascending, then -1.
 
-    width: at least the most that any head has, which it is by default.
+    width: at least the most that any head has, which it is by default: that is read, and a card waited for.
     """
-    count = mask.sum(1)
     if width is None:
-        width = int(count.max()) if len(count) else 0
-    head, place = mask.nonzero(as_tuple=True)
-    rank = torch.arange(len(head), device=mask.device) - (count.cumsum(0) - count)[head]
-    index = place.new_full((len(mask), width), -1)
-    index[head, rank] = place
-    return index
+        width = int(mask.sum(1).max()) if len(mask) else 0
+    place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    # One place more than there are takes what is to be ignored.
+    index = place.new_full((len(mask), width + 1), -1)
+    index.scatter_(1, (mask.cumsum(1) - 1).masked_fill(~mask, width), place)
+    return index[:, :width].contiguous()
 
 
 def inverse(index: Tensor, size: int) -> Tensor:
