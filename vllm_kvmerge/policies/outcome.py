@@ -99,7 +99,7 @@ class Outcome:
             ]
         kept, log_votes, scores, aux, positions = planes
         length = min(num_places, len(entries))
-        if (kept[:, :length] < 0).any():
+        if not kept.is_cpu or (kept[:, :length] < 0).any():  # a card would be waited for
             own = torch.arange(length, device=kept.device).expand(len(kept), -1)
             empty = (kept[:, :length] < 0) & ~entries.is_live[:, :length]
             kept[:, :length] = torch.where(empty, own, kept[:, :length])
@@ -116,7 +116,7 @@ class Outcome:
     def emptied(self) -> "Outcome":
         """The same with the metadata of empty places overwritten, and nothing moved to them."""
         dead = ~self.is_live
-        if not dead.any():
+        if dead.is_cpu and not dead.any():  # a card would be waited for
             return self
         own = torch.arange(dead.shape[1], device=dead.device)
         return replace(
