@@ -16,7 +16,7 @@ from vllm_kvmerge.kernels import reference
 from vllm_kvmerge.kernels.choice import choice, device_name
 from vllm_kvmerge.kernels.cuda.plan import BYTES_STAGED, AttentionPlan, merge_bytes, shared_memory
 from vllm_kvmerge.kernels.merge import ZIP_MODES, Merged, Metadata, Rows, Sums, Zip
-from vllm_kvmerge.kernels.page import Pages, Units, addresses_on
+from vllm_kvmerge.kernels.page import Pages, Units, addresses_on, sent
 from vllm_kvmerge.kernels.workspace import Workspace, uses_workspace, workspace_of
 
 LIBRARY = Path(__file__).with_name("_cuda.so")
@@ -225,7 +225,7 @@ def merge_entries(
         return
 
     def on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return tensor.to(device, dtype, non_blocking=True).contiguous()
+        return sent(tensor, device).to(dtype).contiguous()
 
     def given(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         return None if tensor is None else tensor.to(dtype).contiguous()
