@@ -200,6 +200,10 @@ KERNELS = {
 }
 
 
+SPLITTING = ("decode", "prefill")
+"""Kernels that cut entries into splits, of whole tiles; the others have no use for ``least``."""
+
+
 @dataclass
 class Try:
     """One set of settings. log_seconds: mean logarithm of the cases' times; None: reason says why there is none."""
@@ -214,7 +218,7 @@ class Try:
 def attempt(kernel: str, groups: int, conditions: dict[str, Any], settings: dict[str, int], measure: Measure) -> Try:
     """The time of a kernel's cases with these settings."""
     found = Try(kernel, groups, settings, None)
-    if settings["least"] % settings["block_n"]:
+    if kernel in SPLITTING and settings["least"] % settings["block_n"]:
         found.reason = "splits would not be whole tiles"
         return found
     with tuning.trial(conditions | settings):

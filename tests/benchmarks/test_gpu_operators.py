@@ -337,6 +337,15 @@ def test_the_search_takes_the_fastest_that_is_right(load):
     assert tune.search("decode", 4, conditions, first, values, measure, -math.inf)[-1].settings == first, "no time"
 
 
+def test_what_the_table_has_can_be_tried(load):
+    """By every kernel: ``least`` says nothing of those that cut nothing into splits."""
+    tune, tuning = load("gpu_tune"), load("vllm_kvmerge.kernels.triton.tuning")
+    for kernel in tune.KERNELS:
+        settings = vars(tuning.settings(kernel, "Some card", head_size=128, row_bytes=256))
+        found = tune.attempt(kernel, 4, {"kernel": kernel, "device": "Some card"}, settings, lambda: [row_of(load)])
+        assert found.log_seconds is not None, (kernel, found.reason)
+
+
 def test_the_faster_implementation_is_chosen_where_it_is_right(load, tmp_path):
     tune, choice = load("gpu_tune"), load("vllm_kvmerge.kernels.choice")
 
