@@ -27,7 +27,6 @@ class OnCard(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
-        assert name not in WAITS, f"{name} waits for the card"
         tensors = list(_tensors((args, kwargs or {})))
         if name not in MAY_MIX:
             elsewhere = [t for t in tensors if not isinstance(t, OnCard) and t.dim() > 0]
@@ -52,27 +51,42 @@ class Pinned(torch.Tensor):
 
 
 class Card(TorchFunctionMode):
-    """Makes what is made on, or sent to, ``CARD`` pass for a card's. must_pin: only pinned memory may be sent from."""
+    """Makes what is made on, or sent to, ``CARD`` pass for a card's.
 
-    def __init__(self, must_pin: bool = False) -> None:
+    may_wait: for the card, which is otherwise an error. must_pin: only pinned memory may be sent from.
+    """
+
+    def __init__(self, may_wait: bool = False, must_pin: bool = False) -> None:
         super().__init__()
-        self.must_pin = must_pin
+        self.may_wait, self.must_pin = may_wait, must_pin
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = getattr(function, "__name__", "")
+        of_card = bool(args) and isinstance(args[0], OnCard)
+        if of_card:
+            assert self.may_wait or name not in WAITS, f"{name} waits for the card"
+            assert name != "numpy", "NumPy has no tensors of a card"
         if name == "pin_memory":
             return args[0].as_subclass(Pinned)
+        if name == "cpu" and of_card:
+            return args[0].as_subclass(torch.Tensor).clone()
         if name == "to":
             target = next((x for x in (*args[1:], kwargs.get("device")) if isinstance(x, (torch.device, str))), None)
             if target is not None:
-                assert target == CARD or not isinstance(args[0], OnCard), "sending to the CPU waits for the card"
-                dtype = next((x for x in (*args[1:], kwargs.get("dtype")) if isinstance(x, torch.dtype)), args[0].dtype)
-                if not isinstance(args[0], OnCard):
-                    assert kwargs.get("non_blocking"), "sending waits for the card"
-                    assert isinstance(args[0], Pinned) or not self.must_pin, "sending may wait for the card"
-                return args[0].to(dtype).as_subclass(OnCard if target == CARD else torch.Tensor)
-        if kwargs.get("device") is not None and kwargs["device"] == CARD:
+                return self._sent(args[0], torch.device(target), args, kwargs)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]) == CARD:
             kwargs["device"] = "cpu"
             return function(*args, **kwargs).as_subclass(OnCard)
         return function(*args, **kwargs)
+
+    def _sent(self, tensor: torch.Tensor, target: torch.device, args: tuple, kwargs: dict) -> torch.Tensor:
+        dtype = next((x for x in (*args[1:], kwargs.get("dtype")) if isinstance(x, torch.dtype)), tensor.dtype)
+        if target != CARD:
+            assert self.may_wait or not isinstance(tensor, OnCard), "sending to the CPU waits for the card"
+        elif not isinstance(tensor, OnCard):
+            assert self.may_wait or kwargs.get("non_blocking"), "sending waits for the card"
+            assert isinstance(tensor, Pinned) or not self.must_pin, "sending may wait for the card"
+        moves = (target == CARD) != isinstance(tensor, OnCard)
+        there = tensor.as_subclass(torch.Tensor).to(dtype, copy=moves or kwargs.get("copy", False))
+        return there.as_subclass(OnCard) if target == CARD else there

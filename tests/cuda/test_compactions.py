@@ -10,7 +10,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-from tests.cuda import card  # noqa: E402
 from tests.cuda.card import CARD, Card, OnCard  # noqa: E402
 from tests.kernels.triton_compiler import launches  # noqa: E402
 from tests.worker.test_batches import HEAD_SIZE, Worker  # noqa: E402
@@ -55,14 +54,12 @@ def reference_operators():
 
 @pytest.mark.parametrize("blocks_on_card", [False, True], ids=["runner-v1", "runner-v2"])
 @pytest.mark.parametrize("policy", PRESETS)
-def test_compactions_by_the_reference(policy, blocks_on_card, reference_operators, monkeypatch):
+def test_compactions_by_the_reference(policy, blocks_on_card, reference_operators):
     """Nothing of the CPU's meets what is on the card, and what is sent there is sent from pinned memory.
 
     Where entries are dropped, nothing is waited for either: the forward pass may still run.
     """
-    if policy not in DROPPING:
-        monkeypatch.setattr(card, "WAITS", set())
-    with Card(must_pin=True):
+    with Card(may_wait=policy not in DROPPING, must_pin=True):
         worker = Worker(policy, LENGTHS)
         on_card(worker, blocks_on_card)
         for step in (worker.first, worker.second):
@@ -85,8 +82,17 @@ def test_triton_sends_from_pinned_memory(monkeypatch):
     assert tensors and all(isinstance(tensor, OnCard) for tensor in tensors)
 
 
-def test_what_is_not_pinned_is_noticed():
+def test_what_a_card_would_not_forgive_is_noticed():
     with Card(must_pin=True):
         with pytest.raises(AssertionError, match="may wait"):
             torch.zeros(3).to(CARD, non_blocking=True)
-        assert torch.zeros(3).pin_memory().to(CARD, non_blocking=True).device == CARD
+        there = torch.zeros(3).pin_memory().to(CARD, non_blocking=True)
+        assert there.device == CARD
+        for waits in (there.sum().item, there.cpu, there.any().__bool__, lambda: there.to("cpu")):
+            with pytest.raises(AssertionError, match="waits for the card"):
+                waits()
+        for mixes in (lambda: there + torch.zeros(3), lambda: there[torch.zeros(3, dtype=torch.int64)]):
+            with pytest.raises(AssertionError, match="takes tensors of card and CPU|a CPU tensor as index"):
+                mixes()
+    with Card(may_wait=True):
+        assert there.sum().item() == 0.0 and type(there.cpu()) is torch.Tensor

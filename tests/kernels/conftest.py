@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.cuda.card import CARD, Card
 from tests.kernels.on_card import OnCard
 from vllm_kvmerge.kernels import (
     UPDATE_MODES,
@@ -188,8 +189,9 @@ def operators(request):
     if request.param == "triton-card":
         yield OnCard(pytest.importorskip("vllm_kvmerge.kernels.triton"), torch.device("cuda"))
         return
-    if request.param == "reference-card":  # without a card: a test of the copies alone
-        yield OnCard(reference, torch.device("cpu"))
+    if request.param == "reference-card":  # without a card: tensors that cannot be mixed with the CPU's
+        with Card(may_wait=True):
+            yield OnCard(reference, CARD)
         return
     if request.param == "cuda":
         yield request.getfixturevalue("cuda")

@@ -70,8 +70,8 @@ def test_what_is_kept_stays_in_place(operators, n):
 @pytest.mark.parametrize("largest", [1, 200, 60_000, 2**40])
 def test_order_of_positions(operators, n, largest):
     positions = torch.randint(-1, largest, (3, n), generator=torch.Generator().manual_seed(n))
-    if largest == 2**40 and operators is reference:
-        positions %= 2**31  # a position of a sequence fits in 32 bits
+    if largest == 2**40 and operators is not native:
+        positions %= 2**31  # a position of a sequence fits in 32 bits; the reference asks for that
     assert torch.equal(operators.by_position(positions), positions.argsort(dim=1, stable=True))
 
 
