@@ -60,6 +60,16 @@ class Card(TorchFunctionMode):
         super().__init__()
         self.may_wait, self.must_pin = may_wait, must_pin
 
+    def __enter__(self):
+        # An engine on the CPU puts a function of its own there, for good, that this mode would not see.
+        self._pin_memory = torch.Tensor.pin_memory
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor.as_subclass(Pinned)
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        torch.Tensor.pin_memory = self._pin_memory
+        return super().__exit__(*raised)
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = getattr(function, "__name__", "")
@@ -67,8 +77,6 @@ class Card(TorchFunctionMode):
         if of_card:
             assert self.may_wait or name not in WAITS, f"{name} waits for the card"
             assert name != "numpy", "NumPy has no tensors of a card"
-        if name == "pin_memory":
-            return args[0].as_subclass(Pinned)
         if name == "cpu" and of_card:
             return args[0].as_subclass(torch.Tensor).clone()
         if name == "to":
