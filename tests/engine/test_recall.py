@@ -44,10 +44,10 @@ STRONG = {"adakv", "criticalkv", "grkv", "keydiff", "knorm", "pyramidkv", "rkv",
 def test_every_preset_end_to_end(engine):
     rng = np.random.default_rng()
     prompts = [recall.draw_prompt(rng, 512, 8) for _ in range(30)]
-    roomy = {s.policy: s for s in evaluate(engine.llm, prompts, ["full", *sorted(PRESETS)], 1.0)}
-    full = roomy.pop("full")
+    (full,) = evaluate(engine.llm, prompts, ["full"], 1.0)
     assert full.exact >= 0.95
-    for score in roomy.values():
+    full, *roomy = evaluate(engine.llm, prompts[:10], ["full", *sorted(PRESETS)], 1.0)
+    for score in roomy:
         assert (score.exact, score.digits) == (full.exact, full.digits), score.policy
     for score in evaluate(engine.llm, prompts, sorted(PRESETS), 0.3):
         if score.policy in STRONG:
