@@ -5,29 +5,33 @@ are to stock vLLM's full cache in the same turn. ``plain`` is the plugin serving
 
 Parts: ``latency``, ``throughput`` (of as many requests as the same bytes of KV cache hold), and papers' comparisons, as
 ratios on a model of the shape that theirs has: ``keepkv`` (table 1), ``zsmerge`` (table 1), ``zsmerge-length`` (figure
-3), ``morphkv`` (table 4), ``grkv`` (figure 4). What a part has measured is saved after each length, beside what the
-file holds of other parts.
+3), ``morphkv`` (table 4), ``grkv`` (figure 4). What a part has measured is saved after each turn, beside what the
+file holds of other parts; a part that fails stops no other.
 
 ``--device cpu`` runs every part with tiny models and lengths, to see that it runs: its figures mean nothing.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from report import Spread, machine
+from rich.progress import track
 from sides import ModelShape, Run, Side
-from turns import Case, ratios, spread, take_turns
+from turns import Case, ratios, spread, wait
 from vllm_side import BLOCK_SIZE, vllm_side
 
 from vllm_kvmerge.evaluation.options import print_table
@@ -48,11 +52,11 @@ STOCK, PLAIN = "stock vLLM", "plain"
 class Row:
     """One case of a part. Ratios are to ``stock vLLM`` in the same turn, None where there is none.
 
-    requests: at the same time. length, generated: tokens of each. decode: tokens per second while all generate, mean
-    over that time, so compactions are in it. intertoken: mean milliseconds between a request's tokens in that time
-    (tokens of several steps may arrive together, so their median says less); intertoken_p99: of all turns. total:
-    generated tokens per second from the first request's start to the last's end. first_token: milliseconds until it,
-    one request with an unknown prompt. peak_usage: share of the pool.
+    requests: at the same time. length, generated: tokens of each. turns: how many are counted. decode: tokens per
+    second while all generate, mean over that time, so compactions are in it. intertoken: mean milliseconds between a
+    request's tokens in that time (tokens of several steps may arrive together, so their median says less);
+    intertoken_p99: of all turns. total: generated tokens per second from the first request's start to the last's end.
+    first_token: milliseconds until it, one request with an unknown prompt. peak_usage: share of the pool.
     theirs: what a paper reports for ``their_metric``'s ratio.
     """
 
@@ -60,6 +64,7 @@ class Row:
     length: int
     generated: int
     requests: int
+    turns: int
     decode: Spread
     decode_ratio: Spread
     intertoken: Spread
@@ -104,12 +109,17 @@ def intertoken(run: Run) -> float:
     return 1e3 * statistics.fmean(run.intertoken_latencies)
 
 
+class OutOfTimeError(Exception):
+    """The minutes that were given are over."""
+
+
 @dataclass
 class Bench:
-    """What parts share. scale: what lengths are divided by."""
+    """What parts share. scale: what lengths are divided by. until: when no turn begins any more, of perf_counter."""
 
     arguments: argparse.Namespace
     scale: int
+    until: float
 
     def size(self, tokens: int) -> int:
         """A length, as the device allows it; whole blocks."""
@@ -134,41 +144,67 @@ class Bench:
             # The plugin's cells are larger: it gets fewer of them, and must still hold the longest request.
             cell = shape.bytes_per_token + shape.metadata_bytes_per_token
             options["kv_cache_memory_bytes"] = max(pool_tokens * shape.bytes_per_token, (longest + 64) * cell)
-        backend = self.arguments.stock_backend
+        backend, logs = self.arguments.stock_backend, self.arguments.logs
+        for_stock = {"attention_backend": backend} if backend else {}
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            for_stock = options | ({"attention_backend": backend} if backend else {})
-            stock = stack.enter_context(vllm_side("stock", folder, shape, pool_tokens, plugin=False, **for_stock))
-            yield stock, stack.enter_context(vllm_side("plugin", folder, shape, pool_tokens, plugin=True, **options))
+
+            def side(side_name: str, plugin: bool, more: dict[str, Any]) -> Side:
+                log = logs / f"{side_name}.log" if logs is not None else None
+                return stack.enter_context(vllm_side(side_name, folder, shape, pool_tokens, plugin, log, **more))
+
+            yield side("stock", False, options | for_stock), side("plugin", True, options)
 
     def measure(
         self, jobs: Sequence[Job], length: int, generated: int, cached: bool, with_first_token: bool = False
-    ) -> list[Row]:
-        """Rows of the jobs; the first is what others are compared with. cached: prompts are known from a turn that does
-        not count; otherwise each turn computes them anew."""
+    ) -> Iterator[list[Row]]:
+        """Rows of the jobs after each turn that counts; the first is what others are compared with.
+
+        cached: prompts are known from a turn that does not count; otherwise each turn computes them anew, after a short
+        one in which kernels that have not run yet are compiled.
+
+        Raises:
+            OutOfTimeError: before a turn, if there is no time left.
+            RuntimeError: the requests of a job never generated all at once.
+        """
         rng = np.random.default_rng([self.arguments.seed, length])
 
         def draw(count: int) -> list[list[int]]:
             return rng.integers(1, 32_000, (count, length)).tolist()
 
         prompts = draw(max(job.requests for job in jobs))
-        by_name = {job.case.name: job for job in jobs}
 
-        def turn(case: Case) -> tuple[Run, Run | None]:
-            wanted = prompts[: by_name[case.name].requests]
-            run = case.side.run(wanted, generated, case.compression, cold=not cached)
+        def warm_up(job: Job) -> None:
+            # The second prompt is computed while the first request generates and is compressed again.
+            tokens = min(generated, 2 * self.arguments.interval + 8)
+            job.case.side.run(prompts[: min(2, job.requests)], tokens, job.case.compression, cold=True)
+
+        def turn(job: Job) -> tuple[Run, list[Run]]:
+            case = job.case
+            run = case.side.run(prompts[: job.requests], generated, case.compression, cold=not cached)
             if min(times[-1] for times in run.token_times) <= run.time_to_second_token:
-                raise SystemExit(f"{case.name}: a request ended before all had begun; generate more tokens")
-            first = case.side.run(draw(1), 2, case.compression, cold=False) if with_first_token else None
-            return run, first
+                raise RuntimeError(f"{case.name}: a request ended before all had begun; generate more tokens")
+            return run, [case.side.run(draw(1), 2, case.compression, cold=False)] if with_first_token else []
 
-        cases = [job.case for job in jobs]
-        turns = take_turns(cases, self.arguments.repeats + cached, f"{length} tokens", turn)
-        counted = {name: runs[int(cached) :] for name, runs in turns.items()}
-        runs = {name: [run for run, _ in some] for name, some in counted.items()}
-        firsts = {name: [first for _, first in some if first is not None] for name, some in counted.items()}
-        base = cases[0].name
-        return [self._row(job, length, generated, runs, firsts, base) for job in jobs]
+        wait([job.case for job in jobs])
+        runs: dict[str, list[Run]] = {job.case.name: [] for job in jobs}
+        firsts: dict[str, list[Run]] = {job.case.name: [] for job in jobs}
+        for number in range(1 + self.arguments.repeats):
+            if perf_counter() > self.until:
+                raise OutOfTimeError
+            for job in track(jobs, f"{length} tokens, turn {number} of {self.arguments.repeats}"):
+                if number > 0:
+                    run, first = turn(job)
+                    runs[job.case.name].append(run)
+                    firsts[job.case.name] += first
+                elif cached:
+                    turn(job)
+                else:
+                    warm_up(job)
+            if number > 0:
+                yield [self._row(job, length, generated, runs, firsts, jobs[0].case.name) for job in jobs]
 
     @staticmethod
     def _row(
@@ -191,6 +227,7 @@ class Bench:
             length,
             generated,
             job.requests,
+            len(own),
             spread(own, decode),
             ratios(own, runs[base], decode),
             spread(own, intertoken),
@@ -233,7 +270,7 @@ def latency(bench: Bench) -> Iterator[list[Row]]:
                 cases.append(Case(f"{policy} {budget:g}", ours, bench.compression(policy, budget)))
         for length in lengths:
             jobs = [Job(case, counts[length]) for case in cases]
-            yield bench.measure(jobs, length, generated, cached=True, with_first_token=True)
+            yield from bench.measure(jobs, length, generated, cached=True, with_first_token=True)
 
 
 def throughput(bench: Bench) -> Iterator[list[Row]]:
@@ -256,7 +293,7 @@ def throughput(bench: Bench) -> Iterator[list[Row]]:
                     count = max(1, int((0.95 * pool - longest) / (int(budget * length) + grown + 2 * BLOCK_SIZE)))
                     case = Case(f"{policy} {budget:g}", ours, bench.compression(policy, budget))
                     jobs.append(Job(case, min(count, given.max_requests)))
-            yield bench.measure(jobs, length, generated, cached=False)
+            yield from bench.measure(jobs, length, generated, cached=False)
 
 
 def keepkv(bench: Bench) -> Iterator[list[Row]]:
@@ -267,8 +304,8 @@ def keepkv(bench: Bench) -> Iterator[list[Row]]:
         jobs = [Job(Case(STOCK, stock), 2)]
         for policy, theirs in (("h2o", 317.33), ("d2o", 214.8), ("keepkv", 255.99)):
             jobs.append(Job(Case(policy, ours, bench.compression(policy, 0.2)), 8, theirs / 116.54))
-        rows = bench.measure(jobs, length, generated, cached=True)
-        yield bench.compared(rows, jobs, "decode throughput")
+        for rows in bench.measure(jobs, length, generated, cached=True):
+            yield bench.compared(rows, jobs, "decode throughput")
 
 
 def zsmerge(bench: Bench) -> Iterator[list[Row]]:
@@ -286,8 +323,8 @@ def zsmerge(bench: Bench) -> Iterator[list[Row]]:
             jobs = [Job(Case(STOCK, stock), batch)]
             jobs.append(Job(Case("zsmerge", ours, bench.compression("zsmerge", 0.05)), batch, theirs))
             jobs.append(Job(Case("h2o", ours, bench.compression("h2o", 0.05)), batch, theirs_of_h2o))
-            rows = bench.measure(jobs, length, generated, cached=False)
-            yield bench.compared(rows, jobs, "total throughput")
+            for rows in bench.measure(jobs, length, generated, cached=False):
+                yield bench.compared(rows, jobs, "total throughput")
 
 
 def zsmerge_length(bench: Bench) -> Iterator[list[Row]]:
@@ -298,8 +335,8 @@ def zsmerge_length(bench: Bench) -> Iterator[list[Row]]:
         compression = bench.compression("zsmerge", bench.size(18_000))
         for length, theirs in ((20_000, 9 / 9), (54_000, 9 / 4)):
             jobs = [Job(Case(STOCK, stock), 1), Job(Case("zsmerge", ours, compression), 1, theirs)]
-            rows = bench.measure(jobs, bench.size(length), generated, cached=True)
-            yield bench.compared(rows, jobs, "decode throughput")
+            for rows in bench.measure(jobs, bench.size(length), generated, cached=True):
+                yield bench.compared(rows, jobs, "decode throughput")
 
 
 def morphkv(bench: Bench) -> Iterator[list[Row]]:
@@ -314,8 +351,8 @@ def morphkv(bench: Bench) -> Iterator[list[Row]]:
         jobs.append(Job(Case("snapkv", ours, bench.compression("snapkv", bench.size(1024))), batch, 1.0))
         jobs.append(Job(Case("h2o", ours, bench.compression("h2o", bench.size(2048))), batch, 2.40))
         jobs.append(Job(Case("morphkv", ours, bench.compression("morphkv", bench.size(2048))), batch, 4.68))
-        rows = bench.measure(jobs, length, generated, cached=True)
-        yield bench.compared(rows, jobs, "1 / (runtime x memory) against snapkv")
+        for rows in bench.measure(jobs, length, generated, cached=True):
+            yield bench.compared(rows, jobs, "1 / (runtime x memory) against snapkv")
 
 
 def grkv(bench: Bench) -> Iterator[list[Row]]:
@@ -326,8 +363,8 @@ def grkv(bench: Bench) -> Iterator[list[Row]]:
         jobs = [Job(Case(STOCK, stock), 1)]
         jobs.append(Job(Case("snapkv", ours, bench.compression("snapkv", 0.1)), 1))
         jobs.append(Job(Case("grkv", ours, bench.compression("grkv", 0.1)), 1, 37.75 / 64.84))
-        rows = bench.measure(jobs, length, generated, cached=True, with_first_token=True)
-        yield bench.compared(rows, jobs, "intertoken latency")
+        for rows in bench.measure(jobs, length, generated, cached=True, with_first_token=True):
+            yield bench.compared(rows, jobs, "intertoken latency")
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[list[Row]]]] = {
@@ -394,7 +431,7 @@ def show(part: str, rows: list[Row]) -> None:
 
     heads = ["requests", "decode tok/s", "ratio", "between tokens ms", "ratio", "p99 ms", "total tok/s ratio"]
     heads += ["1st token ms", "ratio", "pool, preempted", "ours | paper"]
-    title = f"{part}: {rows[0].length} + {rows[0].generated} tokens; median (range)"
+    title = f"{part}: {rows[0].length} + {rows[0].generated} tokens; median (range) of {rows[0].turns}"
     print_table(title, heads, {row.case: cells(row) for row in rows}, first="")
 
 
@@ -430,6 +467,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--interval", type=int, default=16)
     parser.add_argument("--policies", nargs="+", default=["keepkv", "snapkv", "streaming_llm"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minutes", type=float, help="after which no further turn is begun")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="where to keep what the engines print")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/gpu_serving.json"))
     return parser.parse_args(arguments)
@@ -441,17 +480,31 @@ def main() -> int:
         print("there is no card that torch can use; --device cpu runs tiny shapes without one", file=sys.stderr)
         return 2
     card = torch.cuda.get_device_name() if arguments.device == "cuda" else None
-    bench = Bench(arguments, SHRINK if arguments.device == "cpu" else 1)
+    scale = SHRINK if arguments.device == "cpu" else 1
+    until = math.inf if arguments.minutes is None else perf_counter() + 60 * arguments.minutes
+    bench = Bench(arguments, scale, until)
     found: dict[str, list[Row]] = {}
+    failed = []
     for part in arguments.parts:
-        found[part] = []
-        for rows in PARTS[part](bench):
-            found[part] += rows
-            save(arguments.output, part, arguments, card, found[part])
-            show(part, rows)
+        measured: dict[tuple[str, int, int], Row] = {}
+        try:
+            for rows in PARTS[part](bench):
+                # A turn's rows take the place of those of fewer turns.
+                measured |= {(row.case, row.length, row.requests): row for row in rows}
+                found[part] = list(measured.values())
+                save(arguments.output, part, arguments, card, found[part])
+                show(part, rows)
+        except OutOfTimeError:
+            print(f"{part}: {arguments.minutes:g} minutes are over; not all of it was measured", flush=True)
+            break
+        except Exception:
+            traceback.print_exc()
+            failed.append(part)
     print(f"At {bench.size(AIM_LENGTH)} tokens and budget {AIM_BUDGET}:")
     print("\n".join(verdicts(found, bench.size(AIM_LENGTH))))
-    return 0
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

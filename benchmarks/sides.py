@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -111,12 +112,27 @@ class Run:
         ]
 
 
-class Side:
-    """A handle on one engine, whose process is ``script``, run by ``python`` with ``arguments`` as JSON."""
+SECONDS_TO_END = 60
+LOG_END = 10_000
+"""Characters of a side's log that tell why it ended."""
 
-    def __init__(self, name: str, script: str, arguments: dict[str, Any], python: str = sys.executable) -> None:
+
+class Side:
+    """A handle on one engine, whose process is ``script``, run by ``python`` with ``arguments`` as JSON.
+
+    log: a file to which what it prints is added; default: one that is not kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        arguments: dict[str, Any],
+        python: str = sys.executable,
+        log: Path | None = None,
+    ) -> None:
         self.name = name
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._log = log.open("a+") if log is not None else tempfile.TemporaryFile("w+")  # noqa: SIM115
         path = Path(__file__).parent / script
         self._process = subprocess.Popen(
             [python, str(path), json.dumps(arguments)],
@@ -146,8 +162,10 @@ class Side:
         self._signal(signal.SIGCONT)
         command = {"prompts": prompts, "max_tokens": max_tokens, "compression": compression, "cold": cold}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        # Where it has ended, its log says more than that a pipe is broken.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
         answer = self._receive()
         self._signal(signal.SIGSTOP)
         return Run(**answer)
@@ -157,19 +175,27 @@ class Side:
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            raise RuntimeError(f"{self.name} ended: {self._log.read()[-4000:]}")
+            raise RuntimeError(f"{self.name} ended: {self._log.read()[-LOG_END:]}")
         return json.loads(line)
 
     def _signal(self, number: int) -> None:
         process = psutil.Process(self._process.pid)
         for one in (process, *process.children(recursive=True)):
-            one.send_signal(number)
+            # Compilers are among its children, and end when they are done.
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
 
     def close(self) -> None:
+        """Asks it to end, and ends it where it does not."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
         self._log.close()
 
     def __enter__(self) -> Self:

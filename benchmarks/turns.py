@@ -22,14 +22,19 @@ class Case:
     compression: dict[str, Any] | None = None
 
 
-def take_turns(
-    cases: Sequence[Case], repeats: int, description: str, run: Callable[[Case], Measured]
-) -> dict[str, list[Measured]]:
-    """What each case measured in each of the turns, by name."""
+def wait(cases: Sequence[Case]) -> None:
+    """Until all sides can run something."""
     # Sides are stopped between their turns, and must not be left so where this process is asked to end.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for case in cases:
         case.side.wait()
+
+
+def take_turns(
+    cases: Sequence[Case], repeats: int, description: str, run: Callable[[Case], Measured]
+) -> dict[str, list[Measured]]:
+    """What each case measured in each of the turns, by name."""
+    wait(cases)
     turns: dict[str, list[Measured]] = {case.name: [] for case in cases}
     for number in track(range(repeats * len(cases)), description):
         case = cases[number % len(cases)]

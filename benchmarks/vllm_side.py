@@ -11,7 +11,15 @@ from sides import ModelShape, Run, Side, answers, serve
 BLOCK_SIZE = 32
 
 
-def vllm_side(name: str, folder: Path, shape: ModelShape, pool_tokens: int, plugin: bool, **arguments: Any) -> Side:
+def vllm_side(
+    name: str,
+    folder: Path,
+    shape: ModelShape,
+    pool_tokens: int,
+    plugin: bool,
+    log: Path | None = None,
+    **arguments: Any,
+) -> Side:
     """vLLM with a pool of ``pool_tokens`` tokens; what the plugin's metadata takes comes on top of that."""
     bytes_per_token = shape.bytes_per_token + (shape.metadata_bytes_per_token if plugin else 0)
     settings = {
@@ -26,7 +34,7 @@ def vllm_side(name: str, folder: Path, shape: ModelShape, pool_tokens: int, plug
         # One block is never given out.
         "kv_cache_memory_bytes": (pool_tokens + BLOCK_SIZE) * bytes_per_token,
     }
-    return Side(name, "vllm_side.py", {"plugin": plugin, "engine": settings | arguments})
+    return Side(name, "vllm_side.py", {"plugin": plugin, "engine": settings | arguments}, log=log)
 
 
 class Engine:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,15 @@ def row(benchmark, case, length, **medians):
     usage = medians.pop("peak_usage", 0.5)
     fields |= {name: Spread(median, median, median) for name, median in medians.items()}
     return benchmark.Row(
-        case=case, length=length, generated=8, requests=1, intertoken_p99=1.0, peak_usage=usage, preemptions=0, **fields
+        case=case,
+        length=length,
+        generated=8,
+        requests=1,
+        turns=1,
+        intertoken_p99=1.0,
+        peak_usage=usage,
+        preemptions=0,
+        **fields,
     )
 
 
@@ -68,6 +77,94 @@ def test_what_papers_report_is_beside_what_is_measured(benchmark):
     stock, keepkv = benchmark.Bench.compared(rows, jobs, "decode throughput")
     assert (stock.ours, stock.theirs, stock.their_metric) == (None, None, None)
     assert (keepkv.ours, keepkv.theirs, keepkv.their_metric) == (1.5, 2.2, "decode throughput")
+
+
+class FakeSide:
+    """Notes what it is asked to run; each of its turns is faster than the last."""
+
+    def __init__(self):
+        self.commands = []
+
+    def wait(self):
+        pass
+
+    def run(self, prompts, max_tokens, compression=None, cold=True):
+        from sides import Run
+
+        self.commands.append((len(prompts), max_tokens, cold))
+        step = 1 / len(self.commands)
+        return Run([[step * (1 + index) for index in range(max_tokens)] for _ in prompts], peak_usage=0.5)
+
+
+def measuring(benchmark, cached, *options, until=float("inf")):
+    """Rows after each turn of one case with four requests, and its side."""
+    side = FakeSide()
+    bench = benchmark.Bench(benchmark.parse(["--interval", "8", *options]), 1, until)
+    jobs = [benchmark.Job(benchmark.Case(benchmark.STOCK, side), 4)]
+    return bench.measure(jobs, 64, 40, cached), side
+
+
+def test_the_first_turn_does_not_count(benchmark):
+    """Where prompts are to be unknown it is short: two requests, which generate through two compressions."""
+    measured, side = measuring(benchmark, False, "--repeats", "2")
+    rows = [turn[0] for turn in measured]
+    assert [row.turns for row in rows] == [1, 2]
+    assert side.commands == [(2, 24, True), (4, 40, True), (4, 40, True)]
+    assert rows[0].decode.median == pytest.approx(8)  # 4 requests, one token each in half a second
+    assert (rows[1].decode.least, rows[1].decode.most) == (pytest.approx(8), pytest.approx(12))
+    measured, side = measuring(benchmark, True, "--repeats", "1")
+    assert [turn[0].turns for turn in measured] == [1]
+    assert side.commands == [(4, 40, False)] * 2
+
+
+def test_no_turn_begins_when_the_minutes_are_over(benchmark):
+    measured, side = measuring(benchmark, True, until=0.0)
+    with pytest.raises(benchmark.OutOfTimeError):
+        next(measured)
+    assert side.commands == []
+
+
+def test_a_part_that_fails_stops_no_other(benchmark, monkeypatch, tmp_path, capsys):
+    def fails(bench):
+        yield [row(benchmark, benchmark.STOCK, 64)]
+        raise RuntimeError("an engine ended")
+
+    def ends(bench):
+        yield [row(benchmark, benchmark.STOCK, 64)]
+        raise benchmark.OutOfTimeError
+
+    def works(bench):
+        for turns in (1, 2):
+            yield [replace(row(benchmark, benchmark.STOCK, length), turns=turns) for length in (64, 128)]
+
+    parts = {"latency": fails, "throughput": works, "keepkv": ends, "grkv": works}
+    monkeypatch.setattr(benchmark, "PARTS", parts)
+    output = tmp_path / "gpu.json"
+    command = ["gpu_serving.py", "--device", "cpu", "--minutes", "9", "--output", str(output), "--parts", *parts]
+    monkeypatch.setattr(sys, "argv", command)
+    assert benchmark.main() == 1
+    found = json.loads(output.read_text())
+    assert {part: len(content["rows"]) for part, content in found.items()} == {
+        "latency": 1,
+        "throughput": 2,
+        "keepkv": 1,
+    }
+    assert [one["turns"] for one in found["throughput"]["rows"]] == [2, 2]
+    told = capsys.readouterr()
+    assert "an engine ended" in told.err and told.err.endswith("failed: latency\n")
+    assert (
+        "keepkv: 9 minutes are over" in told.out and "first token at most 1.05 x full cache: not measured" in told.out
+    )
+
+
+def test_what_a_side_printed_is_kept_and_told_when_it_has_ended(benchmark, tmp_path):
+    from sides import Side
+
+    script, log = tmp_path / "side.py", tmp_path / "side.log"
+    script.write_text("import sys\nprint('no memory', file=sys.stderr)\nprint('\"ready\"')\n")
+    with Side("ours", str(script), {}, log=log) as side, pytest.raises(RuntimeError, match="ours ended: no memory"):
+        side.run([[1] * 100_000], 2)  # more than a pipe holds
+    assert log.read_text() == "no memory\n"
 
 
 def test_a_part_runs_and_is_saved_beside_others(tmp_path):
