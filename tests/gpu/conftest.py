@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import Engine
-from tests.gpu.compare import NUM_CANDIDATES, Generated
+from tests.gpu.compare import NUM_CANDIDATES, Generated, differences
 from tests.gpu.setting import Setting
 
 
@@ -25,6 +25,12 @@ def pytest_configure(config):
     if not setting.is_on_card:
         # Registers the CUDA backend for the CPU; before anything imports Triton, whose interpreter is chosen then.
         import tests.engine.cuda_on_cpu  # noqa: F401
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--setting", default=None) is not None and differences:
+        terminalreporter.section("differences of log-probabilities")
+        terminalreporter.write_line("\n".join(differences))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from tests.gpu.compare import Generated, Tolerance, assert_all_close, assert_close
+from tests.gpu.compare import Generated, Tolerance, assert_all_close, assert_close, differences
 
 TOLERANCE = Tolerance(most=0.1, mean=0.05)
 EXPECTED = Generated([7, 8, 9, 7], [{7: -0.1, 3: -3.0}, {8: -0.7, 9: -0.8}, {9: -0.2, 8: -2.0}, {7: -0.5, 1: -1.5}])
@@ -46,3 +46,20 @@ def test_what_follows_a_tie_is_not_compared():
 def test_differences_are_found(wrong, message):
     with pytest.raises(AssertionError, match=message):
         assert_close(wrong, EXPECTED, TOLERANCE, "wrong")
+
+
+def test_all_requests_that_differ_are_told_of():
+    found = [shifted(0.11, range(1, 2)), EXPECTED, shifted(0.3, range(2, 4))]
+    with pytest.raises(AssertionError) as error:
+        assert_all_close(found, [EXPECTED] * 3, TOLERANCE, "some")
+    first, *others = str(error.value).splitlines()[:3]
+    assert first == "2 of 3 requests:"
+    assert (
+        others[0]
+        == "some, request 0: log-probabilities differ by 0.11 at token 1, 0.11 at most, 0.0275 on average of 4"
+    )
+    assert others[1].startswith("some, request 2: log-probabilities differ by 0.3 at token 2")
+    assert differences[-2:] == [
+        "some, request 1: 0, 0 on average, 4 of 4 tokens",
+        "some, request 2: 0.3, 0.15 on average, 4 of 4 tokens",
+    ]

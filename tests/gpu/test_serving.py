@@ -79,10 +79,19 @@ def with_expected(tmp_path_factory) -> Callable[[Setting], Setting]:
 
 
 def check(setting: Setting, folder: Path, *options: str) -> str:
-    """Runs ``serving_checks``; what pytest says in its last line."""
+    """Runs ``serving_checks``; what pytest says in its last line. What it prints is passed on as it comes."""
     path = setting.write(folder / "setting.json")
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS), "--setting", str(path), *options]
-    return start(command).stdout.strip().splitlines()[-1]
+    command = ["-m", "pytest", "-v", "--durations=20", "-p", "no:cacheprovider", str(CHECKS), "--setting", str(path)]
+    with subprocess.Popen(
+        [sys.executable, *command, *options], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as done:
+        assert done.stdout is not None
+        last = ""
+        for line in done.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    assert done.returncode == 0, last
+    return last
 
 
 @needs_card
@@ -95,6 +104,7 @@ def test_on_a_card(runner, model, dtype, models, with_expected, tmp_path):
     assert " passed" in check(setting, tmp_path)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the card here")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_the_checks_without_a_card(runner, with_expected, tmp_path):
