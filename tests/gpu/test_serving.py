@@ -6,6 +6,7 @@ work, and nothing of a card.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,7 +41,7 @@ needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 def start(command: list[str], **more) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, text=True, capture_output=True, **more)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return done
 
 
@@ -78,20 +79,17 @@ def with_expected(tmp_path_factory) -> Callable[[Setting], Setting]:
     return add
 
 
-def check(setting: Setting, folder: Path, *options: str) -> str:
-    """Runs ``serving_checks``; what pytest says in its last line. What it prints is passed on as it comes."""
+def check(setting: Setting, folder: Path, *options: str) -> None:
+    """Runs ``serving_checks``, some of which must pass and none fail. Passes on what it prints as it comes."""
     path = setting.write(folder / "setting.json")
     command = ["-m", "pytest", "-v", "--durations=20", "-p", "no:cacheprovider", str(CHECKS), "--setting", str(path)]
-    with subprocess.Popen(
-        [sys.executable, *command, *options], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as done:
-        assert done.stdout is not None
-        last = ""
-        for line in done.stdout:
+    some_passed = False
+    with subprocess.Popen([sys.executable, *command, *options], cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
             print(line, end="", flush=True)
-            last = line.strip() or last
-    assert done.returncode == 0, last
-    return last
+            some_passed |= re.search(r"\d passed.* in ", line) is not None
+    assert process.returncode == 0 and some_passed
 
 
 @needs_card
@@ -101,7 +99,7 @@ def check(setting: Setting, folder: Path, *options: str) -> str:
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_on_a_card(runner, model, dtype, models, with_expected, tmp_path):
     setting = with_expected(Setting(runner, models[model], dtype, is_on_card=True))
-    assert " passed" in check(setting, tmp_path)
+    check(setting, tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the card here")
@@ -111,4 +109,4 @@ def test_the_checks_without_a_card(runner, with_expected, tmp_path):
     if runner == "v2":
         pytest.importorskip("triton", reason="Triton is not installed")
     setting = with_expected(Setting(runner, demo.model_path(), "float32", is_on_card=False))
-    assert " passed" in check(setting, tmp_path, "-k", ON_CPU[runner])
+    check(setting, tmp_path, "-k", ON_CPU[runner])
