@@ -455,7 +455,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runner", choices=["v1", "v2"], default="v2", help="vLLM's model runner, of both sides")
     parser.add_argument("--stock-backend", metavar="NAME", help="stock vLLM's attention; default: what it chooses")
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of latency and throughput; papers have own ones")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384, 65_536], help="of latency")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65_536, 16_384, 4096], help="of latency")
     parser.add_argument("--together", type=int, default=4 * 65_536, help="tokens of all prompts, in latency")
     parser.add_argument("--throughput-lengths", type=int, nargs="+", default=[65_536])
     parser.add_argument("--throughput-tokens", type=int, default=512, help="generated per request, in throughput")

@@ -172,7 +172,8 @@ def test_a_part_runs_and_is_saved_beside_others(tmp_path):
     output.write_text(json.dumps({"grkv": "of another run", "latency": "to be replaced"}))
     sizes = ["--lengths", "8192", "--together", "16384", "--tokens", "40", "--repeats", "1", "--budgets", "0.1"]
     command = [sys.executable, SCRIPT, "--device", "cpu", "--parts", "latency", "--policies", "keepkv", *sizes]
-    done = subprocess.run([*command, "--output", output], capture_output=True, text=True, timeout=500)
+    command += ["--output", output, "--logs", tmp_path / "logs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     parts = json.loads(output.read_text())
     assert parts["grkv"] == "of another run" and parts["latency"]["machine"]["cpu"]
@@ -182,6 +183,7 @@ def test_a_part_runs_and_is_saved_beside_others(tmp_path):
     assert stock["intertoken_ratio"]["median"] == stock["first_token_ratio"]["median"] == 1
     assert keepkv["peak_usage"] < 0.5 * plain["peak_usage"]
     assert "time between tokens at most 0.5 x full cache: not measured" in done.stdout
+    assert all("max_seq_len" in (tmp_path / "logs" / f"{side}.log").read_text() for side in ("stock", "plugin"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
