@@ -77,7 +77,7 @@ sanitize: setup
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libasan.so):$$("$${CXX:-c++}" -print-file-name=libubsan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest -n $(JOBS) tests/kernels -k "not plain-torch" \
-		--ignore tests/kernels/test_cuda.py --ignore tests/kernels/test_triton.py \
+		--ignore tests/kernels/test_cuda.py --ignore tests/kernels/test_emulation.py --ignore tests/kernels/test_triton.py \
 		--native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
 
 # Not the order in which the emulation runs threads counts, but what a card's barriers say of it. ThreadSanitizer must be
