@@ -8,7 +8,7 @@ from operator import or_
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
+    BeforeValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -20,7 +20,9 @@ from pydantic import (
 )
 
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
+from vllm_kvmerge.policies.base import MAX_TOKENS
 from vllm_kvmerge.policies.choice import PartNames, choose
+from vllm_kvmerge.policies.failure import PartError
 from vllm_kvmerge.policies.registry import DecodeMode
 
 M = TypeVar("M", bound=BaseModel)
@@ -36,33 +38,42 @@ class CompressionError(ValueError):
     """A request's ``kv_compression`` cannot be honoured.
 
     param: dotted name of the offending field, such as ``kv_compression.budget``. reason: a short label for metrics.
+    status: the HTTP status that says so; 500 where a part is to blame, and not the request.
     """
 
-    def __init__(self, param: str, message: str, reason: str) -> None:
+    def __init__(self, param: str, message: str, reason: str, status: int = 400) -> None:
         super().__init__(f"{param}: {message}")
         self.param = param
         self.reason = reason
+        self.status = status
 
 
-def _check_budget(budget: int | float) -> int | float:
-    if isinstance(budget, int) and budget >= 1:
+def _check_budget(budget: Any) -> Any:
+    """One message for numbers of both kinds; what is no number is left to the types."""
+    if not isinstance(budget, (int, float)):
         return budget
-    if isinstance(budget, float) and 0.0 < budget <= 1.0:
+    if 1 <= budget <= MAX_TOKENS if isinstance(budget, int) else 0.0 < budget <= 1.0:
         return budget
     raise ValueError(
-        "must be an integer >= 1 (entries per KV head) or a float in (0, 1] (share of the prompt's tokens)"
+        f"must be an integer from 1 to {MAX_TOKENS} (entries per KV head) or a float in (0, 1] (share of the prompt's "
+        "tokens)"
     )
 
 
+TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
+
 Budget = Annotated[
-    StrictInt | StrictFloat,
-    AfterValidator(_check_budget),
+    Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)] | Annotated[StrictFloat, Field(gt=0.0, le=1.0)],
+    BeforeValidator(_check_budget),
     Field(
         description="Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its context "
         "where context_tokens says how long that is, rounded up."
     ),
 ]
 
+
+MAX_SHOWN = 80
+"""Characters of a request's value that an error message repeats."""
 
 DECODE_TEXT = (
     "bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's (or context's) end "
@@ -89,11 +100,11 @@ def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
         "policy": Literal[policy],  # type: ignore[valid-type]
         "budget": (Budget, 0.2),
         "interval": (
-            Annotated[int, Field(strict=True, ge=1)] | None,
+            TokenCount | None,
             Field(None, description="Live entries above the budget that trigger a compression; default: one block."),
         ),
         "decode": (DecodeMode, Field(preset.decode, description=DECODE_TEXT)),
-        "context_tokens": (Annotated[int, Field(strict=True, ge=1)] | None, Field(None, description=CONTEXT_TEXT)),
+        "context_tokens": (TokenCount | None, Field(None, description=CONTEXT_TEXT)),
     }
     for kind, name in names._asdict().items():
         own = f"The policy's own is {getattr(preset, kind)}"
@@ -118,6 +129,7 @@ class CompressionConfig(BaseModel):
     """One request's compression, resolved: what to run, how large, how often.
 
     context_tokens: how many of the prompt's tokens are compressed before the others are read; None: all, at its end.
+    text: the request's ``kv_compression`` as canonical JSON.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -128,6 +140,7 @@ class CompressionConfig(BaseModel):
     decode: DecodeMode
     policy: CompressionPolicy
     context_tokens: int | None = None
+    text: str = ""
 
     @property
     def tracks_decode(self) -> bool:
@@ -137,7 +150,7 @@ class CompressionConfig(BaseModel):
     @property
     def prompt_window(self) -> int | Literal["all"]:
         """How many of the context's last tokens must be scored as queries; 0 where the policy needs no scores."""
-        return getattr(self.policy.tracker, "score_window", 0)
+        return self.policy.tracker.prompt_window
 
     def check_context(self, num_prompt_tokens: int) -> None:
         """Raises CompressionError if the context is longer than a prompt of this length."""
@@ -162,6 +175,11 @@ class CompressionConfig(BaseModel):
         # The small term undoes float noise: 0.7 * 10 is 7 entries, not 8.
         return max(math.ceil(self.budget * num_context_tokens - 1e-9), self.policy.min_budget)
 
+    def never_compresses(self, num_prompt_tokens: int, max_tokens: int) -> bool:
+        """Whether the cache can never hold more entries than the budget, so that plain attention is exact."""
+        budget = self.resolve_budget(self.resolve_context(num_prompt_tokens))
+        return budget >= num_prompt_tokens + max_tokens
+
     def resolve_capacity(self, num_context_tokens: int) -> int | None:
         """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget.
         None: all there are."""
@@ -177,7 +195,7 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     if not isinstance(name, str) or name not in (FULL, *PRESETS):
         allowed = ", ".join(sorted((FULL, *PRESETS)))
         raise CompressionError(
-            f"{EXTRA_ARGS_KEY}.policy", f"unknown policy {name!r}; allowed: {allowed}", "unknown_policy"
+            f"{EXTRA_ARGS_KEY}.policy", f"unknown policy {_shown(name)}; allowed: {allowed}", "unknown_policy"
         )
     if name == FULL:
         _validated(FullRequest, data, FULL)
@@ -191,8 +209,12 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         for kind, part in names.classes.items()
     }
     policy = CompressionPolicy(**parts)  # type: ignore[arg-type]
+    try:
+        policy.check_constants()
+    except PartError as error:
+        raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
     common = {field: getattr(request, field) for field in ("budget", "interval", "decode", "context_tokens")}
-    config = CompressionConfig(name=name, policy=policy, **common)
+    config = CompressionConfig(name=name, policy=policy, text=text, **common)
     if isinstance(config.budget, int) and config.budget < policy.min_budget:
         raise CompressionError(
             f"{EXTRA_ARGS_KEY}.budget",
@@ -210,7 +232,7 @@ def _read_overrides(data: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(name, str) or name not in PARTS[kind]:
             allowed = ", ".join(sorted(PARTS[kind]))
             raise CompressionError(
-                f"{EXTRA_ARGS_KEY}.{kind}", f"unknown {kind} {name!r}; allowed: {allowed}", "unknown_part"
+                f"{EXTRA_ARGS_KEY}.{kind}", f"unknown {kind} {_shown(name)}; allowed: {allowed}", "unknown_part"
             )
     return overrides
 
@@ -251,7 +273,7 @@ def _validated(model: type[M], data: Mapping[str, Any], what: str) -> M:
 
 def _as_compression_error(error: ValidationError, model: type[BaseModel], what: str) -> CompressionError:
     first = error.errors()[0]
-    field = str(first["loc"][0]) if first["loc"] else ""
+    field = str(first["loc"][0])[:MAX_SHOWN] if first["loc"] else ""
     param = f"{EXTRA_ARGS_KEY}.{field}" if field else EXTRA_ARGS_KEY
     if first["type"] == "extra_forbidden":
         allowed = ", ".join(model.model_fields)
@@ -260,7 +282,13 @@ def _as_compression_error(error: ValidationError, model: type[BaseModel], what: 
     messages = [e["msg"].removeprefix("Value error, ") for e in error.errors() if e["loc"][:1] == first["loc"][:1]]
     message = " or ".join(dict.fromkeys(messages))
     reason = "wrong_type" if first["type"].endswith("_type") else "invalid_value"
-    return CompressionError(param, f"{message}, got {first['input']!r}", reason)
+    return CompressionError(param, f"{message}, got {_shown(first['input'])}", reason)
+
+
+def _shown(value: Any) -> str:
+    """The value in an error message, which a request must not make longer than itself."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def parse_compression(value: Any) -> CompressionConfig | None:
@@ -274,7 +302,7 @@ def parse_compression(value: Any) -> CompressionConfig | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also of a number with more digits than Python reads
             raise CompressionError(EXTRA_ARGS_KEY, f"is not valid JSON: {error}", "wrong_type") from None
     try:
         text = json.dumps(value, sort_keys=True, allow_nan=False)

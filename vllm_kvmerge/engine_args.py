@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionError, parse_compression
+from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 from vllm_kvmerge.kernels import OPERATORS
 from vllm_kvmerge.kernels.choice import check_overrides
+from vllm_kvmerge.limits import Limits, ModelShape
+from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.support import UnsupportedConfigError, check_options, platform_obstacle
 
 if TYPE_CHECKING:
@@ -36,6 +38,22 @@ class PluginConfig(BaseModel):
         "them in captured graphs; more than these run, more slowly.",
     )
     query_ring_size: int = Field(32, ge=1, description="On CUDA: queries that there is room for, of each of those.")
+    allowed_policies: list[str] | None = Field(
+        None, description="Policies that requests may name, besides full; default: all."
+    )
+    max_compaction_bytes: int = Field(
+        256 << 20,
+        ge=1 << 20,
+        le=1 << 40,
+        description="Memory outside the cache that compressing one request may take, per worker; more is refused.",
+    )
+    max_compaction_seconds: float = Field(
+        2.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds, as estimated, that compressing one request, or the requests of one step, may keep all "
+        "others waiting; during generation once per block of tokens. What would take longer is refused.",
+    )
     operators: dict[str, str] = Field(
         {}, description="Implementations of operators to run instead of those in kernels/choice.json."
     )
@@ -45,10 +63,39 @@ class PluginConfig(BaseModel):
     def _check_operators(cls, operators: dict[str, str]) -> dict[str, str]:
         return check_overrides(operators, OPERATORS)
 
+    @field_validator("allowed_policies")
+    @classmethod
+    def _check_policies(cls, names: list[str] | None) -> list[str] | None:
+        unknown = sorted(set(names or ()) - {*PRESETS, FULL})
+        if unknown:
+            raise ValueError(f"unknown policy {', '.join(unknown)}; allowed: {', '.join(sorted((FULL, *PRESETS)))}")
+        return names
+
 
 def plugin_config(vllm_config: "VllmConfig") -> PluginConfig:
     """What the plugin was told in an engine's ``additional_config``."""
     return PluginConfig.model_validate(vllm_config.additional_config.get(CONFIG_KEY) or {})
+
+
+def request_limits(vllm_config: "VllmConfig") -> Limits:
+    """What an engine's requests are held to; how fast its workers compute is for them to say."""
+    options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
+    allowed, num_kv_heads = options.allowed_policies, model.get_num_kv_heads(parallel)
+    return Limits(
+        allowed_policies=None if allowed is None else frozenset(allowed),
+        max_bytes=options.max_compaction_bytes,
+        max_seconds=options.max_compaction_seconds,
+        shape=ModelShape(
+            num_layers=model.get_num_layers(parallel),
+            num_kv_heads=num_kv_heads,
+            group_size=model.get_num_attention_heads(parallel) // num_kv_heads,
+            head_size=model.get_head_size(),
+            hidden_size=model.get_hidden_size(),
+            item_size=model.dtype.itemsize,
+        ),
+        block_size=vllm_config.cache_config.block_size,
+        max_model_len=model.max_model_len,
+    )
 
 
 def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **overrides: Any) -> dict[str, Any]:
@@ -100,6 +147,14 @@ def _with_default(
         )
     default = given if kv_compression is None else kv_compression
     config = parse_compression(default)
+    allowed = ours.get("allowed_policies")
+    if config is not None and allowed is not None and config.name not in allowed:
+        raise CompressionError(
+            f"{EXTRA_ARGS_KEY}.policy",
+            f"{config.name!r} cannot be the default, because it is not among allowed_policies; "
+            f"allowed: {', '.join(sorted({FULL, *allowed}))}",
+            "not_allowed",
+        )
     if config is not None and config.context_tokens is not None:
         raise CompressionError(
             f"{EXTRA_ARGS_KEY}.context_tokens",

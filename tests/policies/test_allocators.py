@@ -62,7 +62,7 @@ def on_two_workers(
     heads = (range(cut), range(cut, len(entries.positions)))
     sent: list[Tensor] = []
 
-    class Sent(Exception):
+    class Sent(BaseException):
         pass
 
     def send(tensor: Tensor) -> Tensor:

@@ -44,12 +44,17 @@ class MergeableAttentionManager(FullAttentionManager):
     Blocks that a compression makes superfluous are *retired*: they leave the request's row at once and return to the
     pool with ``release_retired``, after the last relocation of the step. Whoever is given one writes to it in a later
     step than the one whose compaction still reads it.
+
+    What a compressed request computed may hold anything that a policy or an overflow made of it. vLLM's CPU operators
+    read slots behind a sequence's end, where a NaN would spread: such blocks are zeroed before another request that is
+    not compressed gets them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{**kwargs, "needs_kv_cache_zeroing": True})
         self.segments: dict[str, Segments] = {}
         self._retired: list[KVCacheBlock] = []
+        self._unclean: set[int] = set()
 
     def relocate(self, request_id: str, num_tokens: int, new_front: int) -> Relocation | None:
         """Gives a request its own blocks for ``new_front`` entries and retires all others before slot ``num_tokens``.
@@ -77,6 +82,8 @@ class MergeableAttentionManager(FullAttentionManager):
         front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
         taken = {block.block_id for block in front}
         retired = [block for block in held if block.block_id not in taken]
+        if request_id in self.segments:
+            self._note_unclean(retired)
         blocks[:num_held] = front + [self._null_block] * (num_held - num_front_blocks)
         self._retired += retired
         self.segments[request_id] = Segments(front=new_front, tail=num_tokens)
@@ -98,8 +105,20 @@ class MergeableAttentionManager(FullAttentionManager):
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self.segments.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
+        blocks = super().pop_blocks_for_free(request_id)
+        if self.segments.pop(request_id, None) is not None:
+            self._note_unclean(blocks)
+        return blocks
+
+    def _note_unclean(self, blocks: list[KVCacheBlock]) -> None:
+        # A hashed block is from before the first compression: it holds what the model computed.
+        self._unclean |= {block.block_id for block in blocks if block.block_hash is None and not block.is_null}
+
+    def take_new_block_ids(self) -> list[int]:
+        """Ids of the blocks handed out since the last call that must be zeroed before they are written to."""
+        unclean = [block_id for block_id in super().take_new_block_ids() if block_id in self._unclean]
+        self._unclean.difference_update(unclean)
+        return unclean
 
 
 def register_spec() -> None:

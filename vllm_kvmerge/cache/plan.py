@@ -1,6 +1,9 @@
-"""What the scheduler tells the workers: which caches to compress after this step, and which queries to score."""
+"""What the scheduler tells the workers: which caches to compress after this step, and which queries to score; and what
+they answer."""
 
 from dataclasses import dataclass, field
+
+from vllm_kvmerge.policies.cost import Rates
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,24 @@ class CompressionStep:
 
     plans: list[CompressionPlan] = field(default_factory=list)
     windows: dict[str, PromptWindow] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request ends with an error. part: kind and name of the one that failed, such as ``merger:zip``; None: the
+    request cannot be honoured."""
+
+    message: str
+    part: str | None = None
+
+
+@dataclass
+class CompressionReport:
+    """Attached to vLLM's ModelRunnerOutput as ``kvmerge`` where there is something to say.
+
+    failures: by request, of those whose compression failed; their caches hold their newest entries.
+    rates: how fast this worker computes, once, with its first output.
+    """
+
+    failures: dict[str, Failure] = field(default_factory=dict)
+    rates: Rates | None = None

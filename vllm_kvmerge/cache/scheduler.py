@@ -1,26 +1,35 @@
 """The scheduler's side of compression: decides when a request's cache is compressed, and into which blocks."""
 
-import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.cache.manager import MergeableAttentionManager, Segments, register_spec
-from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep, PromptWindow
-from vllm_kvmerge.cache.usage import REPORT_KEY, STREAM, USAGE_KEY, CacheUsage
-from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, parse_compression
-from vllm_kvmerge.metrics import CacheGauges, count_compression, count_generated, count_request
+from vllm_kvmerge.cache.plan import CompressionPlan, CompressionReport, CompressionStep, Failure, PromptWindow
+from vllm_kvmerge.cache.usage import ERROR_KEY, REPORT_KEY, STREAM, USAGE_KEY, CacheUsage
+from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError, parse_compression
+from vllm_kvmerge.engine_args import plugin_config, request_limits
+from vllm_kvmerge.limits import Compression
+from vllm_kvmerge.metrics import CacheGauges, count_compression, count_failure, count_generated, count_request
+from vllm_kvmerge.policies.failure import PartError, describe
 from vllm_kvmerge.support import UnsupportedConfigError, check_config
 
 register_spec()
+
+
+logger = init_logger(__name__)
+
+NEVER_COMPRESSED = Segments(front=0, tail=0)
 
 
 @dataclass(frozen=True)
@@ -29,13 +38,34 @@ class RequestCompression:
 
     context: tokens of its prompt that are compressed first, before the others are computed; all of them as a rule.
     budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all.
+    interval: live entries above those that trigger a compression. window_start, query_window: which queries its first
+    compression needs: those from a position of the context on (None: none), and so many of the newest.
+
+    Whatever a part is asked for has been asked when this is made, so that nothing of it raises in a step.
     """
 
     config: CompressionConfig
-    text: str
     context: int
     budget: int
     capacity: int | None
+    interval: int
+    window_start: int | None
+    query_window: int
+
+    @classmethod
+    def of(cls, config: CompressionConfig, num_prompt_tokens: int, block_size: int) -> "RequestCompression":
+        context = config.resolve_context(num_prompt_tokens)
+        budget, window = config.resolve_budget(context), config.prompt_window
+        start = 0 if window == "all" else max(0, context - window)
+        return cls(
+            config,
+            context,
+            budget,
+            config.resolve_capacity(context),
+            config.interval or block_size,
+            start if window else None,
+            config.policy.query_window,
+        )
 
     def full_front(self, num_entries: int) -> int:
         """Entries per KV head that the front holds after a compression of ``num_entries``."""
@@ -59,7 +89,11 @@ class CompressionSchedulerMixin(Scheduler):
                 f"got {[type(manager.kv_cache_spec).__name__ for manager in managers]}"
             )
         self._manager = managers[0]
-        self._default = self.vllm_config.additional_config.get("kvmerge", {}).get("default")
+        self._default = plugin_config(self.vllm_config).default
+        self._limits = request_limits(self.vllm_config)
+        self._failures: dict[str, Failure] = {}
+        self._ended: list[tuple[Request, Failure]] = []
+        self._due: dict[str, None] = {}
         bytes_per_block = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors) // (
             self.kv_cache_config.num_blocks
         )
@@ -70,7 +104,7 @@ class CompressionSchedulerMixin(Scheduler):
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
-            request.kv_compression = self._resolve(request)  # type: ignore[attr-defined]
+            request.kv_compression = self._resolve_or_fail(request)  # type: ignore[attr-defined]
             if asked := _extra_args(request).get(USAGE_KEY):
                 self._usages[request.request_id] = CacheUsage(self._bytes_per_block, streams=asked == STREAM)
         super().add_request(request)
@@ -81,13 +115,58 @@ class CompressionSchedulerMixin(Scheduler):
             params = {**(params or {}), REPORT_KEY: usage.report()}
         return params, *others
 
+    def _resolve_or_fail(self, request: Request) -> RequestCompression | None:
+        """``_resolve``; a request that cannot be honoured ends with its first step, and nobody else."""
+        try:
+            return self._resolve(request)
+        except PartError as error:
+            self._failures[request.request_id] = Failure(str(error), error.part)
+        except CompressionError as error:
+            self._failures[request.request_id] = Failure(str(error))
+        except Exception as error:
+            logger.exception("Compression of request %s cannot be resolved", request.request_id)
+            self._failures[request.request_id] = Failure(describe(error), "unknown")
+        return None
+
+    def _end_failed(self) -> None:
+        """Ends the requests that have failed; their clients are told with the next outputs."""
+        for request in self.finish_requests(self._failures, RequestStatus.FINISHED_ERROR):
+            failure = self._failures[request.request_id]
+            if failure.part is not None:
+                count_failure(_policy_name(request), failure.part, self._engine)
+            self._ended.append((request, failure))
+        self._failures = {}
+
+    def _tell_ended(self, outputs_by_client: dict[int, EngineCoreOutputs]) -> None:
+        for request, failure in self._ended:
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                kv_transfer_params={REPORT_KEY: {ERROR_KEY: failure.message}},
+                trace_headers=request.trace_headers,
+            )
+            outputs_by_client.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        self._ended = []
+
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *args: Any, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
+        report: CompressionReport | None = getattr(model_runner_output, "kvmerge", None)
+        if report is not None:
+            self._failures |= report.failures
+            if report.rates is not None:
+                self._limits = replace(self._limits, rates=report.rates)
+        # Before vLLM looks at what the step generated: of those that failed it is not what was asked for.
+        if self._failures:
+            self._end_failed()
         for request_id, step in getattr(scheduler_output, "kvmerge_steps", {}).items():
             if usage := self._usages.get(request_id):
                 usage.end_step(step)
-        outputs_by_client = super().update_from_output(scheduler_output, *args, **kwargs)
+        outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
+        if self._ended:
+            self._tell_ended(outputs_by_client)
         if self._usages:
             for output in chain.from_iterable(outputs.outputs for outputs in outputs_by_client.values()):
                 usage = self._usages.get(output.request_id)
@@ -103,25 +182,22 @@ class CompressionSchedulerMixin(Scheduler):
         return kept_token_ids, stopped
 
     def _resolve(self, request: Request) -> RequestCompression | None:
-        value = _extra_args(request).get(EXTRA_ARGS_KEY, self._default)
-        config = parse_compression(value)
+        config = parse_compression(_extra_args(request).get(EXTRA_ARGS_KEY, self._default))
         count_request(config.name if config else FULL, self._engine)
         if config is None:
             return None
-        # The front end has refused a context that is longer than the prompt.
-        context = config.resolve_context(request.num_prompt_tokens)
-        budget = config.resolve_budget(context)
-        if budget >= request.num_prompt_tokens + request.max_tokens:
-            # It can never hold more entries than the budget: plain attention is exact and cheaper.
-            return None
-        text = value if isinstance(value, str) else json.dumps(value)
-        return RequestCompression(config, text, context, budget, config.resolve_capacity(context))
+        # A server's front end has refused what the limits and the prompt do not allow; offline there is none.
+        config.check_context(request.num_prompt_tokens)
+        self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
+        if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
+            return None  # plain attention is exact and cheaper
+        return RequestCompression.of(config, request.num_prompt_tokens, self.block_size)
 
     def _next_compression(self, request: Request, state: RequestCompression) -> int | None:
         """The number of computed tokens at which the request is to be compressed next; None: never."""
         bounded = state.config.decode == "bounded"
         # Where some layers keep everything, the others count.
-        limit = (state.budget if state.capacity is None else state.capacity) + self._interval(state.config)
+        limit = (state.budget if state.capacity is None else state.capacity) + state.interval
         segments = self._manager.segments.get(request.request_id)
         if segments is not None:
             front = segments.front if state.capacity is not None else min(segments.front, state.budget)
@@ -136,13 +212,10 @@ class CompressionSchedulerMixin(Scheduler):
     @staticmethod
     def _window_start(state: RequestCompression, compression: int) -> int | None:
         """Position of the first query that the policy needs for a first compression at ``compression`` tokens."""
-        starts = []
-        if state.config.prompt_window:
-            window = state.config.prompt_window
-            starts.append(0 if window == "all" else max(0, state.context - window))
-        if state.config.policy.query_window:
-            starts.append(max(0, compression - state.config.policy.query_window))
-        return min(starts) if starts else None
+        starts = [] if state.window_start is None else [state.window_start]
+        if state.query_window:
+            starts.append(max(0, compression - state.query_window))
+        return min(starts, default=None)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
@@ -172,6 +245,8 @@ class CompressionSchedulerMixin(Scheduler):
         return min(num_new_tokens, max(0, compression - num_computed_tokens))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._failures:
+            self._end_failed()
         output = super().schedule(*args, **kwargs)
         self._note_peaks()
         step = CompressionStep()
@@ -189,8 +264,12 @@ class CompressionSchedulerMixin(Scheduler):
         return output
 
     def _plan_due(self, step: CompressionStep) -> list[Request]:
-        """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs."""
-        waiting = []
+        """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs.
+
+        Those of one step take no longer together than one alone may, as far as can be told beforehand. The others are
+        put off to the next steps, whoever has waited longest first; until then their requests compute nothing.
+        """
+        due: dict[str, Request] = {}
         for request in self.running:
             state = request.kv_compression  # type: ignore[attr-defined]
             compression = self._next_compression(request, state) if state is not None else None
@@ -199,15 +278,35 @@ class CompressionSchedulerMixin(Scheduler):
             if request.request_id not in self._manager.segments:
                 start = self._window_start(state, compression)
                 if start is not None:
-                    step.windows[request.request_id] = PromptWindow(start, state.text)
-            if request.num_computed_tokens >= compression and not self._plan(request, state, step):
+                    step.windows[request.request_id] = PromptWindow(start, state.config.text)
+            if request.num_computed_tokens >= compression:
+                due[request.request_id] = request
+        waiting, seconds = [], 0.0
+        self._due = dict.fromkeys([*(name for name in self._due if name in due), *due])
+        for request_id in list(self._due):
+            request = due[request_id]
+            estimate = self._seconds(request)
+            if step.plans and seconds + estimate > self._limits.max_seconds:
+                break
+            if self._plan(request, request.kv_compression, step):  # type: ignore[attr-defined]
+                seconds += estimate
+                del self._due[request_id]
+            else:
                 waiting.append(request)
         return waiting
+
+    def _seconds(self, request: Request) -> float:
+        """Estimate for the compression that is due."""
+        state = request.kv_compression  # type: ignore[attr-defined]
+        segments = self._manager.segments.get(request.request_id, NEVER_COMPRESSED)
+        num_entries = segments.front + request.num_computed_tokens - segments.tail
+        kept = state.full_front(num_entries)
+        return self._limits.seconds(state.config, Compression(num_entries, kept, segments == NEVER_COMPRESSED))
 
     def _plan(self, request: Request, state: RequestCompression, step: CompressionStep) -> bool:
         """Adds the request's compression to ``step``; False if there is no room to copy blocks that others share."""
         num_tokens = request.num_computed_tokens
-        segments = self._manager.segments.get(request.request_id, Segments(front=0, tail=0))
+        segments = self._manager.segments.get(request.request_id, NEVER_COMPRESSED)
         new_front = state.full_front(segments.front + num_tokens - segments.tail)
         relocation = self._manager.relocate(request.request_id, num_tokens, new_front)
         if relocation is None:
@@ -215,7 +314,7 @@ class CompressionSchedulerMixin(Scheduler):
         step.plans.append(
             CompressionPlan(
                 request.request_id,
-                state.text,
+                state.config.text,
                 segments.front,
                 segments.tail,
                 num_tokens,
@@ -228,8 +327,8 @@ class CompressionSchedulerMixin(Scheduler):
         count_compression(state.config.name, self._engine, num_freed, num_freed * self._bytes_per_block)
         return True
 
-    def _interval(self, config: CompressionConfig) -> int:
-        return config.interval or self.block_size
+    def _get_new_block_ids_to_zero(self) -> list[int] | None:
+        return self.kv_cache_manager.take_new_block_ids() or None
 
     def _live_size(self, request: Request) -> tuple[str, int, int, int]:
         """(policy, live entries per KV head, represented tokens, blocks held) of a running request."""

@@ -15,6 +15,9 @@ REPORT_KEY = "kvmerge"
 """In ``kv_transfer_params`` of the answer: the report. vLLM gives a scheduler no other way to tell a client something
 about its request; KV connectors, whose place it is, are refused together with compression."""
 
+ERROR_KEY = "error"
+"""In the report of a request that was ended because it failed: why."""
+
 STEPS_KEY = "steps"
 """In the report of a request that asked for a stream: its newest steps, oldest first."""
 

@@ -24,6 +24,16 @@ BLOCKS_FREED = Counter("vllm:kvmerge_blocks_freed", "Blocks returned to the pool
 BYTES_FREED = Counter("vllm:kvmerge_bytes_freed", "Bytes of those blocks, over all layers and ranks.", LABELS)
 MERGED = Counter("vllm:kvmerge_entries_merged", "Cache entries (per layer and KV head) merged into others.", LABELS)
 EVICTED = Counter("vllm:kvmerge_entries_evicted", "Cache entries (per layer and KV head) dropped.", LABELS)
+OVERFLOWS = Counter(
+    "vllm:kvmerge_overflows",
+    "Cache entries (per layer and KV head) left as they were because what was to be merged into them is not finite.",
+    LABELS,
+)
+FAILED = Counter(
+    "vllm:kvmerge_failed_compactions",
+    "Requests ended with an error because a part of their policy failed.",
+    ["policy", "part", "engine"],
+)
 COMPACTION_SECONDS = Histogram(
     "vllm:kvmerge_compaction_seconds",
     "Seconds to compress one request's cache, all layers; an equal share where a step compresses several.",
@@ -66,10 +76,17 @@ def count_compression(policy: str, engine: int, num_blocks_freed: int, num_bytes
     BYTES_FREED.labels(policy, engine).inc(num_bytes_freed)
 
 
-def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int) -> None:
+def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int, num_overflows: int) -> None:
     """One worker's share: its own KV heads, all layers."""
     MERGED.labels(policy, engine).inc(num_merged)
     EVICTED.labels(policy, engine).inc(num_evicted)
+    if num_overflows:
+        OVERFLOWS.labels(policy, engine).inc(num_overflows)
+
+
+def count_failure(policy: str, part: str, engine: int) -> None:
+    """``part``: kind and name of the one that failed."""
+    FAILED.labels(policy, part, engine).inc()
 
 
 def observe_compaction(policy: str, engine: int, seconds: float) -> None:

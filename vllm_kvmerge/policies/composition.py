@@ -18,6 +18,7 @@ from vllm_kvmerge.policies.base import (
     Tracker,
 )
 from vllm_kvmerge.policies.entries import Entries
+from vllm_kvmerge.policies.failure import blamed_on, check_count, check_outcome, check_tensor, checks_values
 from vllm_kvmerge.policies.indexing import in_place
 from vllm_kvmerge.policies.outcome import Outcome
 from vllm_kvmerge.policies.trackers import attention_mass
@@ -76,9 +77,37 @@ class CompressionPolicy(BaseModel):
     def needs_output_weights(self) -> bool:
         return any(part.needs_output_weights for part in self.parts)
 
+    def check_constants(self) -> None:
+        """Asks the parts what depends on their parameters alone, so that nothing of it raises later.
+
+        Raises:
+            PartError: a part raised, or said what cannot be.
+        """
+        with blamed_on(self.tracker):
+            if not 0.0 <= float(self.tracker.update_decay) <= 1.0:
+                raise ValueError(f"update_decay must be from 0 to 1, got {self.tracker.update_decay}")
+            check_count("prompt_window", 0 if self.tracker.prompt_window == "all" else self.tracker.prompt_window)
+        with blamed_on(self.selector):
+            fewest = check_count("min_budget", self.selector.min_budget)
+        with blamed_on(self.merger):
+            check_count("num_slots", self.merger.num_slots(fewest))
+        with blamed_on(self.allocator):
+            check_count("capacity", self.allocator.capacity(fewest) or 0)
+        for part in self.parts:
+            with blamed_on(part):
+                check_count("query_window", part.query_window)
+
     def layer_statistic(self, entries: Entries, context: CompressionContext) -> Tensor:
-        """The allocator's, ``[units]``, for ``context.layer_statistics``; only where it has one."""
-        return self.allocator.layer_statistic(entries, attention_mass(self.tracker, entries), context)
+        """The allocator's, ``[units]``, for ``context.layer_statistics``; only where it has one.
+
+        Raises:
+            PartError: the tracker or the allocator failed.
+        """
+        with blamed_on(self.tracker):
+            mass = attention_mass(self.tracker, entries)
+        with blamed_on(self.allocator):
+            statistic = self.allocator.layer_statistic(entries, mass, context)
+            return check_tensor("layer_statistic", statistic, (len(context.by_unit(mass)),), mass, None)
 
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
         """Exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they are
@@ -87,6 +116,10 @@ class CompressionPolicy(BaseModel):
         ``entries`` are not changed, and of their keys and values only those are read that a part asks for. They may
         hold dead ones, which are kept only where live ones are too few. An entry that stays keeps its place where that
         exists in the result.
+
+        Raises:
+            PartError: a part raised, returned something that cannot be used, or ran out of time.
+            ValueError: the budget is too small for this policy.
         """
         capacity = context.capacity or context.budget
         num_rows = len(entries.positions)
@@ -115,12 +148,17 @@ class CompressionPolicy(BaseModel):
     def _heads_by_budget(self, entries: Entries, context: CompressionContext, capacity: int) -> dict[int, list[int]]:
         """The heads that have each budget. In practice all have one, those of a layer have one, or each has its own."""
         if self.allocator.reads_attention:
-            importance = attention_mass(self.tracker, entries)
+            with blamed_on(self.tracker):
+                importance = attention_mass(self.tracker, entries)
         else:
             importance = torch.zeros_like(entries.scores)
+        with blamed_on(self.allocator):
+            budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, context)]
+            if len(budgets) != len(importance):
+                raise ValueError(f"head_budgets must be {len(importance)} numbers, got {len(budgets)}")
         groups: dict[int, list[int]] = {}
         least = self.min_budget
-        for head, budget in enumerate(self.allocator.head_budgets(entries, importance, context)):
+        for head, budget in enumerate(budgets):
             groups.setdefault(min(max(budget, least), capacity), []).append(head)
         return groups
 
@@ -132,21 +170,48 @@ class CompressionPolicy(BaseModel):
         num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
         context = replace(context, num_slots=num_slots)
         candidates, importance, protected = self._rank(entries, context)
-        earlier = self.merger.before_selection(entries, importance, protected, context)
+        with blamed_on(self.merger):
+            earlier = self.merger.before_selection(entries, importance, protected, context)
+            if earlier is not None:
+                check_outcome(self.merger, earlier, n, entries.scores)
         remaining = entries
         if earlier is not None:
             remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context)
-        selected = self.selector.select(candidates, importance, protected, context)
-        kept = in_place(selected, context.num_kept)
-        outcome = self.merger.merge(remaining, kept, importance, protected, context)
+        kept = in_place(self._select(candidates, importance, protected, context), context.num_kept)
+        with blamed_on(self.merger):
+            outcome = self.merger.merge(remaining, kept, importance, protected, context)
+            check_outcome(self.merger, outcome, context.budget, entries.scores)
         if earlier is not None:
             outcome = outcome.after(earlier, remaining)
         if context.num_kept == capacity:
             return outcome  # in place already
         return outcome.in_place(entries, capacity)
 
+    def _select(
+        self, candidates: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
+    ) -> Tensor:
+        """``[H, n]`` bool: the entries that stay, ``context.num_kept`` per head."""
+        with blamed_on(self.selector):
+            selected = self.selector.select(candidates, importance, protected, context)
+            check_tensor("select", selected, tuple(importance.shape), importance, torch.bool)
+            if checks_values(self.selector, selected) and bool((selected.sum(1) != context.num_kept).any()):
+                raise ValueError(f"select must choose {context.num_kept} entries of each head")
+            return selected
+
     def _rank(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor, Tensor]:
         """What the selector may keep, every entry's importance, and what the selector protects."""
-        candidates = entries.without(self.merger.is_slot(entries)) if context.num_slots else entries
-        return candidates, self.tracker.importance(entries), self.selector.protected(candidates, context)
+        with blamed_on(self.merger):
+            candidates = entries.without(self.merger.is_slot(entries)) if context.num_slots else entries
+        with blamed_on(self.tracker):
+            importance = self.tracker.importance(entries)
+            check_tensor("importance", importance, tuple(entries.positions.shape), entries.positions, None)
+            # Statistics that are not numbers are the model's doing: its keys or queries overflowed.
+            if checks_values(self.tracker, importance):
+                invented = importance.isnan() & entries.is_live
+                if bool(invented.any()) and bool((invented & ~entries.scores.isnan()).any()):
+                    raise ValueError("importance must be numbers, got NaN")
+        with blamed_on(self.selector):
+            protected = self.selector.protected(candidates, context)
+            check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
+        return candidates, importance, protected

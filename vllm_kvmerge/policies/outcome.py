@@ -127,6 +127,30 @@ class Outcome:
             aux=self.aux.masked_fill(dead, 0.0),
         )
 
+    def finite(self, entries: Entries, dtype: torch.dtype) -> "tuple[Outcome, Tensor]":
+        """The same with entries as they were in places whose new key or value is not finite in ``dtype``.
+
+        entries: those that this is an outcome of. A place that held none before is left empty. Also returns how many
+        places those are, ``[H]`` int64. What was merged into them is lost.
+        """
+        overflows = torch.zeros_like(self.changed, dtype=torch.bool)
+        for rows in (self.keys, self.values):
+            if rows is not None:
+                overflows |= ~rows.to(dtype).isfinite().all(-1)
+        overflows &= self.changed >= 0
+        count = overflows.sum(1)
+        if count.is_cpu and not count.any():  # a GPU would be waited for
+            return self, count
+        # Everything else goes to a place behind the last, which is cut off again.
+        place = self.changed.masked_fill(~overflows, self.kept.shape[1])
+        source = select(self.kept, self.changed.masked_fill(~overflows, DEAD))
+        planes = {name: getattr(self, name) for name in METADATA}
+        blank = {"log_votes": -torch.inf, "scores": 0.0, "aux": 0.0, "positions": DEAD}
+        for name, plane in planes.items():
+            before = getattr(entries, name).gather(1, source.clamp(min=0)).masked_fill(source < 0, blank[name])
+            planes[name] = torch.nn.functional.pad(plane, (0, 1)).scatter_(1, place, before)[:, :-1]
+        return replace(self, changed=self.changed.masked_fill(overflows, DEAD), **planes), count
+
     def heads(self, heads: list[int]) -> "Outcome":
         """Some heads' part."""
         return Outcome(*(None if plane is None else plane[heads] for plane in vars(self).values()))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.kernels import Pages, Units
 from vllm_kvmerge.kernels.merge import Rows
 from vllm_kvmerge.kernels.page import sent
-from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Outcome
+from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, CompressionResult, Outcome
+from vllm_kvmerge.policies.failure import OutOfTime, PartError, PartTimeout, as_part_error, time_limit
+from vllm_kvmerge.policies.indexing import in_place, largest
 from vllm_kvmerge.worker.paged_entries import PagedEntries
 
 MAX_BATCH_BYTES = 256 << 20
@@ -60,6 +63,20 @@ class _Unit:
 
 
 @dataclass(frozen=True)
+class Execution:
+    """What became of a step's plans.
+
+    counts: ``[plans, 3]`` int64 on the cache's device, over layers and heads: entries that were merged, those that were
+    evicted, and places that hold an entry as it was because what was to be merged into it is not finite. failures:
+    plans, by their index, whose policy failed: their newest entries were kept, so what their requests generate from
+    then on is not what they asked for.
+    """
+
+    counts: Tensor
+    failures: dict[int, PartError]
+
+
+@dataclass(frozen=True)
 class Compactor:
     """Compresses requests' caches.
 
@@ -69,7 +86,8 @@ class Compactor:
 
     layers: each layer's pages. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among all of them. all_heads: gathers ``[H, ...]`` from all tensor-parallel workers. output_weights: gives a layer's
-    output projection as ``[H, G, hidden, d]`` float32, or None where it is not known.
+    output projection as ``[H, G, hidden, d]`` float32, or None where it is not known. max_seconds: how long a policy
+    may work on a batch; None: as long as it takes.
     """
 
     layers: Sequence[Pages]
@@ -77,42 +95,74 @@ class Compactor:
     head_indices: list[int]
     all_heads: Callable[[Tensor], Tensor] = field(default=lambda tensor: tensor)
     output_weights: Callable[[int], Tensor | None] = field(default=lambda layer: None)
+    max_seconds: float | None = None
 
     def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
-        """Executes a step's plans; the numbers of merged and evicted entries of each, over layers and heads."""
-        return [(merged, evicted) for merged, evicted in self.execute(compactions).tolist()]
+        """Executes a step's plans; the numbers of merged and evicted entries of each, over layers and heads.
 
-    def execute(self, compactions: Sequence[Compaction]) -> Tensor:
-        """``run`` that waits for no card: ``[plans, 2]`` int64 on the cache's device."""
+        Raises:
+            PartError: a policy failed.
+        """
+        done = self.execute(compactions)
+        for error in done.failures.values():
+            raise error
+        return [(merged, evicted) for merged, evicted, _ in done.counts.tolist()]
+
+    def execute(self, compactions: Sequence[Compaction]) -> Execution:
+        """Executes a step's plans without waiting for a GPU. A policy that fails harms its own request alone."""
         batches: dict[tuple[object, ...], list[int]] = {}
         for index, compaction in enumerate(compactions):
             plan = compaction.plan
             shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries)
             batches.setdefault((compaction.policy, *shape), []).append(index)
-        parts = [self._run_batch([compactions[index] for index in indices]) for indices in batches.values()]
+        counts, failures = [], {}
+        for indices in batches.values():
+            failed: dict[int, PartError] = {}
+            counts.append(self._run_batch([compactions[index] for index in indices], failed))
+            failures.update({indices[index]: error for index, error in failed.items()})
         order = torch.tensor([index for indices in batches.values() for index in indices], dtype=torch.int64)
-        return torch.cat(parts).index_select(0, sent(order.argsort(), self.device))
+        return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures)
 
-    def _run_batch(self, batch: list[Compaction]) -> Tensor:
-        """Executes plans of one shape; ``[plans, 2]`` int64, entries merged and evicted."""
+    def _run_batch(self, batch: list[Compaction], failed: dict[int, PartError]) -> Tensor:
+        """Executes plans of one shape; ``Execution.counts`` of them. Adds to ``failed``, by index in the batch."""
         policy = batch[0].policy
-        statistics = None
-        if policy.allocator.has_layer_statistic:
-            parts = [
-                policy.layer_statistic(self._gather(units), self._context(units, batch, None))
-                for units in self._parts(batch)
-            ]
-            statistics = torch.cat(parts).view(len(batch), -1)
-        counts = torch.zeros(len(batch), 2, dtype=torch.int64, device=self.device)
-        for units in self._parts(batch):
-            context = self._context(units, batch, statistics)
+        statistics = self._layer_statistics(batch, failed) if policy.allocator.has_layer_statistic else None
+        counts = torch.zeros(len(batch), 3, dtype=torch.int64, device=self.device)
+
+        def compress(units: list[_Unit]) -> tuple[Units, CompressionResult]:
             entries = self._gather(units)
-            result = policy.compress(entries, context)
-            per_head = torch.stack([result.outcome.merged, result.evicted], 1)
+            with time_limit(self.max_seconds):
+                return entries.units, policy.compress(entries, self._context(units, batch, statistics))
+
+        def write(units: list[_Unit], located: Units, result: CompressionResult) -> None:
+            outcome, as_before = result.outcome.finite(result.source, self.layers[0].keys.dtype)
+            per_head = torch.stack([outcome.merged, result.evicted, as_before], 1)
             index = sent(torch.tensor([unit.index for unit in units]), self.device)
-            counts.index_add_(0, index, context.by_unit(per_head).sum(1))
-            self._write(units, entries.units, result.outcome)
+            counts.index_add_(0, index, per_head.unflatten(0, (-1, self.num_heads)).sum(1))
+            self._write(units, located, outcome)
+
+        for units in self._parts(batch):
+            for some, (located, result) in _contained(units, failed, compress):
+                write(some, located, result)
+            if failed_units := [unit for unit in units if unit.index in failed]:
+                entries = self._gather(failed_units)
+                write(failed_units, entries.units, _newest(entries, batch[0].plan.new_front))
         return counts
+
+    def _layer_statistics(self, batch: list[Compaction], failed: dict[int, PartError]) -> Tensor:
+        """``[plans, layers]`` float32, the allocator's; zeros where it failed."""
+
+        def statistic(units: list[_Unit]) -> Tensor:
+            entries = self._gather(units)
+            with time_limit(self.max_seconds):
+                return batch[0].policy.layer_statistic(entries, self._context(units, batch, None))
+
+        statistics = torch.zeros(len(batch), len(self.layers), device=self.device)
+        for units in self._parts(batch):
+            for some, values in _contained(units, failed, statistic):
+                places = sent(torch.tensor([(unit.index, unit.layer) for unit in some]), self.device)
+                statistics[places[:, 0], places[:, 1]] = values.float()
+        return statistics
 
     def _parts(self, batch: list[Compaction]) -> Iterator[list[_Unit]]:
         """The layers of all requests, in parts that fit in memory."""
@@ -195,3 +245,45 @@ class Compactor:
             blocks.index_select(0, rows),
             torch.tensor([(plan.front, plan.tail, plan.num_tokens) for plan in plans]),
         )
+
+
+R = TypeVar("R")
+
+
+def _contained(
+    units: list[_Unit], failed: dict[int, PartError], run: Callable[[list[_Unit]], R]
+) -> Iterator[tuple[list[_Unit], R]]:
+    """What ``run`` makes of the units of requests that have not failed; ``run`` changes nothing.
+
+    Where it raises, it runs again for one request at a time, and what then raises has failed. A policy that ran out of
+    time has failed for all of them: another turn each would keep everybody waiting.
+    """
+    requests: dict[int, list[_Unit]] = {}
+    for unit in units:
+        if unit.index not in failed:
+            requests.setdefault(unit.index, []).append(unit)
+    if not requests:
+        return
+    sound = [unit for unit in units if unit.index in requests]
+    try:
+        result = run(sound)
+    except (Exception, OutOfTime) as error:
+        fault = as_part_error(error)
+        if len(requests) == 1 or isinstance(fault, PartTimeout):
+            failed.update(dict.fromkeys(requests, fault))
+            return
+    else:
+        yield sound, result
+        return
+    for one in requests.values():
+        yield from _contained(one, failed, run)
+
+
+def _newest(entries: PagedEntries, capacity: int) -> CompressionResult:
+    """The newest entries as they are: what a request is left with whose policy failed."""
+    if capacity >= len(entries):
+        outcome = Outcome.unchanged(entries)
+    else:
+        outcome = Outcome.of(entries, in_place(largest(entries.positions, capacity), capacity))
+    outcome = outcome.emptied()
+    return CompressionResult(entries, outcome, entries.is_live.sum(1) - outcome.is_live.sum(1))

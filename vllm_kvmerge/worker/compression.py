@@ -7,6 +7,7 @@ blocks a request lies.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +19,24 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.attention.rows import PLAIN, BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow
-from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep
+from vllm_kvmerge.cache.plan import CompressionPlan, CompressionReport, CompressionStep, Failure
 from vllm_kvmerge.config import CompressionConfig, parse_compression
 from vllm_kvmerge.engine_args import plugin_config
 from vllm_kvmerge.kernels import ScoreUpdate, implementation, override
+from vllm_kvmerge.kernels.page import sent
 from vllm_kvmerge.metrics import count_entries, observe_compaction
-from vllm_kvmerge.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.policies.cost import Rates, measure_rates
+from vllm_kvmerge.worker.compactor import Compaction, Compactor, Execution
 from vllm_kvmerge.worker.output_weights import OutputWeights
 
 logger = init_logger(__name__)
+
+SLACK = 4
+"""How much longer than ``max_compaction_seconds`` a policy may really take: estimates and machines vary."""
 
 
 @dataclass
@@ -67,7 +74,7 @@ class EntryCounts:
     _pending: deque[tuple[list[str], Tensor, torch.cuda.Event]] = field(default_factory=deque)
 
     def add(self, policies: list[str], counts: Tensor) -> None:
-        """``counts``: ``[plans, 2]`` int64, merged and evicted entries of each plan."""
+        """``counts``: ``[plans, 3]`` int64, ``Execution.counts``."""
         if counts.is_cpu:
             self._count(policies, counts)
             return
@@ -84,8 +91,8 @@ class EntryCounts:
             self._count(policies, counts)
 
     def _count(self, policies: list[str], counts: Tensor) -> None:
-        for policy, (num_merged, num_evicted) in zip(policies, counts.tolist(), strict=True):
-            count_entries(policy, self.engine, num_merged, num_evicted)
+        for policy, (num_merged, num_evicted, num_overflows) in zip(policies, counts.tolist(), strict=True):
+            count_entries(policy, self.engine, num_merged, num_evicted, num_overflows)
 
 
 class Compression:
@@ -97,9 +104,11 @@ class Compression:
         self.states: dict[str, RequestState] = {}
         self.step = CompressionStep()
         self.rings: QueryRings | None = None
+        self.rates: Rates | None = None
         self._compactor: Compactor | None = None
         self._engine = vllm_config.parallel_config.data_parallel_index
         self._counts = EntryCounts(self._engine)
+        self._report = CompressionReport()
 
     @property
     def compactor(self) -> Compactor:
@@ -124,7 +133,8 @@ class Compression:
         for index, layer in enumerate(layers):
             layer.kvmerge_index = index
         pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
-        override(plugin_config(self._config).operators)
+        options, parallel = plugin_config(self._config), self._config.parallel_config
+        override(options.operators)
         logger.info("KV cache operators: %s", implementation(pages[0]))
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
         self._compactor = Compactor(
@@ -133,7 +143,18 @@ class Compression:
             head_indices=self._kv_head_indices(pages[0].num_kv_heads),
             all_heads=self._all_heads,
             output_weights=OutputWeights(model, group.layer_names, pages[0].num_kv_heads, self._query_shape),
+            max_bytes=options.max_compaction_bytes,
+            # Workers that compare heads wait for each other: one of them must not be interrupted alone.
+            max_seconds=SLACK * options.max_compaction_seconds if parallel.tensor_parallel_size == 1 else None,
         )
+        self._report.rates = self.rates = measure_rates(self._device)
+
+    def zero_block_ids(self, block_ids: list[int]) -> None:
+        """Overwrites the keys and values of blocks that come from a compressed request."""
+        index = sent(torch.tensor(block_ids), self._device)
+        for pages in self.compactor.layers:
+            pages.keys.index_fill_(0, index, 0.0)
+            pages.values.index_fill_(0, index, 0.0)
 
     @property
     def _num_replicas(self) -> int:
@@ -215,7 +236,7 @@ class Compression:
     def run_plans(self, blocks_of: Callable[[str], Tensor]) -> list[CompressionPlan]:
         """Executes this step's plans after its forward pass; ``blocks_of``: ids of a request's blocks before that.
 
-        Returns them: the runner has to put the fronts' blocks into its rows.
+        Returns them: the runner has to put the fronts' blocks into its rows. What failed is in the next report.
         """
         plans = self.step.plans
         if not plans:
@@ -223,24 +244,49 @@ class Compression:
         started = time.perf_counter()
         configs = [parse_known(plan.compression) for plan in plans]
         states = [self.states.setdefault(plan.request_id, RequestState()) for plan in plans]
-        counts = self.compactor.execute(
+        done = self.compactor.execute(
             [
                 Compaction(plan, config.policy, blocks_of(plan.request_id), state.prompt_scores, state.ring)
                 for plan, config, state in zip(plans, configs, states, strict=True)
             ]
         )
+        self._report_failures(plans, done)
         for plan, config, state in zip(plans, configs, states, strict=True):
             state.front, state.tail = plan.new_front, plan.num_tokens
             state.update = score_update(config) if config.tracks_decode else None
             state.prompt_scores = None
         if get_tensor_model_parallel_rank() % self._num_replicas == 0:
-            self._counts.add([config.name for config in configs], counts)
+            self._counts.add([config.name for config in configs], done.counts)
         if get_tensor_model_parallel_rank() == 0:
             # Requests are compressed together: each has its share of the time.
             seconds = (time.perf_counter() - started) / len(plans)
             for config in configs:
                 observe_compaction(config.name, self._engine, seconds)
         return plans
+
+    def _report_failures(self, plans: list[CompressionPlan], done: Execution) -> None:
+        for index, error in done.failures.items():
+            plan = plans[index]
+            logger.error("Compression of request %s failed: %s", plan.request_id, error, exc_info=error)
+            self._report.failures[plan.request_id] = Failure(str(error), error.part)
+        if self._config.parallel_config.tensor_parallel_size == 1:
+            return
+        # Only one worker's output reaches the scheduler, and a policy may fail for the heads of another.
+        group = get_tp_group()
+        failed = torch.tensor([index in done.failures for index in range(len(plans))], dtype=torch.int32)
+        torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group.cpu_group)
+        for index in failed.nonzero().flatten().tolist():
+            elsewhere = Failure("its compression failed on another tensor-parallel worker, whose log says why", "unknown")
+            self._report.failures.setdefault(plans[index].request_id, elsewhere)
+
+    def reported(self, output: Any) -> Any:
+        """The model runner's output, with what there is to tell the scheduler; None stays None, and the report waits."""
+        if output is None or self._report == CompressionReport():
+            return output
+        report, self._report = self._report, CompressionReport()
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _ReportingOutput(output, report)
+        return _with_report(output, report)
 
     def front_and_hole(self, plan: CompressionPlan) -> tuple[list[int], int]:
         """What a plan leaves of its request's row: its first blocks' ids, and where the hole that follows them ends."""
@@ -252,3 +298,19 @@ def tell_builders(attn_groups: list[list[AttentionGroup]], rows: list[BatchRow])
     for groups in attn_groups:
         for group in groups:
             group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]
+
+
+def _with_report(output: ModelRunnerOutput, report: CompressionReport) -> ModelRunnerOutput:
+    output = copy(output)  # vLLM shares the one of a step in which nothing was computed
+    output.kvmerge = report  # type: ignore[attr-defined]
+    return output
+
+
+class _ReportingOutput(AsyncModelRunnerOutput):
+    """An output that is still being computed, to which a report is added."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, report: CompressionReport) -> None:
+        self._output, self._report = output, report
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _with_report(self._output.get_output(), self._report)

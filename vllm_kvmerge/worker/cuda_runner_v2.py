@@ -40,6 +40,8 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         self.compression.release_cache()
         super().initialize_kv_cache(*args, **kwargs)
         self.compression.use_cache(self.kv_cache_config, self.model)
+        # vLLM's own knows where a block lies in a cache without metadata.
+        self.kv_block_zeroer = self.compression  # type: ignore[assignment]
         self.compression.prepare_attention(self.attn_groups, self.block_tables.block_tables[0].gpu.shape[1])
 
     def execute_model(
@@ -50,7 +52,10 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         self.compression.begin(scheduler_output)
         result = super().execute_model(scheduler_output, *args, **kwargs)
         self._moves = self.compression.run_plans(self._blocks_of)
-        return result
+        return self.compression.reported(result)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compression.reported(super().sample_tokens(*args, **kwargs))
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         # All writes of a step are applied at once, in no order: a request that has left, or whose row is written anew,

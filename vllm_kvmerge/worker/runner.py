@@ -33,7 +33,14 @@ class CompressionRunnerMixin(GPUModelRunner):
         self._scheduled = scheduler_output.num_scheduled_tokens
         result = super().execute_model(scheduler_output, *args, **kwargs)
         self._moves = self.compression.run_plans(self._blocks_of)
-        return result
+        return self.compression.reported(result)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compression.reported(super().sample_tokens(*args, **kwargs))
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        # vLLM's own knows where a block lies in a cache without metadata.
+        self.compression.zero_block_ids(block_ids)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Not before: until here vLLM waits for a card that may still be copying the last step's rows.
