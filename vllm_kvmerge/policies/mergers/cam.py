@@ -35,7 +35,9 @@ class CamMerger(Merger):
     source: ClassVar[str] = "CaM, Zhang et al., ICML 2024"
     tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"sum", "mean"})
 
-    num_receivers: int = Field(32, ge=1, description="Entries among which an evicted value is divided, m of CaM.")
+    num_receivers: int = Field(
+        32, ge=1, le=4096, description="Entries among which an evicted value is divided, m of CaM."
+    )
     merge_prompt: bool = Field(False, description="Merge at the end of the prompt too; the source drops there.")
 
     def merge(

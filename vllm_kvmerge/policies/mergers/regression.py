@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_kvmerge.policies.attention import attention, attention_by_parts, query_groups
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import (
+    MAX_QUERIES,
+    MAX_TOKENS,
+    CompressionContext,
+    Entries,
+    Merger,
+    Outcome,
+    TrackerMode,
+)
 from vllm_kvmerge.policies.indexing import first, padded, sinks
 from vllm_kvmerge.policies.registry import register
 
@@ -44,18 +52,24 @@ class RegressionMerger(Merger):
     source: ClassVar[str] = "GRKV, arXiv:2605.31105"
     tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "mean", "log_ema"})
 
-    regression_window: int = Field(32, ge=1, description="Newest queries whose attention output is to be kept (m).")
+    regression_window: int = Field(
+        32, ge=1, le=MAX_QUERIES, description="Newest queries whose attention output is to be kept (m)."
+    )
     components: Literal["k", "v", "kv"] = Field("kv", description="What is fitted: keys, values, or both.")
-    lambda_k: float = Field(1e-2, ge=0.0, description="Weight that holds keys where they were.")
-    lambda_v: float = Field(1e-2, ge=0.0, description="Weight that holds values where they were.")
-    steps: int = Field(1, ge=1, description="Rounds of fitting values and keys in turn (S).")
+    lambda_k: float = Field(1e-2, ge=0.0, le=1e6, description="Weight that holds keys where they were.")
+    lambda_v: float = Field(1e-2, ge=0.0, le=1e6, description="Weight that holds values where they were.")
+    steps: int = Field(1, ge=1, le=32, description="Rounds of fitting values and keys in turn (S).")
     fixed_share: float = Field(
         0.1, ge=0.0, le=1.0, description="Share of the kept entries, those attended to most, that stays unchanged."
     )
-    num_fixed_sinks: int = Field(4, ge=0, description="First tokens of the sequence that, where kept, stay unchanged.")
-    cg_iterations: int = Field(64, ge=1, description="Most iterations of conjugate gradients in a step for keys.")
+    num_fixed_sinks: int = Field(
+        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that, where kept, stay unchanged."
+    )
+    cg_iterations: int = Field(
+        64, ge=1, le=1024, description="Most iterations of conjugate gradients in a step for keys."
+    )
     cg_tolerance: float = Field(
-        1e-2, gt=0.0, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
+        1e-2, ge=1e-6, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
     )
 
     @property

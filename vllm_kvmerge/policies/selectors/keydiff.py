@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -23,7 +23,7 @@ class KeyDiff(RankedSelector):
     source: ClassVar[str] = "KeyDiff, Park et al., arXiv:2504.15364"
     needs_scores: ClassVar[bool] = False
 
-    recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+    recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         directions = normalize(entries.keys.masked_fill(~entries.is_live.unsqueeze(-1), 0.0), dim=-1)

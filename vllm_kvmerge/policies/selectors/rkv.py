@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries
 from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -34,7 +34,7 @@ class RedundancyAware(RankedSelector):
     needs_scores: ClassVar[bool] = True
     needs_probabilities: ClassVar[bool] = True
 
-    recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+    recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
     attention_share: float = Field(
         0.1, ge=0.0, le=1.0, description="Weight of attention against redundancy, lambda of R-KV."
     )
