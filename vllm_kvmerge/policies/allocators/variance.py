@@ -56,8 +56,10 @@ class Variance(Allocator):
 
     def _layer_budgets(self, variances: list[float], budget: int, least: int) -> list[int]:
         mean = sum(variances) / len(variances)
-        # The least weight is not 0: of a layer that is nearly all the variance of very many.
-        weights = [math.exp(-min(variance / mean, 700.0)) if mean > 0 else 1.0 for variance in variances]
+        if not 0.0 < mean < math.inf:  # nothing is known, or attention has come to NaN
+            return [budget] * len(variances)
+        # No weight is 0: of a layer that has nearly all the variance of very many it would be.
+        weights = [math.exp(-min(variance / mean, 700.0)) for variance in variances]
         return split(budget * len(weights), weights, least, self.capacity(budget))
 
 

@@ -69,7 +69,7 @@ class RegressionMerger(Merger):
         64, ge=1, le=1024, description="Most iterations of conjugate gradients in a step for keys."
     )
     cg_tolerance: float = Field(
-        1e-2, ge=1e-6, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
+        1e-2, ge=1e-12, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
     )
 
     @property
@@ -115,15 +115,17 @@ class RegressionMerger(Merger):
 
     def _full_attention(self, entries: Entries, context: CompressionContext) -> tuple[Tensor, Tensor]:
         """Y, ``[H, G, m, d]``, and how much attention all queries together give to each entry, ``[H, n]``."""
-        values = entries.values
+        everything = entries.take(
+            torch.arange(len(entries), device=entries.positions.device).expand_as(entries.positions)
+        )
+        everything.kill(~everything.is_live)
         outputs, weight = [], torch.zeros_like(entries.log_votes)
         for queries, positions in query_groups(context, self.regression_window, len(entries)):
             output = torch.empty_like(queries)
-            for heads, probabilities in attention_by_parts(queries, positions, entries, context.scale):
+            for heads, probabilities in attention_by_parts(queries, positions, everything, context.scale):
                 # The query heads' rows one after the other: a head's values are not repeated for each.
                 rows = probabilities.flatten(1, 2)
-                live = values[heads].masked_fill(~entries.is_live[heads].unsqueeze(-1), 0.0)
-                output[heads] = (rows @ live).view_as(output[heads])
+                output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
                 weight[heads] += rows.sum(1)
             outputs.append(output)
         return torch.cat(outputs, dim=2), weight
@@ -158,14 +160,19 @@ class _Fit:
         """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these keys and values."""
         weights = self._attention(keys)
         free_weights = weights * self.free.unsqueeze(1)
+        residual = self.target.flatten(1, 2) - weights @ self.kept.values
+        # A^T (A A^T + lambda I)^-1 = (A^T A + lambda I)^-1 A^T: the smaller system is solved.
+        by_entry = weights.shape[1] > weights.shape[2]
+        if by_entry:
+            free_weights, residual = free_weights.transpose(1, 2), free_weights.transpose(1, 2) @ residual
         gram = free_weights @ free_weights.transpose(1, 2)
         diagonal = gram.diagonal(dim1=1, dim2=2)
         # Float32 rounding can make a Gram matrix indefinite where the ridge is smaller than that.
         jitter = torch.finfo(gram.dtype).eps * gram.shape[1] * diagonal.amax(1, keepdim=True)
         diagonal += ridge + jitter
         factor, failed = torch.linalg.cholesky_ex(gram)
-        residual = self.target.flatten(1, 2) - weights @ self.kept.values
-        fitted = self.kept.values + free_weights.transpose(1, 2) @ torch.cholesky_solve(residual, factor)
+        solution = torch.cholesky_solve(residual, factor)
+        fitted = self.kept.values + (solution if by_entry else free_weights.transpose(1, 2) @ solution)
         better = (failed == 0) & self._improves(weights @ fitted, weights @ values)
         return torch.where(better[:, None, None] & self.free.unsqueeze(-1), fitted, values)
 
@@ -223,8 +230,12 @@ class OutputDerivative:
         return self.scale * (self._adjoint_logits(output).transpose(1, 2) @ self.queries)
 
     def forward_adjoint(self, output: Tensor) -> Tensor:
-        """J J^T R, ``[H, r, d]``, without the keys between, of which there are more than queries."""
-        return self._forward_logits(self._query_products @ self._adjoint_logits(output))
+        """J J^T R, ``[H, r, d]``: without the keys between, of which there are more than queries, or, where queries are
+        many, without their products."""
+        logits = self._adjoint_logits(output)
+        if self.queries.shape[1] > 2 * self.queries.shape[2]:
+            return self._forward_logits(self.scale**2 * self.queries @ (self.queries.transpose(1, 2) @ logits))
+        return self._forward_logits(self._query_products @ logits)
 
     @cached_property
     def output(self) -> Tensor:

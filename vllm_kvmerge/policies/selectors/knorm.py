@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -24,4 +25,4 @@ class KeyNorm(RankedSelector):
     recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        return -entries.keys.norm(dim=-1)
+        return -torch.cat([entries.keys_at(part).norm(dim=-1) for part in entries.parts()], dim=1)
