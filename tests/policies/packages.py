@@ -18,5 +18,7 @@ def install(source: Path, target: Path) -> None:
 
 def run(*arguments: str, packages: Path) -> subprocess.CompletedProcess[str]:
     """A Python process that finds what is installed in ``packages``."""
-    environment = os.environ | {"PYTHONPATH": str(packages)}
+    # This package is the one under test here, wherever another may be installed.
+    paths = [str(packages), str(Path(__file__).parents[2])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)

@@ -1,14 +1,15 @@
 """What holds for every combination of parts."""
 
 import itertools
+import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, random_entries
 from vllm_kvmerge.policies import (
@@ -17,6 +18,7 @@ from vllm_kvmerge.policies import (
     PARTS,
     PRESETS,
     SELECTORS,
+    TRACKERS,
     CompressionContext,
     CompressionPolicy,
     Entries,
@@ -28,6 +30,7 @@ from vllm_kvmerge.policies import (
     register_preset,
 )
 from vllm_kvmerge.policies.allocators import Uniform
+from vllm_kvmerge.policies.base import TrackerMode
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.mergers import DropMerger, ResidualMerger, ZipMerger
 from vllm_kvmerge.policies.selectors import (
@@ -244,7 +247,39 @@ def test_incomplete_parts_are_refused():
         name: ClassVar[str] = "not_json"
         function: Callable[[int], int] = abs
 
+    class Endless(Recent):
+        name: ClassVar[str] = "endless"
+        stride: int = Field(1, ge=1)
+
+    class Bottomless(Recent):
+        name: ClassVar[str] = "bottomless"
+        weights: list[Annotated[float, Field(le=1.0)]] | None = None
+
+    class Infinite(Recent):
+        name: ClassVar[str] = "infinite"
+        weight: float = Field(0.0, ge=0.0, le=math.inf)
+
+    class Nested(Recent):
+        class Options(BaseModel):
+            stride: int = 1
+
+        name: ClassVar[str] = "nested"
+        options: Options = Options()
+
+    class Windowless(Tracker):
+        name: ClassVar[str] = "windowless"
+        source: ClassVar[str] = ""
+        mode: ClassVar[TrackerMode] = "sum"
+
+        def importance(self, entries: Entries) -> torch.Tensor:
+            return entries.scores
+
     for part, message in {
+        Endless: r"Endless\.stride allows numbers without a finite lower and upper bound",
+        Bottomless: r"Bottomless\.weights allows",
+        Infinite: r"Infinite\.weight allows",
+        Nested: r"Nested\.options allows",
+        Windowless: r"Windowless\.prompt_window is 0",
         Empty: "Empty does not define min_budget, name, needs_scores, select, source",
         Clashing: r"Clashing\.budget: every request has a field of that name",
         Demanding: r"Demanding\.stride has no default",
@@ -252,7 +287,31 @@ def test_incomplete_parts_are_refused():
     }.items():
         with pytest.raises(Exception, match=message):
             register(part)
-    assert not {"clashing", "demanding", "not_json"} & SELECTORS.keys()
+    names = {"clashing", "demanding", "not_json", "endless", "bottomless", "infinite", "nested", "windowless"}
+    assert not names & (SELECTORS.keys() | TRACKERS.keys())
+
+
+class Tree(BaseModel):
+    depth: int = Field(1, gt=0, lt=9)
+    branch: "Tree | None" = None
+
+
+def test_bounded_numbers_of_any_kind_are_accepted():
+    class Bounded(Recent):
+        name: ClassVar[str] = "bounded"
+        choice: Literal[1, 2] = 1
+        flag: bool = False
+        weight: Annotated[float, Field(ge=0.0, lt=1.0)] | Literal["all"] | None = None
+        text: str = ""
+        tree: Tree = Tree()
+
+    assert register(Bounded) is SELECTORS.pop("bounded")
+
+
+def test_prompt_windows():
+    windows = {name: tracker().prompt_window for name, tracker in TRACKERS.items()}
+    assert windows == {"none": 0, "sum": 64, "mean": 64, "log_ema": 64}
+    assert TRACKERS["mean"](score_window="all").prompt_window == "all"
 
 
 def test_the_tracker_follows_the_other_parts():

@@ -4,6 +4,7 @@
 from vllm_kvmerge.policies import allocators, mergers, presets, selectors, trackers
 from vllm_kvmerge.policies.base import (
     DEAD,
+    MAX_TOKENS,
     Allocator,
     CompressionContext,
     CompressionResult,
@@ -30,6 +31,7 @@ from vllm_kvmerge.policies.registry import (
 __all__ = [
     "ALLOCATORS",
     "DEAD",
+    "MAX_TOKENS",
     "MERGERS",
     "PARTS",
     "PRESETS",

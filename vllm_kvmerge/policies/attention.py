@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 Fusion = Literal["sum", "max"]
 
-MAX_ATTENTION_BYTES = 8 << 20
+MAX_ATTENTION_BYTES = 1 << 18
 """Size of one head's matrix of probabilities above which queries are taken in groups."""
 
 PART_BYTES = 1 << 20
@@ -80,8 +80,9 @@ def attention_by_parts(
 ) -> Iterator[tuple[slice, Tensor]]:
     """``attention`` of some heads after the other, which are said; each part fits in a processor's caches."""
     query_positions = query_positions.expand(len(queries), -1)
+    keys = entries.keys
     for heads in _parts(queries, len(entries)):
-        planes = entries.keys[heads], entries.log_votes[heads], entries.positions[heads]
+        planes = keys[heads], entries.log_votes[heads], entries.positions[heads]
         yield heads, _attention(queries[heads], query_positions[heads], *planes, scale)
 
 

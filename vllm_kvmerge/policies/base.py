@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -19,6 +19,13 @@ from vllm_kvmerge.policies.entries import DEAD, Entries, TrackerMode
 from vllm_kvmerge.policies.outcome import Outcome
 
 __all__ = ["DEAD", "Entries", "Outcome", "TrackerMode"]
+
+MAX_TOKENS = 1 << 24
+"""Upper bound of hyper-parameters that count tokens or entries: more than any model's context, and small enough that
+sums and products of them are exact everywhere."""
+
+MAX_QUERIES = 4096
+"""Upper bound of hyper-parameters that say how many queries a part reads: each is kept, in every layer."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,13 @@ class CompressionContext:
 
 
 class Part(BaseModel):
-    """A part of a policy; its fields are its hyper-parameters, named and defaulted as in its source."""
+    """A part of a policy; its fields are its hyper-parameters, named and defaulted as in its source.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    A request may give every value that a field allows, so numbers have a lower and an upper bound (``Field(ge=...,
+    le=...)``, or ``gt`` and ``lt``), between which the part's arithmetic is finite.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -153,6 +164,12 @@ class Tracker(Part):
     """What attention accumulates per entry while the request runs."""
 
     mode: ClassVar[TrackerMode]
+
+    @property
+    def prompt_window(self) -> int | Literal["all"]:
+        """How many of the prompt's last tokens are scored as queries before the first compression; more than 0 unless
+        ``mode`` is ``none``. Default: 0."""
+        return 0
 
     @property
     def update_decay(self) -> float:

@@ -1,6 +1,7 @@
 """Cache entries as tensors: what policies read."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -15,6 +16,9 @@ from vllm_kvmerge.policies.similarity import most_similar
 TrackerMode = Literal["none", "sum", "mean", "log_ema"]
 """What a tracker has attention accumulate in ``scores`` and ``aux``."""
 
+PART_ENTRIES = 1024
+"""How many of a head's entries are read at a time where all of them are, one part after the other."""
+
 DEAD = -1
 """Position of an entry that holds nothing; its ``log_votes`` is ``-inf``, so attention gives it no weight."""
 
@@ -27,8 +31,8 @@ class Entries:
     ordinary token). scores: ``[H, n]`` float32, the tracker's statistic. aux: ``[H, n]`` float32, the tracker's or
     merger's second statistic. positions: ``[H, n]`` int64, of the newest token merged in; ``DEAD`` where empty.
 
-    Where entries lie in pages, ``keys`` and ``values`` are read when they are asked for, all of them: ``keys_at``,
-    ``values_at``, ``most_similar`` and ``fused_attention`` read what they need.
+    Where entries lie in pages, ``keys`` and ``values`` are read each time that they are asked for, all of them:
+    ``keys_at``, ``values_at``, ``most_similar`` and ``fused_attention`` read what they need.
     """
 
     keys: Tensor
@@ -53,6 +57,14 @@ class Entries:
     def values_at(self, index: Tensor) -> Tensor:
         """``[H, m, d]``: the values of the entries at ``index`` (``[H, m]`` int64), zeros where it is negative."""
         return _rows(self.values, index)
+
+    def parts(self) -> Iterator[Tensor]:
+        """Indices of all entries for ``keys_at`` and ``values_at``, ``[H, m]`` int64 with ``m <= PART_ENTRIES``."""
+        yield from self._all.split(PART_ENTRIES, dim=1)
+
+    @property
+    def _all(self) -> Tensor:
+        return torch.arange(len(self), device=self.positions.device).expand(len(self.positions), -1)
 
     def most_similar(self, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
         """For each member the usable carrier whose key has the largest cosine similarity (KeepKV algorithm 1).
@@ -127,11 +139,11 @@ class LazyEntries(Entries):
     def is_live(self) -> Tensor:  # type: ignore[override]
         return self.positions != DEAD
 
-    @cached_property
+    @property
     def keys(self) -> Tensor:  # type: ignore[override]
         return self.keys_at(self._all)
 
-    @cached_property
+    @property
     def values(self) -> Tensor:  # type: ignore[override]
         return self.values_at(self._all)
 
@@ -140,10 +152,6 @@ class LazyEntries(Entries):
 
     @abstractmethod
     def values_at(self, index: Tensor) -> Tensor: ...
-
-    @property
-    def _all(self) -> Tensor:
-        return torch.arange(len(self), device=self.positions.device).repeat(len(self.positions), 1)
 
 
 def _rows(plane: Tensor, index: Tensor) -> Tensor:

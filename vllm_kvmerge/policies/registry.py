@@ -1,5 +1,6 @@
 """The parts and presets that a request can name."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from inspect import isabstract
@@ -58,7 +59,37 @@ def _check_complete(part: type[Part]) -> None:
             raise ValueError(f"{part.__name__}.{name}: every request has a field of that name")
         if info.is_required():
             raise TypeError(f"{part.__name__}.{name} has no default")
-    part.model_json_schema()  # raises for a field that JSON cannot give
+    schema = part.model_json_schema()  # raises for a field that JSON cannot give
+    for name, field_schema in schema.get("properties", {}).items():
+        if not _is_bounded(field_schema, schema.get("$defs", {})):
+            raise TypeError(
+                f"{part.__name__}.{name} allows numbers without a finite lower and upper bound; give it both, such as "
+                "Field(ge=0, le=1)"
+            )
+    if issubclass(part, Tracker) and part.mode != "none" and part().prompt_window == 0:
+        raise TypeError(
+            f"{part.__name__}.prompt_window is 0, so that nothing of a prompt would be scored; with mode "
+            f"{part.mode!r} it must be more, or 'all'"
+        )
+
+
+def _is_bounded(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...] = ()) -> bool:
+    """Whether every number that a JSON schema allows, at any depth, has a lower and an upper bound."""
+    if isinstance(schema, list):
+        return all(_is_bounded(item, definitions, within) for item in schema)
+    if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
+        return True
+    if schema.get("type") in ("integer", "number"):
+        lower, upper = ([schema[key] for key in keys if key in schema] for keys in (_LOWER, _UPPER))
+        return any(map(math.isfinite, lower)) and any(map(math.isfinite, upper))
+    name = str(schema.get("$ref", "")).rpartition("/")[2]
+    if name and name not in within and not _is_bounded(definitions[name], definitions, (*within, name)):
+        return False
+    return all(_is_bounded(value, definitions, within) for key, value in schema.items() if key not in _NOT_SCHEMAS)
+
+
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_NOT_SCHEMAS = ("default", "examples")
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,23 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import Entries, Tracker, TrackerMode
+from vllm_kvmerge.policies.base import MAX_TOKENS, Entries, Tracker, TrackerMode
 from vllm_kvmerge.policies.registry import register
 
-ScoreWindow = Annotated[int, Field(ge=1)] | Literal["all"]
+ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
 """How many of the prompt's last queries are scored."""
 
-SCORE_WINDOW_TEXT = "How many of the prompt's last tokens are scored as queries, or 'all'."
+
+class ScoringTracker(Tracker):
+    """What trackers share that score."""
+
+    score_window: ScoreWindow = Field(
+        64, description="How many of the prompt's last tokens are scored as queries, or 'all'."
+    )
+
+    @property
+    def prompt_window(self) -> ScoreWindow:
+        return self.score_window
 
 
 @register
@@ -29,7 +39,7 @@ class NoTracker(Tracker):
 
 
 @register
-class SumTracker(Tracker):
+class SumTracker(ScoringTracker):
     """Attention probability accumulated over queries: ``s <- decay * s + a`` (ZSMerge eq. 5; H2O has decay 1).
 
     ``scores`` holds s. ``aux`` is left to the merger.
@@ -39,7 +49,6 @@ class SumTracker(Tracker):
     source: ClassVar[str] = "H2O; ZSMerge eq. 5"
     mode: ClassVar[TrackerMode] = "sum"
 
-    score_window: ScoreWindow = Field(64, description=SCORE_WINDOW_TEXT)
     decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor on the accumulated score at each query.")
 
     @property
@@ -51,7 +60,7 @@ class SumTracker(Tracker):
 
 
 @register
-class MeanTracker(Tracker):
+class MeanTracker(ScoringTracker):
     """Mean attention probability over the queries that saw the entry (WeightedKV algorithm 1).
 
     ``scores`` holds the probability accumulated over queries, summed over the query heads that share the KV head, and
@@ -62,15 +71,13 @@ class MeanTracker(Tracker):
     source: ClassVar[str] = "WeightedKV algorithm 1"
     mode: ClassVar[TrackerMode] = "mean"
 
-    score_window: ScoreWindow = Field(64, description=SCORE_WINDOW_TEXT)
-
     def importance(self, entries: Entries) -> Tensor:
         """-inf for an entry that no query has seen."""
         return torch.where(entries.aux > 0, entries.scores / entries.aux, -torch.inf)
 
 
 @register
-class LogEmaTracker(Tracker):
+class LogEmaTracker(ScoringTracker):
     """Moving average of the *unnormalised* attention score s = exp(logit), kept as its logarithm (KeepKV eq. 8).
 
     ``scores`` holds S, the logarithm of the average before bias correction: with ``a = ema_decay``,
@@ -82,8 +89,8 @@ class LogEmaTracker(Tracker):
     source: ClassVar[str] = "KeepKV eq. 8"
     mode: ClassVar[TrackerMode] = "log_ema"
 
-    score_window: ScoreWindow = Field(64, description=SCORE_WINDOW_TEXT)
-    ema_decay: float = Field(0.9, gt=0.0, lt=1.0, description="Weight of the past in the moving average.")
+    # Farther from either end than float32 needs to tell the weights of past and present from 0.
+    ema_decay: float = Field(0.9, ge=1e-5, le=1.0 - 1e-5, description="Weight of the past in the moving average.")
 
     @property
     def update_decay(self) -> float:

@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies import CompressionContext, Entries, Preset, Selector, register, register_preset
+from vllm_kvmerge.policies import MAX_TOKENS, CompressionContext, Entries, Preset, Selector, register, register_preset
 from vllm_kvmerge.policies.indexing import newest, top
 
 
@@ -17,7 +17,7 @@ class Oldest(Selector):
     source: ClassVar[str] = "a test"
     needs_scores: ClassVar[bool] = False
 
-    end_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+    end_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 
     @property
     def min_budget(self) -> int:

@@ -29,7 +29,7 @@ class Adaptive(Allocator):
     splits_heads: ClassVar[bool] = True
 
     floor_share: float = Field(0.2, ge=0.0, le=1.0, description="A head's least share of the budget.")
-    max_share: float = Field(2.0, ge=1.0, description="Largest budget, as a multiple of the average.")
+    max_share: float = Field(2.0, ge=1.0, le=64.0, description="Largest budget, as a multiple of the average.")
 
     def capacity(self, budget: int) -> int:
         return int(self.max_share * budget)

@@ -28,7 +28,7 @@ class Pyramid(Allocator):
     reads_attention: ClassVar[bool] = False
 
     shape: Literal["linear", "cosine"] = Field("linear", description="How budgets fall from first to last layer.")
-    ratio: float = Field(39.0, ge=1.0, description="The first layer's budget over the last layer's.")
+    ratio: float = Field(39.0, ge=1.0, le=1000.0, description="The first layer's budget over the last layer's.")
 
     def capacity(self, budget: int) -> int:
         return budget + round(self._amplitude(budget))

@@ -20,7 +20,7 @@ class Uniform(Allocator):
     source: ClassVar[str] = "every layer and head alike"
     reads_attention: ClassVar[bool] = False
 
-    skip_layers: int = Field(default=0, ge=0, description="First layers of the model that are not compressed.")
+    skip_layers: int = Field(default=0, ge=0, le=1024, description="First layers of the model that are not compressed.")
 
     def capacity(self, budget: int) -> int | None:
         return budget if self.skip_layers == 0 else None

@@ -31,7 +31,7 @@ class Variance(Allocator):
     source: ClassVar[str] = "D2O, Wan et al., arXiv:2406.13035"
     has_layer_statistic: ClassVar[bool] = True
 
-    max_share: float = Field(2.0, ge=1.0, description="Largest budget, as a multiple of the average.")
+    max_share: float = Field(2.0, ge=1.0, le=64.0, description="Largest budget, as a multiple of the average.")
 
     def capacity(self, budget: int) -> int:
         return int(self.max_share * budget)
@@ -56,7 +56,10 @@ class Variance(Allocator):
 
     def _layer_budgets(self, variances: list[float], budget: int, least: int) -> list[int]:
         mean = sum(variances) / len(variances)
-        weights = [math.exp(-variance / mean) if mean > 0 else 1.0 for variance in variances]
+        if not 0.0 < mean < math.inf:  # nothing is known, or attention has come to NaN
+            return [budget] * len(variances)
+        # No weight is 0: of a layer that has nearly all the variance of very many it would be.
+        weights = [math.exp(-min(variance / mean, 700.0)) for variance in variances]
         return split(budget * len(weights), weights, least, self.capacity(budget))
 
 

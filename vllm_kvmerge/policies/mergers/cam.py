@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, pad
+from torch.nn.functional import pad
 
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
 from vllm_kvmerge.policies.indexing import complement, padded, select
@@ -35,7 +35,9 @@ class CamMerger(Merger):
     source: ClassVar[str] = "CaM, Zhang et al., ICML 2024"
     tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"sum", "mean"})
 
-    num_receivers: int = Field(32, ge=1, description="Entries among which an evicted value is divided, m of CaM.")
+    num_receivers: int = Field(
+        32, ge=1, le=4096, description="Entries among which an evicted value is divided, m of CaM."
+    )
     merge_prompt: bool = Field(False, description="Merge at the end of the prompt too; the source drops there.")
 
     def merge(
@@ -61,10 +63,9 @@ class CamMerger(Merger):
         given = entries.values_at(evicted.masked_fill(~merges, DEAD))
         spread = given.new_zeros(*kept.shape, given.shape[2])
         spread.scatter_add_(1, first.unsqueeze(-1).expand_as(given), given)
-        gained = self._mean_behind(spread)
         num_given = torch.zeros_like(kept).scatter_add_(1, first, merges.long()).cumsum(1)
         gains = padded(num_given > pad(num_given, (self.num_receivers, 0))[:, : kept.shape[1]])
-        rows = gained.gather(1, gains.clamp(min=0).unsqueeze(-1).expand(-1, -1, gained.shape[2]))
+        rows = self._mean_behind(spread, gains.clamp(min=0))
         changed = select(order, gains)
         return replace(
             outcome,
@@ -75,10 +76,19 @@ class CamMerger(Merger):
 
     def _sum_ahead(self, scores: Tensor, start: Tensor) -> Tensor:
         """``[H, m]``: sum of ``scores`` (``[H, c]``) over the receivers from ``start`` (``[H, m]`` int64) on."""
-        padded = pad(scores, (0, self.num_receivers))
-        return (avg_pool1d(padded, self.num_receivers, stride=1) * self.num_receivers).gather(1, start)
+        # One infinite score must not make all later sums NaN.
+        total = pad(scores.nan_to_num().cumsum(1, dtype=torch.float64), (1, 0))
+        end = (start + self.num_receivers).clamp(max=scores.shape[1])
+        return (total.gather(1, end) - total.gather(1, start)).to(scores.dtype)
 
-    def _mean_behind(self, spread: Tensor) -> Tensor:
-        """``[H, c, d]``: for each receiver the sum of what it and the m - 1 before it first receive, over m."""
-        padded = pad(spread.transpose(1, 2), (self.num_receivers - 1, 0))
-        return avg_pool1d(padded, self.num_receivers, stride=1).transpose(1, 2)
+    def _mean_behind(self, spread: Tensor, receivers: Tensor) -> Tensor:
+        """``[H, r, d]``: for each of the ``receivers`` (``[H, r]`` int64) the sum of what it and the m - 1 before it
+        first receive (``spread``, ``[H, c, d]``), over m."""
+
+        def total(end: Tensor) -> Tensor:
+            """What those up to ``end``, itself included, first receive; 0 where it is negative."""
+            rows = sums.gather(1, end.clamp(min=0).unsqueeze(-1).expand(-1, -1, sums.shape[2]))
+            return rows.masked_fill_((end < 0).unsqueeze(-1), 0.0)
+
+        sums = spread.cumsum(1, dtype=torch.float64)
+        return ((total(receivers) - total(receivers - self.num_receivers)) / self.num_receivers).to(spread.dtype)

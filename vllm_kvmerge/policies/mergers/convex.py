@@ -29,9 +29,9 @@ def take_in(
         if own.shape[1] == 0:
             return own
         index = row.unsqueeze(-1).expand_as(joining)
+        moved = joining.sub_(own.gather(1, index)).mul_(shares.unsqueeze(-1))
         # Masked rather than weighted with 0: a dead entry may hold NaN.
-        moved = (shares.unsqueeze(-1) * (joining - own.gather(1, index))).masked_fill(~joins.unsqueeze(-1), 0.0)
-        return own.scatter_add(1, index, moved)
+        return own.scatter_add_(1, index, moved.masked_fill_(~joins.unsqueeze(-1), 0.0))
 
     keys = combined(entries.keys_at(carriers), entries.keys_at(members))
     values = combined(entries.values_at(carriers), entries.values_at(members))

@@ -41,8 +41,7 @@ class KVMergerMerger(Merger):
         evicted = complement(kept, len(entries))
         similarity, carriers = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         joins = entries.is_live.gather(1, evicted) & (similarity > self.merge_threshold)
-        keys, centres = (entries.keys_at(index.masked_fill(~joins, DEAD)) for index in (evicted, carriers))
-        distance = (keys - centres).norm(dim=-1)
+        distance = _distances(entries, evicted.masked_fill(~joins, DEAD), carriers.masked_fill(~joins, DEAD))
         none = torch.zeros_like(entries.scores)
         total = none.scatter_add(1, carriers, distance)
         count = none.scatter_add(1, carriers, joins.to(none.dtype))
@@ -51,3 +50,8 @@ class KVMergerMerger(Merger):
         scaled = torch.where(sigma > 0, distance / sigma, 0.0)
         weights = torch.exp(-0.5 * scaled**2).masked_fill(~joins, 0.0)
         return absorb(entries, kept, evicted, carriers, weights, protected)
+
+
+def _distances(entries: Entries, members: Tensor, centres: Tensor) -> Tensor:
+    """``[H, m]``: length of the difference of the keys of the entries at ``members`` and ``centres`` (``[H, m]``)."""
+    return entries.keys_at(members).sub_(entries.keys_at(centres)).norm(dim=-1)

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_kvmerge.policies.attention import attention, attention_by_parts, query_groups
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import (
+    MAX_QUERIES,
+    MAX_TOKENS,
+    CompressionContext,
+    Entries,
+    Merger,
+    Outcome,
+    TrackerMode,
+)
 from vllm_kvmerge.policies.indexing import first, padded, sinks
 from vllm_kvmerge.policies.registry import register
 
@@ -44,18 +52,24 @@ class RegressionMerger(Merger):
     source: ClassVar[str] = "GRKV, arXiv:2605.31105"
     tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "mean", "log_ema"})
 
-    regression_window: int = Field(32, ge=1, description="Newest queries whose attention output is to be kept (m).")
+    regression_window: int = Field(
+        32, ge=1, le=MAX_QUERIES, description="Newest queries whose attention output is to be kept (m)."
+    )
     components: Literal["k", "v", "kv"] = Field("kv", description="What is fitted: keys, values, or both.")
-    lambda_k: float = Field(1e-2, ge=0.0, description="Weight that holds keys where they were.")
-    lambda_v: float = Field(1e-2, ge=0.0, description="Weight that holds values where they were.")
-    steps: int = Field(1, ge=1, description="Rounds of fitting values and keys in turn (S).")
+    lambda_k: float = Field(1e-2, ge=0.0, le=1e6, description="Weight that holds keys where they were.")
+    lambda_v: float = Field(1e-2, ge=0.0, le=1e6, description="Weight that holds values where they were.")
+    steps: int = Field(1, ge=1, le=32, description="Rounds of fitting values and keys in turn (S).")
     fixed_share: float = Field(
         0.1, ge=0.0, le=1.0, description="Share of the kept entries, those attended to most, that stays unchanged."
     )
-    num_fixed_sinks: int = Field(4, ge=0, description="First tokens of the sequence that, where kept, stay unchanged.")
-    cg_iterations: int = Field(64, ge=1, description="Most iterations of conjugate gradients in a step for keys.")
+    num_fixed_sinks: int = Field(
+        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that, where kept, stay unchanged."
+    )
+    cg_iterations: int = Field(
+        64, ge=1, le=1024, description="Most iterations of conjugate gradients in a step for keys."
+    )
     cg_tolerance: float = Field(
-        1e-2, gt=0.0, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
+        1e-2, ge=1e-12, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
     )
 
     @property
@@ -101,15 +115,17 @@ class RegressionMerger(Merger):
 
     def _full_attention(self, entries: Entries, context: CompressionContext) -> tuple[Tensor, Tensor]:
         """Y, ``[H, G, m, d]``, and how much attention all queries together give to each entry, ``[H, n]``."""
-        values = entries.values
+        everything = entries.take(
+            torch.arange(len(entries), device=entries.positions.device).expand_as(entries.positions)
+        )
+        everything.kill(~everything.is_live)
         outputs, weight = [], torch.zeros_like(entries.log_votes)
         for queries, positions in query_groups(context, self.regression_window, len(entries)):
             output = torch.empty_like(queries)
-            for heads, probabilities in attention_by_parts(queries, positions, entries, context.scale):
+            for heads, probabilities in attention_by_parts(queries, positions, everything, context.scale):
                 # The query heads' rows one after the other: a head's values are not repeated for each.
                 rows = probabilities.flatten(1, 2)
-                live = values[heads].masked_fill(~entries.is_live[heads].unsqueeze(-1), 0.0)
-                output[heads] = (rows @ live).view_as(output[heads])
+                output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
                 weight[heads] += rows.sum(1)
             outputs.append(output)
         return torch.cat(outputs, dim=2), weight
@@ -144,14 +160,19 @@ class _Fit:
         """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these keys and values."""
         weights = self._attention(keys)
         free_weights = weights * self.free.unsqueeze(1)
+        residual = self.target.flatten(1, 2) - weights @ self.kept.values
+        # A^T (A A^T + lambda I)^-1 = (A^T A + lambda I)^-1 A^T: the smaller system is solved.
+        by_entry = weights.shape[1] > weights.shape[2]
+        if by_entry:
+            free_weights, residual = free_weights.transpose(1, 2), free_weights.transpose(1, 2) @ residual
         gram = free_weights @ free_weights.transpose(1, 2)
         diagonal = gram.diagonal(dim1=1, dim2=2)
         # Float32 rounding can make a Gram matrix indefinite where the ridge is smaller than that.
         jitter = torch.finfo(gram.dtype).eps * gram.shape[1] * diagonal.amax(1, keepdim=True)
         diagonal += ridge + jitter
         factor, failed = torch.linalg.cholesky_ex(gram)
-        residual = self.target.flatten(1, 2) - weights @ self.kept.values
-        fitted = self.kept.values + free_weights.transpose(1, 2) @ torch.cholesky_solve(residual, factor)
+        solution = torch.cholesky_solve(residual, factor)
+        fitted = self.kept.values + (solution if by_entry else free_weights.transpose(1, 2) @ solution)
         better = (failed == 0) & self._improves(weights @ fitted, weights @ values)
         return torch.where(better[:, None, None] & self.free.unsqueeze(-1), fitted, values)
 
@@ -209,8 +230,12 @@ class OutputDerivative:
         return self.scale * (self._adjoint_logits(output).transpose(1, 2) @ self.queries)
 
     def forward_adjoint(self, output: Tensor) -> Tensor:
-        """J J^T R, ``[H, r, d]``, without the keys between, of which there are more than queries."""
-        return self._forward_logits(self._query_products @ self._adjoint_logits(output))
+        """J J^T R, ``[H, r, d]``: without the keys between, of which there are more than queries, or, where queries are
+        many, without their products."""
+        logits = self._adjoint_logits(output)
+        if self.queries.shape[1] > 2 * self.queries.shape[2]:
+            return self._forward_logits(self.scale**2 * self.queries @ (self.queries.transpose(1, 2) @ logits))
+        return self._forward_logits(self._query_products @ logits)
 
     @cached_property
     def output(self) -> Tensor:

@@ -12,6 +12,9 @@ from vllm_kvmerge.policies.indexing import complement
 from vllm_kvmerge.policies.mergers.convex import take_in
 from vllm_kvmerge.policies.registry import register
 
+MAX_JOINING = 256
+"""How many entries join slots between two updates of the slots' keys; each is multiplied with all the others."""
+
 
 @register
 class ResidualMerger(Merger):
@@ -116,13 +119,37 @@ def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slot
     index = index.masked_fill(~is_live, DEAD)
     slots, members = index[:, :num_slots], index[:, num_slots:]
 
-    # What each member's key is to each slot and to each other member; a slot's key moves as members join it.
-    keys = entries.keys_at(index)
-    products, between = (keys[:, num_slots:] @ keys.transpose(1, 2)).tensor_split([num_slots], dim=2)
     # Dead entries come last and weigh nothing; whoever is alive among the members finds all slots of its head taken.
-    joined, aux = kernels.join_slots(products, between, weights[:, num_slots:], aux)
+    joined, aux = _join(entries, slots, members, weights[:, num_slots:], aux)
     sums.scatter_add_(1, joined, scores[:, num_slots:])
     newest.scatter_reduce_(1, joined, positions[:, num_slots:], "amax")
     shares = weights[:, num_slots:] / aux.gather(1, joined).clamp(min=1.0)
     changed, keys, values = take_in(entries, slots, members, joined, shares)
     return Outcome(slots, aux, sums, aux, newest, changed, keys, values, merged=newest.new_zeros(len(newest)))
+
+
+def _join(
+    entries: Entries, slots: Tensor, members: Tensor, weights: Tensor, slot_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which slot each member joins, ``[H, m]`` int64, one after the other, and the slots' weights then, ``[H, s]``.
+
+    slots: ``[H, s]``, members: ``[H, m]`` int64, indices of entries. weights: ``[H, m]``, slot_weights: ``[H, s]``.
+    Members are taken in parts, between which the slots' keys move.
+    """
+    keys, total, joined = entries.keys_at(slots), slot_weights, torch.zeros_like(members)
+    for start in range(0, members.shape[1], MAX_JOINING):
+        part = slice(start, start + MAX_JOINING)
+        joining = entries.keys_at(members[:, part])
+        # What each member's key is to each slot and to each other member.
+        products, between = (joining @ torch.cat([keys, joining], 1).transpose(1, 2)).split(
+            [keys.shape[1], joining.shape[1]], dim=2
+        )
+        joined[:, part], total = kernels.join_slots(products, between, weights[:, part], total)
+        if part.stop < members.shape[1]:
+            slot = joined[:, part]
+            shares = weights[:, part] / total.gather(1, slot).clamp(min=1.0)
+            slot = slot.unsqueeze(-1).expand_as(joining)
+            moved = joining.sub_(keys.gather(1, slot)).mul_(shares.unsqueeze(-1))
+            # Masked rather than weighted with 0: a dead entry may hold NaN.
+            keys.scatter_add_(1, slot, moved.masked_fill_((shares == 0).unsqueeze(-1), 0.0))
+    return joined, total

@@ -12,8 +12,8 @@ from vllm_kvmerge.policies.pooling import max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
 
-MAX_PRODUCT_BYTES = 64 << 20
-"""Size of a product W_O v above which values are taken in groups."""
+MAX_PRODUCT_BYTES = 1 << 20
+"""Size of a product W_O v above which values are taken in groups: what a processor's caches can hold."""
 
 
 @register
@@ -42,8 +42,9 @@ class Critical(WindowTopK):
         num_first = ((context.num_kept - num_protected) * self.first_stage_share).long()
         order = ranked(ranking, protected, entries).argsort(dim=1, descending=True, stable=True)
         chosen = first(entries.is_live, order, num_protected + num_first)
-        ranking = ranking * projected_norms(entries.values, context.output_weights)
-        return top(ranking, chosen, entries, context.num_kept)
+        weights = context.output_weights
+        norms = [projected_norms(entries.values_at(part), weights) for part in entries.parts()]
+        return top(ranking * torch.cat(norms, dim=1), chosen, entries, context.num_kept)
 
 
 def projected_norms(values: Tensor, output_weights: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, sinks, top
 from vllm_kvmerge.policies.registry import register
 
@@ -21,8 +21,10 @@ class HeavyHitter(Selector):
     source: ClassVar[str] = "H2O, arXiv:2306.14048"
     needs_scores: ClassVar[bool] = True
 
-    num_sink_tokens: int = Field(4, ge=0, description="First tokens of the sequence that are always kept.")
-    recent_window: Annotated[int, Field(ge=0)] | None = Field(
+    num_sink_tokens: int = Field(
+        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
+    )
+    recent_window: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
         None, description="Newest entries that are always kept; default: recent_share of the budget."
     )
     recent_share: float = Field(

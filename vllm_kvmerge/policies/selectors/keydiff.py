@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -23,10 +23,15 @@ class KeyDiff(RankedSelector):
     source: ClassVar[str] = "KeyDiff, Park et al., arXiv:2504.15364"
     needs_scores: ClassVar[bool] = False
 
-    recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+    recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        directions = normalize(entries.keys.masked_fill(~entries.is_live.unsqueeze(-1), 0.0), dim=-1)
         # The sum has the mean's direction.
-        anchor = normalize(directions.sum(dim=1, keepdim=True), dim=-1)
-        return -torch.linalg.vecdot(directions, anchor)
+        anchor = normalize(sum(_directions(entries, part).sum(1, keepdim=True) for part in entries.parts()), dim=-1)
+        return -torch.cat([torch.linalg.vecdot(_directions(entries, part), anchor) for part in entries.parts()], dim=1)
+
+
+def _directions(entries: Entries, part: Tensor) -> Tensor:
+    """``[H, m, d]``: the keys of the entries at ``part`` (``[H, m]`` int64), at length 1; dead ones 0."""
+    keys = entries.keys_at(part.masked_fill(~entries.is_live.gather(1, part), DEAD))
+    return normalize(keys, dim=-1, out=keys)

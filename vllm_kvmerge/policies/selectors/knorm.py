@@ -2,10 +2,11 @@
 
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -21,7 +22,7 @@ class KeyNorm(RankedSelector):
     source: ClassVar[str] = "L2 norm, Devoto et al., arXiv:2406.11430"
     needs_scores: ClassVar[bool] = False
 
-    recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+    recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        return -entries.keys.norm(dim=-1)
+        return -torch.cat([entries.keys_at(part).norm(dim=-1) for part in entries.parts()], dim=1)

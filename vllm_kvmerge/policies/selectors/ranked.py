@@ -5,15 +5,17 @@ from abc import abstractmethod
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, sinks, top
 
 
 class RankedSelector(Selector):
     """A subclass says how entries rank; defaults are those of methods that protect only what they cannot judge."""
 
-    num_sink_tokens: int = Field(0, ge=0, description="First tokens of the sequence that are always kept.")
-    recent_window: int = Field(1, ge=0, description="Newest entries that are always kept.")
+    num_sink_tokens: int = Field(
+        0, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
+    )
+    recent_window: int = Field(1, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 
     @property
     def min_budget(self) -> int:

@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.attention import Fusion
-from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.base import MAX_QUERIES, CompressionContext, Entries
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -27,7 +27,9 @@ class RecentQueries(RankedSelector):
     source: ClassVar[str] = "MorphKV, arXiv:2503.00979"
     needs_scores: ClassVar[bool] = False
 
-    recent_window: int = Field(32, ge=1, description="Newest entries, always kept, whose queries rank the others.")
+    recent_window: int = Field(
+        32, ge=1, le=MAX_QUERIES, description="Newest entries, always kept, whose queries rank the others."
+    )
     fusion: Fusion = Field("sum", description="How an entry's attention from several queries becomes one number.")
     kernel_size: KernelSize = Field(
         1, description="Odd: neighbours, in order of position, over which the score is max-pooled; 1: none."

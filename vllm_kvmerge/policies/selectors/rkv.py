@@ -7,12 +7,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
 from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
-MAX_SIMILARITY_BYTES = 4 << 20
+MAX_SIMILARITY_BYTES = 1 << 18
 """Size of the similarity matrix above which it is computed in pieces, which a processor's caches can hold."""
 
 
@@ -34,7 +34,7 @@ class RedundancyAware(RankedSelector):
     needs_scores: ClassVar[bool] = True
     needs_probabilities: ClassVar[bool] = True
 
-    recent_window: int = Field(8, ge=0, description="Newest entries that are always kept.")
+    recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
     attention_share: float = Field(
         0.1, ge=0.0, le=1.0, description="Weight of attention against redundancy, lambda of R-KV."
     )
@@ -53,8 +53,8 @@ class RedundancyAware(RankedSelector):
         attention = attention / attention.sum(1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
         attention = attention.masked_fill(protected.gather(1, order), 0.0)
         attention = max_pool1d(attention, 2 * self.pooling_reach + 1, stride=1, padding=self.pooling_reach)
-        keys = entries.keys.take_along_dim(order.unsqueeze(-1), dim=1).masked_fill(~is_live.unsqueeze(-1), 0.0)
-        keys = normalize(keys, dim=-1)
+        keys = entries.keys_at(order.masked_fill(~is_live, DEAD))
+        keys = normalize(keys, dim=-1, out=keys)
         # Head by head, so that a head's numbers do not depend on how many others are on this worker.
         similarity = torch.stack([self._total_similarity(head) for head in keys])
         similarity = similarity / is_live.sum(1, keepdim=True).clamp(min=1)

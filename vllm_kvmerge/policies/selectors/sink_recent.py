@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import largest, sinks
 from vllm_kvmerge.policies.registry import register
 
@@ -19,7 +19,9 @@ class SinkRecent(Selector):
     source: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
     needs_scores: ClassVar[bool] = False
 
-    num_sink_tokens: int = Field(4, ge=0, description="First tokens of the sequence that are always kept.")
+    num_sink_tokens: int = Field(
+        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
+    )
 
     @property
     def min_budget(self) -> int:

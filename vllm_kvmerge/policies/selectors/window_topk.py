@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, top
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
@@ -22,7 +22,7 @@ class WindowTopK(Selector):
     source: ClassVar[str] = "SnapKV, arXiv:2404.14469"
     needs_scores: ClassVar[bool] = True
 
-    window_size: int = Field(32, ge=1, description="Newest entries, always kept.")
+    window_size: int = Field(32, ge=1, le=MAX_TOKENS, description="Newest entries, always kept.")
     kernel_size: KernelSize = Field(
         7, description="Odd: neighbours, in order of position, over which the score is max-pooled."
     )

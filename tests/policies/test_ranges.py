@@ -1,0 +1,172 @@
+"""Whatever value a field allows, arithmetic on it is finite."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.policies.sampling import SEEDS, assert_sound, random_entries
+from vllm_kvmerge.policies import ALLOCATORS, MAX_TOKENS, PARTS, PRESETS, CompressionContext, CompressionPolicy
+from vllm_kvmerge.policies.allocators.variance import Variance
+from vllm_kvmerge.policies.base import MAX_QUERIES, Allocator, Merger, Part, Selector, Tracker
+from vllm_kvmerge.policies.choice import PartNames
+
+CLASSES = {f"{kind}-{name}": part for kind, classes in PARTS.items() for name, part in classes.items()}
+
+NUMBERS = {
+    f"{name}-{field}": (part, field, option)
+    for name, part in CLASSES.items()
+    for field, schema in part.model_json_schema().get("properties", {}).items()
+    for option in schema.get("anyOf", [schema])
+    if option.get("type") in ("integer", "number")
+}
+"""Every numeric field of every part, with its schema."""
+
+
+def bounds(option: dict[str, Any]) -> tuple[float, float]:
+    """Smallest and largest value that a number's schema allows."""
+    if option["type"] == "integer":
+        lower = option.get("minimum", option.get("exclusiveMinimum", 0) + 1)
+        return lower, option.get("maximum", option.get("exclusiveMaximum", 0) - 1)
+    lower = option.get("minimum", math.nextafter(option.get("exclusiveMinimum", 0.0), math.inf))
+    return float(lower), float(option.get("maximum", math.nextafter(option.get("exclusiveMaximum", 0.0), -math.inf)))
+
+
+def values(field: str, option: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a schema allows: a number's extremes, small ones, anything between."""
+    if option.get("type") in ("integer", "number"):
+        lower, upper = bounds(option)
+        anywhere = st.floats if option["type"] == "number" else st.integers
+        numbers = st.sampled_from([lower, upper]) | anywhere(lower, min(upper, lower + 8)) | anywhere(lower, upper)
+        return numbers.map(lambda value: value | 1) if field == "kernel_size" else numbers  # which is odd
+    if option.get("type") == "boolean":
+        return st.booleans()
+    return st.sampled_from(option.get("enum", [option.get("const")]))
+
+
+def parts(part: type[Part]) -> st.SearchStrategy[Part]:
+    """The part with any values that its fields allow."""
+    schemas = part.model_json_schema().get("properties", {})
+    fields = {
+        field: st.one_of([values(field, option) for option in schema.get("anyOf", [schema])])
+        for field, schema in schemas.items()
+    }
+    return st.fixed_dictionaries(fields).map(lambda chosen: part(**chosen))
+
+
+def policies(preset: str) -> st.SearchStrategy[CompressionPolicy]:
+    classes = PartNames.of(PRESETS[preset]).classes
+    chosen = st.fixed_dictionaries({kind: parts(part) for kind, part in classes.items()})
+    return chosen.map(lambda some: CompressionPolicy(**some))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_a_number_may_be(name):
+    part, field, option = NUMBERS[name]
+    lower, upper = bounds(option)
+    for value in (lower, upper):
+        if field != "kernel_size" or value % 2:
+            assert getattr(part(**{field: value}), field) == value
+    step = 1 if option["type"] == "integer" else 1e-7
+    for value in (lower - step, upper + step, 10**400, -(10**400), math.inf, math.nan):
+        with pytest.raises(ValidationError):
+            part(**{field: value})
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, MAX_TOKENS))
+def test_counts_of_any_part(name, data, budget):
+    """Of all values and budgets: whole numbers that vLLM's scheduler can reckon with."""
+    part = data.draw(parts(CLASSES[name]))
+    assert 0 <= part.query_window <= MAX_QUERIES
+    if isinstance(part, Allocator):
+        capacity = part.capacity(budget)
+        assert capacity is None or (type(capacity) is int and budget <= capacity <= 64 * MAX_TOKENS)
+    elif isinstance(part, Selector):
+        assert type(part.min_budget) is int and 1 <= part.min_budget <= 2 * MAX_TOKENS + 1
+    elif isinstance(part, Merger):
+        assert type(part.num_slots(budget)) is int and 0 <= part.num_slots(budget) <= budget
+    else:
+        assert isinstance(part, Tracker)
+        # What attention's score updates are made of, in float32.
+        decay = torch.tensor(part.update_decay)
+        assert 0 <= decay <= 1 and (part.mode != "log_ema" or (decay.log().isfinite() and torch.log1p(-decay) < -1e-6))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, st.data(), st.booleans())
+def test_any_values_compress(preset, seed, data, at_prompt_end):
+    policy, n = data.draw(policies(preset)), 24
+    entries = random_entries(seed, num_heads=2, n=n, num_dead=data.draw(st.integers(0, 3)))
+    if policy.tracker.mode != "sum":
+        entries.aux = torch.where(entries.is_live, 1.0, 0.0)
+    if policy.min_budget >= n:
+        return
+    budget = data.draw(st.integers(policy.min_budget, n - 1))
+    capacity = policy.allocator.capacity(budget)
+    window = min(policy.query_window, n)
+    generator = torch.Generator().manual_seed(seed)
+    context = CompressionContext(
+        budget,
+        n,
+        at_prompt_end,
+        capacity=n if capacity is None else min(capacity, n),
+        layers=[0, 1],
+        num_heads=1,
+        num_layers=2,
+        queries=torch.randn(2, 2, window, 8, generator=generator) if window else None,
+        query_positions=torch.arange(n - window, n) if window else None,
+        output_weights=torch.randn(2, 2, 5, 8, generator=generator),
+    )
+    if policy.allocator.has_layer_statistic:
+        context = replace(context, layer_statistics=policy.layer_statistic(entries, context))
+    # The rows of dead entries hold NaN, which no part may let through.
+    assert_sound(policy.compress(entries, context).entries, context.capacity)
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
+@settings(max_examples=80, deadline=None)
+@given(SEEDS, st.data(), st.sampled_from([1, 2, 61, 1024]))
+def test_any_split(name, seed, data, num_layers):
+    """Budgets of very many, very uneven layers lie between the least and the capacity, and their mean is the budget."""
+    allocator = data.draw(parts(ALLOCATORS[name]))
+    least = data.draw(st.integers(1, 20))
+    budget = data.draw(st.integers(least, 60))
+    entries = random_entries(seed, num_heads=num_layers, n=64)
+    # From nothing to inf and NaN, which attention may come to.
+    powers = torch.rand(num_layers, generator=torch.Generator().manual_seed(seed))
+    powers *= data.draw(st.sampled_from([0.0, 1.0, 300.0, math.nan]))
+    statistics = torch.zeros(num_layers)
+    statistics[0] = data.draw(st.sampled_from([0.0, 1e-30, 2.0**48]))
+    context = CompressionContext(
+        budget,
+        64,
+        True,
+        min_budget=least,
+        num_heads=1,
+        layers=list(range(num_layers)),
+        num_layers=num_layers,
+        layer_statistics=data.draw(st.sampled_from([statistics, torch.exp2(powers - 150)])),
+    )
+    budgets = allocator.head_budgets(entries, entries.scores, context)
+    capacity = allocator.capacity(budget)
+    assert len(budgets) == num_layers and all(type(some) is int for some in budgets)
+    assert max(budgets) <= (len(entries) if capacity is None else capacity)
+    if name == "variance":
+        assert sum(budgets) == budget * num_layers and min(budgets) >= min(least, budget)
+
+
+def test_one_layer_with_all_of_the_variance():
+    """Its weight, exp(-num_layers), is 0 in float64, and nothing may be left over for it to be divided by."""
+    context = CompressionContext(
+        10, 100, True, num_heads=1, layers=list(range(1024)), layer_statistics=torch.tensor([1.0] + [0.0] * 1023)
+    )
+    entries = random_entries(0, num_heads=1024, n=20)
+    assert Variance(max_share=1.0).head_budgets(entries, entries.scores, context) == [10] * 1024
