@@ -17,7 +17,7 @@ from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cuda, reference, triton
 from vllm_kvmerge.kernels.merge import Sums
 from vllm_kvmerge.policies.entries import TrackerMode
-from vllm_kvmerge.worker.compactor import MAX_BATCH_BYTES, Compaction, Compactor
+from vllm_kvmerge.worker.compactor import Compaction, Compactor
 
 Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
 
@@ -387,7 +387,7 @@ def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
     row_of = torch.cat([places, torch.randint(budget, (heads, n - budget), device=bench.device)], 1)
     weights = torch.full(members.shape, budget / n, device=bench.device)
 
-    step = max(1, MAX_BATCH_BYTES // (4 * bench.heads * n * 2 * d))
+    step = max(1, Compactor.max_bytes // (4 * bench.heads * n * 2 * d))
 
     def run(module: Any, where: Caches, first: int, count: int, merged: bool) -> None:
         """Of ``count`` layers."""

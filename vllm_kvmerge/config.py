@@ -8,8 +8,8 @@ from operator import or_
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    BeforeValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictFloat,

@@ -58,10 +58,10 @@ def compressions(
 class Limits:
     """What requests are held to.
 
-    allowed_policies: None: all. max_bytes: of working memory for one compression, and of what a request has kept outside
-    the pool. max_seconds: of one compression, as estimated; of those during generation, for each block of tokens.
-    block_size: in tokens. max_model_len: most tokens of a request. rates: how fast workers compute; None: not known yet,
-    so time is not limited.
+    allowed_policies: None: all. max_bytes: of working memory for one compression, and of what a request has kept
+    outside the pool. max_seconds: of one compression, as estimated; of those during generation, for each block of
+    tokens. block_size: in tokens. max_model_len: most tokens of a request. rates: how fast workers compute; None: not
+    known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -171,9 +171,9 @@ class Limits:
                 if most is not None:
                     yield f"{name} up to {most}"
         interval = config.interval or self.block_size
-        if config.decode == "bounded" and interval < self.block_size:
-            if fits(config.model_copy(update={"interval": self.block_size})):
-                yield f"an interval of {self.block_size}"
+        at_ease = config.model_copy(update={"interval": self.block_size})
+        if config.decode == "bounded" and interval < self.block_size and fits(at_ease):
+            yield f"an interval of {self.block_size}"
         longest = _most(1, num_prompt_tokens, lambda length: fits(config, length))
         if longest is not None and config.context_tokens is None:
             yield f"prompts of up to {longest} tokens"

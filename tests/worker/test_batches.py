@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.kernels import Pages, cell_bytes
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.worker import compactor as compactor_module
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
 
 NUM_LAYERS, NUM_HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 2, 16, 16, 128
@@ -24,15 +24,20 @@ class Worker:
     """A worker's cache with some requests in it, each of them compressed once and grown by an interval since."""
 
     def __init__(
-        self, policy: str, lengths: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, **parts: str
+        self,
+        policy: str,
+        lengths: tuple[int, ...],
+        dtype: torch.dtype = torch.bfloat16,
+        num_blocks: int = NUM_BLOCKS,
+        **fields: Any,
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.text = json.dumps({"policy": policy, "budget": 50, **parts})
+        self.text = json.dumps({"policy": policy, "budget": 50, **fields})
         self.config = parse_compression(self.text)
         self.capacity = self.config.policy.allocator.capacity(50)
         elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize
         self.caches = [
-            torch.randn(NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, elements, generator=self.generator).to(dtype)
+            torch.randn(num_blocks, NUM_HEADS, BLOCK_SIZE, elements, generator=self.generator).to(dtype)
             for _ in range(NUM_LAYERS)
         ]
         self.layers = [Pages.of(cache, HEAD_SIZE) for cache in self.caches]
@@ -45,7 +50,7 @@ class Worker:
         self.compactor = Compactor(
             self.layers, HEAD_SIZE**-0.5, list(range(NUM_HEADS)), output_weights=lambda layer: weights[layer]
         )
-        free = (torch.randperm(NUM_BLOCKS - 1, generator=self.generator) + 1).tolist()
+        free = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
         self.first, self.second = [], []
         for index, length in enumerate(lengths):
             blocks = [free.pop() for _ in range(-(-(length + INTERVAL) // BLOCK_SIZE))]
@@ -75,17 +80,16 @@ class Worker:
 
 
 @pytest.mark.parametrize("policy", PRESETS)
-def test_requests_do_not_depend_on_each_other(policy, monkeypatch):
+def test_requests_do_not_depend_on_each_other(policy):
     lengths = (150, 150, 190, 230)
     together, alone, split = (Worker(policy, lengths) for _ in range(3))
+    one_by_one_layer = replace(split.compactor, max_bytes=1)
     for step in ("first", "second"):
         counts = together.compactor.run(getattr(together, step))
         one_by_one = [alone.compactor.run([one])[0] for one in reversed(getattr(alone, step))]
         assert counts == one_by_one[::-1]
         assert torch.equal(together.bytes, alone.bytes)
-        with monkeypatch.context() as patch:
-            patch.setattr(compactor_module, "MAX_BATCH_BYTES", 1)
-            assert split.compactor.run(getattr(split, step)) == counts
+        assert one_by_one_layer.run(getattr(split, step)) == counts
         assert torch.equal(split.bytes, together.bytes)
         n = [one.num_entries for one in getattr(together, step)]
         assert n == (list(lengths) if step == "first" else [together.capacity + INTERVAL] * 4)

@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from vllm_kvmerge.catalogue import describe_policies
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
 from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
+from vllm_kvmerge.server.failures import enforce_limits, name_failures
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 from vllm_kvmerge.server.page import add_page_routes
 from vllm_kvmerge.server.request_id import log_as_vllm, mark_log_records
@@ -59,7 +60,9 @@ class KVMergeEndpoint:
             return
         note_shutdown(engine_client, state)
         if args.scheduler_cls is not None:
+            name_failures(engine_client)
             feed_from(engine_client)
+            await enforce_limits(engine_client)
 
 
 def add_policies_route(app: FastAPI, catalogue: dict[str, Any]) -> None:

@@ -24,9 +24,6 @@ CARRIERS: dict[str, tuple[str, ...]] = {
 }
 """Routes that take the field, and the object in their body that becomes ``SamplingParams.extra_args``."""
 
-PROMPT_FIELD = "context_tokens"
-"""The field's only parameter that may be refused once the prompt's length is known."""
-
 
 class CompressionFieldMiddleware:
     """ASGI middleware over vLLM's routes; requests without the field pass untouched, and so do responses, except that
@@ -61,7 +58,7 @@ class CompressionFieldMiddleware:
             FEED.reset(token)
 
     async def _pass_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        if FIELD.encode() not in body or PROMPT_FIELD.encode() not in body:
+        if FIELD.encode() not in body:
             await self.app(scope, _replay(body, receive), send)
             return
         verdict = Verdict()
@@ -203,6 +200,6 @@ def _with_length(scope: Scope, length: int) -> Scope:
 
 def _refusal(error: CompressionError) -> JSONResponse:
     """In the shape of the OpenAI API, as vLLM's own errors."""
-    return JSONResponse(
-        {"error": {"message": str(error), "type": "BadRequestError", "param": error.param, "code": 400}}, 400
-    )
+    kind = "BadRequestError" if error.status == 400 else "InternalServerError"
+    content = {"message": str(error), "type": kind, "param": error.param, "code": error.status}
+    return JSONResponse({"error": content}, error.status)

@@ -1,5 +1,6 @@
 """The check that every request passes before vLLM queues it, offline requests included."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
@@ -13,6 +14,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionConfig, CompressionError, parse_compression
 from vllm_kvmerge.engine_args import VALIDATOR
+from vllm_kvmerge.limits import Limits
 from vllm_kvmerge.metrics import count_rejection
 from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
@@ -52,9 +54,31 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
         return logits
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a server holds requests to. default: the compression of those that do not bring their own."""
+
+    limits: Limits
+    default: dict[str, Any] | str | None
+
+
+_terms: Terms | None = None
+
+
+def enforce(terms: Terms) -> None:
+    """Makes the check of this process's requests refuse what the server would not do.
+
+    Without it, as offline, the scheduler alone looks at limits, and ends a request that exceeds them with an error.
+    """
+    global _terms
+    _terms = terms
+
+
 def _requested(params: "SamplingParams | PoolingParams") -> CompressionConfig | None:
-    extra_args = params.extra_args if isinstance(params, SamplingParams) else None
-    return parse_compression((extra_args or {}).get(EXTRA_ARGS_KEY))
+    if not isinstance(params, SamplingParams):
+        return None
+    default = _terms.default if _terms is not None else None
+    return parse_compression((params.extra_args or {}).get(EXTRA_ARGS_KEY, default))
 
 
 def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams | PoolingParams") -> None:
@@ -67,8 +91,12 @@ def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams |
         return
     _, prompt = split_enc_dec_input(processed_inputs)
     token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+    num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     try:
-        config.check_context(length_from_prompt_token_ids_or_embeds(token_ids, embeds))
+        config.check_context(num_tokens)
+        if _terms is not None:
+            assert isinstance(params, SamplingParams)
+            _terms.limits.check(config, num_tokens, params.max_tokens)
     except CompressionError as error:
         verdict.error = error
         count_rejection(error.reason)

@@ -15,12 +15,10 @@ from vllm_kvmerge.kernels import Pages, Units
 from vllm_kvmerge.kernels.merge import Rows
 from vllm_kvmerge.kernels.page import sent
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, CompressionResult, Outcome
+from vllm_kvmerge.policies.cost import CostShape
 from vllm_kvmerge.policies.failure import OutOfTime, PartError, PartTimeout, as_part_error, time_limit
 from vllm_kvmerge.policies.indexing import in_place, largest
 from vllm_kvmerge.worker.paged_entries import PagedEntries
-
-MAX_BATCH_BYTES = 256 << 20
-"""What a policy may hold in float32 of one batch's keys, values and attention; larger batches are split."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +84,9 @@ class Compactor:
 
     layers: each layer's pages. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among all of them. all_heads: gathers ``[H, ...]`` from all tensor-parallel workers. output_weights: gives a layer's
-    output projection as ``[H, G, hidden, d]`` float32, or None where it is not known. max_seconds: how long a policy
-    may work on a batch; None: as long as it takes.
+    output projection as ``[H, G, hidden, d]`` float32, or None where it is not known. group_size: query heads per KV
+    head. max_bytes: of working memory that a policy may need for a batch; larger ones are split, down to one layer of
+    one request. max_seconds: how long a policy may work on a batch; None: as long as it takes.
     """
 
     layers: Sequence[Pages]
@@ -95,6 +94,8 @@ class Compactor:
     head_indices: list[int]
     all_heads: Callable[[Tensor], Tensor] = field(default=lambda tensor: tensor)
     output_weights: Callable[[int], Tensor | None] = field(default=lambda layer: None)
+    group_size: int = 1
+    max_bytes: int = 256 << 20
     max_seconds: float | None = None
 
     def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
@@ -169,11 +170,16 @@ class Compactor:
         units = [_Unit(i, one, layer) for i, one in enumerate(batch) for layer in range(len(self.layers))]
         size = 1
         if not batch[0].policy.needs_output_weights:  # which are too large to repeat
-            num_entries, head_size = batch[0].num_entries, self.layers[0].head_size
-            numbers = 2 * head_size
-            if batch[0].ring is not None:
-                numbers += batch[0].num_queries * batch[0].ring.num_heads // self.num_heads
-            size = max(1, MAX_BATCH_BYTES // (4 * self.num_heads * num_entries * numbers))
+            shape = CostShape(
+                num_entries=batch[0].num_entries,
+                budget=batch[0].plan.new_front,
+                head_size=self.layers[0].head_size,
+                group_size=self.group_size,
+                hidden_size=0,
+                at_prompt_end=batch[0].plan.front == 0,
+            )
+            unit_bytes = 4 * self.num_heads * batch[0].policy.cost(shape).numbers
+            size = max(1, int(self.max_bytes / max(1.0, unit_bytes)))
         for start in range(0, len(units), size):
             yield units[start : start + size]
 

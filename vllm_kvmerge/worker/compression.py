@@ -143,6 +143,7 @@ class Compression:
             head_indices=self._kv_head_indices(pages[0].num_kv_heads),
             all_heads=self._all_heads,
             output_weights=OutputWeights(model, group.layer_names, pages[0].num_kv_heads, self._query_shape),
+            group_size=self._query_shape[0] // pages[0].num_kv_heads,
             max_bytes=options.max_compaction_bytes,
             # Workers that compare heads wait for each other: one of them must not be interrupted alone.
             max_seconds=SLACK * options.max_compaction_seconds if parallel.tensor_parallel_size == 1 else None,
@@ -276,11 +277,13 @@ class Compression:
         failed = torch.tensor([index in done.failures for index in range(len(plans))], dtype=torch.int32)
         torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group.cpu_group)
         for index in failed.nonzero().flatten().tolist():
-            elsewhere = Failure("its compression failed on another tensor-parallel worker, whose log says why", "unknown")
+            elsewhere = Failure(
+                "its compression failed on another tensor-parallel worker, whose log says why", "unknown"
+            )
             self._report.failures.setdefault(plans[index].request_id, elsewhere)
 
     def reported(self, output: Any) -> Any:
-        """The model runner's output, with what there is to tell the scheduler; None stays None, and the report waits."""
+        """The model runner's output with what there is to tell the scheduler; that waits where the output is None."""
         if output is None or self._report == CompressionReport():
             return output
         report, self._report = self._report, CompressionReport()

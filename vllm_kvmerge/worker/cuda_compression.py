@@ -17,7 +17,6 @@ from vllm_kvmerge.attention.rows import PromptScores, QueryRings
 from vllm_kvmerge.engine_args import plugin_config
 from vllm_kvmerge.kernels import Pages
 from vllm_kvmerge.kernels.triton.workspace import Workspace, workspace_of
-from vllm_kvmerge.worker.compactor import MAX_BATCH_BYTES
 from vllm_kvmerge.worker.compression import Compression
 
 logger = init_logger(__name__)
@@ -86,9 +85,7 @@ class CUDACompression(Compression):
         """Around vLLM's profiling run: takes and gives back what a prompt's scores and a compaction need for a time."""
         scores = PromptScores.empty(self._num_layers, self._num_kv_heads, self._max_model_len, self._device)
         yield
-        # A layer of the longest prompt may be larger than a batch of layers is allowed to be.
-        one_layer = 4 * self._num_kv_heads * self._max_model_len * 2 * self._head_size
-        torch.empty(max(MAX_BATCH_BYTES, one_layer), dtype=torch.uint8, device=self._device)
+        torch.empty(plugin_config(self._config).max_compaction_bytes, dtype=torch.uint8, device=self._device)
         del scores
 
     def prepare_attention(self, attn_groups: list[list[AttentionGroup]], block_table_width: int) -> None:

@@ -1,5 +1,6 @@
 """The worker class that turns compression on in a worker process with a card."""
 
+from dataclasses import asdict
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -30,3 +31,9 @@ class KVMergeCUDAWorker(Worker):
         from vllm_kvmerge.worker.cuda_runner import CompressionGPUModelRunner
 
         return CompressionGPUModelRunner(self.vllm_config, self.device)
+
+    def compression_rates(self) -> dict[str, float]:
+        """How fast this worker computes, ``policies.cost.Rates``; API servers ask for it."""
+        rates = self.model_runner.compression.rates
+        assert rates is not None, "there is no KV cache yet"
+        return asdict(rates)

@@ -1,5 +1,6 @@
 """The worker class that turns compression on in a worker process on CPU."""
 
+from dataclasses import asdict
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -31,3 +32,9 @@ class KVMergeWorker(CPUWorker):
         # vLLM names its runner class inside init_device; replacing the runner before anything is loaded into it costs
         # a few buffers. A class attribute for it in vLLM would make this unnecessary.
         self.model_runner = CompressionCPUModelRunner(self.vllm_config, self.device)
+
+    def compression_rates(self) -> dict[str, float]:
+        """How fast this worker computes, ``policies.cost.Rates``; API servers ask for it."""
+        rates = self.model_runner.compression.rates
+        assert rates is not None, "there is no KV cache yet"
+        return asdict(rates)

@@ -1,0 +1,98 @@
+"""Parts of somebody else's that fail in every way there is."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge import config
+from vllm_kvmerge.policies import MERGERS, PRESETS, SELECTORS, CompressionContext, Entries, Preset, register
+from vllm_kvmerge.policies.mergers import DropMerger
+from vllm_kvmerge.policies.registry import register_preset
+from vllm_kvmerge.policies.selectors.recent import Recent
+
+SELECTOR_FAULTS = ("raise", "shape", "dtype", "count", "sleep", "none")
+MERGER_FAULTS = ("raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep")
+SLEEP = 30.0
+PRESET = "failing"
+
+
+class Failing(Recent):
+    """A sliding window whose selection fails."""
+
+    name: ClassVar[str] = "failing"
+    source: ClassVar[str] = "a test"
+    select_fault: Literal["no", "raise", "shape", "dtype", "count", "sleep", "none"] = "no"
+
+    def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        selected = super().select(entries, importance, protected, context)
+        match self.select_fault:
+            case "raise":
+                raise RuntimeError("over two\nlines")
+            case "shape":
+                return selected[:, 1:]
+            case "dtype":
+                return selected.float()
+            case "count":
+                return torch.ones_like(selected)
+            case "sleep":
+                time.sleep(SLEEP)
+            case "none":
+                return None  # type: ignore[return-value]
+        return selected
+
+
+class FailingMerger(DropMerger):
+    """Drops, and then fails."""
+
+    name: ClassVar[str] = "failing"
+    source: ClassVar[str] = "a test"
+    merge_fault: Literal["no", "raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep"] = "no"
+
+    def merge(self, entries, kept, importance, protected, context):  # type: ignore[no-untyped-def]
+        outcome = super().merge(entries, kept, importance, protected, context)
+        places = torch.arange(2, device=kept.device).repeat(len(kept), 1)
+        rows = entries.values_at(kept[:, :2])
+        match self.merge_fault:
+            case "raise":
+                raise KeyError("nothing")
+            case "shape":
+                return replace(outcome, scores=outcome.scores[:, 1:])
+            case "dtype":
+                return replace(outcome, kept=outcome.kept.int())
+            case "nan_rows":
+                return replace(outcome, changed=places, values=rows * torch.nan)
+            case "nan_votes":
+                return replace(outcome, log_votes=outcome.log_votes * torch.nan)
+            case "kept":
+                return replace(outcome, kept=outcome.kept + 10**9)
+            case "twice":
+                return replace(outcome, changed=torch.zeros_like(places), values=rows)
+            case "sleep":
+                time.sleep(SLEEP)
+        return outcome
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The preset and its parts are known, in this process."""
+    try:
+        register(Failing)
+        register(FailingMerger)
+        register_preset(Preset(PRESET, "a test", "none", "failing", "failing"))
+        yield
+    finally:
+        PRESETS.pop(PRESET, None)
+        SELECTORS.pop("failing", None)
+        MERGERS.pop("failing", None)
+        config._parse_canonical.cache_clear()
+        config._request_model.cache_clear()
+
+
+FAULTS = [("select_fault", fault, "selector:failing") for fault in SELECTOR_FAULTS]
+FAULTS += [("merge_fault", fault, "merger:failing") for fault in MERGER_FAULTS]
+"""Field, value, and the part that is to blame."""
