@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import DEAD, Entries, TrackerMode
 from vllm_kvmerge.policies.outcome import Outcome
 
@@ -134,6 +135,19 @@ class Part(BaseModel):
     def query_window(self) -> int:
         """How many of the newest queries (prompt or generated) the part reads from ``context.queries``."""
         return 0
+
+    def cost(self, shape: CostShape) -> Cost:
+        """What the part's work takes for one KV head of one layer.
+
+        A part's author counts, as functions of ``shape`` and of hyper-parameters: the tensors that its methods make,
+        all that exist at once, with what they return (``numbers``); its matrix products (``products``); and what its
+        other operations read and write (``touches``), sorts and rows of keys or values with their factors
+        (``cost.sorting``, ``cost.gathering``). Where that depends on data, the most that it can be. Batches are made as
+        large as memory allows by it, and requests that would keep all others waiting are refused.
+
+        Default: a part that reads all keys and values, with copies, once.
+        """
+        return Cost(numbers=4 * shape.row_numbers, touches=16 * shape.row_numbers)
 
 
 class Allocator(Part):

@@ -17,11 +17,15 @@ from vllm_kvmerge.policies.base import (
     Selector,
     Tracker,
 )
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.failure import blamed_on, check_count, check_outcome, check_tensor, checks_values
 from vllm_kvmerge.policies.indexing import in_place
 from vllm_kvmerge.policies.outcome import Outcome
 from vllm_kvmerge.policies.trackers import attention_mass
+
+CALLS = 40_000
+"""Touches that some hundred calls of operators on small tensors cost, for one of the heads that share them."""
 
 
 class CompressionPolicy(BaseModel):
@@ -108,6 +112,31 @@ class CompressionPolicy(BaseModel):
         with blamed_on(self.allocator):
             statistic = self.allocator.layer_statistic(entries, mass, context)
             return check_tensor("layer_statistic", statistic, (len(context.by_unit(mass)),), mass, None)
+
+    def cost(self, shape: CostShape) -> Cost:
+        """What a compression takes for one KV head of one layer: what the parts state, and what is needed besides."""
+        n, d, group = shape.num_entries, shape.head_size, shape.group_size
+        capacity = self.allocator.capacity(shape.budget)
+        largest = n if capacity is None else min(capacity, n)
+        budgets = {shape.budget}
+        if largest > shape.budget:
+            # Whichever takes most: a small one leaves much to merge, a large one much to merge into.
+            budgets |= {min(n, self.min_budget), largest}
+        parts = Cost()
+        for budget in budgets:
+            local = replace(shape, budget=budget)
+            parts = parts.largest(sum((part.cost(local) for part in self.parts), Cost()))
+        num_queries = min(self.query_window, n)
+        weights = group * shape.hidden_size * d if self.needs_output_weights else 0
+        # Metadata of all entries and places, queries as they are kept and in float32, the output projection.
+        own = Cost(
+            numbers=9 * n + 14 * largest + 3 * num_queries * group * d + weights,
+            touches=60 * n + 60 * largest + 8 * num_queries * group * d + weights + CALLS,
+        )
+        if largest > shape.budget:
+            # Heads with different budgets go one after the other; rows are read for all and taken for some.
+            own += Cost(parts.numbers + 12 * n + 14 * largest, 0, 40 * (n + largest))
+        return own + parts
 
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
         """Exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they are

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import MAX_TOKENS, Entries, Tracker, TrackerMode
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
 ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
@@ -37,6 +38,9 @@ class NoTracker(Tracker):
     def importance(self, entries: Entries) -> Tensor:
         return torch.zeros_like(entries.scores)
 
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=shape.num_entries, touches=shape.num_entries)
+
 
 @register
 class SumTracker(ScoringTracker):
@@ -58,6 +62,9 @@ class SumTracker(ScoringTracker):
     def importance(self, entries: Entries) -> Tensor:
         return entries.scores
 
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost()
+
 
 @register
 class MeanTracker(ScoringTracker):
@@ -74,6 +81,9 @@ class MeanTracker(ScoringTracker):
     def importance(self, entries: Entries) -> Tensor:
         """-inf for an entry that no query has seen."""
         return torch.where(entries.aux > 0, entries.scores / entries.aux, -torch.inf)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=3 * shape.num_entries, touches=8 * shape.num_entries)
 
 
 @register
@@ -110,6 +120,9 @@ class LogEmaTracker(ScoringTracker):
 
     def _log_correction(self, aux: Tensor) -> Tensor:
         return torch.log(-torch.expm1(aux * math.log(self.ema_decay)))
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=5 * shape.num_entries, touches=24 * shape.num_entries)
 
 
 def attention_mass(tracker: Tracker, entries: Entries) -> Tensor:

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
+from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
 from vllm_kvmerge.policies.registry import register
 
 
@@ -48,3 +49,8 @@ class Adaptive(Allocator):
         size = context.num_heads or len(entries.positions)
         heads = context.head_of_each(len(entries.positions))
         return [budgets[row // size][head] for row, head in enumerate(heads)]
+
+    def cost(self, shape: CostShape) -> Cost:
+        n = shape.num_entries
+        # Every head of the layer is sorted, and then all of them together.
+        return Cost(numbers=16 * n, touches=4 * sorting(n) + 20 * n)

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
 
@@ -47,3 +48,6 @@ class Pyramid(Allocator):
 
     def _amplitude(self, budget: int) -> float:
         return budget * (self.ratio - 1.0) / (self.ratio + 1.0)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost()

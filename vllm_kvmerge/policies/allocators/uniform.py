@@ -6,6 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
 
@@ -28,3 +29,6 @@ class Uniform(Allocator):
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
         layers = context.layer_of_each(len(importance))
         return [context.budget if layer >= self.skip_layers else len(entries) for layer in layers]
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost()

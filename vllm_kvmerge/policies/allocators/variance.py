@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
 
@@ -61,6 +62,9 @@ class Variance(Allocator):
         # No weight is 0: of a layer that has nearly all the variance of very many it would be.
         weights = [math.exp(-min(variance / mean, 700.0)) for variance in variances]
         return split(budget * len(weights), weights, least, self.capacity(budget))
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=8 * shape.num_entries, touches=20 * shape.num_entries)
 
 
 def split(total: int, weights: list[float], least: int, most: int) -> list[int]:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
 from vllm_kvmerge.policies.indexing import padded, select
-from vllm_kvmerge.policies.mergers.convex import take_in
+from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
 from vllm_kvmerge.policies.registry import register
 
 
@@ -90,6 +91,12 @@ class AsymKVMerger(Merger):
     ) -> Outcome:
         """Nothing is left to leave: live entries are no more than the budget."""
         return Outcome.of(entries, kept)
+
+    def cost(self, shape: CostShape) -> Cost:
+        n = shape.num_entries
+        # Each round sorts what is left, and halves it at best.
+        rounds = Cost(numbers=40 * n, touches=12 * sorting(n) + 200 * n)
+        return absorbing(shape) + rounds
 
 
 def _pair_costs(scores: Tensor, log_votes: Tensor, valid: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, Entries, Outcome
+from vllm_kvmerge.policies.cost import Cost, CostShape, gathering
 from vllm_kvmerge.policies.indexing import any_at, inverse, padded, select
 
 
@@ -36,6 +37,16 @@ def take_in(
     keys = combined(entries.keys_at(carriers), entries.keys_at(members))
     values = combined(entries.values_at(carriers), entries.values_at(members))
     return changed, keys, values
+
+
+def absorbing(shape: CostShape) -> Cost:
+    """``take_in`` of all entries that leave, and what ``absorb`` does besides."""
+    m, r = shape.num_leaving, min(shape.num_leaving, shape.num_kept)
+    rows = (m + r) * shape.head_size
+    return Cost(
+        numbers=2 * rows + 24 * m + 12 * shape.num_kept,
+        touches=4 * gathering(rows) + 12 * m * shape.head_size + 40 * shape.num_entries,
+    )
 
 
 def absorb(

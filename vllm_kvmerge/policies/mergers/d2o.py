@@ -8,8 +8,9 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.cost import Cost, CostShape, comparing
 from vllm_kvmerge.policies.indexing import complement
-from vllm_kvmerge.policies.mergers.convex import absorb
+from vllm_kvmerge.policies.mergers.convex import absorb, absorbing
 from vllm_kvmerge.policies.registry import register
 
 AUX_OFFSET = 2.0
@@ -56,3 +57,6 @@ class D2OMerger(Merger):
         previous = entries.aux.masked_fill(~entries.is_live, 0.0).amax(1, keepdim=True)
         moved = torch.where(previous > 0, torch.lerp(previous, mean, self.threshold_share), mean)
         return torch.where(count > 0, moved, previous)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return comparing(shape.num_leaving, shape.num_kept, shape.head_size) + absorbing(shape)

@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
 
@@ -20,3 +21,6 @@ class DropMerger(Merger):
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> Outcome:
         return Outcome.of(entries, kept)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost()

@@ -7,8 +7,9 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, gathering
 from vllm_kvmerge.policies.indexing import complement
-from vllm_kvmerge.policies.mergers.convex import absorb
+from vllm_kvmerge.policies.mergers.convex import absorb, absorbing
 from vllm_kvmerge.policies.registry import register
 
 
@@ -50,6 +51,10 @@ class KVMergerMerger(Merger):
         scaled = torch.where(sigma > 0, distance / sigma, 0.0)
         weights = torch.exp(-0.5 * scaled**2).masked_fill(~joins, 0.0)
         return absorb(entries, kept, evicted, carriers, weights, protected)
+
+    def cost(self, shape: CostShape) -> Cost:
+        compared = comparing(shape.num_leaving, shape.num_kept, shape.head_size)
+        return compared + absorbing(shape) + Cost(touches=gathering(3 * shape.num_leaving * shape.head_size))
 
 
 def _distances(entries: Entries, members: Tensor, centres: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import by_position, inverse, mask_of, padded, select
 from vllm_kvmerge.policies.registry import register
 
@@ -51,6 +52,19 @@ class NeighbourValueMerger(Merger):
         values = torch.zeros_like(given).scatter_add_(1, target.unsqueeze(-1).expand_as(given), given)
         changed = select(inverse(kept, n), index.masked_fill(leaves, DEAD))
         return replace(Outcome.of(entries, kept), changed=changed, values=values, merged=leaves.sum(1))
+
+    def cost(self, shape: CostShape) -> Cost:
+        n, m = shape.num_entries, shape.num_leaving
+        column = min(n, 2 * m)  # what leaves, and what follows it
+        steps = 4 * column.bit_length()
+        return Cost(
+            numbers=2 * column * shape.head_size + (24 + steps) * column + 12 * n,
+            touches=2 * gathering(column * shape.head_size)
+            + 3 * column * shape.head_size
+            + (4 * steps + 40) * column
+            + 2 * sorting(column)
+            + 60 * n,
+        )
 
 
 def _log_shares(scores: Tensor, leaves: Tensor) -> Tensor:

@@ -20,11 +20,15 @@ from vllm_kvmerge.policies.base import (
     Outcome,
     TrackerMode,
 )
+from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
 from vllm_kvmerge.policies.indexing import first, padded, sinks
 from vllm_kvmerge.policies.registry import register
 
 STEP_LENGTHS = (1.0, 0.5, 0.25, 0.125)
 """What is tried in turn of a step for keys, as shares of it."""
+
+CHOLESKY = 10
+"""How much longer factoring a small matrix takes than a product of as many multiply-adds."""
 
 
 @register
@@ -138,6 +142,35 @@ class RegressionMerger(Merger):
         free = kept.is_live & ~in_window & ~sinks(kept, self.num_fixed_sinks)
         by_weight = weight.masked_fill(~free, -torch.inf).argsort(dim=1, descending=True, stable=True)
         return free & ~first(free, by_weight, int(self.fixed_share * len(kept)))
+
+    def cost(self, shape: CostShape) -> Cost:
+        n, c, d = shape.num_entries, shape.num_kept, shape.head_size
+        queries = min(self.regression_window, n)
+        r = shape.group_size * queries
+        system = min(r, c)
+        products = r if r <= 2 * d else 0  # of the queries with each other, where they are kept
+        fit = (10 * c + 10 * r) * d + 5 * r * c + 2 * system**2 + products**2
+        value_step = Cost(
+            products=4 * r * c * d + system**2 * max(r, c) + CHOLESKY * system**3 // 3 + 2 * system**2 * d,
+            touches=24 * r * c + 12 * (r + c) * d,
+        )
+        iteration = Cost(products=2 * r * c * d + min(r, 2 * d) * r * c, touches=8 * r * c + 30 * r * d)
+        key_step = Cost(products=7 * r * c * d + products**2 * d, touches=60 * r * c + 30 * (r + c) * d)
+        step = Cost()
+        if "v" in self.components:
+            step += value_step
+        if "k" in self.components:
+            step += key_step
+            step = Cost(
+                0,
+                step.products + self.cg_iterations * iteration.products,
+                step.touches + self.cg_iterations * iteration.touches,
+            )
+        return Cost(
+            numbers=max(2 * n * d + attending(n, queries, shape.group_size), fit) + 20 * n,
+            products=2 * r * n * d + self.steps * step.products,
+            touches=2 * gathering(n * d) + 10 * r * n + 20 * (r + n) * d + self.steps * step.touches + 2 * sorting(n),
+        )
 
 
 @dataclass(frozen=True)

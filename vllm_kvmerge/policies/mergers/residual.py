@@ -1,5 +1,6 @@
 """Merger that averages what leaves the cache into a few residual slots (ZSMerge)."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from vllm_kvmerge import kernels
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import complement
-from vllm_kvmerge.policies.mergers.convex import take_in
+from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
 from vllm_kvmerge.policies.registry import register
 
 MAX_JOINING = 256
@@ -65,6 +67,22 @@ class ResidualMerger(Merger):
             merged=num_rest - slots.is_live.sum(1),
         )
 
+    def cost(self, shape: CostShape) -> Cost:
+        m, s, d = shape.num_leaving, min(self.num_slots(shape.budget), shape.num_kept), shape.head_size
+        m += s  # which are taken from what is kept
+        if shape.at_prompt_end:
+            return Cost(
+                numbers=(2 * m + 2 * s) * d + 24 * m + 12 * s,
+                touches=gathering(4 * m * d) + 8 * m * d + sorting(m) + 80 * shape.num_entries,
+            )
+        part = min(m, MAX_JOINING)
+        joined = absorbing(replace(shape, budget=shape.num_entries - m))
+        return joined + Cost(
+            numbers=(2 * s + 2 * part) * d + 3 * part * (s + part),
+            products=m * (s + part) * d,
+            touches=gathering((m + s) * d) + m * (2 * s + 8 * part) + 6 * m * d + sorting(m),
+        )
+
 
 def _average_runs(rest: Entries, num_slots: int) -> Outcome:
     """``num_slots`` places per head, all new: means of equal runs of the live entries in order of position.
@@ -95,8 +113,8 @@ def _average_runs(rest: Entries, num_slots: int) -> Outcome:
         aux,
         positions,
         changed=torch.arange(num_slots, device=run.device).expand_as(positions).masked_fill(positions == DEAD, DEAD),
-        keys=total(share * rest.keys),
-        values=total(share * rest.values),
+        keys=total(rest.keys.mul_(share)),
+        values=total(rest.values.mul_(share)),
         merged=torch.zeros_like(num_live[:, 0]),
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_kvmerge.kernels.merge import AUTO_TOLERANCE, MAX_SCALE, ZipMode
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, gathering, sorting
 from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded, select
 from vllm_kvmerge.policies.registry import register
 
@@ -169,6 +170,24 @@ class ZipMerger(Merger):
         if self.zip_mode == "scale":
             return (factor > 0.0) & (factor <= MAX_SCALE)
         return (factor - 1.0).abs() <= AUTO_TOLERANCE
+
+    def cost(self, shape: CostShape) -> Cost:
+        n, m, c = shape.num_entries, shape.num_leaving, shape.num_kept
+        if not (self.merge_first and shape.at_prompt_end):
+            return comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
+        # Half of the entries may go into the other half, and half of what is then left again.
+        lower, upper = n // 2, n - n // 2
+        earlier = comparing(lower, upper, shape.head_size) + self._absorb_cost(lower, lower, shape)
+        later = comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
+        return earlier + later + Cost(touches=2 * sorting(n))
+
+    def _absorb_cost(self, num_members: int, num_carriers: int, shape: CostShape) -> Cost:
+        """Of ``_absorb`` where all members join."""
+        rows = (num_members + num_carriers) * shape.head_size
+        return Cost(
+            numbers=rows + 2 * num_carriers * shape.head_size + 30 * shape.num_entries,
+            touches=3 * gathering(rows) + 6 * rows + 120 * shape.num_entries,
+        )
 
 
 def _is_scored(entries: Entries, importance: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
+from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import first, ranked, top
 from vllm_kvmerge.policies.pooling import max_pooled
 from vllm_kvmerge.policies.registry import register
@@ -45,6 +47,15 @@ class Critical(WindowTopK):
         weights = context.output_weights
         norms = [projected_norms(entries.values_at(part), weights) for part in entries.parts()]
         return top(ranking * torch.cat(norms, dim=1), chosen, entries, context.num_kept)
+
+    def cost(self, shape: CostShape) -> Cost:
+        n, weights = shape.num_entries, shape.group_size * shape.hidden_size * shape.head_size
+        part = min(n, PART_ENTRIES)
+        return super().cost(shape) + Cost(
+            numbers=8 * n + part * shape.head_size + min(part * shape.hidden_size, MAX_PRODUCT_BYTES // 4),
+            products=n * weights,
+            touches=sorting(n) + 3 * n * shape.group_size * shape.hidden_size + gathering(shape.row_numbers),
+        )
 
 
 def projected_norms(values: Tensor, output_weights: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.indexing import newest, sinks, top
 from vllm_kvmerge.policies.registry import register
 
@@ -46,3 +47,6 @@ class HeavyHitter(Selector):
             return self.recent_window
         room = context.num_kept - self.num_sink_tokens - 1
         return max(1, min(int(self.recent_share * context.budget), room))
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=2 * shape.num_entries, touches=30 * shape.num_entries)

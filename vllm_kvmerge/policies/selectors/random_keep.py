@@ -6,6 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -28,3 +29,6 @@ class RandomKeep(RankedSelector):
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return uniform(self.seed, entries, context)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return super().cost(shape) + Cost(numbers=9 * shape.num_entries, touches=60 * shape.num_entries)

@@ -6,6 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.indexing import newest, sinks, top
 
 
@@ -31,3 +32,7 @@ class RankedSelector(Selector):
     @abstractmethod
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         """``[H, n]`` floating point: larger stays; dead entries may have any value."""
+
+    def cost(self, shape: CostShape) -> Cost:
+        """Of protecting and selecting; a subclass adds that of its ranking."""
+        return Cost(numbers=3 * shape.num_entries, touches=30 * shape.num_entries)

@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.indexing import largest
 from vllm_kvmerge.policies.registry import register
 
@@ -23,3 +24,6 @@ class Recent(Selector):
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return largest(entries.positions, context.num_kept)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=shape.num_entries, touches=12 * shape.num_entries)

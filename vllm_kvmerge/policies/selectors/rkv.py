@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
+from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
-MAX_SIMILARITY_BYTES = 1 << 18
+MAX_SIMILARITY_BYTES = 1 << 19
 """Size of the similarity matrix above which it is computed in pieces, which a processor's caches can hold."""
 
 
@@ -80,3 +81,12 @@ class RedundancyAware(RankedSelector):
             total += similarity.sum(0)
             total.scatter_add_(0, newest, -excused)
         return total
+
+    def cost(self, shape: CostShape) -> Cost:
+        n = shape.num_entries
+        part = min(n * n, max(n, MAX_SIMILARITY_BYTES // 4))
+        return super().cost(shape) + Cost(
+            numbers=shape.row_numbers + 10 * n + 5 * part // 2,
+            products=n * shape.row_numbers,
+            touches=6 * n * n + gathering(shape.row_numbers) + 4 * shape.row_numbers + sorting(n),
+        )

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.indexing import largest, sinks
 from vllm_kvmerge.policies.registry import register
 
@@ -33,3 +34,6 @@ class SinkRecent(Selector):
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         ranking = entries.positions.masked_fill(protected, torch.iinfo(torch.int64).max)
         return largest(ranking, context.num_kept)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=4 * shape.num_entries, touches=16 * shape.num_entries)

@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -27,3 +28,6 @@ class Tova(RankedSelector):
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         pooled = context.heads_of_layers(importance.masked_fill(~entries.is_live, 0.0)).mean(dim=1, keepdim=True)
         return pooled.expand_as(context.by_unit(importance)).flatten(0, 1)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return super().cost(shape) + Cost(numbers=4 * shape.num_entries, touches=8 * shape.num_entries)

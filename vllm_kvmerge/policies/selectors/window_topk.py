@@ -6,6 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
 from vllm_kvmerge.policies.indexing import newest, top
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
@@ -37,3 +38,7 @@ class WindowTopK(Selector):
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         ranking = max_pooled(importance, protected, entries, self.kernel_size)
         return top(ranking, protected, entries, context.num_kept)
+
+    def cost(self, shape: CostShape) -> Cost:
+        n = shape.num_entries
+        return Cost(numbers=8 * n, touches=sorting(n) // 4 + 60 * n)

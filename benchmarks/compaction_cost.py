@@ -1,0 +1,168 @@
+"""What compactions cost and what policies say they cost: ``python benchmarks/compaction_cost.py``.
+
+The cache of one request, some layers of random keys, values and scores, is compressed by the worker's own code, at the
+end of a prompt and, for bounded policies, again after an interval. Seconds are the median of ``--repeats``. Bytes are
+the most that was allocated at once, by PyTorch's account of every allocation; what the native operators allocate
+themselves is allocated from PyTorch in their stead while they run. A ratio is estimate over measurement.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from vllm_kvmerge.attention.rows import PromptScores, QueryRing
+from vllm_kvmerge.cache.plan import CompressionPlan
+from vllm_kvmerge.config import parse_compression
+from vllm_kvmerge.kernels import Pages, cell_bytes, native
+from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.worker.compactor import Compaction, Compactor
+
+BLOCK_SIZE = 16
+
+EXPENSIVE: tuple[dict[str, Any], ...] = (
+    {"policy": "grkv", "regression_window": 128},
+    {"policy": "grkv", "regression_window": 500},
+    {"policy": "grkv", "steps": 4},
+    {"policy": "zsmerge", "residual_share": 0.5},
+    {"policy": "cam", "merge_prompt": True, "num_receivers": 4096},
+    {"policy": "morphkv", "recent_window": 256},
+    {"policy": "keepkv", "merge_threshold": -1.0},
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's, as far as it matters here."""
+
+    layers: int = 1
+    kv_heads: int = 8
+    group_size: int = 4
+    head_size: int = 64
+    hidden_size: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+
+    def cost_shape(self, num_entries: int, budget: int, at_prompt_end: bool) -> CostShape:
+        return CostShape(num_entries, budget, self.head_size, self.group_size, self.hidden_size, at_prompt_end)
+
+
+class Scene:
+    """A request in the cache of a worker; ``first`` is its compression at the prompt's end, ``second`` after it.
+
+    parameters: the request's ``kv_compression``, without budget. interval: tokens that have come since the first.
+    """
+
+    def __init__(self, sizes: Sizes, parameters: dict[str, Any], num_entries: int, budget: int, interval: int) -> None:
+        self.sizes, self.budget, self.num_entries = sizes, budget, num_entries
+        self.text = json.dumps(parameters | {"budget": budget})
+        config = parse_compression(self.text)
+        assert config is not None
+        self.policy, self.bounded = config.policy, config.decode == "bounded"
+        capacity = self.policy.allocator.capacity(budget)
+        self.capacity = num_entries if capacity is None else min(capacity, num_entries)
+        self.num_second = self.capacity + interval
+        num_tokens = num_entries + interval
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        elements = cell_bytes(sizes.head_size, sizes.dtype) // sizes.dtype.itemsize
+        shape = num_blocks + 1, sizes.kv_heads, BLOCK_SIZE, elements
+        caches = [torch.randn(shape).to(sizes.dtype) for _ in range(sizes.layers)]
+        layers = [Pages.of(cache, sizes.head_size) for cache in caches]
+        for pages in layers:
+            pages.scores.uniform_()
+            pages.aux.fill_(0.0 if self.policy.tracker.mode == "sum" else 4.0)
+        weights = torch.randn(sizes.kv_heads, sizes.group_size, sizes.hidden_size, sizes.head_size).to(sizes.dtype)
+        scale = sizes.head_size**-0.5
+        heads = list(range(sizes.kv_heads))
+        self.compactor = Compactor(layers, scale, heads, output_weights=lambda layer: weights.float())
+        scores = PromptScores.empty(sizes.layers, sizes.kv_heads, num_entries)
+        scores.scores.uniform_()
+        if self.policy.tracker.mode != "sum":
+            scores.aux.fill_(4.0)
+        blocks = list(range(1, num_blocks + 1))
+        self.first = self._compaction(0, 0, num_entries, blocks, scores)
+        self.second = self._compaction(self.capacity, num_entries, num_tokens, blocks, None)
+
+    def _compaction(
+        self, front: int, tail: int, num_tokens: int, blocks: list[int], scores: PromptScores | None
+    ) -> Compaction:
+        sizes, window, ring = self.sizes, self.policy.query_window, None
+        if window:
+            heads = sizes.kv_heads * sizes.group_size
+            ring = QueryRing.empty(sizes.layers, window, heads, sizes.head_size, sizes.dtype)
+            for layer in range(sizes.layers):
+                ring.write(layer, torch.randn(window, heads, sizes.head_size).to(sizes.dtype), num_tokens)
+        destination = blocks[: -(-self.capacity // BLOCK_SIZE)]
+        plan = CompressionPlan("request", self.text, front, tail, num_tokens, self.budget, self.capacity, destination)
+        return Compaction(plan, self.policy, torch.tensor(blocks), scores, ring)
+
+    def run(self, compaction: Compaction) -> None:
+        self.compactor.run([compaction])
+
+    def cost(self, compaction: Compaction) -> Cost:
+        """As the policy states it, for one head of one layer."""
+        at_prompt_end = compaction.plan.front == 0
+        return self.policy.cost(self.sizes.cost_shape(compaction.num_entries, self.budget, at_prompt_end))
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that were allocated at once while ``run`` ran, beyond those before."""
+    with native_allocations_counted(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    events = (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]")
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def _similar_bytes(units: Any, members: Tensor, carriers: Tensor, usable: Tensor) -> int:
+    # find_most_similar of csrc/cpu/entries.cpp: usable carriers in tiles of 32, their lengths and names.
+    tiles = -(-carriers.shape[1] // 32)
+    return len(carriers) * tiles * 32 * 4 * (units.layers[0].head_size + 2)
+
+
+def _fused_bytes(units: Any, queries: Tensor, *others: Any) -> int:
+    # fuse_scratch of csrc/cpu/kernels.cpp, of each thread: per slot votes, positions, result and 32 rows of weights.
+    rows = max(32, queries.shape[1])
+    threads = min(torch.get_num_threads(), len(queries))
+    return threads * 4 * ((units.num_entries + 256) * (3 + rows) + rows * (queries.shape[-1] + 256))
+
+
+def _moved_bytes(units: Any, destination: Tensor, kept: Tensor) -> int:
+    # move_entries of csrc/cpu/entries.cpp, of each thread: keys and values of a head's entries that move.
+    threads = min(torch.get_num_threads(), len(kept))
+    return threads * 4 * 2 * (kept.shape[1] + 1) * units.layers[0].head_size
+
+
+NATIVE = {"most_similar": _similar_bytes, "fused_attention": _fused_bytes, "move_entries": _moved_bytes}
+"""The native operators that allocate more than some numbers per entry of one head, and how many bytes at most."""
+
+
+@contextmanager
+def native_allocations_counted() -> Iterator[None]:
+    """Has PyTorch allocate, while a native operator runs, as much as that allocates by itself."""
+    originals = {name: getattr(native, name) for name in NATIVE}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            buffer = torch.empty(NATIVE[name](*arguments), dtype=torch.uint8)
+            result = originals[name](*arguments)
+            del buffer
+            return result
+
+        return run
+
+    try:
+        for name in NATIVE:
+            setattr(native, name, counted(name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(native, name, original)

@@ -1,0 +1,128 @@
+"""What a compaction costs, as parts state it, and how fast a device works that off."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from vllm_kvmerge.policies.attention import MAX_ATTENTION_BYTES
+from vllm_kvmerge.policies.entries import PART_ENTRIES
+from vllm_kvmerge.policies.similarity import MAX_SIMILARITY_BYTES
+
+
+@dataclass(frozen=True)
+class CostShape:
+    """What a cost depends on besides hyper-parameters.
+
+    num_entries: live entries per head before the compression. budget: entries kept. group_size: query heads per KV
+    head. hidden_size: rows of the output projection.
+    """
+
+    num_entries: int
+    budget: int
+    head_size: int
+    group_size: int
+    hidden_size: int
+    at_prompt_end: bool
+
+    @property
+    def num_leaving(self) -> int:
+        """Entries that the selector does not keep."""
+        return max(0, self.num_entries - self.budget)
+
+    @property
+    def num_kept(self) -> int:
+        """Entries that stay; all where the budget is larger."""
+        return min(self.num_entries, self.budget)
+
+    @property
+    def row_numbers(self) -> int:
+        """Numbers of all keys, or of all values."""
+        return self.num_entries * self.head_size
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a compression takes for one KV head of one layer; an upper bound where it depends on data.
+
+    numbers: the most numbers of 4 bytes that are held at once, besides the pages; an int64 is two. products:
+    multiply-adds in matrix products. touches: numbers that are read or written otherwise, in element-wise passes over
+    memory; what takes longer counts as several (``sorting``, ``gathering``).
+    """
+
+    numbers: int = 0
+    products: int = 0
+    touches: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.numbers + other.numbers, self.products + other.products, self.touches + other.touches)
+
+    def largest(self, other: "Cost") -> "Cost":
+        """The larger of both in each respect."""
+        return Cost(
+            max(self.numbers, other.numbers), max(self.products, other.products), max(self.touches, other.touches)
+        )
+
+    def seconds(self, rates: "Rates") -> float:
+        """How long it takes on a device with these rates."""
+        return self.products / rates.products_per_second + self.touches / rates.touches_per_second
+
+
+def sorting(count: int) -> int:
+    """Touches of sorting ``count`` numbers with their indices."""
+    return 10 * count * max(1, count).bit_length()
+
+
+def gathering(count: int) -> int:
+    """Touches of reading ``count`` numbers of keys or values from pages, or of adding rows to others by index."""
+    return 4 * count
+
+
+def comparing(num_members: int, num_carriers: int, head_size: int) -> Cost:
+    """``Entries.most_similar`` of so many members with so many carriers."""
+    part = min(num_members, PART_ENTRIES)
+    return Cost(
+        numbers=2 * (num_carriers + part) * head_size + 2 * MAX_SIMILARITY_BYTES // 4,
+        products=num_members * num_carriers * head_size,
+        touches=num_members * num_carriers + gathering((num_members + num_carriers) * head_size),
+    )
+
+
+def attending(num_entries: int, num_queries: int, group_size: int) -> int:
+    """Numbers held while queries attend to all entries, in groups that fit in a processor's caches."""
+    group = max(1, MAX_ATTENTION_BYTES // (4 * group_size * num_entries))
+    return 3 * min(num_queries, group) * group_size * num_entries
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second of each that a ``Cost`` counts."""
+
+    products_per_second: float
+    touches_per_second: float
+
+
+def measure_rates(device: torch.device | str = "cpu") -> Rates:
+    """The rates of ``device`` in float32, with PyTorch's number of threads: medians of small runs, some 50 ms in all.
+
+    The element-wise pass takes exponentials, because memory alone limits hardly any part.
+    """
+    one, other = torch.rand(2, 384, 384, device=device)
+    plane = torch.rand(1 << 18, device=device)
+    products = _seconds(lambda: one @ other, one.device)
+    passes = _seconds(lambda: plane.exp(), plane.device)
+    return Rates(len(one) ** 3 / products, 2 * len(plane) / passes)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 11) -> float:
+    """The median of ``repeats`` runs, after some that do not count."""
+    seconds = []
+    for _ in range(repeats + 3):
+        started = perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds.append(perf_counter() - started)
+    return median(seconds[3:])
