@@ -25,11 +25,11 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Compression:
-    """One compression that a request will go through. num_entries, num_kept: per KV head, before it and after.
-    interval: tokens from one to the next; None: it is the only one of its kind."""
+    """One compression that a request will go through. num_entries: per KV head, before it. budget: per KV head, after it,
+    on average. interval: tokens from one to the next; None: it is the only one of its kind."""
 
     num_entries: int
-    num_kept: int
+    budget: int
     at_prompt_end: bool
     interval: int | None = None
 
@@ -44,14 +44,14 @@ def compressions(
     capacity = config.resolve_capacity(context)
     most = total if capacity is None else capacity
     if context > budget:
-        yield Compression(context, min(context, most), at_prompt_end=True)
+        yield Compression(context, budget, at_prompt_end=True)
     if config.decode == "bounded":
         # A question is read whole before anything of it is dropped.
         question = min(context, most) + num_prompt_tokens - context
         num_entries = min(max(most + interval, question), total)
         if num_entries > budget:
             first = context <= budget and not config.tracks_decode
-            yield Compression(num_entries, min(num_entries, most), first, interval)
+            yield Compression(num_entries, budget, first, interval)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Limits:
     def _cost_shape(self, compression: Compression) -> CostShape:
         return CostShape(
             num_entries=compression.num_entries,
-            budget=compression.num_kept,
+            budget=compression.budget,
             head_size=self.shape.head_size,
             group_size=self.shape.group_size,
             hidden_size=self.shape.hidden_size,
@@ -175,7 +175,8 @@ class Limits:
         if config.decode == "bounded" and interval < self.block_size and fits(at_ease):
             yield f"an interval of {self.block_size}"
         longest = _most(1, num_prompt_tokens, lambda length: fits(config, length))
-        if longest is not None and config.context_tokens is None:
+        # Prompts so short that nothing is compressed are no answer.
+        if longest is not None and config.context_tokens is None and not config.never_compresses(longest, max_tokens):
             yield f"prompts of up to {longest} tokens"
         yield "another policy"
         yield "more by the server's options --max-compaction-bytes and --max-compaction-seconds"

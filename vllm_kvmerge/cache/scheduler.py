@@ -300,8 +300,8 @@ class CompressionSchedulerMixin(Scheduler):
         state = request.kv_compression  # type: ignore[attr-defined]
         segments = self._manager.segments.get(request.request_id, NEVER_COMPRESSED)
         num_entries = segments.front + request.num_computed_tokens - segments.tail
-        kept = state.full_front(num_entries)
-        return self._limits.seconds(state.config, Compression(num_entries, kept, segments == NEVER_COMPRESSED))
+        one = Compression(num_entries, state.budget, segments == NEVER_COMPRESSED)
+        return self._limits.seconds(state.config, one)
 
     def _plan(self, request: Request, state: RequestCompression, step: CompressionStep) -> bool:
         """Adds the request's compression to ``step``; False if there is no room to copy blocks that others share."""

@@ -172,7 +172,7 @@ class Compactor:
         if not batch[0].policy.needs_output_weights:  # which are too large to repeat
             shape = CostShape(
                 num_entries=batch[0].num_entries,
-                budget=batch[0].plan.new_front,
+                budget=batch[0].plan.budget,
                 head_size=self.layers[0].head_size,
                 group_size=self.group_size,
                 hidden_size=0,
