@@ -1,7 +1,7 @@
 """The engine arguments that switch compression on in vLLM."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -11,6 +11,8 @@ from vllm_kvmerge.kernels.choice import check_overrides
 from vllm_kvmerge.support import UnsupportedConfigError, check_options, platform_obstacle
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from vllm.config import VllmConfig
 
 WORKER_CLS = "vllm_kvmerge.worker.worker.KVMergeWorker"
@@ -36,6 +38,12 @@ class PluginConfig(BaseModel):
         "them in captured graphs; more than these run, more slowly.",
     )
     query_ring_size: int = Field(32, ge=1, description="On CUDA: queries that there is room for, of each of those.")
+    api_key_routes: Literal["all", "v1"] = Field(
+        "all",
+        description="Routes that ask for the API key if there is one: all but /health, /ping and /metrics; v1: those "
+        "below /v1, /v2, /inference and /cohere, as in vLLM.",
+    )
+    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of an HTTP request, in bytes.")
     operators: dict[str, str] = Field(
         {}, description="Implementations of operators to run instead of those in kernels/choice.json."
     )
@@ -46,9 +54,9 @@ class PluginConfig(BaseModel):
         return check_overrides(operators, OPERATORS)
 
 
-def plugin_config(vllm_config: "VllmConfig") -> PluginConfig:
-    """What the plugin was told in an engine's ``additional_config``."""
-    return PluginConfig.model_validate(vllm_config.additional_config.get(CONFIG_KEY) or {})
+def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
+    """What the plugin was told in the ``additional_config`` of an engine, or of a server's arguments."""
+    return PluginConfig.model_validate((config.additional_config or {}).get(CONFIG_KEY) or {})
 
 
 def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **overrides: Any) -> dict[str, Any]:
