@@ -42,6 +42,11 @@ async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
     return refusal.response()
 
 
+async def answer_recursion(_: Request, error: Exception) -> JSONResponse:
+    """Answers a request with JSON text inside a string, such as a tool call's arguments, that vLLM failed to parse."""
+    return Refusal(400, f"text in the body nests too deep: {error}").response()
+
+
 class BodyMiddleware:
     """ASGI middleware: refuses repeated headers, bodies of more than ``max_bytes``, and JSON that nests too deep.
 
@@ -106,6 +111,7 @@ def _as_utf8(body: bytes) -> bytes:
     if encoding.startswith("utf-8"):
         return body
     try:
-        return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+        text = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         return body  # vLLM says what is wrong with it
+    return text if JSON_START.match(text) else body

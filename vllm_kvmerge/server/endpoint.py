@@ -11,7 +11,7 @@ from vllm import envs
 from vllm_kvmerge.catalogue import describe_policies
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
 from vllm_kvmerge.engine_args import plugin_config
-from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_refusal
+from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
 from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
@@ -81,6 +81,7 @@ def add_middleware(app: FastAPI) -> None:
     # app.add_middleware would put them around the one that counts HTTP responses, which would then miss the refusals.
     app.user_middleware += middlewares
     app.add_exception_handler(Refusal, answer_refusal)
+    app.add_exception_handler(RecursionError, answer_recursion)
 
 
 def add_policies_route(app: FastAPI, catalogue: dict[str, Any]) -> None:
