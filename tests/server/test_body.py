@@ -109,7 +109,7 @@ def test_a_form_arrives_and_is_limited() -> None:
 def test_a_repeated_header_is_refused(name: str, path: str) -> None:
     headers = [(name, "4"), (name.upper(), "4")]
     error = send("POST", path, headers=headers).json()["error"]
-    assert error["message"] == f"the header {name.lower()} comes 2 times; allowed: once"
+    assert error["message"] == f"the header {name.lower()} comes more than once"
     assert error["code"] == 400
     assert send("POST", "/none", headers=[("Accept", "a"), ("Accept", "b")]).status_code == 200
 
