@@ -3,7 +3,7 @@
 import json
 import re
 
-from starlette.exceptions import HTTPException
+from fastapi import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,7 +22,8 @@ ERROR_TYPES = {400: "BadRequestError", 413: "PayloadTooLargeError"}
 class Refusal(HTTPException):
     """What a request is answered, in the shape of the OpenAI API, when its body is refused.
 
-    Raised while the application reads the body; ``answer_refusal`` is the application's handler for it.
+    Raised while the application reads the body, which lets a HTTPException through; ``answer_refusal`` is the
+    application's handler for it.
     """
 
     def __init__(self, status_code: int, message: str, param: str | None = None) -> None:
@@ -30,9 +31,8 @@ class Refusal(HTTPException):
         self.param = param
 
     def response(self) -> JSONResponse:
-        error = {
-            "message": self.detail, "type": ERROR_TYPES[self.status_code], "param": self.param, "code": self.status_code
-        }  # fmt: skip
+        kind = ERROR_TYPES[self.status_code]
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.status_code}
         return JSONResponse({"error": error}, self.status_code)
 
 
@@ -72,6 +72,8 @@ class BodyMiddleware:
 
 
 class _WholeBody:
+    """A ``receive`` that gives the body in one piece."""
+
     def __init__(self, scope: Scope, receive: Receive, max_bytes: int) -> None:
         self._scope, self._receive, self._max_bytes = scope, receive, max_bytes
         self._is_read = False
