@@ -19,6 +19,7 @@ from pydantic import (
     create_model,
 )
 
+from vllm_kvmerge.nesting import MAX_DEPTH, nests_too_deep
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
 from vllm_kvmerge.policies.base import MAX_TOKENS
 from vllm_kvmerge.policies.choice import PartNames, choose
@@ -300,15 +301,22 @@ def parse_compression(value: Any) -> CompressionConfig | None:
     if value is None:
         return None
     if isinstance(value, str):
+        _check_depth(value)
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError) as error:  # also of a number with more digits than Python reads
+        except ValueError as error:  # also a number of more digits than Python reads
             raise CompressionError(EXTRA_ARGS_KEY, f"is not valid JSON: {error}", "wrong_type") from None
     try:
         text = json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise CompressionError(EXTRA_ARGS_KEY, f"is not JSON: {error}", "wrong_type") from None
+    _check_depth(text)
     return _parse_canonical(text)
+
+
+def _check_depth(text: str) -> None:
+    if nests_too_deep(text.encode("utf-8", "surrogatepass")):
+        raise CompressionError(EXTRA_ARGS_KEY, f"nests too deep; allowed: {MAX_DEPTH} levels", "too_deep")
 
 
 def compression(policy: str, **parameters: Any) -> dict[str, Any]:

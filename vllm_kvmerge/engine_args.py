@@ -1,7 +1,7 @@
 """The engine arguments that switch compression on in vLLM."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -13,6 +13,8 @@ from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.support import UnsupportedConfigError, check_options, platform_obstacle
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from vllm.config import VllmConfig
 
 WORKER_CLS = "vllm_kvmerge.worker.worker.KVMergeWorker"
@@ -39,7 +41,8 @@ class PluginConfig(BaseModel):
     )
     query_ring_size: int = Field(32, ge=1, description="On CUDA: queries that there is room for, of each of those.")
     allowed_policies: list[str] | None = Field(
-        None, description="Policies that requests may name, besides full; default: all."
+        None,
+        description="Policies that requests may name, besides full, and whose parts they may combine. Default: all.",
     )
     max_compaction_bytes: int = Field(
         256 << 20,
@@ -54,6 +57,12 @@ class PluginConfig(BaseModel):
         description="Seconds, as estimated, that compressing one request, or the requests of one step, may keep all "
         "others waiting; during generation once per block of tokens. What would take longer is refused.",
     )
+    api_key_routes: Literal["all", "v1"] = Field(
+        "all",
+        description="Routes that ask for the API key if there is one: all but /health, /ping and /metrics; v1: those "
+        "below /v1, /v2, /inference and /cohere, as in vLLM.",
+    )
+    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of an HTTP request, in bytes.")
     operators: dict[str, str] = Field(
         {}, description="Implementations of operators to run instead of those in kernels/choice.json."
     )
@@ -72,9 +81,9 @@ class PluginConfig(BaseModel):
         return names
 
 
-def plugin_config(vllm_config: "VllmConfig") -> PluginConfig:
-    """What the plugin was told in an engine's ``additional_config``."""
-    return PluginConfig.model_validate(vllm_config.additional_config.get(CONFIG_KEY) or {})
+def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
+    """What the plugin was told in the ``additional_config`` of an engine, or of a server's arguments."""
+    return PluginConfig.model_validate((config.additional_config or {}).get(CONFIG_KEY) or {})
 
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:

@@ -281,6 +281,19 @@ def test_runner_and_rings(
     assert "additional_config.kvmerge.query_rings=-1 is not supported" in said
 
 
+def test_options_of_the_front_door(
+    started: list[argparse.Namespace], model: str, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["serve", model, "--port", port]
+    assert cli.main([*command, "--api-key-routes", "v1", "--max-body-bytes", "2048"]) == 0
+    (args,) = started
+    assert args.additional_config["kvmerge"] == {"api_key_routes": "v1", "max_body_bytes": 2048, "default": None}
+    assert not {"api_key_routes", "max_body_bytes"} & vars(args).keys()
+    assert "invalid choice: 'v2' (choose from 'all', 'v1')" in fault(capsys, *command, "--api-key-routes", "v2")
+    said = fault(capsys, *command, "--max-body-bytes", "1023")
+    assert "additional_config.kvmerge.max_body_bytes=1023 is not supported" in said and "1024" in said
+
+
 def test_workers_share_the_cores_where_vllm_knows_no_way() -> None:
     assert cli._thread_binding(2, 2, [0, 1, 2, 3]) is None
     assert cli._thread_binding(2, 1, [0, 1]) == "0|1"

@@ -31,7 +31,7 @@ class EmbeddingRequest(BaseModel):
 @pytest.fixture
 def app() -> FastAPI:
     app = FastAPI()
-    app.state.args = Namespace(scheduler_cls="some.Scheduler", model="some/model")
+    app.state.args = Namespace(scheduler_cls="some.Scheduler", model="some/model", api_key=None, additional_config=None)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest) -> None: ...

@@ -17,9 +17,9 @@ from vllm_kvmerge.server.endpoint import KVMergeEndpoint
 SCRIPTS = sorted(path.name for path in page.FOLDER.glob("*.js"))
 
 
-def client_of(model: str) -> TestClient:
+def client_of(model: str, keys: list[str] | None = None) -> TestClient:
     app = FastAPI()
-    app.state.args = Namespace(scheduler_cls="some.Scheduler", model=model)
+    app.state.args = Namespace(scheduler_cls="some.Scheduler", model=model, api_key=keys, additional_config=None)
     KVMergeEndpoint().attach_router(app)
     return TestClient(app, follow_redirects=False)
 
@@ -115,15 +115,33 @@ def test_other_models_get_no_demo_prompt():
     assert client.get("/kvmerge/ui").status_code == 200
 
 
-def test_a_key_guards_the_answers_and_not_the_page():
-    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+def test_the_key_is_the_password_of_the_page():
+    """A browser cannot send it otherwise when it opens a page. Answers take it as a Bearer's alone."""
+    client = client_of("some/model", ["open sesame", "another"])
+    routes = ("/kvmerge/ui", "/kvmerge/ui/app.js", "/kvmerge/ui/config", "/kvmerge/ui/nothing", "/kvmerge/policies")
+    for route in routes:
+        for auth in (None, ("anyone", "wrong"), ("open sesame", "")):
+            answer = client.get(route, auth=auth)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == 'Basic realm="vllm-kvmerge"'
+        for auth in (("anyone", "open sesame"), ("", "another")):
+            assert client.get(route, auth=auth).status_code == (404 if "nothing" in route else 200)
+        assert client.get(route, headers={"Authorization": "Bearer another"}).status_code != 401
+        assert client.post(route, auth=("", "another")).status_code == 401
+    for route in ("/v1/models", "/kvmerge/uis", "/kvmerge", "/unknown"):
+        answer = client.get(route, auth=("", "another"))
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert answer.json() == {"error": "Unauthorized"}  # what the page shows
+        assert client.get(route, headers={"Authorization": "Bearer another"}).status_code == 404
 
-    client = client_of("some/model")
-    client.app.add_middleware(AuthenticationMiddleware, tokens=["open sesame"])
-    for route in ("/kvmerge/ui", "/kvmerge/ui/app.js", "/kvmerge/ui/config", "/kvmerge/policies"):
-        assert client.get(route).status_code == 200
-    assert client.post("/v1/completions", json={}).json() == {"error": "Unauthorized"}  # what the page shows
-    assert client.post("/v1/completions", headers={"Authorization": "Bearer open sesame"}).status_code == 404
+
+@pytest.mark.parametrize(
+    "value", ["Basic", "Basic !!", "Basic YW55b25l", "Basic é", "Bearer", "Digest YTpvcGVuIHNlc2FtZQ=="]
+)
+def test_what_is_no_password_is_refused(value):
+    client = client_of("some/model", ["open sesame"])
+    answer = client.get("/kvmerge/ui", headers={"Authorization": value.encode("latin-1")})
+    assert answer.status_code == 401
 
 
 def test_the_files_are_part_of_the_package():

@@ -56,6 +56,7 @@ def answer(route: str, body: Any, n: int = 1, num_prompts: int = 1, reports: Any
 
     @app.post(route)
     async def handle(request: Request) -> Any:
+        data = await request.json()
         outputs = [client.generate("p", sampling_params=Params(n), request_id=str(i)) for i in range(num_prompts)]
 
         async def stream() -> AsyncIterator[bytes]:
@@ -65,7 +66,6 @@ def answer(route: str, body: Any, n: int = 1, num_prompts: int = 1, reports: Any
             for event in EVENTS[1:]:
                 yield event
 
-        data = await request.json()
         return StreamingResponse(stream(), media_type="text/event-stream") if data.get("stream") else JSONResponse(data)
 
     app.add_middleware(CompressionFieldMiddleware)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
@@ -44,7 +44,16 @@ METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 ALLOWED_PLUGINS = "VLLM_PLUGINS"
 V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 THREAD_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-RING_OPTIONS = ("query_rings", "query_ring_size")
+PLUGIN_OPTIONS = (
+    "query_rings",
+    "query_ring_size",
+    "allowed_policies",
+    "max_compaction_bytes",
+    "max_compaction_seconds",
+    "api_key_routes",
+    "max_body_bytes",
+)
+"""Fields of PluginConfig that are options too."""
 
 logger = logging.getLogger("vllm_kvmerge.server")
 
@@ -346,11 +355,17 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
         choices=["v1", "v2"],
         help="Which of vLLM's model runners computes; default: the one that vLLM chooses, v2 on CUDA. On CPU: v1.",
     )
-    for name in RING_OPTIONS:
+    for name in PLUGIN_OPTIONS:
         field = PluginConfig.model_fields[name]
-        group.add_argument(
-            "--" + name.replace("_", "-"), type=int, metavar="N", help=f"{field.description} Default: {field.default}."
-        )
+        kind: dict[str, Any] = {"type": int, "metavar": "N"}
+        if get_origin(field.annotation) is Literal:
+            kind = {"choices": get_args(field.annotation)}
+        elif field.annotation is float:
+            kind = {"type": float, "metavar": "SECONDS"}
+        elif field.annotation == list[str] | None:
+            kind = {"nargs": "+", "metavar": "NAME"}
+        help_text = str(field.description) + ("" if field.default is None else f" Default: {field.default}.")
+        group.add_argument("--" + name.replace("_", "-"), help=help_text, **kind)
     group.add_argument(
         "--metrics-port",
         type=int,
@@ -436,7 +451,7 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
         if args.model_runner == "v2" and current_platform.is_cpu():
             raise Fault("--model-runner v2: CPU has v1 alone")
         os.environ[V2_MODEL_RUNNER] = str(int(args.model_runner == "v2"))
-    ours = {name: getattr(args, name) for name in RING_OPTIONS if getattr(args, name) is not None}
+    ours = {name: getattr(args, name) for name in PLUGIN_OPTIONS if getattr(args, name) is not None}
     if ours:
         additional = args.additional_config or {}
         args.additional_config = {**additional, CONFIG_KEY: {**(additional.get(CONFIG_KEY) or {}), **ours}}
@@ -449,7 +464,7 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
         engine_args = kvmerge_engine_args(_read_compression(args.kv_compression), **given)
     except ValueError as error:
         raise Fault(str(error)) from None
-    for name in ("kv_compression", "model_runner", "metrics_port", *RING_OPTIONS):
+    for name in ("kv_compression", "model_runner", "metrics_port", *PLUGIN_OPTIONS):
         delattr(args, name)  # vLLM takes the other attributes for its own
     for name, value in engine_args.items():
         setattr(args, name, value)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm_kvmerge.server.guard import path_of
+
 if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
@@ -50,8 +52,7 @@ class DrainingMiddleware:
 
 
 def _needs_engine(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return scope["method"] == "POST" or path in ("/health", "/ping")
+    return scope["method"] == "POST" or path_of(scope) in ("/health", "/ping")
 
 
 def note_shutdown(engine_client: "EngineClient", state: "State") -> None:

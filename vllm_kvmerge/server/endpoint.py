@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
+from vllm import envs
 
 from vllm_kvmerge.catalogue import describe_policies
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
+from vllm_kvmerge.engine_args import plugin_config
+from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
 from vllm_kvmerge.server.failures import enforce_limits, name_failures
+from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
-from vllm_kvmerge.server.page import add_page_routes
+from vllm_kvmerge.server.page import UI_ROUTE, add_page_routes
 from vllm_kvmerge.server.request_id import log_as_vllm, mark_log_records
 from vllm_kvmerge.server.usage_feed import feed_from
 
@@ -47,8 +51,7 @@ class KVMergeEndpoint:
         if app.state.args.scheduler_cls is None:
             logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
             return
-        # add_middleware would put it around the one that counts HTTP responses, which would then miss the refusals.
-        app.user_middleware += [Middleware(DrainingMiddleware), Middleware(CompressionFieldMiddleware)]
+        add_middleware(app)
         document_field(app)
         # Nothing is registered after start-up, so one description serves every request.
         add_policies_route(app, describe_policies())
@@ -63,6 +66,25 @@ class KVMergeEndpoint:
             name_failures(engine_client)
             feed_from(engine_client)
             await enforce_limits(engine_client)
+
+
+def add_middleware(app: FastAPI) -> None:
+    """Adds the middlewares, the first to see a request first: nobody is told, and nothing is read, without the key."""
+    args = app.state.args
+    config = plugin_config(args)
+    tokens = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    middlewares = [
+        Middleware(DrainingMiddleware),
+        Middleware(BodyMiddleware, max_bytes=config.max_body_bytes),
+        Middleware(CompressionFieldMiddleware),
+    ]
+    if tokens and config.api_key_routes == "all":
+        page_routes = (UI_ROUTE, POLICIES_ROUTE)  # what the page loads before it asks for the key
+        middlewares.insert(0, Middleware(GuardMiddleware, tokens=tokens, page_routes=page_routes))
+    # app.add_middleware would put them around the one that counts HTTP responses, which would then miss the refusals.
+    app.user_middleware += middlewares
+    app.add_exception_handler(Refusal, answer_refusal)
+    app.add_exception_handler(RecursionError, answer_recursion)
 
 
 def add_policies_route(app: FastAPI, catalogue: dict[str, Any]) -> None:

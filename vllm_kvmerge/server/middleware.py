@@ -1,9 +1,11 @@
 """The body field ``kv_compression``: checked, and put where vLLM hands it on to the engine."""
 
 import json
+import re
+from collections import Counter
 from typing import Any
 
-from starlette.responses import JSONResponse
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvmerge.cache.usage import USAGE_KEY
@@ -11,66 +13,107 @@ from vllm_kvmerge.config import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.config import CompressionError, parse_compression
 from vllm_kvmerge.metrics import count_rejection
 from vllm_kvmerge.server import usage_feed
+from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal
 from vllm_kvmerge.server.usage_feed import FEED, UsageFeed
 from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 CARRIERS: dict[str, tuple[str, ...]] = {
     "/v1/completions": ("vllm_xargs",),
+    "/v1/completions/render": ("vllm_xargs",),
     "/v1/chat/completions": ("vllm_xargs",),
+    "/v1/chat/completions/render": ("vllm_xargs",),
     "/v1/responses": ("vllm_xargs",),
+    "/v1/responses/render": ("vllm_xargs",),
     "/v1/messages": ("vllm_xargs",),
+    "/v1/messages/render": ("vllm_xargs",),
     "/invocations": ("vllm_xargs",),
     "/inference/v1/generate": ("sampling_params", "extra_args"),
 }
 """Routes that take the field, and the object in their body that becomes ``SamplingParams.extra_args``."""
 
+PLACES = (
+    (),
+    ("vllm_xargs",),
+    ("sampling_params", "extra_args"),
+    ("sampling_params",),
+    ("extra_args",),
+    ("extra_body",),
+)
+"""Objects of a body, the body itself included, in which a client may have put the field."""
+
+HOLDERS = {FIELD, *(name for carrier in CARRIERS.values() for name in carrier)}
+"""Names of which a second one in an object could make the field go unseen."""
+
+ESCAPED_LETTER = re.compile(rb"\\u00[567]")
+"""A JSON escape of a small letter or an underscore, of which the names above consist."""
+
+FORM_FIELD = re.compile(rb"""(?:name=["']?|^|&)kv_compression\b""")
+"""The field in a form."""
+
 
 class CompressionFieldMiddleware:
-    """ASGI middleware over vLLM's routes; requests without the field pass untouched, and so do responses, except that
-    streams get what ``kvmerge_usage`` asks for."""
+    """ASGI middleware over vLLM's routes, inside ``BodyMiddleware``, which hands it whole bodies.
+
+    Requests without the field pass untouched, and so do responses, except that streams get what ``kvmerge_usage`` asks
+    for.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not _has_json_body(scope):
+        if scope["type"] != "http" or scope["method"] in BODILESS_METHODS:
             await self.app(scope, receive, send)
             return
-        body = await _read_body(receive)
-        if body is None:
-            return
+        exchange = _Exchange(scope, receive, send)
         try:
-            rewritten = rewrite_body(_route(scope), body)
+            await self.app(scope, exchange.receive, exchange.send)
+        except Exception:
+            if not await exchange.broken_off():
+                raise
+
+
+class _Exchange:
+    """A request and its answer: the body is looked at as the application reads it, and says what becomes of the answer.
+
+    By then the router has chosen the route, so the path's spelling does not matter. FEED and VERDICT are set in the
+    application's context and never reset: each request is a task with a context of its own.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._is_read = False
+        self._held: _HeldAnswer | None = None
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if self._is_read or message["type"] != "http.request":
+            return message
+        self._is_read = True
+        route = str(getattr(self._scope.get("route"), "path", self._scope["path"]))
+        body = message["body"]
+        try:
+            body = rewrite_body(route, body) or body
         except CompressionError as error:
             count_rejection(error.reason)
-            await _refusal(error)(scope, receive, send)
-            return
-        if rewritten is not None:
-            scope, body = _with_length(scope, len(rewritten)), rewritten
-        if USAGE_KEY.encode() not in body or _route(scope) not in usage_feed.ROUTES:
-            await self._pass_on(scope, body, receive, send)
-            return
-        feed = UsageFeed()
-        token = FEED.set(feed)
-        try:
-            await self._pass_on(scope, body, receive, feed.wrap(send))
-        finally:
-            FEED.reset(token)
+            raise as_refusal(error) from None
+        if route in usage_feed.ROUTES and USAGE_KEY.encode() in body:
+            feed = UsageFeed()
+            FEED.set(feed)
+            self._send = feed.wrap(self._send)
+        if _may_name(FIELD, body):
+            verdict = Verdict()
+            VERDICT.set(verdict)
+            self._held = _HeldAnswer(self._scope, self._receive, self._send, verdict)
+            self._send = self._held.send
+        return {**message, "body": body}
 
-    async def _pass_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        if FIELD.encode() not in body:
-            await self.app(scope, _replay(body, receive), send)
-            return
-        verdict = Verdict()
-        token = VERDICT.set(verdict)
-        answer = _HeldAnswer(scope, receive, send, verdict)
-        try:
-            await self.app(scope, _replay(body, receive), answer.send)
-        except Exception:
-            if not await answer.broken_off():
-                raise
-        finally:
-            VERDICT.reset(token)
+    async def send(self, message: Message) -> None:
+        await self._send(message)
+
+    async def broken_off(self) -> bool:
+        """Whether the answer ended by an exception because the request was refused; the refusal has been sent then."""
+        return self._held is not None and await self._held.broken_off()
 
 
 def rewrite_body(route: str, body: bytes) -> bytes | None:
@@ -79,24 +122,63 @@ def rewrite_body(route: str, body: bytes) -> bytes | None:
     Raises:
         CompressionError: the field cannot be honoured.
     """
-    if not _may_hold_field(body):
+    if not _may_name(FIELD, body):
         return None
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
+        data = json.loads(body, object_pairs_hook=_checked_pairs)
+    except CompressionError:
+        raise
+    except ValueError:
+        if FORM_FIELD.search(body):
+            raise CompressionError(FIELD, "not supported in a form; allowed: vllm_xargs", "wrong_place") from None
         return None  # vLLM says what is wrong with it
     if not isinstance(data, dict):
         return None
-    if route not in CARRIERS:
-        if FIELD in data:
-            raise CompressionError(FIELD, f"not supported on {route}; allowed: {', '.join(CARRIERS)}", "wrong_route")
-        return None
-    return json.dumps(data).encode() if _move_field(data, CARRIERS[route]) else None
+    carrier = CARRIERS.get(route, ())
+    _check_places(route, data, carrier)
+    return json.dumps(data).encode() if carrier and _move_field(data, carrier) else None
 
 
-def _may_hold_field(body: bytes) -> bool:
-    """Whether it pays to parse the body: JSON can spell the name in plain letters, in escapes or in UTF-16."""
-    return FIELD.encode() in body or b"\\u00" in body or b"\0" in body
+def _may_name(field: str, body: bytes) -> bool:
+    """Whether it pays to parse the body: JSON can spell a name in plain letters or in escapes."""
+    return field.encode() in body or (b"\\u00" in body and ESCAPED_LETTER.search(body) is not None)
+
+
+def _checked_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of a name that comes twice one value would be ignored: refused where it could be the field's."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        for name in HOLDERS.intersection(repeated):
+            raise CompressionError(name, "comes twice in one object; allowed: once", "given_twice")
+    return data
+
+
+def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...]) -> None:
+    """Refuses the field where vLLM would ignore it."""
+    for place in PLACES:
+        holder: Any = data
+        for key in place:
+            holder = holder.get(key) if isinstance(holder, dict) else None
+        if not isinstance(holder, dict) or holder.get(FIELD) is None:
+            continue
+        name = ".".join((*place, FIELD))
+        if not carrier:
+            raise CompressionError(name, f"not supported on {route}; allowed: {', '.join(CARRIERS)}", "wrong_route")
+        if place not in ((), carrier):
+            raise CompressionError(name, f"is not read on {route}; allowed: {FIELD}", "wrong_place")
+        if _is_true(data.get("use_beam_search")):
+            raise CompressionError(
+                FIELD, "beam search does not support it; allowed: use_beam_search=false", "beam_search"
+            )
+
+
+def _is_true(value: Any) -> bool:
+    """Whether vLLM reads the value as true."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        return False
 
 
 def _move_field(data: dict[str, Any], carrier: tuple[str, ...]) -> bool:
@@ -124,37 +206,6 @@ def _move_field(data: dict[str, Any], carrier: tuple[str, ...]) -> bool:
     return True
 
 
-def _route(scope: Scope) -> str:
-    return scope["path"].removeprefix(scope.get("root_path", ""))
-
-
-def _has_json_body(scope: Scope) -> bool:
-    content_type = dict(scope["headers"]).get(b"content-type", b"")
-    return content_type.split(b";")[0].strip().lower() == b"application/json"
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """The whole body; None when the client has left before its end."""
-    chunks = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives the body in one piece, then what the server says (that the client has left)."""
-    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return unread.pop() if unread else await receive()
-
-    return replay
-
-
 class _HeldAnswer:
     """Holds an answer back until the verdict is known, and sends HTTP 400 instead if it is a refusal.
 
@@ -180,7 +231,7 @@ class _HeldAnswer:
         self._decided = True
         self._refused = self._verdict.error is not None
         if self._verdict.error is not None:
-            await _refusal(self._verdict.error)(self._scope, self._receive, self._send)
+            await as_refusal(self._verdict.error).response()(self._scope, self._receive, self._send)
             return
         for message in self._held:
             await self._send(message)
@@ -192,14 +243,5 @@ class _HeldAnswer:
         return self._refused
 
 
-def _with_length(scope: Scope, length: int) -> Scope:
-    framing = (b"content-length", b"transfer-encoding")
-    headers = [(name, value) for name, value in scope["headers"] if name not in framing]
-    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
-
-
-def _refusal(error: CompressionError) -> JSONResponse:
-    """In the shape of the OpenAI API, as vLLM's own errors."""
-    kind = "BadRequestError" if error.status == 400 else "InternalServerError"
-    content = {"message": str(error), "type": kind, "param": error.param, "code": error.status}
-    return JSONResponse({"error": content}, error.status)
+def as_refusal(error: CompressionError) -> Refusal:
+    return Refusal(error.status, str(error), error.param)

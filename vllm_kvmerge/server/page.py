@@ -56,7 +56,7 @@ class PageFile:
 def add_page_routes(app: FastAPI, model: str) -> None:
     """Adds the page for a server of this model (a path, or a name on the hub).
 
-    vLLM asks for the API key under /v1 alone: the page loads without one and sends the one that its user types.
+    With an API key, the page takes it as a password (see GuardMiddleware), and again in a field, for /v1.
     """
     # Read once: a request's name is looked up among these, and never becomes a path.
     files = {path.name: PageFile.read(path) for path in FOLDER.iterdir() if path.suffix in CONTENT_TYPES}

@@ -1,0 +1,220 @@
+"""Who is let in, and with what: a real server with a key, its real routes."""
+
+import base64
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server, serving
+from vllm_kvmerge.nesting import MAX_DEPTH
+
+KEY = "open sesame"
+MAX_BODY = 1 << 20
+OPEN = {"/health", "/ping", "/metrics"}
+WITHOUT_BODY = {"/ping", "/is_scaling_elastic_ep", "/v1/responses/{response_id}/cancel"}
+"""Routes that read none."""
+
+BODY = {
+    "model": "demo", "prompt": "recall", "input": "recall", "messages": [{"role": "user", "content": "recall"}],
+    "token_ids": [1, 2], "sampling_params": {"max_tokens": 1}, "max_tokens": 1,
+}  # fmt: skip
+"""A request to any route that generates."""
+
+INVALID = {"policy": "nope"}
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    default = json.dumps({"policy": "streaming_llm", "budget": 64})
+    options = ("--api-key", KEY, "--max-body-bytes", str(MAX_BODY), "--enable-scale-out", "--kv-compression", default)
+    with serving(*options) as ready:
+        yield ready
+
+
+@pytest.fixture(scope="module")
+def client(guarded: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=guarded.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def routes(guarded: Server) -> set[tuple[str, str]]:
+    """(method, path) of all that the server says it has."""
+    found = re.findall(r"Route: (\S+), Methods: (.+)", "".join(guarded.log))
+    return {(method, path) for path, methods in found for method in methods.strip().split(", ")}
+
+
+@pytest.fixture(scope="module")
+def parsing(routes: set[tuple[str, str]]) -> set[str]:
+    """Paths that read a body."""
+    paths = {path for method, path in routes if method == "POST"} - WITHOUT_BODY
+    assert {"/invocations", "/v1/completions", "/tokenize", "/v1/chat/completions/batch"} <= paths
+    return paths
+
+
+def exchange(server: Server, request: str) -> tuple[int, str]:
+    """Status and body of the answer to a request as it is written here."""
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), timeout=60) as connection:
+        connection.sendall(request.encode())
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        return response.status, response.read().decode()
+
+
+def test_every_route_asks_for_the_key(guarded: Server, client: httpx.Client, routes: set[tuple[str, str]]) -> None:
+    unknown = {("GET", "/unknown"), ("POST", "/unknown"), ("GET", "//health"), ("GET", "/health/x"), ("PUT", "/v1")}
+    assert len(routes) > 30
+    for method, path in routes | unknown:
+        path = re.sub(r"\{.*\}", "x", path)
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            answer = httpx.request(method, guarded.url + path, headers=headers)
+            assert (answer.status_code == 401) == (path not in OPEN), path
+        assert client.request(method, path).status_code not in (401, 500), path
+    # As vLLM does: a browser asks so before it sends a request with the key.
+    assert httpx.options(guarded.url + "/invocations").status_code == 405
+
+
+def test_a_websocket_asks_for_the_key(guarded: Server) -> None:
+    request = (
+        "GET {} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n{}\r\n"
+    )
+    for path in ("/v1/realtime", "/anything"):
+        assert exchange(guarded, request.format(path, ""))[0] == 401
+        with_key = request.format(path, f"Authorization: Bearer {KEY}\r\n")
+        assert exchange(guarded, with_key)[0] == 403  # there is none
+
+
+def test_a_browser_opens_the_page_with_the_key_as_password(guarded: Server) -> None:
+    refused = httpx.get(guarded.url + "/kvmerge/ui")
+    assert refused.headers["www-authenticate"] == 'Basic realm="vllm-kvmerge"'
+    for route in ("/kvmerge/ui", "/kvmerge/ui/app.js", "/kvmerge/ui/config", "/kvmerge/policies"):
+        assert httpx.get(guarded.url + route, auth=("me", KEY)).status_code == 200
+    basic = "Basic " + base64.b64encode(f"me:{KEY}".encode()).decode()
+    for route in ("/v1/completions", "/invocations", "/tokenize"):
+        answer = httpx.post(guarded.url + route, json=BODY, headers={"Authorization": basic})
+        assert answer.status_code == 401
+
+
+def test_the_field_is_honoured_or_refused_on_every_route(client: httpx.Client, parsing: set[str]) -> None:
+    places = [{"kv_compression": INVALID}, {"vllm_xargs": {"kv_compression": json.dumps(INVALID)}}]
+    types = ["application/json", "application/json; charset=utf-16", "application/x+json", "text/plain", None]
+    for path in parsing:
+        for place in places:
+            for content_type in types:
+                headers = {} if content_type is None else {"Content-Type": content_type}
+                answer = client.post(path, content=json.dumps(BODY | place), headers=headers)
+                assert answer.status_code == 400, (path, content_type)
+                if content_type == "application/json":
+                    assert "kv_compression" in answer.json()["error"]["param"]
+
+
+def test_the_path_may_be_spelled_otherwise(client: httpx.Client) -> None:
+    body = BODY | {"kv_compression": INVALID}
+    assert client.post("/v1/%63ompletions", json=body).json()["error"]["param"] == "kv_compression.policy"
+    assert client.post("/v1/completions/", json=body).status_code == 307
+    assert client.post("//v1/completions", json=body).status_code == 404
+
+
+def test_json_beyond_the_limits_is_refused_on_every_route(client: httpx.Client, parsing: set[str]) -> None:
+    deep = "[" * 975 + "]" * 975
+    for path in parsing:
+        for value in (deep, "[" * 100_000):
+            answer = client.post(path, content=json.dumps(BODY)[:-1] + f', "x": {value}}}', headers=JSON)
+            assert answer.status_code == 400 and f"{MAX_DEPTH} levels" in answer.json()["error"]["message"], path
+        for name in ("x", "seed", "max_tokens"):
+            answer = client.post(path, content=json.dumps(BODY)[:-1] + f', "{name}": {"1" * 5000}}}', headers=JSON)
+            assert answer.status_code == 400, path
+
+
+def test_deep_text_in_a_string_is_refused(client: httpx.Client) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [{"role": "user", "content": "recall"}, {"role": "assistant", "tool_calls": [call]}]
+    answer = client.post("/v1/chat/completions", json={"model": "demo", "max_tokens": 1, "messages": messages})
+    assert answer.status_code == 400 and "too deep" in answer.json()["error"]["message"]
+
+
+def peak_memory(server: Server) -> int:
+    """The API server's highest resident set, in bytes."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/v1/completions", 413), ("/invocations", 413), ("/tokenize", 413), ("/unknown", 404), ("/ping", 200),
+     ("/v1/models", 405)],
+)  # fmt: skip
+def test_a_huge_body_is_not_kept(guarded: Server, client: httpx.Client, path: str, status: int) -> None:
+    client.post("/tokenize", content=b" " * MAX_BODY, headers=JSON)
+    before = peak_memory(guarded)
+    answer = client.post(path, content=(b" " * (1 << 20) for _ in range(400)), headers=JSON)
+    assert answer.status_code == status
+    if status == 413:
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("PayloadTooLargeError", 413)
+        assert str(MAX_BODY) in error["message"] and "--max-body-bytes" in error["message"]
+    assert peak_memory(guarded) - before < 32 << 20
+    assert client.post("/tokenize", json={"model": "demo", "prompt": "recall"}).status_code == 200
+
+
+def test_a_length_over_the_limit_is_refused_before_the_body_comes(guarded: Server) -> None:
+    head = f"POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n"
+    assert exchange(guarded, head % "/tokenize")[0] == 413
+    assert exchange(guarded, head % "/unknown")[0] == 404
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Content-Type: text/plain", "Content-Length: 2", "Content-Encoding: gzip\r\nContent-Encoding: gzip",
+     f"Authorization: Bearer {KEY}", "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked"],
+)  # fmt: skip
+def test_a_repeated_header_is_refused(guarded: Server, header: str) -> None:
+    request = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: 2\r\n{header}\r\n\r\n{{}}"
+    )
+    status, answer = exchange(guarded, request)
+    assert status == 400
+    name = header.partition(":")[0].lower()
+    # Of lengths and transfer encodings uvicorn's own parser takes one alone.
+    assert (
+        "Invalid HTTP request"
+        if name in ("content-length", "transfer-encoding")
+        else f"header {name} comes more than once"
+    ) in answer
+
+
+def test_a_rendered_request_carries_the_field(guarded: Server, client: httpx.Client) -> None:
+    field = {"policy": "snapkv", "budget": 32, "window_size": 8}
+    rendered = client.post("/v1/completions/render", json=BODY | {"kv_compression": field}).json()[0]
+    assert json.loads(rendered["sampling_params"]["extra_args"]["kv_compression"]) == field
+    before = guarded.metric("vllm:kvmerge_requests_total", policy="snapkv")
+    assert client.post("/inference/v1/generate", json=rendered).status_code == 200
+    assert guarded.metric("vllm:kvmerge_requests_total", policy="snapkv") == before + 1
+
+
+def test_a_default_has_no_effect_on_beam_search(client: httpx.Client) -> None:
+    """Each of its steps is a request of its own, whose only token is there before its cache is compressed."""
+    drawn = client.get("/kvmerge/ui/demo-prompt").json()
+    body = {"model": "demo", "prompt": drawn["prompt"], "max_tokens": 4, "temperature": 0}
+
+    def texts(**extra: object) -> list[str]:
+        return [
+            choice["text"].strip() for choice in client.post("/v1/completions", json=body | extra).json()["choices"]
+        ]
+
+    assert texts() != [drawn["answer"]]
+    assert texts(kv_compression={"policy": "full"}) == [drawn["answer"]]
+    assert drawn["answer"] in texts(use_beam_search=True, n=2)
+    refused = client.post(
+        "/v1/completions", json=body | {"use_beam_search": True, "kv_compression": {"policy": "full"}}
+    )
+    assert refused.json()["error"]["param"] == "kv_compression"

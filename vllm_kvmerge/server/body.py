@@ -1,0 +1,117 @@
+"""The body of a request, read at once when the application asks for it, and refused if it is beyond a limit."""
+
+import json
+import re
+
+from fastapi import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_kvmerge.nesting import MAX_DEPTH, nests_too_deep
+
+SINGLE_HEADERS = (b"authorization", b"content-encoding", b"content-length", b"content-type", b"transfer-encoding")
+"""Headers that may come once: of two, one reader takes the first and another the last."""
+
+BODILESS_METHODS = ("GET", "HEAD", "OPTIONS")
+JSON_START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*[\[{]")
+
+ERROR_TYPES = {400: "BadRequestError", 413: "PayloadTooLargeError", 500: "InternalServerError"}
+
+
+class Refusal(HTTPException):
+    """What a request is answered, in the shape of the OpenAI API, when its body is refused.
+
+    Raised while the application reads the body, which lets a HTTPException through; ``answer_refusal`` is the
+    application's handler for it.
+    """
+
+    def __init__(self, status_code: int, message: str, param: str | None = None) -> None:
+        super().__init__(status_code, message)
+        self.param = param
+
+    def response(self) -> JSONResponse:
+        kind = ERROR_TYPES[self.status_code]
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.status_code}
+        return JSONResponse({"error": error}, self.status_code)
+
+
+async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
+    assert isinstance(refusal, Refusal)
+    return refusal.response()
+
+
+async def answer_recursion(_: Request, error: Exception) -> JSONResponse:
+    """Answers a request with JSON text inside a string, such as a tool call's arguments, that vLLM failed to parse."""
+    return Refusal(400, f"text in the body nests too deep: {error}").response()
+
+
+class BodyMiddleware:
+    """ASGI middleware: refuses repeated headers, bodies of more than ``max_bytes``, and JSON that nests too deep.
+
+    Nothing is read before the application asks, so a path or method that it does not know costs nothing. It then gets
+    the whole body as one message, JSON in UTF-8. Answers are not touched.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        names = [name for name, _ in scope["headers"]]
+        repeated = next((name.decode() for name in SINGLE_HEADERS if names.count(name) > 1), None)
+        if repeated is not None:
+            await Refusal(400, f"the header {repeated} comes more than once").response()(scope, receive, send)
+        elif scope["method"] in BODILESS_METHODS:
+            await self.app(scope, receive, send)
+        else:
+            await self.app(scope, _WholeBody(scope, receive, self.max_bytes).receive, send)
+
+
+class _WholeBody:
+    """A ``receive`` that gives the body in one piece."""
+
+    def __init__(self, scope: Scope, receive: Receive, max_bytes: int) -> None:
+        self._scope, self._receive, self._max_bytes = scope, receive, max_bytes
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        """The body, then what the server says (that the client has left)."""
+        if self._is_read:
+            return await self._receive()
+        self._is_read = True
+        body = _as_utf8(await self._read())
+        if nests_too_deep(body) and JSON_START.match(body):
+            raise Refusal(400, f"the body nests objects and arrays too deep; allowed: {MAX_DEPTH} levels")
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _read(self) -> bytes:
+        self._check_size(int(dict(self._scope["headers"]).get(b"content-length", b"0")))
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal(400, "the client left before the end of the body")
+            body += message.get("body", b"")
+            self._check_size(len(body))
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise Refusal(413, f"the body exceeds {self._max_bytes} bytes; --max-body-bytes sets this limit")
+
+
+def _as_utf8(body: bytes) -> bytes:
+    """The same text in UTF-8, where it is JSON in UTF-16 or UTF-32 (which vLLM reads too)."""
+    encoding = json.detect_encoding(body)
+    if encoding.startswith("utf-8"):
+        return body
+    try:
+        text = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return body  # vLLM says what is wrong with it
+    return text if JSON_START.match(text) else body
