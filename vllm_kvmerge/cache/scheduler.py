@@ -18,6 +18,7 @@ from vllm_kvmerge.cache.plan import CompressionPlan, CompressionStep, PromptWind
 from vllm_kvmerge.cache.usage import REPORT_KEY, STREAM, USAGE_KEY, CacheUsage
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, parse_compression
 from vllm_kvmerge.metrics import CacheGauges, count_compression, count_generated, count_request
+from vllm_kvmerge.processes import end_with_parent
 from vllm_kvmerge.support import UnsupportedConfigError, check_config
 
 register_spec()
@@ -284,5 +285,6 @@ class AsyncCompressionScheduler(CompressionSchedulerMixin, AsyncScheduler):
 
 def KVMergeScheduler(vllm_config: Any, **kwargs: Any) -> CompressionSchedulerMixin:  # noqa: N802
     """What ``scheduler_cls`` names: vLLM calls it as a class, once it is settled whether scheduling is asynchronous."""
+    end_with_parent()
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncCompressionScheduler if asynchronous else SyncCompressionScheduler)(vllm_config=vllm_config, **kwargs)
