@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import end_with_tests
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = FOLDER / "gpu_serving.py"
 
@@ -173,7 +175,7 @@ def test_a_part_runs_and_is_saved_beside_others(tmp_path):
     sizes = ["--lengths", "8192", "--together", "16384", "--tokens", "40", "--repeats", "1", "--budgets", "0.1"]
     command = [sys.executable, SCRIPT, "--device", "cpu", "--parts", "latency", "--policies", "keepkv", *sizes]
     command += ["--output", output, "--logs", tmp_path / "logs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     parts = json.loads(output.read_text())
     assert parts["grkv"] == "of another run" and parts["latency"]["machine"]["cpu"]
