@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -167,6 +168,26 @@ def test_what_a_side_printed_is_kept_and_told_when_it_has_ended(benchmark, tmp_p
     with Side("ours", str(script), {}, log=log) as side, pytest.raises(RuntimeError, match="ours ended: no memory"):
         side.run([[1] * 100_000], 2)  # more than a pipe holds
     assert log.read_text() == "no memory\n"
+
+
+def test_a_side_ends_with_a_benchmark_that_is_killed(tmp_path):
+    """Also one that is stopped, and processes that it has started."""
+    script = tmp_path / "side.py"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True); time.sleep(600)\n"
+    )
+    code = "import sys, time; sys.path.insert(0, sys.argv[1]); from sides import Side\n"
+    code += "side = Side('ours', sys.argv[2], {})\nprint(side._process.pid, side._receive(), flush=True)\n"
+    code += "side._is_ready = True; side._signal(19); time.sleep(600)"
+    command = [sys.executable, "-c", code, str(SCRIPT.parent), str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_tests) as benchmark:
+        assert benchmark.stdout is not None
+        sides = [psutil.Process(int(pid)) for pid in benchmark.stdout.readline().split()]
+        benchmark.kill()
+    _, alive = psutil.wait_procs(sides, timeout=60)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_part_runs_and_is_saved_beside_others(tmp_path):

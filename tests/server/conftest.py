@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -64,10 +65,16 @@ OPTIONS = (
 
 
 @contextmanager
-def running(*options: str) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
-    """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be."""
-    command = [sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", *OPTIONS, *options]
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ  # several of them share this machine's cores
+def running(
+    *options: str, prefix: Sequence[str] = (), **variables: str
+) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
+    """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
+
+    prefix: a command that it is run by. variables: more of its environment.
+    """
+    command = [*prefix, sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", *OPTIONS, *options]
+    # Several of them share this machine's cores.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ | variables
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=end_with_tests
     )
@@ -84,10 +91,10 @@ def running(*options: str) -> Iterator[tuple[subprocess.Popen, list[str], thread
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Server]:
-    """A server that is ready."""
+def serving(*options: str, **more: Any) -> Iterator[Server]:
+    """A server that is ready; ``more`` as for ``running``."""
     port = free_port()
-    with running("--port", str(port), *options) as (process, log, reader):
+    with running("--port", str(port), *options, **more) as (process, log, reader):
         deadline = time.monotonic() + 400
         while not any("ready on" in line for line in log):
             assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])

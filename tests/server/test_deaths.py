@@ -77,8 +77,9 @@ def kill(server: Server, kind: str) -> None:
     assert (said is None) == (kind == "main")
 
 
-@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
-@pytest.mark.parametrize("kind", ["main", "EngineCore", "Worker"])
+@pytest.mark.parametrize(
+    ("kind", "is_busy"), [("EngineCore", False), ("EngineCore", True), ("Worker", True), ("main", True)]
+)
 def test_one_process_of_a_server_is_killed(kind, is_busy):
     with serving() as server:
         asker = ask_for_long(server) if is_busy else None
