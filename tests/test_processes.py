@@ -57,7 +57,8 @@ def killed(tmp_path: Path, code: str, *arguments: str, **variables: str) -> Iter
     """The processes of which a program has printed the ids, after it has been killed."""
     script = tmp_path / "program.py"
     script.write_text(code)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | variables
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path} | variables
     command = [sys.executable, str(script), *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=end_with_tests
