@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_kvmerge.metrics.files import MetricFile
+
 ERRORS = "vllm:kvmerge_metrics_write_errors"
+
+DAMAGED = [b"", b"\x7f" * 100, b"\x00\x80\x00\x00" + bytes(100), b"\x40\x00\x00\x00" + bytes(1000)]
+"""Empty; noise; one that ends before its values do; one whose keys are lost."""
 
 PREAMBLE = """
 import os, resource, shutil, sys
@@ -65,6 +70,34 @@ def test_files_that_grow_hold_what_prometheus_client_would_write(tmp_path):
     assert float(done.stdout) == sum(range(3000))
 
 
+def test_a_file_that_was_there_before_goes_on(tmp_path):
+    """As in a container, where each process gets the id that it had in the last one."""
+    name = str(tmp_path / "counter_1.db")
+    for turn in range(3):
+        file = MetricFile(name)
+        for key, value in (('["a"]', 1.0), ('["b"]', 2.0)):
+            before, _ = file.read_value(key)
+            assert before == turn * value
+            file.write_value(key, before + value, 0.0)
+        file.close()
+    assert [(key, value) for key, value, *_ in MetricFile.read_all_values_from_file(name)] == [
+        ('["a"]', 3.0),
+        ('["b"]', 6.0),
+    ]
+
+
+def test_a_damaged_file_of_its_own_is_left_alone(tmp_path):
+    path = tmp_path / "counter_1.db"
+    path.write_bytes(DAMAGED[2])
+    file = MetricFile(str(path))
+    for value in (1.0, 2.0):
+        file.write_value('["a"]', value, 0.0)
+        file._retry_at = 0.0
+    assert file.read_value('["a"]') == (2.0, 0.0)
+    assert path.read_bytes() == DAMAGED[2]
+    file.close()
+
+
 def test_no_file_is_sparse(tmp_path):
     """What is not allocated is a signal in the middle of a write when the disk is full."""
     count(tmp_path, "fill(300); metrics.count_request('h2o', 0)")
@@ -115,9 +148,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, fault):
     assert log.count("metrics: ") == 1
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"\x7f" * 100, b"\x00\x80\x00\x00" + bytes(100), b"\x40\x00\x00\x00" + bytes(1000)], ids=range(4)
-)
+@pytest.mark.parametrize("damage", DAMAGED, ids=range(len(DAMAGED)))
 def test_damaged_files_are_passed_over(tmp_path, damage):
     (tmp_path / "counter_1.db").write_bytes(damage)
     samples, log = count(tmp_path, "metrics.count_request('h2o', 0); show()")

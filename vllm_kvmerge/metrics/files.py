@@ -75,26 +75,27 @@ class MetricFile(MmapedDict):
         """Whether the file has a place for this key's value, which it is given if possible."""
         if key in self._positions:
             return True
-        is_new = key not in self._kept
-        self._kept.setdefault(key, (0.0, 0.0))
-        if time.monotonic() < self._retry_at:
-            if is_new:
-                self._report()
-            return False
-        try:
-            self._init_value(key)
-            for name, kept in list(self._kept.items()):
-                super().write_value(name, *kept)
-                del self._kept[name]
-        except DAMAGE as error:
-            self._retry_at = time.monotonic() + RETRY_SECONDS
-            _warn(f"{self._fname} cannot be written ({error}): its new values are kept in memory")
-        self._report()
-        return key in self._positions
+        num_kept = len(self._kept)
+        if time.monotonic() >= self._retry_at:
+            try:
+                if self._f is None:
+                    self._open()
+                if key not in self._positions:  # a file that was there before may have it
+                    self._init_value(key)
+                for name, kept in list(self._kept.items()):
+                    super().write_value(name, *kept)
+                    del self._kept[name]
+            except DAMAGE as error:
+                self._retry_at = time.monotonic() + RETRY_SECONDS
+                _warn(f"{self._fname} cannot be written ({error}): its new values are kept in memory")
+        is_in_file = key in self._positions
+        if not is_in_file:
+            self._kept.setdefault(key, (0.0, 0.0))
+        if len(self._kept) != num_kept:
+            self._report()
+        return is_in_file
 
     def _init_value(self, key: str) -> None:
-        if self._f is None:
-            self._open()
         need = self._used + len(key.encode()) + ENTRY_BYTES
         if need > self._capacity:
             capacity = self._capacity
@@ -118,7 +119,14 @@ class MetricFile(MmapedDict):
                 raise
         finally:
             os.close(descriptor)
-        super().__init__(self._fname)
+        try:
+            super().__init__(self._fname)
+        except DAMAGE:
+            if self._f is not None:
+                self._f.close()
+            self._f = self._m = None
+            self._positions = {}
+            raise
 
     def _report(self) -> None:
         """Sets the gauge to the number of values that are in no file, below the lock that its own methods take."""
