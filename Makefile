@@ -1,6 +1,7 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff and mypy
+# make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a card (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
@@ -32,7 +33,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test demo-model cuda sanitize races sanitize-cuda lint image-steps browser
+.PHONY: setup serve test test-levels demo-model cuda sanitize races sanitize-cuda lint image-steps browser
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -62,7 +63,14 @@ serve: setup
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 $(ARGS)
+
+# Short: the tests that run vLLM's operators, beside ours and in an engine.
+test-levels: setup
+	@libraries=$$($(BIN)/python -m tests.vllm_library) || exit 1; for library in $$libraries; do \
+		OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --vllm-library $$library \
+			tests/kernels/test_operators.py tests/engine/test_plain.py -k "vllm or library" $(ARGS) || exit 1; \
+	done
 
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)
@@ -76,7 +84,7 @@ sanitize: setup
 	$(BIN)/python setup.py --quiet build_ext --sanitize --build-lib build/sanitize --build-temp build/sanitize
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libasan.so):$$("$${CXX:-c++}" -print-file-name=libubsan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
-		$(BIN)/python -m pytest -n $(JOBS) tests/kernels -k "not plain-torch" \
+		$(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 tests/kernels -k "not plain-torch" \
 		--ignore tests/kernels/test_cuda.py --ignore tests/kernels/test_emulation.py --ignore tests/kernels/test_triton.py \
 		--native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
 

@@ -19,6 +19,15 @@ from typing import Any, Self, TextIO
 
 import psutil
 
+GUARD = """
+import psutil, sys
+sys.stdin.read()
+side = psutil.Process(int(sys.argv[1]))
+for process in (*side.children(recursive=True), side):
+    process.kill()
+"""
+"""Kills a side whose benchmark has ended without doing so: processes that are stopped notice nothing."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -141,6 +150,9 @@ class Side:
             stderr=self._log,
             text=True,
         )
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", GUARD, str(self._process.pid)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
         self._is_ready = False
 
     def wait(self) -> None:
@@ -187,6 +199,8 @@ class Side:
 
     def close(self) -> None:
         """Asks it to end, and ends it where it does not."""
+        self._guard.kill()
+        self._guard.communicate()
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):

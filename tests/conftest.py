@@ -1,19 +1,31 @@
-"""Which build of the native operators is tested, and how many of each test's cases."""
+"""Which builds of operators are tested, and how many of each test's cases."""
 
 from collections import defaultdict
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+from tests import vllm_library
 from vllm_kvmerge.kernels import native
 
 THIN_ON_CARD = 7
 """Each case compiles kernels of its own."""
 
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+
 
 def pytest_addoption(parser):
     parser.addoption("--native-library", type=Path, help="test this build of the native operators")
     parser.addoption("--emulated-library", type=Path, help="test this build of the operators in CUDA C++ for the CPU")
+    parser.addoption(
+        "--vllm-library",
+        choices=vllm_library.LIBRARIES,
+        help="which of vLLM's libraries of CPU operators this process and those that it starts load; default: the one "
+        "that vLLM takes on this processor",
+    )
     parser.addoption(
         "--thin",
         type=int,
@@ -27,6 +39,23 @@ def pytest_configure(config):
     if library is not None:
         native.LIBRARY = library.resolve()
         native.library()  # a build that cannot be loaded must not pass as one that is not there
+    chosen = config.getoption("--vllm-library", default=None)
+    if chosen is not None:
+        try:
+            folder = vllm_library.choose(chosen)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        config.add_cleanup(folder.cleanup)
+
+
+def pytest_report_header(config):
+    libraries = vllm_library.runnable()
+    chosen = config.getoption("--vllm-library", default=None) or next(iter(libraries), "none for this processor")
+    levels = native.levels() if native.LIBRARY.exists() else ["not built"]
+    return [
+        f"vLLM's operators: {chosen} (this processor can run {', '.join(libraries) or 'none'})",
+        f"native operators: {levels[0]} (tested: {', '.join(levels)})",
+    ]
 
 
 @pytest.hookimpl(trylast=True)

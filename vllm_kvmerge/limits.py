@@ -25,8 +25,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Compression:
-    """One compression that a request will go through. num_entries: per KV head, before it. budget: per KV head, after it,
-    on average. interval: tokens from one to the next; None: it is the only one of its kind."""
+    """One compression that a request will go through. num_entries: per KV head, before it. budget: per KV head, after
+    it, on average. interval: tokens from one to the next; None: it is the only one of its kind."""
 
     num_entries: int
     budget: int

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import end_with_tests
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 def rows(path: Path, script: str, *arguments: str) -> list[dict]:
     """The rows of the JSON file that the benchmark writes."""
     command = [sys.executable, str(FOLDER / script), "--output", str(path), "--repeats", "1", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = json.loads(path.read_text())
     assert result["machine"]["cpu"] and result["machine"]["versions"]["torch"]

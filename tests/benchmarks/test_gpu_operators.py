@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import end_with_tests
+
 pytest.importorskip("triton", reason="Triton is not installed")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu_operators.py"
@@ -35,7 +37,7 @@ def run(tmp_path, *options):
     """What it wrote to its output file, and to the terminal."""
     output = tmp_path / "gpu.json"
     command = [sys.executable, SCRIPT, "--interpret", "--output", output, *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=end_with_tests)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(output.read_text()), done.stdout
 

@@ -6,8 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+
+from tests.processes import end_with_tests
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = FOLDER / "gpu_serving.py"
@@ -167,13 +170,33 @@ def test_what_a_side_printed_is_kept_and_told_when_it_has_ended(benchmark, tmp_p
     assert log.read_text() == "no memory\n"
 
 
+def test_a_side_ends_with_a_benchmark_that_is_killed(tmp_path):
+    """Also one that is stopped, and processes that it has started."""
+    script = tmp_path / "side.py"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True); time.sleep(600)\n"
+    )
+    code = "import sys, time; sys.path.insert(0, sys.argv[1]); from sides import Side\n"
+    code += "side = Side('ours', sys.argv[2], {})\nprint(side._process.pid, side._receive(), flush=True)\n"
+    code += "side._is_ready = True; side._signal(19); time.sleep(600)"
+    command = [sys.executable, "-c", code, str(SCRIPT.parent), str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_tests) as benchmark:
+        assert benchmark.stdout is not None
+        sides = [psutil.Process(int(pid)) for pid in benchmark.stdout.readline().split()]
+        benchmark.kill()
+    _, alive = psutil.wait_procs(sides, timeout=60)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
 def test_a_part_runs_and_is_saved_beside_others(tmp_path):
     output = tmp_path / "gpu.json"
     output.write_text(json.dumps({"grkv": "of another run", "latency": "to be replaced"}))
     sizes = ["--lengths", "8192", "--together", "16384", "--tokens", "40", "--repeats", "1", "--budgets", "0.1"]
     command = [sys.executable, SCRIPT, "--device", "cpu", "--parts", "latency", "--policies", "keepkv", *sizes]
     command += ["--output", output, "--logs", tmp_path / "logs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     parts = json.loads(output.read_text())
     assert parts["grkv"] == "of another run" and parts["latency"]["machine"]["cpu"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import end_with_tests
 from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.runner import Prompt
@@ -87,7 +88,7 @@ def test_methods_that_are_the_same_give_the_same_answers(tmp_path):
         "2",
     ]
     command = [sys.executable, str(script), "--kvpress", python, "--methods", *methods, *sizes, "--output", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = json.loads(path.read_text())
     assert result["arguments"]["kvpress"]["kvpress"]

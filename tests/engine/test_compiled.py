@@ -8,6 +8,7 @@ import sys
 import numpy as np
 
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
+from tests.processes import end_with_tests
 from vllm_kvmerge import compression
 
 COMPILED = """
@@ -34,7 +35,13 @@ def test_a_compiled_model_gives_the_tokens_of_an_eager_one(engine, tmp_path):
     job = json.dumps([arguments, prompts, extras, MAX_TOKENS])
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CACHE_ROOT": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED], input=job, env=environment, text=True, capture_output=True, timeout=500
+        [sys.executable, "-c", COMPILED],
+        input=job,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=500,
+        preexec_fn=end_with_tests,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout.split("TOKENS", 1)[1])

@@ -11,6 +11,7 @@ import pytest
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import engine_arguments, random_prompt
 from tests.engine.full_graphs import SIZES
+from tests.processes import end_with_tests
 from vllm_kvmerge import compression
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -75,6 +76,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_async, has_graphs, engine):
         env=environment,
         text=True,
         capture_output=True,
+        preexec_fn=end_with_tests,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.split("RESULT", 1)[1])

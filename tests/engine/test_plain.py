@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
+from tests.processes import end_with_tests
 from vllm_kvmerge import compression
 
 STOCK = """
@@ -37,7 +38,13 @@ def stock_tokens() -> list[list[int]]:
     job = json.dumps([arguments, prompts_of_many_lengths(), MAX_TOKENS])
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", STOCK], input=job, env=environment, text=True, capture_output=True, timeout=300
+        [sys.executable, "-c", STOCK],
+        input=job,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=500,
+        preexec_fn=end_with_tests,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.split("TOKENS", 1)[1])

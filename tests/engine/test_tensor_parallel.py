@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import random_prompt
+from tests.processes import end_with_tests
 from tests.random_model import write_llama
 from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
@@ -53,7 +54,8 @@ def generate(model: Path, script: Path, tensor_parallel_size: int, jobs: list) -
         env=os.environ | binding | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=500,
+        preexec_fn=end_with_tests,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("TOKENS", 1)[1].splitlines()[0])

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.evaluation.runs import Forced, Refused, assert_measured, write_config
+from tests.processes import end_with_tests
 from vllm_kvmerge import demo
 from vllm_kvmerge.evaluation.config import read_config
 from vllm_kvmerge.evaluation.runner import draw_prompts
@@ -89,7 +90,9 @@ def start(script: Path, *argv: object) -> subprocess.Popen:
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(script), *map(str, argv)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=end_with_tests
+    )
 
 
 def read(path: Path) -> list[dict]:
@@ -124,7 +127,7 @@ def test_evaluation_that_is_killed_and_goes_on(tmp_path: Path, monkeypatch: pyte
         engine={"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "max_num_seqs": 2},
     )
     first = start(script, path, "--output", out)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     while len(read(out / "results.jsonl")) < 5:
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0]
         time.sleep(0.01)
@@ -134,7 +137,7 @@ def test_evaluation_that_is_killed_and_goes_on(tmp_path: Path, monkeypatch: pyte
     assert 5 <= len(before) < 86
 
     second = start(script, path, "--output", out)
-    printed = second.communicate(timeout=300)[0]
+    printed = second.communicate(timeout=500)[0]
     # What the engine refuses is named; all else is answered.
     assert second.returncode == 1, printed
     assert "failed: refused | full, sample 2: max_tokens must be at least 1, got 0" in printed

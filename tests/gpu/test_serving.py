@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.gpu.setting import DTYPES, RUNNERS, Setting
+from tests.processes import end_with_tests
 from tests.random_model import write_llama
 from vllm_kvmerge import demo
 
@@ -40,7 +41,9 @@ needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 
 def start(command: list[str], **more) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, text=True, capture_output=True, **more)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, text=True, capture_output=True, preexec_fn=end_with_tests, **more
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return done
 
@@ -84,7 +87,9 @@ def check(setting: Setting, folder: Path, *options: str) -> None:
     path = setting.write(folder / "setting.json")
     command = ["-m", "pytest", "-v", "--durations=20", "-p", "no:cacheprovider", str(CHECKS), "--setting", str(path)]
     some_passed = False
-    with subprocess.Popen([sys.executable, *command, *options], cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, *command, *options], cwd=ROOT, text=True, stdout=subprocess.PIPE, preexec_fn=end_with_tests
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)

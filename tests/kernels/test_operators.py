@@ -1,12 +1,16 @@
 """The reference operators against dense attention in float64, and against vLLM's own CPU operators."""
 
 import math
+import subprocess
+import sys
 import zlib
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests import vllm_library
 from tests.kernels.conftest import CacheMaker, row_tensors
 from vllm_kvmerge.kernels import (
     Pages,
@@ -165,14 +169,49 @@ def test_cache_of_another_cell_size_is_refused():
         Pages.of(torch.zeros(4, 2, 32, 64), head_size=32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
-def test_vllm_operators_work_on_our_pages(operators, dtype, head_size):
-    """vLLM's operators pack K and V as our pages do, leave the metadata alone and give the same attention."""
+@pytest.fixture
+def vllm_ops():
+    """vLLM's operators for the CPU, loaded as vLLM does: its libraries register the same names, so two abort."""
     vllm_ops = pytest.importorskip("vllm._custom_ops", reason="vLLM is not installed")
-    pytest.importorskip("vllm._C", reason="this build of vLLM has no operators for the CPU")
     if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         pytest.skip("this build of vLLM has no operators for the CPU")
+    return vllm_ops
+
+
+def test_vllm_loads_the_library_that_is_asked_for(vllm_ops, request):
+    """This process, and one that it starts."""
+    expected = request.config.getoption("--vllm-library", default=None) or [*vllm_library.runnable(), "_C"][0]
+    assert vllm_library.loaded() == [expected]
+    code = "import vllm._custom_ops; from tests import vllm_library; print('loaded', *vllm_library.loaded())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"loaded {expected}"
+
+
+def test_a_library_for_lesser_processors_can_be_chosen(monkeypatch):
+    """In a process that takes this processor for one that has everything."""
+    if not vllm_library.runnable():
+        pytest.skip("vLLM has one library of CPU operators for this processor")
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    code = """
+import torch
+torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: True
+import vllm._custom_ops
+from tests import vllm_library
+print("loaded", *vllm_library.loaded())"""
+    with vllm_library.choose("_C_AVX2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+        )
+    assert done.stdout.splitlines()[-1] == "loaded _C_AVX2"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
+def test_vllm_operators_work_on_our_pages(operators, vllm_ops, dtype, head_size):
+    """vLLM's operators pack K and V as our pages do, leave the metadata alone and give the same attention."""
     heads, groups, block_size, seq_len = 2, 3, 32, 75
     isa = "vec" if head_size % 32 == 0 else "vec16"
     generator = torch.Generator().manual_seed(head_size)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import CacheMaker, Watch, row_tensors
+from tests.processes import end_with_tests
 from vllm_kvmerge.kernels import Pages, ScoreUpdate, Units, cell_bytes, reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -41,7 +42,9 @@ def test_all_operators_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "23"]
     command += ["-k", "triton and not 40-2 and not rounded", *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=TESTS.parents[1], capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd=TESTS.parents[1], capture_output=True, text=True, preexec_fn=end_with_tests
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
 

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
+
+from tests.processes import end_with_tests
 
 
 @dataclass
@@ -21,9 +24,11 @@ class Server:
     url: str
     process: subprocess.Popen
     log: list[str]
+    reader: threading.Thread
+    """Fills the log, and ends when nobody can write to it any more."""
 
     def post(self, path: str, body: dict) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        return httpx.post(self.url + path, json=body, timeout=300)
 
     def complete(self, prompt, **body) -> dict:
         response = self.post("/v1/completions", {"model": "demo", "prompt": prompt, "temperature": 0, **body})
@@ -33,7 +38,7 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry these labels."""
         total = 0.0
-        for line in httpx.get(self.url + "/metrics", timeout=30).text.splitlines():
+        for line in httpx.get(self.url + "/metrics", timeout=120).text.splitlines():
             match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
             if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
                 total += float(match[2])
@@ -47,7 +52,7 @@ def free_port() -> int:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -60,33 +65,41 @@ OPTIONS = (
 
 
 @contextmanager
-def running(*options: str) -> Iterator[tuple[subprocess.Popen, list[str]]]:
-    """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be."""
-    command = [sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", *OPTIONS, *options]
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ  # several of them share this machine's cores
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def running(
+    *options: str, prefix: Sequence[str] = (), **variables: str
+) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
+    """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
+
+    prefix: a command that it is run by. variables: more of its environment.
+    """
+    command = [*prefix, sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", *OPTIONS, *options]
+    # Several of them share this machine's cores.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ | variables
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=end_with_tests
+    )
     log: list[str] = []
     assert process.stdout is not None
     reader = threading.Thread(target=lambda: log.extend(iter(process.stdout.readline, "")), daemon=True)
     reader.start()
     try:
-        yield process, log
+        yield process, log, reader
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(120)
+            process.wait(300)
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Server]:
-    """A server that is ready."""
+def serving(*options: str, **more: Any) -> Iterator[Server]:
+    """A server that is ready; ``more`` as for ``running``."""
     port = free_port()
-    with running("--port", str(port), *options) as (process, log):
+    with running("--port", str(port), *options, **more) as (process, log, reader):
         deadline = time.monotonic() + 400
         while not any("ready on" in line for line in log):
             assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
             time.sleep(0.2)
-        yield Server(f"http://127.0.0.1:{port}", process, log)
+        yield Server(f"http://127.0.0.1:{port}", process, log, reader)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.processes import end_with_tests
 from tests.server.conftest import free_port
 from tests.server.test_server import long_prompt
 
@@ -69,7 +70,7 @@ def prometheus(server, tmp_path_factory) -> Iterator[Prometheus]:
         "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_tests)
     client = Prometheus(f"http://127.0.0.1:{port}")
     try:
         deadline = time.monotonic() + 60
@@ -140,7 +141,7 @@ def test_rules_give_values_and_alerts_are_sound(prometheus):
     for name in recorded:
         assert prometheus.series(name), name
     alerts = {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
-    assert len(alerts) == 5
+    assert len(alerts) == 6
     assert alerts["KVMergeServerDown"] == "inactive"
 
 
@@ -156,7 +157,7 @@ def test_panels_can_be_drawn_without_grafana(prometheus, tmp_path):
     assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 50_000
 
 
-def test_tokens_are_counted_by_policy(prometheus, server):
+def test_tokens_are_counted_by_policy(server):
     for policy in POLICIES:
         before = server.metric("vllm:kvmerge_generation_tokens_total", policy=policy)
         total = server.metric("vllm:generation_tokens_total")

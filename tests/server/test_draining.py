@@ -21,6 +21,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from tests.processes import end_with_tests
 from tests.server.conftest import free_port
 from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
 
@@ -124,7 +125,7 @@ def stopped(certificate, tmp_path_factory):
         "--logging-config.formatter", "json", "--enable-log-requests", "--shutdown-timeout", "120",
     ]  # fmt: skip
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with_tests)
     context = ssl.create_default_context(cafile=str(certificate / "certificate.pem"))
     client = httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context, timeout=60)
     try:

@@ -51,8 +51,8 @@ def nodes() -> Iterator[Nodes]:
         words += [f"--data-parallel-rpc-port={rpc_port}", "--host=127.0.0.1"]
         return words + ([f"--metrics-port={metrics_port}"] if role == "worker" else ["--api-server-count=1"])
 
-    with running(*options("worker")) as (process, log), serving(*options("leader")) as first:
-        yield Nodes(first, Server(f"http://127.0.0.1:{metrics_port}", process, log))
+    with running(*options("worker")) as node, serving(*options("leader")) as first:
+        yield Nodes(first, Server(f"http://127.0.0.1:{metrics_port}", *node))
 
 
 def ask(nodes: Nodes, field: dict, seed: int, **headers: str) -> str:

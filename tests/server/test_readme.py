@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import end_with_tests
+
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BASH = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
 PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 
 
 def run(command: list[str], **options) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import openai
 import pytest
 
 from tests.demo_model import BYTES_PER_BLOCK, HEADS_TIMES_LAYERS
+from tests.processes import end_with_tests
+from tests.server.conftest import wait_until
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
 
@@ -67,10 +68,7 @@ def test_memory_falls_while_the_request_runs(server):
     assert ratio and max(ratio) < 0.1
     share = (256 + 2 * 32) / 32 / (20 * 2**20 // BYTES_PER_BLOCK)
     assert min(u for u in usage if u > 0) <= share
-    deadline = time.monotonic() + 20
-    while server.metric("vllm:kv_cache_usage_perc") or server.metric("vllm:kvmerge_live_bytes"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: not (server.metric("vllm:kv_cache_usage_perc") or server.metric("vllm:kvmerge_live_bytes")))
     assert server.metric("vllm:kvmerge_live_entries") == 0
 
 
@@ -222,10 +220,7 @@ def test_clients_that_leave_do_no_harm(server):
             for count, _ in enumerate(response.iter_lines()):
                 if count > 10 * seed:
                     break
-    deadline = time.monotonic() + 20
-    while server.metric("vllm:kv_cache_usage_perc"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: not server.metric("vllm:kv_cache_usage_perc"))
     assert server.complete("recall", max_tokens=2)["choices"]
 
 
@@ -243,7 +238,7 @@ def test_vllms_own_serving_benchmark(server):
         "--extra-body": json.dumps({"kv_compression": {"policy": "keepkv", "budget": 64}}),
     }
     command = [sys.executable, str(script), *(word for option in options.items() for word in option), "--ignore-eos"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"Successful requests: +4\s", done.stdout), done.stdout[-3000:]
     assert re.search(r"Total generated tokens: +80\s", done.stdout)

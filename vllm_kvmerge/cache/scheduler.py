@@ -22,6 +22,7 @@ from vllm_kvmerge.engine_args import plugin_config, request_limits
 from vllm_kvmerge.limits import Compression
 from vllm_kvmerge.metrics import CacheGauges, count_compression, count_failure, count_generated, count_request
 from vllm_kvmerge.policies.failure import PartError, describe
+from vllm_kvmerge.processes import end_with_parent
 from vllm_kvmerge.support import UnsupportedConfigError, check_config
 
 register_spec()
@@ -383,5 +384,6 @@ class AsyncCompressionScheduler(CompressionSchedulerMixin, AsyncScheduler):
 
 def KVMergeScheduler(vllm_config: Any, **kwargs: Any) -> CompressionSchedulerMixin:  # noqa: N802
     """What ``scheduler_cls`` names: vLLM calls it as a class, once it is settled whether scheduling is asynchronous."""
+    end_with_parent()
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncCompressionScheduler if asynchronous else SyncCompressionScheduler)(vllm_config=vllm_config, **kwargs)

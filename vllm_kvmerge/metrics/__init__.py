@@ -7,12 +7,17 @@ Label ``engine``: the data-parallel rank, as in vLLM's own metrics.
 
 import os
 from collections import defaultdict
+from contextlib import suppress
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from vllm_kvmerge.metrics import files
+
 if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-    # A worker that Ray starts on another machine is given the first one's variables, and would fail to count.
-    os.makedirs(folder, exist_ok=True)
+    # A worker that Ray starts on another machine is given the first one's variables, and would not be seen there.
+    with suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+files.install()
 
 LABELS = ["policy", "engine"]
 

@@ -11,7 +11,6 @@ import shutil
 import signal
 import ssl
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import yaml
 
 from vllm_kvmerge import __version__
 from vllm_kvmerge.fault import Fault
+from vllm_kvmerge.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.support import UnsupportedConfigError, check_config, check_vllm_version
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ SYSTEM_CONFIG = Path("/etc/vllm-kvmerge/serve.yaml")
 """Options of ``serve`` for a whole machine or image; read where --config names no other file."""
 
 REQUEST_ID_MIDDLEWARE = "vllm_kvmerge.server.request_id.RequestIdMiddleware"
-METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 ALLOWED_PLUGINS = "VLLM_PLUGINS"
 V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 THREAD_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
@@ -219,6 +218,8 @@ def _table(title: str, *headers: str) -> "Table":
 def serve(argv: list[str]) -> int:
     """Runs vLLM's server with the plugin's engine arguments. ``argv`` starts with the word ``serve``.
 
+    Returns the exit status: 0 if the server was told to stop, 1 if it stopped by itself.
+
     Raises:
         Fault: the server cannot be started as asked.
     """
@@ -238,9 +239,12 @@ def serve(argv: list[str]) -> int:
     threading.Thread(target=_announce, args=(args,), daemon=True).start()
     from vllm.entrypoints.cli import serve as vllm_serve
 
+    from vllm_kvmerge.server import children
+
     # Needed until vLLM's zmq_socket_ctx stops swallowing the KeyboardInterrupt that its run_server makes of SIGTERM: a
     # server that was told to stop while its engine started would start all the same, or hang for ten minutes.
     vllm_serve.run_server = _run_server
+    children.prepare()
     try:
         vllm_serve.ServeSubcommand.cmd(args)
     except Exception as error:
@@ -300,7 +304,10 @@ async def _run_server(args: argparse.Namespace) -> None:
 def _set_environment() -> None:
     """What has to be in the environment before vLLM, or prometheus_client, is imported."""
     if METRICS_DIR not in os.environ:
-        os.environ[METRICS_DIR] = tempfile.mkdtemp(prefix="vllm-kvmerge-metrics-")
+        try:
+            os.environ[METRICS_DIR] = make_metrics_folder()
+        except OSError as error:
+            raise Fault(f"no folder for metrics ({error}): set TMPDIR or {METRICS_DIR}") from None
         # Processes that this one spawns inherit the variable and leave the folder alone.
         atexit.register(shutil.rmtree, os.environ[METRICS_DIR], ignore_errors=True)
     os.environ[ALLOWED_PLUGINS] = ",".join(_allowed_plugins(os.environ.get(ALLOWED_PLUGINS)))

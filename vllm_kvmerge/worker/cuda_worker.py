@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvmerge.cache.manager import register_spec
+from vllm_kvmerge.processes import end_with_parent
 from vllm_kvmerge.server.validation import drop_validator
 from vllm_kvmerge.support import check_config
 
@@ -19,6 +20,7 @@ class KVMergeCUDAWorker(Worker):
     """vLLM's GPU worker with our model runners and attention backend."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
         check_config(vllm_config)
         drop_validator(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)

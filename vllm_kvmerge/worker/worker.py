@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvmerge.cache.manager import register_spec
+from vllm_kvmerge.processes import end_with_parent
 from vllm_kvmerge.server.validation import drop_validator
 from vllm_kvmerge.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.worker.runner import CompressionCPUModelRunner
@@ -21,6 +22,7 @@ class KVMergeWorker(CPUWorker):
     """vLLM's CPU worker with our model runner and attention backend."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
         check_config(vllm_config)
         if vllm_config.use_v2_model_runner:
             raise UnsupportedConfigError("VLLM_USE_V2_MODEL_RUNNER=1 is not supported: allowed on CPU: 0")

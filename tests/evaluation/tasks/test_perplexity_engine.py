@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.processes import end_with_tests
 from vllm_kvmerge import demo
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.evaluation.tasks.perplexity import Perplexity
@@ -52,7 +53,8 @@ def test_perplexity_is_the_models(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=500,
+        preexec_fn=end_with_tests,
     )
     assert process.returncode == 0, process.stdout[-4000:]
     measured = {}

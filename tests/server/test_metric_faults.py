@@ -1,0 +1,51 @@
+"""A server whose metrics have no room: it serves, says so once, and shows what it has."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from tests.server.conftest import serving, wait_until
+
+ERRORS = "vllm:kvmerge_metrics_write_errors"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("metrics")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """A server that counts on a disk of 192 KB, which are three files; it has more, in three processes."""
+    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=192k tmpfs "$0" && exec "$@"', str(folder)]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    with serving(prefix=mount, PROMETHEUS_MULTIPROC_DIR=str(folder)) as ready:
+        yield ready
+
+
+def ask(server):
+    for policy in ("full", "h2o", "keepkv", "snapkv"):
+        body = {"max_tokens": 200, "ignore_eos": True, "kv_compression": {"policy": policy}}
+        assert server.complete([2, *range(20, 400)], **body)["usage"]["completion_tokens"] == 200
+
+
+def test_a_full_disk_ends_nothing(server):
+    ask(server)
+    assert server.process.poll() is None
+    assert server.metric(ERRORS) > 0
+    assert server.metric("vllm:generation_tokens_total") == 800
+    said = [line for line in server.log if "kept in memory" in line]
+    assert 0 < len(said) <= 3 and all("No space left on device" in line for line in said)
+
+
+def test_a_folder_that_is_emptied_ends_nothing(server, folder):
+    before = server.metric("vllm:generation_tokens_total")
+    inside = f"/proc/{server.process.pid}/root{folder}"
+    subprocess.run(f"rm {inside}/*.db", shell=True, check=True)
+    ask(server)
+    assert server.metric("vllm:generation_tokens_total") == before + 800
+    # There is room again.
+    wait_until(lambda: server.metric("vllm:kvmerge_generation_tokens_total") >= 0)
+    assert server.process.poll() is None
