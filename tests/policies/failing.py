@@ -1,9 +1,11 @@
 """Parts of somebody else's that fail in every way there is."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from vllm_kvmerge import config
 from vllm_kvmerge.policies import MERGERS, PRESETS, SELECTORS, CompressionContext, Entries, Preset, register
 from vllm_kvmerge.policies.mergers import DropMerger
+from vllm_kvmerge.policies.plugins import GROUP
 from vllm_kvmerge.policies.registry import register_preset
 from vllm_kvmerge.policies.selectors.recent import Recent
 
@@ -77,13 +80,17 @@ class FailingMerger(DropMerger):
         return outcome
 
 
+def register_all() -> None:
+    register(Failing)
+    register(FailingMerger)
+    register_preset(Preset(PRESET, "a test", "none", "failing", "failing"))
+
+
 @contextmanager
 def registered() -> Iterator[None]:
     """The preset and its parts are known, in this process."""
     try:
-        register(Failing)
-        register(FailingMerger)
-        register_preset(Preset(PRESET, "a test", "none", "failing", "failing"))
+        register_all()
         yield
     finally:
         PRESETS.pop(PRESET, None)
@@ -96,3 +103,13 @@ def registered() -> Iterator[None]:
 FAULTS = [("select_fault", fault, "selector:failing") for fault in SELECTOR_FAULTS]
 FAULTS += [("merge_fault", fault, "merger:failing") for fault in MERGER_FAULTS]
 """Field, value, and the part that is to blame."""
+
+
+def write_package(folder: Path) -> dict[str, str]:
+    """Makes the preset one of an installed package, for processes with the returned variables in their environment."""
+    info = folder / "kvmerge_failing-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvmerge-failing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nfailing = kvmerge_failing\n")
+    (folder / "kvmerge_failing.py").write_text("from tests.policies import failing\n\nfailing.register_all()\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}

@@ -1,0 +1,93 @@
+"""Through HTTP: what is too expensive or not allowed is refused, and what fails says which part, alone."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.policies import failing
+from tests.server.conftest import Server, serving
+from vllm_kvmerge.policies import PRESETS
+
+ALLOWED = sorted({*PRESETS, failing.PRESET} - {"tova"})
+PROMPT = " ".join(f"remember fiso {1000 + i}." for i in range(300)) + " recall fiso"
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Little time, little memory, all policies but one, and a package whose parts fail."""
+    variables = failing.write_package(tmp_path_factory.mktemp("packages") / "site")
+    options = ("--max-compaction-seconds", "0.5", "--max-compaction-bytes", str(48 << 20))
+    with serving(*options, "--allowed-policies", *ALLOWED, **variables) as server:
+        yield server
+
+
+def answer(server: Server, compression: dict, **body) -> httpx.Response:
+    return server.post(
+        "/v1/completions",
+        {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "kv_compression": compression, **body},
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("compression", "param", "said"),
+    [
+        (
+            {"policy": "grkv", "regression_window": 4000},
+            "kv_compression",
+            ["merger:regression"],
+        ),
+        ({"policy": "grkv", "steps": 32, "cg_iterations": 1000}, "kv_compression", ["merger:regression", " s, most"]),
+        ({"policy": "tova"}, "kv_compression.policy", ["'tova' is not allowed", "allowed: adakv"]),
+        ({"policy": "snapkv", "context_tokens": 100_000}, "kv_compression.context_tokens", ["more than the prompt"]),
+        ({"policy": "cam", "num_receivers": 10**15}, "kv_compression.num_receivers", ["4096", "1000000000000000"]),
+        ({"policy": "pyramidkv", "ratio": 1e308}, "kv_compression.ratio", ["1000", "1e+308"]),
+    ],
+)
+def test_refused_at_the_door(strict: Server, compression: dict, param: str, said: list[str], stream: bool) -> None:
+    response = answer(strict, compression, stream=stream)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and error["type"] == "BadRequestError"
+    for words in [*said, "allowed" if param.endswith(("policy", "compression")) else ""]:
+        assert words in error["message"]
+
+
+def test_a_number_of_400_digits_is_refused(strict: Server) -> None:
+    body = json.dumps({"model": "demo", "prompt": "x", "kv_compression": {"policy": "h2o", "num_sink_tokens": 7}})
+    for route in ("/v1/completions", "/invocations"):
+        digits = body.replace(": 7", ": " + "7" * 400)
+        headers = {"Content-Type": "application/json"}
+        response = httpx.post(strict.url + route, content=digits, headers=headers, timeout=60)
+        assert response.status_code == 400 and len(response.text) < 600
+        assert response.json()["error"]["param"] == "kv_compression.num_sink_tokens"
+
+
+def test_failing_parts_among_other_requests(strict: Server) -> None:
+    """Twenty requests at once, a third of them with parts that fail: those say which, the others are answered."""
+    good = answer(strict, {"policy": "keepkv", "budget": 64}).json()["choices"][0]["text"]
+    plain = strict.complete(PROMPT, max_tokens=8)["choices"][0]["text"]
+    faults = [fault for fault in failing.FAULTS if fault[1] != "sleep"]
+    faults += [fault for fault in failing.FAULTS if fault[1] == "sleep"]
+    jobs = [{"policy": failing.PRESET, "budget": 64, field: value} for field, value, _ in faults]
+    with ThreadPoolExecutor(32) as pool:
+        failed = [pool.submit(answer, strict, job) for job in jobs]
+        fine = [pool.submit(answer, strict, {"policy": "keepkv", "budget": 64}) for _ in range(6)]
+        untouched = [pool.submit(strict.complete, PROMPT, max_tokens=8) for _ in range(6)]
+        streamed = pool.submit(answer, strict, jobs[0], stream=True)
+    for future, (_, _, part) in zip(failed, faults, strict=True):
+        response = future.result()
+        assert response.status_code == 500, response.text
+        assert part.replace(":", " ") in response.json()["error"]["message"]
+    assert "selector failing" in streamed.result().text and '"error"' in streamed.result().text
+    assert {future.result().json()["choices"][0]["text"] for future in fine} == {good}
+    assert {future.result()["choices"][0]["text"] for future in untouched} == {plain}
+    for part in ("selector:failing", "merger:failing"):
+        count = sum(blamed == part for *_, blamed in faults) + (part == "selector:failing")
+        labels = {"policy": failing.PRESET, "part": part}
+        assert strict.metric("vllm:kvmerge_failed_compactions_total", **labels) == count
+    assert strict.metric("vllm:kvmerge_live_bytes") == 0
+    assert answer(strict, {"policy": "keepkv", "budget": 64}).json()["choices"][0]["text"] == good
