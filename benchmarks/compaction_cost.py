@@ -1,26 +1,33 @@
 """What compactions cost and what policies say they cost: ``python benchmarks/compaction_cost.py``.
 
 The cache of one request, some layers of random keys, values and scores, is compressed by the worker's own code, at the
-end of a prompt and, for bounded policies, again after an interval. Seconds are the median of ``--repeats``. Bytes are
-the most that was allocated at once, by PyTorch's account of every allocation; what the native operators allocate
-themselves is allocated from PyTorch in their stead while they run. A ratio is estimate over measurement.
+end of a prompt and, for bounded policies, again after an interval. Seconds are those of the thread, the least of
+``--repeats``. Bytes are the most that was allocated at once, by PyTorch's account of every allocation; what a native
+operator allocates for a batch is allocated from PyTorch in its stead while it runs. Both are for one head of one layer.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import torch
+from report import save, short
+from rich.progress import track
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from vllm_kvmerge.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.cache.plan import CompressionPlan
 from vllm_kvmerge.config import parse_compression
+from vllm_kvmerge.evaluation.options import print_table
 from vllm_kvmerge.kernels import Pages, cell_bytes, native
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, measure_rates
 from vllm_kvmerge.worker.compactor import Compaction, Compactor
 
 BLOCK_SIZE = 16
@@ -31,7 +38,7 @@ EXPENSIVE: tuple[dict[str, Any], ...] = (
     {"policy": "grkv", "steps": 4},
     {"policy": "zsmerge", "residual_share": 0.5},
     {"policy": "cam", "merge_prompt": True, "num_receivers": 4096},
-    {"policy": "morphkv", "recent_window": 256},
+    {"policy": "morphkv", "recent_window": 100},
     {"policy": "keepkv", "merge_threshold": -1.0},
 )
 
@@ -128,21 +135,9 @@ def _similar_bytes(units: Any, members: Tensor, carriers: Tensor, usable: Tensor
     return len(carriers) * tiles * 32 * 4 * (units.layers[0].head_size + 2)
 
 
-def _fused_bytes(units: Any, queries: Tensor, *others: Any) -> int:
-    # fuse_scratch of csrc/cpu/kernels.cpp, of each thread: per slot votes, positions, result and 32 rows of weights.
-    rows = max(32, queries.shape[1])
-    threads = min(torch.get_num_threads(), len(queries))
-    return threads * 4 * ((units.num_entries + 256) * (3 + rows) + rows * (queries.shape[-1] + 256))
-
-
-def _moved_bytes(units: Any, destination: Tensor, kept: Tensor) -> int:
-    # move_entries of csrc/cpu/entries.cpp, of each thread: keys and values of a head's entries that move.
-    threads = min(torch.get_num_threads(), len(kept))
-    return threads * 4 * 2 * (kept.shape[1] + 1) * units.layers[0].head_size
-
-
-NATIVE = {"most_similar": _similar_bytes, "fused_attention": _fused_bytes, "move_entries": _moved_bytes}
-"""The native operators that allocate more than some numbers per entry of one head, and how many bytes at most."""
+NATIVE = {"most_similar": _similar_bytes}
+"""The native operators that allocate for a batch, and how many bytes. What others allocate a thread keeps for all its
+calls: at most 2 c d numbers (``move_entries``) or 35 n (``fused_attention``)."""
 
 
 @contextmanager
@@ -166,3 +161,92 @@ def native_allocations_counted() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(native, name, original)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Stated and measured, for one KV head of one layer. num_entries: before the compression."""
+
+    parameters: dict[str, Any]
+    at_prompt_end: bool
+    num_entries: int
+    stated_bytes: int
+    bytes: float
+    stated_seconds: float
+    seconds: float
+
+
+def measure(scene: Scene, parameters: dict[str, Any], rates: Rates, repeats: int) -> Iterator[Row]:
+    num_heads = scene.sizes.layers * scene.sizes.kv_heads
+    for compaction in (scene.first, scene.second)[: 1 + scene.bounded]:
+        peak = peak_bytes(lambda: scene.run(compaction))  # noqa: B023
+        seconds = []
+        for _ in range(repeats):
+            started = thread_time()
+            scene.run(compaction)
+            seconds.append(thread_time() - started)
+        cost = scene.cost(compaction)
+        yield Row(
+            parameters,
+            compaction.plan.front == 0,
+            compaction.num_entries,
+            4 * cost.numbers,
+            peak / num_heads,
+            cost.seconds(rates),
+            min(seconds) / num_heads,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", type=int, nargs="+", default=[1024, 4096, 8192], help="tokens of the prompt")
+    parser.add_argument("--share", type=float, default=0.1, help="budget, as a share of the prompt")
+    parser.add_argument("--interval", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=4, help="query heads per KV head")
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--policies", nargs="+", help="default: all, and some with parameters that cost much")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/compaction_cost.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = Sizes(
+        arguments.layers,
+        arguments.kv_heads,
+        arguments.groups,
+        arguments.head_size,
+        arguments.hidden_size,
+        getattr(torch, arguments.dtype),
+    )
+    rates = measure_rates()
+    cases = [{"policy": policy} for policy in arguments.policies or sorted(PRESETS)]
+    if not arguments.policies:
+        cases += EXPENSIVE
+    rows = []
+    for parameters in track(cases, "policies"):
+        for entries in arguments.entries:
+            scene = Scene(sizes, parameters, entries, int(arguments.share * entries), arguments.interval)
+            rows += measure(scene, parameters, rates, arguments.repeats)
+    save(arguments.output, vars(arguments) | {"rates": asdict(rates)}, rows)
+    print_table(
+        "Cost of a compaction for one KV head of one layer: stated, measured, and their ratio",
+        ["KiB stated", "measured", "ratio", "us stated", "measured", "ratio"],
+        {
+            f"{' '.join(map(str, row.parameters.values()))}, {'prompt' if row.at_prompt_end else 'later'}, "
+            f"{row.num_entries}": [
+                *(short(value / 1024) for value in (row.stated_bytes, row.bytes)),
+                short(row.stated_bytes / row.bytes),
+                *(short(1e6 * value) for value in (row.stated_seconds, row.seconds)),
+                short(row.stated_seconds / row.seconds),
+            ]
+            for row in rows
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

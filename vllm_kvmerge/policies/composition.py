@@ -130,12 +130,13 @@ class CompressionPolicy(BaseModel):
         weights = group * shape.hidden_size * d if self.needs_output_weights else 0
         # Metadata of all entries and places, queries as they are kept and in float32, the output projection.
         own = Cost(
-            numbers=9 * n + 14 * largest + 3 * num_queries * group * d + weights,
+            numbers=8 * n + 14 * largest + 3 * num_queries * group * d + weights,
             touches=60 * n + 60 * largest + 8 * num_queries * group * d + weights + CALLS,
         )
         if largest > shape.budget:
             # Heads with different budgets go one after the other; rows are read for all and taken for some.
-            own += Cost(parts.numbers + 12 * n + 14 * largest, 0, 40 * (n + largest))
+            keys = shape.row_numbers if num_queries else 0  # which are multiplied where they lie only for all heads
+            own += Cost(parts.numbers + 2 * keys + 6 * n + 12 * largest, 0, 40 * (n + largest))
         return own + parts
 
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:

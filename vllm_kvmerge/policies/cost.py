@@ -81,13 +81,18 @@ def gathering(count: int) -> int:
 
 
 def comparing(num_members: int, num_carriers: int, head_size: int) -> Cost:
-    """``Entries.most_similar`` of so many members with so many carriers."""
-    part = min(num_members, PART_ENTRIES)
+    """Of ``Entries.most_similar`` where keys lie in pages: carriers are copied side by side."""
     return Cost(
-        numbers=2 * (num_carriers + part) * head_size + 2 * MAX_SIMILARITY_BYTES // 4,
+        numbers=(num_carriers + 32) * (head_size + 2) + 3 * num_members,
         products=num_members * num_carriers * head_size,
         touches=num_members * num_carriers + gathering((num_members + num_carriers) * head_size),
     )
+
+
+def comparing_tensors(num_members: int, num_carriers: int, head_size: int) -> int:
+    """Numbers held by ``Entries.most_similar`` where keys are read first."""
+    part = min(num_members, PART_ENTRIES)
+    return 2 * (num_carriers + part) * head_size + min(num_carriers * part, MAX_SIMILARITY_BYTES // 4)
 
 
 def attending(num_entries: int, num_queries: int, group_size: int) -> int:

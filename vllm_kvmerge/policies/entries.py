@@ -73,7 +73,12 @@ class Entries:
         similarity, ``[H, m]``, at most 1, -inf where no carrier is usable, and the carrier's index, ``[H, m]``, of
         equally similar ones the first's.
         """
-        return most_similar(self.keys_at(members), self.keys_at(carriers), carriers, usable)
+        keys = self.keys_at(carriers)
+        parts = [
+            most_similar(self.keys_at(part), keys, carriers, usable) for part in members.split(PART_ENTRIES, dim=1)
+        ]
+        similarity, best = (torch.cat(planes, dim=1) for planes in zip(*parts, strict=True))
+        return similarity, best
 
     def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
         """``[H, n]``: attention to each entry, summed over the G query heads, then ``fusion`` over the ``w`` queries.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-MAX_SIMILARITY_BYTES = 8 << 20
+MAX_SIMILARITY_BYTES = 1 << 18
 """Size of a matrix of similarities above which it is computed in pieces."""
 
 

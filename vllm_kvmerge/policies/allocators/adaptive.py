@@ -53,4 +53,4 @@ class Adaptive(Allocator):
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries
         # Every head of the layer is sorted, and then all of them together.
-        return Cost(numbers=16 * n, touches=4 * sorting(n) + 20 * n)
+        return Cost(numbers=6 * n, touches=4 * sorting(n) + 20 * n)

@@ -93,10 +93,11 @@ class AsymKVMerger(Merger):
         return Outcome.of(entries, kept)
 
     def cost(self, shape: CostShape) -> Cost:
+        m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
         n = shape.num_entries
         # Each round sorts what is left, and halves it at best.
         rounds = Cost(numbers=40 * n, touches=12 * sorting(n) + 200 * n)
-        return absorbing(shape) + rounds
+        return absorbing(m, min(m, c), d) + rounds
 
 
 def _pair_costs(scores: Tensor, log_votes: Tensor, valid: Tensor) -> Tensor:

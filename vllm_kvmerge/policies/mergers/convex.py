@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, Entries, Outcome
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering
+from vllm_kvmerge.policies.cost import Cost, gathering
 from vllm_kvmerge.policies.indexing import any_at, inverse, padded, select
 
 
@@ -39,13 +39,12 @@ def take_in(
     return changed, keys, values
 
 
-def absorbing(shape: CostShape) -> Cost:
-    """``take_in`` of all entries that leave, and what ``absorb`` does besides."""
-    m, r = shape.num_leaving, min(shape.num_leaving, shape.num_kept)
-    rows = (m + r) * shape.head_size
+def absorbing(num_members: int, num_carriers: int, head_size: int) -> Cost:
+    """Of ``take_in`` where so many members join as many carriers at most, with what ``absorb`` does besides."""
+    rows = (num_members + num_carriers) * head_size
     return Cost(
-        numbers=2 * rows + 24 * m + 12 * shape.num_kept,
-        touches=4 * gathering(rows) + 12 * m * shape.head_size + 40 * shape.num_entries,
+        numbers=2 * rows + 16 * num_members + 12 * num_carriers,
+        touches=4 * gathering(rows) + 12 * num_members * head_size + 40 * (num_members + num_carriers),
     )
 
 

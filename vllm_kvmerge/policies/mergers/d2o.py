@@ -59,4 +59,7 @@ class D2OMerger(Merger):
         return torch.where(count > 0, moved, previous)
 
     def cost(self, shape: CostShape) -> Cost:
-        return comparing(shape.num_leaving, shape.num_kept, shape.head_size) + absorbing(shape)
+        m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
+        return comparing(m, c, d) + absorbing(
+            shape.num_leaving, min(shape.num_leaving, shape.num_kept), shape.head_size
+        )

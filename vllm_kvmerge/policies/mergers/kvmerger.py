@@ -53,8 +53,9 @@ class KVMergerMerger(Merger):
         return absorb(entries, kept, evicted, carriers, weights, protected)
 
     def cost(self, shape: CostShape) -> Cost:
-        compared = comparing(shape.num_leaving, shape.num_kept, shape.head_size)
-        return compared + absorbing(shape) + Cost(touches=gathering(3 * shape.num_leaving * shape.head_size))
+        m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
+        compared = comparing(m, c, d)
+        return compared + absorbing(m, min(m, c), d) + Cost(touches=gathering(3 * m * d))
 
 
 def _distances(entries: Entries, members: Tensor, centres: Tensor) -> Tensor:

@@ -156,6 +156,7 @@ class RegressionMerger(Merger):
         )
         iteration = Cost(products=2 * r * c * d + min(r, 2 * d) * r * c, touches=8 * r * c + 30 * r * d)
         key_step = Cost(products=7 * r * c * d + products**2 * d, touches=60 * r * c + 30 * (r + c) * d)
+        num_iterations = (self.cg_iterations + 1) // 2  # about as many as it takes
         step = Cost()
         if "v" in self.components:
             step += value_step
@@ -163,8 +164,8 @@ class RegressionMerger(Merger):
             step += key_step
             step = Cost(
                 0,
-                step.products + self.cg_iterations * iteration.products,
-                step.touches + self.cg_iterations * iteration.touches,
+                step.products + num_iterations * iteration.products,
+                step.touches + num_iterations * iteration.touches,
             )
         return Cost(
             numbers=max(2 * n * d + attending(n, queries, shape.group_size), fit) + 20 * n,

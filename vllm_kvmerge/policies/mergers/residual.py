@@ -1,6 +1,5 @@
 """Merger that averages what leaves the cache into a few residual slots (ZSMerge)."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -68,19 +67,24 @@ class ResidualMerger(Merger):
         )
 
     def cost(self, shape: CostShape) -> Cost:
+        # What leaves, and with it what is taken from the budget for slots.
         m, s, d = shape.num_leaving, min(self.num_slots(shape.budget), shape.num_kept), shape.head_size
-        m += s  # which are taken from what is kept
+        sorted_ = sorting(m + s) + 80 * shape.num_entries
         if shape.at_prompt_end:
+            rest = m + s
             return Cost(
-                numbers=(2 * m + 2 * s) * d + 24 * m + 12 * s,
-                touches=gathering(4 * m * d) + 8 * m * d + sorting(m) + 80 * shape.num_entries,
+                (2 * rest + 2 * s) * d + 24 * rest + 12 * s, 0, gathering(4 * rest * d) + 8 * rest * d + sorted_
             )
         part = min(m, MAX_JOINING)
-        joined = absorbing(replace(shape, budget=shape.num_entries - m))
-        return joined + Cost(
-            numbers=(2 * s + 2 * part) * d + 3 * part * (s + part),
+        joined = Cost(
+            numbers=(3 * s + 3 * part) * d + 3 * part * (s + part),
             products=m * (s + part) * d,
-            touches=gathering((m + s) * d) + m * (2 * s + 8 * part) + 6 * m * d + sorting(m),
+            touches=gathering((m + s) * d) + m * (2 * s + 2 * part) + 6 * m * d,
+        )
+        # Each is held after the other.
+        taken = absorbing(m, min(m, s), d)
+        return Cost(
+            max(joined.numbers, taken.numbers) + 24 * (m + s), joined.products, joined.touches + taken.touches + sorted_
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_kvmerge.kernels.merge import AUTO_TOLERANCE, MAX_SCALE, ZipMode
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
-from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, gathering, sorting
+from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, comparing_tensors, gathering, sorting
 from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded, select
 from vllm_kvmerge.policies.registry import register
 
@@ -179,7 +179,8 @@ class ZipMerger(Merger):
         lower, upper = n // 2, n - n // 2
         earlier = comparing(lower, upper, shape.head_size) + self._absorb_cost(lower, lower, shape)
         later = comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
-        return earlier + later + Cost(touches=2 * sorting(n))
+        # What was merged before is compared as tensors.
+        return earlier + later + Cost(comparing_tensors(m, c, shape.head_size), 0, 2 * sorting(n))
 
     def _absorb_cost(self, num_members: int, num_carriers: int, shape: CostShape) -> Cost:
         """Of ``_absorb`` where all members join."""

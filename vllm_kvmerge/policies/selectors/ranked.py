@@ -35,4 +35,4 @@ class RankedSelector(Selector):
 
     def cost(self, shape: CostShape) -> Cost:
         """Of protecting and selecting; a subclass adds that of its ranking."""
-        return Cost(numbers=3 * shape.num_entries, touches=30 * shape.num_entries)
+        return Cost(numbers=2 * shape.num_entries, touches=30 * shape.num_entries)

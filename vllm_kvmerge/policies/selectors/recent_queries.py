@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm_kvmerge.policies.attention import Fusion
 from vllm_kvmerge.policies.base import MAX_QUERIES, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering
+from vllm_kvmerge.policies.cost import Cost, CostShape, gathering
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -54,8 +54,7 @@ class RecentQueries(RankedSelector):
         rows = shape.group_size * queries
         pooling = 0 if self.kernel_size == 1 else 8 * n
         return super().cost(shape) + Cost(
-            # Keys are read as a whole where heads have budgets of their own; else operators multiply where they lie.
-            numbers=shape.row_numbers + attending(n, queries, shape.group_size) + 2 * n + pooling,
+            numbers=2 * n + pooling,  # keys are multiplied where they lie
             products=rows * shape.row_numbers,
             touches=6 * rows * n + gathering(shape.row_numbers) + 8 * pooling,
         )

@@ -30,4 +30,4 @@ class Tova(RankedSelector):
         return pooled.expand_as(context.by_unit(importance)).flatten(0, 1)
 
     def cost(self, shape: CostShape) -> Cost:
-        return super().cost(shape) + Cost(numbers=4 * shape.num_entries, touches=8 * shape.num_entries)
+        return super().cost(shape) + Cost(numbers=2 * shape.num_entries, touches=8 * shape.num_entries)

@@ -41,4 +41,4 @@ class WindowTopK(Selector):
 
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries
-        return Cost(numbers=8 * n, touches=sorting(n) // 4 + 60 * n)
+        return Cost(numbers=5 * n, touches=sorting(n) // 4 + 60 * n)
