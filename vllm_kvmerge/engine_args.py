@@ -26,6 +26,10 @@ CONFIG_KEY = "kvmerge"
 
 BLOCK_SIZE = 32
 
+LEAST_COMPACTION_BYTES = 256 << 20
+LAYERS_AT_ONCE = 3
+"""Sizes of a layer of the longest request that the presets' mergers get by with."""
+
 
 class PluginConfig(BaseModel):
     """What ``additional_config`` may hold for the plugin."""
@@ -44,18 +48,18 @@ class PluginConfig(BaseModel):
         None,
         description="Policies that requests may name, besides full, and whose parts they may combine. Default: all.",
     )
-    max_compaction_bytes: int = Field(
-        256 << 20,
-        ge=1 << 20,
-        le=1 << 40,
-        description="Memory outside the cache that compressing one request may take, per worker; more is refused.",
+    max_compaction_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] | None = Field(
+        None,
+        description="Memory outside the cache that compressing one request may take, per worker; more is refused. "
+        f"Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times what keys and values of one layer of the "
+        "longest request take in float32, where that is more.",
     )
     max_compaction_seconds: float = Field(
-        2.0,
+        5.0,
         gt=0.0,
         le=3600.0,
-        description="Seconds, as estimated, that compressing one request, or the requests of one step, may keep all "
-        "others waiting; during generation once per block of tokens. What would take longer is refused.",
+        description="Seconds, as estimated, that compressing one request may keep all others waiting; during "
+        "generation once per block of tokens. What would take longer is refused.",
     )
     api_key_routes: Literal["all", "v1"] = Field(
         "all",
@@ -90,9 +94,10 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
     """What an engine's requests are held to; how fast its workers compute is for them to say."""
     options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     allowed, num_kv_heads = options.allowed_policies, model.get_num_kv_heads(parallel)
+    one_layer = 4 * 2 * num_kv_heads * model.get_head_size() * model.max_model_len
     return Limits(
         allowed_policies=None if allowed is None else frozenset(allowed),
-        max_bytes=options.max_compaction_bytes,
+        max_bytes=options.max_compaction_bytes or max(LEAST_COMPACTION_BYTES, LAYERS_AT_ONCE * one_layer),
         max_seconds=options.max_compaction_seconds,
         shape=ModelShape(
             num_layers=model.get_num_layers(parallel),

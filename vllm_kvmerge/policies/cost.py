@@ -1,8 +1,8 @@
 """What a compaction costs, as parts state it, and how fast a device works that off."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -10,6 +10,8 @@ import torch
 from vllm_kvmerge.policies.attention import MAX_ATTENTION_BYTES
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.similarity import MAX_SIMILARITY_BYTES
+
+MEASURING_SECONDS = 0.025
 
 
 @dataclass(frozen=True)
@@ -110,24 +112,45 @@ class Rates:
 
 
 def measure_rates(device: torch.device | str = "cpu") -> Rates:
-    """The rates of ``device`` in float32, with PyTorch's number of threads: medians of small runs, some 50 ms in all.
+    """The rates of ``device`` in float32, when nobody else keeps it busy.
 
-    The element-wise pass takes exponentials, because memory alone limits hardly any part.
+    The fastest of many short runs, some 50 ms in all: what a machine can do, however busy it is while it starts. On the
+    CPU they run on one core, because threads that wait for each other on a busy machine say nothing of it; of PyTorch's
+    threads half are taken to help. The element-wise pass takes exponentials, because memory alone limits hardly any
+    part.
     """
-    one, other = torch.rand(2, 384, 384, device=device)
-    plane = torch.rand(1 << 18, device=device)
-    products = _seconds(lambda: one @ other, one.device)
-    passes = _seconds(lambda: plane.exp(), plane.device)
-    return Rates(len(one) ** 3 / products, 2 * len(plane) / passes)
+    one, other = torch.rand(2, 256, 256, device=device)
+    plane = torch.rand(1 << 16, device=device)
+    with _one_thread(one.device) as num_threads:
+        products = _seconds(lambda: one @ other, one.device)
+        passes = _seconds(lambda: plane.exp(), plane.device)
+    helping = max(1.0, num_threads / 2)
+    return Rates(helping * len(one) ** 3 / products, helping * 2 * len(plane) / passes)
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 11) -> float:
-    """The median of ``repeats`` runs, after some that do not count."""
-    seconds = []
-    for _ in range(repeats + 3):
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[int]:
+    """PyTorch runs on one thread where it computes on the CPU; gives the number that it has otherwise, on a GPU 1."""
+    if device.type != "cpu":
+        yield 1
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield num_threads
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The shortest of the runs that fit in ``MEASURING_SECONDS``, ten at least, after some that do not count."""
+    best, num_runs, until = float("inf"), 0, perf_counter() + MEASURING_SECONDS
+    while num_runs < 13 or perf_counter() < until:
         started = perf_counter()
         run()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        seconds.append(perf_counter() - started)
-    return median(seconds[3:])
+        num_runs += 1
+        if num_runs > 3:
+            best = min(best, perf_counter() - started)
+    return best

@@ -86,7 +86,8 @@ class Compactor:
     among all of them. all_heads: gathers ``[H, ...]`` from all tensor-parallel workers. output_weights: gives a layer's
     output projection as ``[H, G, hidden, d]`` float32, or None where it is not known. group_size: query heads per KV
     head. max_bytes: of working memory that a policy may need for a batch; larger ones are split, down to one layer of
-    one request. max_seconds: how long a policy may work on a batch; None: as long as it takes.
+    one request. max_seconds: how much longer a policy may work on a batch than ``SLACK`` times what ``rates`` let
+    expect; None: as long as it takes.
     """
 
     layers: Sequence[Pages]

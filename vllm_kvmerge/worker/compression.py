@@ -25,7 +25,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_kvmerge.attention.rows import PLAIN, BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow
 from vllm_kvmerge.cache.plan import CompressionPlan, CompressionReport, CompressionStep, Failure
 from vllm_kvmerge.config import CompressionConfig, parse_compression
-from vllm_kvmerge.engine_args import plugin_config
+from vllm_kvmerge.engine_args import plugin_config, request_limits
 from vllm_kvmerge.kernels import ScoreUpdate, implementation, override
 from vllm_kvmerge.kernels.page import sent
 from vllm_kvmerge.metrics import count_entries, observe_compaction
@@ -34,9 +34,6 @@ from vllm_kvmerge.worker.compactor import Compaction, Compactor, Execution
 from vllm_kvmerge.worker.output_weights import OutputWeights
 
 logger = init_logger(__name__)
-
-SLACK = 4
-"""How much longer than ``max_compaction_seconds`` a policy may really take: estimates and machines vary."""
 
 
 @dataclass
@@ -133,8 +130,15 @@ class Compression:
         for index, layer in enumerate(layers):
             layer.kvmerge_index = index
         pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
-        options, parallel = plugin_config(self._config), self._config.parallel_config
-        override(options.operators)
+        override(plugin_config(self._config).operators)
+        limits, self.rates = request_limits(self._config), measure_rates(self._device)
+        logger.info(
+            "Compressing one request may take %.0f MiB and, at %.3g products and %.3g other numbers a second, %g s",
+            limits.max_bytes / 2**20,
+            self.rates.products_per_second,
+            self.rates.touches_per_second,
+            limits.max_seconds,
+        )
         logger.info("KV cache operators: %s", implementation(pages[0]))
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
         self._compactor = Compactor(
@@ -144,11 +148,12 @@ class Compression:
             all_heads=self._all_heads,
             output_weights=OutputWeights(model, group.layer_names, pages[0].num_kv_heads, self._query_shape),
             group_size=self._query_shape[0] // pages[0].num_kv_heads,
-            max_bytes=options.max_compaction_bytes,
+            max_bytes=limits.max_bytes,
             # Workers that compare heads wait for each other: one of them must not be interrupted alone.
-            max_seconds=SLACK * options.max_compaction_seconds if parallel.tensor_parallel_size == 1 else None,
+            max_seconds=limits.max_seconds if self._config.parallel_config.tensor_parallel_size == 1 else None,
+            rates=self.rates,
         )
-        self._report.rates = self.rates = measure_rates(self._device)
+        self._report.rates = self.rates
 
     def zero_block_ids(self, block_ids: list[int]) -> None:
         """Overwrites the keys and values of blocks that come from a compressed request."""

@@ -14,7 +14,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.attention.cuda import shortest_chunk
 from vllm_kvmerge.attention.rows import PromptScores, QueryRings
-from vllm_kvmerge.engine_args import plugin_config
+from vllm_kvmerge.engine_args import plugin_config, request_limits
 from vllm_kvmerge.kernels import Pages
 from vllm_kvmerge.kernels.triton.workspace import Workspace, workspace_of
 from vllm_kvmerge.worker.compression import Compression
@@ -85,7 +85,7 @@ class CUDACompression(Compression):
         """Around vLLM's profiling run: takes and gives back what a prompt's scores and a compaction need for a time."""
         scores = PromptScores.empty(self._num_layers, self._num_kv_heads, self._max_model_len, self._device)
         yield
-        torch.empty(plugin_config(self._config).max_compaction_bytes, dtype=torch.uint8, device=self._device)
+        torch.empty(request_limits(self._config).max_bytes, dtype=torch.uint8, device=self._device)
         del scores
 
     def prepare_attention(self, attn_groups: list[list[AttentionGroup]], block_table_width: int) -> None:
