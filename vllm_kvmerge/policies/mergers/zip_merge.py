@@ -175,12 +175,17 @@ class ZipMerger(Merger):
         n, m, c = shape.num_entries, shape.num_leaving, shape.num_kept
         if not (self.merge_first and shape.at_prompt_end):
             return comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
-        # Half of the entries may go into the other half, and half of what is then left again.
-        lower, upper = n // 2, n - n // 2
-        earlier = comparing(lower, upper, shape.head_size) + self._absorb_cost(lower, lower, shape)
+        # Half of the entries may go into the other half, and what is then left again: compared as tensors where merges
+        # have changed it, while the rows of these are held.
+        joined = min(n // 2, m)
+        first = comparing(n // 2, n - n // 2, shape.head_size) + self._absorb_cost(joined, joined, shape)
         later = comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
-        # What was merged before is compared as tensors.
-        return earlier + later + Cost(comparing_tensors(m, c, shape.head_size), 0, 2 * sorting(n))
+        held = 2 * joined * shape.head_size + comparing_tensors(m, c, shape.head_size)
+        return Cost(
+            max(first.numbers, held + later.numbers),
+            first.products + later.products,
+            first.touches + later.touches + 2 * sorting(n),
+        )
 
     def _absorb_cost(self, num_members: int, num_carriers: int, shape: CostShape) -> Cost:
         """Of ``_absorb`` where all members join."""
