@@ -32,6 +32,9 @@ logger = init_logger(__name__)
 
 NEVER_COMPRESSED = Segments(front=0, tail=0)
 
+STEP_SECONDS = 0.25
+"""How long the compressions of one step may keep everybody else waiting, unless a single one takes longer."""
+
 
 @dataclass(frozen=True)
 class RequestCompression:
@@ -267,8 +270,9 @@ class CompressionSchedulerMixin(Scheduler):
     def _plan_due(self, step: CompressionStep) -> list[Request]:
         """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs.
 
-        Those of one step take no longer together than one alone may, as far as can be told beforehand. The others are
-        put off to the next steps, whoever has waited longest first; until then their requests compute nothing.
+        Those of one step take no longer together than ``STEP_SECONDS``, or than one of them alone, as far as can be told
+        beforehand. The others are put off to the next steps, whoever has waited longest first; until then their
+        requests compute nothing.
         """
         due: dict[str, Request] = {}
         for request in self.running:
@@ -287,7 +291,7 @@ class CompressionSchedulerMixin(Scheduler):
         for request_id in list(self._due):
             request = due[request_id]
             estimate = self._seconds(request)
-            if step.plans and seconds + estimate > self._limits.max_seconds:
+            if step.plans and seconds + estimate > STEP_SECONDS:
                 break
             if self._plan(request, request.kv_compression, step):  # type: ignore[attr-defined]
                 seconds += estimate

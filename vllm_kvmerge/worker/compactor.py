@@ -15,10 +15,14 @@ from vllm_kvmerge.kernels import Pages, Units
 from vllm_kvmerge.kernels.merge import Rows
 from vllm_kvmerge.kernels.page import sent
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, CompressionResult, Outcome
-from vllm_kvmerge.policies.cost import CostShape
+from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
 from vllm_kvmerge.policies.failure import OutOfTime, PartError, PartTimeout, as_part_error, time_limit
 from vllm_kvmerge.policies.indexing import in_place, largest
 from vllm_kvmerge.worker.paged_entries import PagedEntries
+
+
+SLACK = 4
+"""How many times as long as expected a policy may take besides: estimates and machines vary."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Compactor:
     layers: each layer's pages. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among all of them. all_heads: gathers ``[H, ...]`` from all tensor-parallel workers. output_weights: gives a layer's
     output projection as ``[H, G, hidden, d]`` float32, or None where it is not known. group_size: query heads per KV
-    head. max_bytes: of working memory that a policy may need for a batch; larger ones are split, down to one layer of
+    head. hidden_size: of the model. max_bytes: of working memory that a policy may need for a batch; larger ones are split, down to one layer of
     one request. max_seconds: how much longer a policy may work on a batch than ``SLACK`` times what ``rates`` let
     expect; None: as long as it takes.
     """
@@ -96,8 +100,10 @@ class Compactor:
     all_heads: Callable[[Tensor], Tensor] = field(default=lambda tensor: tensor)
     output_weights: Callable[[int], Tensor | None] = field(default=lambda layer: None)
     group_size: int = 1
+    hidden_size: int = 0
     max_bytes: int = 256 << 20
     max_seconds: float | None = None
+    rates: Rates | None = None
 
     def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
         """Executes a step's plans; the numbers of merged and evicted entries of each, over layers and heads.
@@ -133,7 +139,7 @@ class Compactor:
 
         def compress(units: list[_Unit]) -> tuple[Units, CompressionResult]:
             entries = self._gather(units)
-            with time_limit(self.max_seconds):
+            with time_limit(self._allowed_seconds(units)):
                 return entries.units, policy.compress(entries, self._context(units, batch, statistics))
 
         def write(units: list[_Unit], located: Units, result: CompressionResult) -> None:
@@ -146,6 +152,7 @@ class Compactor:
         for units in self._parts(batch):
             for some, (located, result) in _contained(units, failed, compress):
                 write(some, located, result)
+                del located, result  # before the next ones are made
             if failed_units := [unit for unit in units if unit.index in failed]:
                 entries = self._gather(failed_units)
                 write(failed_units, entries.units, _newest(entries, batch[0].plan.new_front))
@@ -156,7 +163,7 @@ class Compactor:
 
         def statistic(units: list[_Unit]) -> Tensor:
             entries = self._gather(units)
-            with time_limit(self.max_seconds):
+            with time_limit(self._allowed_seconds(units)):
                 return batch[0].policy.layer_statistic(entries, self._context(units, batch, None))
 
         statistics = torch.zeros(len(batch), len(self.layers), device=self.device)
@@ -171,18 +178,30 @@ class Compactor:
         units = [_Unit(i, one, layer) for i, one in enumerate(batch) for layer in range(len(self.layers))]
         size = 1
         if not batch[0].policy.needs_output_weights:  # which are too large to repeat
-            shape = CostShape(
-                num_entries=batch[0].num_entries,
-                budget=batch[0].plan.budget,
-                head_size=self.layers[0].head_size,
-                group_size=self.group_size,
-                hidden_size=0,
-                at_prompt_end=batch[0].plan.front == 0,
-            )
-            unit_bytes = 4 * self.num_heads * batch[0].policy.cost(shape).numbers
-            size = max(1, int(self.max_bytes / max(1.0, unit_bytes)))
+            unit_bytes = 4 * self.num_heads * self._cost(batch[0]).numbers
+            size = max(1, self.max_bytes // max(1, unit_bytes))
         for start in range(0, len(units), size):
             yield units[start : start + size]
+
+    def _cost(self, compaction: Compaction) -> Cost:
+        """Of one head of one layer."""
+        return compaction.policy.cost(
+            CostShape(
+                num_entries=compaction.num_entries,
+                budget=compaction.plan.budget,
+                head_size=self.layers[0].head_size,
+                group_size=self.group_size,
+                hidden_size=self.hidden_size,
+                at_prompt_end=compaction.plan.front == 0,
+            )
+        )
+
+    def _allowed_seconds(self, units: list[_Unit]) -> float | None:
+        """How long a policy may work on these units."""
+        if self.max_seconds is None or self.rates is None:
+            return self.max_seconds
+        expected = len(units) * self.num_heads * self._cost(units[0].compaction).seconds(self.rates)
+        return self.max_seconds + SLACK * expected
 
     @property
     def num_heads(self) -> int:

@@ -148,6 +148,7 @@ class Compression:
             all_heads=self._all_heads,
             output_weights=OutputWeights(model, group.layer_names, pages[0].num_kv_heads, self._query_shape),
             group_size=self._query_shape[0] // pages[0].num_kv_heads,
+            hidden_size=self._config.model_config.get_hidden_size(),
             max_bytes=limits.max_bytes,
             # Workers that compare heads wait for each other: one of them must not be interrupted alone.
             max_seconds=limits.max_seconds if self._config.parallel_config.tensor_parallel_size == 1 else None,
