@@ -68,8 +68,10 @@ def test_what_belongs_to_no_request_is_not_marked(client, log):
 
 
 def test_our_lines_go_where_vllms_go(monkeypatch):
-    import vllm.logger  # noqa: F401  configures vLLM's own
+    from vllm.config import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
 
+    configure_logging_if_needed(LoggingConfig())  # as an engine does: this process may have had none
     ours = logging.getLogger("vllm_kvmerge")
     monkeypatch.setattr(ours, "handlers", [])
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
