@@ -189,7 +189,7 @@ def test_json_text_is_parsed():
             {"policy": "zsmerge", "residual_share": 1.0},
             "residual_share",
             "invalid_value",
-            ["1.0", "less than or equal to 0.99999"],
+            ["1.0", "less than 1"],
         ),
         ({"policy": "h2o", "decay": float("nan")}, "", "wrong_type", ["JSON"]),
         ([1], "", "wrong_type", ["object", "list"]),

@@ -64,5 +64,6 @@ def _type_text(field: dict[str, Any]) -> str:
     if "const" in field or "enum" in field:
         return " or ".join(repr(value) for value in field.get("enum", [field.get("const")]))
     bounds = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
-    limits = [f"{sign} {field[key]:g}" for sign, key in bounds.items() if key in field]
+    # Whole numbers in full, others as short as they are exact.
+    limits = [f"{sign} {field[key]:.8g}" for sign, key in bounds.items() if key in field]
     return " ".join([field.get("type", "object"), ", ".join(limits)]).strip()

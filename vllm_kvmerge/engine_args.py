@@ -1,7 +1,7 @@
 """The engine arguments that switch compression on in vLLM."""
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -51,8 +51,8 @@ class PluginConfig(BaseModel):
     max_compaction_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] | None = Field(
         None,
         description="Memory outside the cache that compressing one request may take, per worker; more is refused. "
-        f"Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times what keys and values of one layer of the "
-        "longest request take in float32, where that is more.",
+        f"Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times what keys and values of one layer of "
+        "the longest request take in float32, where that is more.",
     )
     max_compaction_seconds: float = Field(
         5.0,

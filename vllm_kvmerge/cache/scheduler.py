@@ -270,8 +270,8 @@ class CompressionSchedulerMixin(Scheduler):
     def _plan_due(self, step: CompressionStep) -> list[Request]:
         """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs.
 
-        Those of one step take no longer together than ``STEP_SECONDS``, or than one of them alone, as far as can be told
-        beforehand. The others are put off to the next steps, whoever has waited longest first; until then their
+        Those of one step take no longer together than ``STEP_SECONDS``, or than one of them alone, as far as can be
+        told beforehand. The others are put off to the next steps, whoever has waited longest first; until then their
         requests compute nothing.
         """
         due: dict[str, Request] = {}

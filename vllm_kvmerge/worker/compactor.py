@@ -20,7 +20,6 @@ from vllm_kvmerge.policies.failure import OutOfTime, PartError, PartTimeout, as_
 from vllm_kvmerge.policies.indexing import in_place, largest
 from vllm_kvmerge.worker.paged_entries import PagedEntries
 
-
 SLACK = 4
 """How many times as long as expected a policy may take besides: estimates and machines vary."""
 
@@ -89,9 +88,9 @@ class Compactor:
     layers: each layer's pages. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among all of them. all_heads: gathers ``[H, ...]`` from all tensor-parallel workers. output_weights: gives a layer's
     output projection as ``[H, G, hidden, d]`` float32, or None where it is not known. group_size: query heads per KV
-    head. hidden_size: of the model. max_bytes: of working memory that a policy may need for a batch; larger ones are split, down to one layer of
-    one request. max_seconds: how much longer a policy may work on a batch than ``SLACK`` times what ``rates`` let
-    expect; None: as long as it takes.
+    head. hidden_size: of the model. max_bytes: of working memory that a policy may need for a batch; larger ones are
+    split, down to one layer of one request. max_seconds: how much longer a policy may work on a batch than ``SLACK``
+    times what ``rates`` let expect; None: as long as it takes.
     """
 
     layers: Sequence[Pages]
