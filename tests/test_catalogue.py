@@ -29,6 +29,12 @@ def test_a_preset_is_what_a_request_that_spells_it_out_gets(preset: dict) -> Non
     assert preset["source"]
 
 
+def test_what_a_server_does_not_allow_is_not_listed() -> None:
+    described = describe_policies(["snapkv"])
+    assert [preset["name"] for preset in described["presets"]] == ["full", "snapkv"]
+    assert set(described["schema"]["discriminator"]["mapping"]) == {"full", "snapkv"}
+
+
 @pytest.mark.parametrize("kind", PARTS)
 def test_parts_are_described(kind: str) -> None:
     for part in CATALOGUE["parts"][kind]:

@@ -1,6 +1,7 @@
 """What a request can name: every policy, every part, and their parameters."""
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from vllm_kvmerge.config import FULL, request_schema
@@ -9,18 +10,20 @@ from vllm_kvmerge.policies.base import Part
 from vllm_kvmerge.policies.choice import PartNames
 
 
-def describe_policies() -> dict[str, Any]:
+def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]:
     """Everything as JSON: ``presets``, ``parts`` by kind, and the ``schema`` of ``kv_compression``.
+
+    policies: those to describe, besides ``full``; None: all.
 
     A preset's ``defaults`` are those of all its parameters, budget and interval included; a part's ``fields`` have the
     defaults that hold where no preset says otherwise, the ``type`` in words, and as JSON ``schema``.
     """
-    schema = request_schema()
+    schema = request_schema(policies)
     references = schema["discriminator"]["mapping"]
     presets: list[dict[str, Any]] = [
         {"name": FULL, "source": "vLLM: compresses nothing", "parts": {}, "decode": None, "defaults": {}}
     ]
-    for preset in PRESETS.values():
+    for preset in (PRESETS[name] for name in PRESETS if policies is None or name in policies):
         parts = PartNames.of(preset)._asdict()
         fields = schema["$defs"][references[preset.name].rpartition("/")[2]]["properties"]
         defaults = {name: fields[name]["default"] for name in fields if name not in ("policy", "decode", *parts)}

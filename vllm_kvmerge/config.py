@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Annotated, Any, Literal, TypeVar
@@ -330,13 +330,16 @@ def compression(policy: str, **parameters: Any) -> dict[str, Any]:
     return {EXTRA_ARGS_KEY: json.dumps(value)}
 
 
-def request_schema() -> dict[str, Any]:
+def request_schema(policies: Collection[str] | None = None) -> dict[str, Any]:
     """JSON schema of the body field ``kv_compression``: one object per policy, told apart by ``policy``.
+
+    policies: those to describe, besides ``full``; None: all.
 
     An object lists the fields of the policy's own parts. It does not forbid others, because a request may name other
     parts, and those bring theirs; ``parse_compression`` refuses what the parts do not know.
     """
-    models = [FullRequest, *(_request_model(name, PartNames.of(preset)) for name, preset in PRESETS.items())]
+    described = [name for name in PRESETS if policies is None or name in policies]
+    models = [FullRequest, *(_request_model(name, PartNames.of(PRESETS[name])) for name in described)]
     union: Any = Annotated[reduce(or_, models), Field(discriminator="policy")]
     schema = TypeAdapter(union).json_schema(ref_template="#/components/schemas/{model}")
     for name, reference in schema["discriminator"]["mapping"].items():

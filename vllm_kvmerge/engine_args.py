@@ -82,6 +82,8 @@ class PluginConfig(BaseModel):
         unknown = sorted(set(names or ()) - {*PRESETS, FULL})
         if unknown:
             raise ValueError(f"unknown policy {', '.join(unknown)}; allowed: {', '.join(sorted((FULL, *PRESETS)))}")
+        if names is not None and not set(names) - {FULL}:
+            raise ValueError("must name a policy that compresses; leave it out to allow all")
         return names
 
 

@@ -56,6 +56,14 @@ def test_refused_at_the_door(strict: Server, compression: dict, param: str, said
         assert words in error["message"]
 
 
+def test_what_is_allowed_is_listed(strict: Server) -> None:
+    catalogue = httpx.get(strict.url + "/kvmerge/policies", timeout=60).json()
+    assert {preset["name"] for preset in catalogue["presets"]} == {"full", *ALLOWED}
+    schema = httpx.get(strict.url + "/openapi.json", timeout=60).json()["components"]["schemas"]
+    field = schema["CompletionRequest"]["properties"]["kv_compression"]
+    assert set(field["discriminator"]["mapping"]) == {"full", *ALLOWED}
+
+
 def test_a_number_of_400_digits_is_refused(strict: Server) -> None:
     body = json.dumps({"model": "demo", "prompt": "x", "kv_compression": {"policy": "h2o", "num_sink_tokens": 7}})
     for route in ("/v1/completions", "/invocations"):

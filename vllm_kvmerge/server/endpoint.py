@@ -52,9 +52,10 @@ class KVMergeEndpoint:
             logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
             return
         add_middleware(app)
-        document_field(app)
+        allowed = plugin_config(app.state.args).allowed_policies
+        document_field(app, allowed)
         # Nothing is registered after start-up, so one description serves every request.
-        add_policies_route(app, describe_policies())
+        add_policies_route(app, describe_policies(allowed))
         add_page_routes(app, app.state.args.model)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
@@ -94,22 +95,22 @@ def add_policies_route(app: FastAPI, catalogue: dict[str, Any]) -> None:
         return catalogue
 
 
-def document_field(app: FastAPI) -> None:
-    """Makes ``app.openapi`` describe the field."""
+def document_field(app: FastAPI, policies: list[str] | None = None) -> None:
+    """Makes ``app.openapi`` describe the field. policies: those that requests may name; None: all."""
     build_schema = app.openapi
 
     def openapi() -> dict[str, Any]:
         schema = build_schema()
-        add_field(schema)
+        add_field(schema, policies)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def add_field(schema: dict[str, Any]) -> None:
+def add_field(schema: dict[str, Any], policies: list[str] | None = None) -> None:
     """Adds the field to the bodies of an OpenAPI ``schema``, in place; doing it again changes nothing."""
     models = schema.get("components", {}).get("schemas", {})
-    field = request_schema()
+    field = request_schema(policies)
     definitions = field.pop("$defs", {})
     field["description"] = "Compression of this request's KV cache; default: the server's."
     for name in BODY_MODELS:
