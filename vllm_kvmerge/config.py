@@ -8,14 +8,15 @@ from operator import or_
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     StrictFloat,
     StrictInt,
     TypeAdapter,
     ValidationError,
+    WithJsonSchema,
     create_model,
 )
 
@@ -49,10 +50,7 @@ class CompressionError(ValueError):
         self.status = status
 
 
-def _check_budget(budget: Any) -> Any:
-    """One message for numbers of both kinds; what is no number is left to the types."""
-    if not isinstance(budget, (int, float)):
-        return budget
+def _check_budget(budget: int | float) -> int | float:
     if 1 <= budget <= MAX_TOKENS if isinstance(budget, int) else 0.0 < budget <= 1.0:
         return budget
     raise ValueError(
@@ -64,11 +62,17 @@ def _check_budget(budget: Any) -> Any:
 TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
 
 Budget = Annotated[
-    Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)] | Annotated[StrictFloat, Field(gt=0.0, le=1.0)],
-    BeforeValidator(_check_budget),
-    Field(
-        description="Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its context "
-        "where context_tokens says how long that is, rounded up."
+    StrictInt | StrictFloat,
+    AfterValidator(_check_budget),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
+                {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
+            ],
+            "description": "Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its "
+            "context where context_tokens says how long that is, rounded up.",
+        }
     ),
 ]
 

@@ -63,8 +63,8 @@ def test_compactions_by_the_reference(policy, blocks_on_card, reference_operator
         worker = Worker(policy, LENGTHS)
         on_card(worker, blocks_on_card)
         for step in (worker.first, worker.second):
-            counts = worker.compactor.execute(step)
-            assert counts.device == CARD and counts.shape == (len(LENGTHS), 2)
+            done = worker.compactor.execute(step)
+            assert done.counts.device == CARD and done.counts.shape == (len(LENGTHS), 3) and not done.failures
 
 
 def test_triton_sends_from_pinned_memory(monkeypatch):

@@ -10,6 +10,7 @@ from tests.cuda.scene import GROUPS, HEAD_SIZE, HEADS
 from vllm_kvmerge.attention.rows import BatchRow, QueryRings
 from vllm_kvmerge.cache.plan import CompressionStep, PromptWindow
 from vllm_kvmerge.worker import compression as compression_module
+from vllm_kvmerge.worker.compactor import Execution
 from vllm_kvmerge.worker.compression import Compression, RequestState
 from vllm_kvmerge.worker.cuda_runner import CUDARunnerMixin
 
@@ -92,7 +93,9 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     config = compression._config
     config.parallel_config.tensor_parallel_size = 4
     config.model_config.get_total_num_kv_heads = lambda: 2
-    compression._compactor.execute = lambda compactions: torch.tensor([[3, 5]])
+    compression._compactor.execute = lambda compactions: Execution(torch.tensor([[3, 5, 1]]), {})
+    monkeypatch.setattr(compression_module, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: None)
     plan = SimpleNamespace(request_id="a", compression='{"policy": "h2o", "budget": 40}', new_front=40, num_tokens=50)
     counted = []
     for rank in range(4):
@@ -102,4 +105,4 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
         )
         compression.step = CompressionStep(plans=[plan])
         compression.run_plans(lambda request: torch.tensor([0]))
-    assert counted == [(0, ("h2o", 0, 3, 5)), (2, ("h2o", 0, 3, 5))]
+    assert counted == [(0, ("h2o", 0, 3, 5, 1)), (2, ("h2o", 0, 3, 5, 1))]

@@ -24,7 +24,10 @@ from vllm_kvmerge.fault import Fault
         ({"policies": [{"policy": "h2o", "context_tokens": 9}]}, "context_tokens: is not set here but by question_"),
         ({"policies": [{"policy": "keepkv", "zip_mode": "x"}]}, "zip_mode: Input should be 'scale', 'votes' or 'auto'"),
         ({"budgets": []}, "budgets: keepkv zip_mode=votes needs at least one"),
-        ({"budgets": [1.5]}, "budgets.0: must be an integer >= 1 (entries per KV head) or a float in (0, 1]"),
+        (
+            {"budgets": [1.5]},
+            "budgets.0: must be an integer from 1 to 16777216 (entries per KV head) or a float in (0,",
+        ),
         ({"budgets": ["a"]}, "budgets.0: Input should be a valid integer or Input should be a valid number, got 'a'"),
         ({"budgets": [64, 64]}, "budgets: 64 is listed twice"),
         ({"policies": ["snapkv"], "budgets": [8]}, "policies: snapkv with budget 8: budget: 8 entries are too few"),

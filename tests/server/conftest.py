@@ -75,6 +75,7 @@ def running(
     command = [*prefix, sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", *OPTIONS, *options]
     # Several of them share this machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ | variables
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # of an engine inside this process
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=end_with_tests
     )

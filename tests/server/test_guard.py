@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, WebSocket
 from starlette.testclient import TestClient, WebSocketDenialResponse
+from vllm.envs import disable_envs_cache
 
 from vllm_kvmerge.server.endpoint import add_middleware
 
@@ -37,6 +38,7 @@ def test_without_a_key_nobody_is_asked() -> None:
 
 def test_the_environments_key_counts_where_the_option_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "open sesame")
+    disable_envs_cache()  # an engine that was started in this process has made vLLM remember its environment
     assert client_of().post("/invocations").status_code == 401
     assert client_of().post("/invocations", headers=BEARER).status_code == 200
     assert client_of(["another"]).post("/invocations", headers=BEARER).status_code == 401

@@ -265,6 +265,9 @@ def test_response_is_not_buffered() -> None:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen_by_app.append((await receive())["type"])
+        verdict = VERDICT.get()
+        assert verdict is not None
+        verdict.checked = True
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for number in range(3):
             await send({"type": "http.response.body", "body": b"%d" % number, "more_body": True})
@@ -294,9 +297,9 @@ def test_response_is_not_buffered() -> None:
 @pytest.mark.parametrize("events", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refused", [False, True])
-@pytest.mark.parametrize("parameters", [{"context_tokens": 9}, {}])
+@pytest.mark.parametrize("field", [{"kv_compression": VALID}, {}], ids=["with the field", "without"])
 def test_a_refusal_that_comes_late_is_answered_as_any_other(
-    parameters: dict[str, Any], refused: bool, stream: bool, events: int
+    field: dict[str, Any], refused: bool, stream: bool, events: int
 ) -> None:
     """vLLM looks at the prompt's length when it has sent a stream's status, and on some routes its first events."""
     error = CompressionError("kv_compression.context_tokens", "9 tokens are more", "context_too_long")
@@ -324,10 +327,10 @@ def test_a_refusal_that_comes_late_is_answered_as_any_other(
             check()
             await Response("vLLM's own", 400 if refused else 200)(scope, receive, send)
 
-    body = {"prompt": "x", "stream": stream, "kv_compression": VALID | parameters}
+    body = {"prompt": "x", "stream": stream, **field}
     response = post("/v1/completions", app=wrapped(app), json=body)
-    assert VERDICT.get() is None and (seen == [None]) == (not parameters)
-    if parameters and refused:
+    assert VERDICT.get() is None and (seen == [None]) == (not field)
+    if field and refused:
         assert response.status_code == 400
         assert response.json()["error"] == {
             "message": str(error), "type": "BadRequestError", "param": error.param, "code": 400

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 from vllm_kvmerge.server.usage_feed import UsageFeed, feed_from
+from vllm_kvmerge.server.verdict import VERDICT
 
 EVENTS = [b'data: {"text": "a"}\n\n', b": keep-alive\n\n", b'data: {"text": "b"}\n\n', b"data: [DONE]\n\n"]
 
@@ -57,6 +58,8 @@ def answer(route: str, body: Any, n: int = 1, num_prompts: int = 1, reports: Any
     @app.post(route)
     async def handle(request: Request) -> Any:
         data = await request.json()
+        if verdict := VERDICT.get():
+            verdict.checked = True  # as vLLM has by the time that it generates
         outputs = [client.generate("p", sampling_params=Params(n), request_id=str(i)) for i in range(num_prompts)]
 
         async def stream() -> AsyncIterator[bytes]:
