@@ -19,7 +19,7 @@ from vllm_kvmerge.policies.base import (
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import Entries
-from vllm_kvmerge.policies.failure import blamed_on, check_count, check_outcome, check_tensor, checks_values
+from vllm_kvmerge.policies.failure import blamed_on, check_count, check_outcome, check_tensor, is_foreign
 from vllm_kvmerge.policies.indexing import in_place
 from vllm_kvmerge.policies.outcome import Outcome
 from vllm_kvmerge.policies.trackers import attention_mass
@@ -202,8 +202,8 @@ class CompressionPolicy(BaseModel):
         candidates, importance, protected = self._rank(entries, context)
         with blamed_on(self.merger):
             earlier = self.merger.before_selection(entries, importance, protected, context)
-            if earlier is not None:
-                check_outcome(self.merger, earlier, n, entries.scores)
+            if earlier is not None and is_foreign(self.merger):
+                check_outcome(earlier, n, entries.scores)
         remaining = entries
         if earlier is not None:
             remaining = earlier.view(entries)
@@ -211,7 +211,8 @@ class CompressionPolicy(BaseModel):
         kept = in_place(self._select(candidates, importance, protected, context), context.num_kept)
         with blamed_on(self.merger):
             outcome = self.merger.merge(remaining, kept, importance, protected, context)
-            check_outcome(self.merger, outcome, context.budget, entries.scores)
+            if is_foreign(self.merger):
+                check_outcome(outcome, context.budget, entries.scores)
         if earlier is not None:
             outcome = outcome.after(earlier, remaining)
         if context.num_kept == capacity:
@@ -224,9 +225,10 @@ class CompressionPolicy(BaseModel):
         """``[H, n]`` bool: the entries that stay, ``context.num_kept`` per head."""
         with blamed_on(self.selector):
             selected = self.selector.select(candidates, importance, protected, context)
-            check_tensor("select", selected, tuple(importance.shape), importance, torch.bool)
-            if checks_values(self.selector, selected) and bool((selected.sum(1) != context.num_kept).any()):
-                raise ValueError(f"select must choose {context.num_kept} entries of each head")
+            if is_foreign(self.selector):
+                check_tensor("select", selected, tuple(importance.shape), importance, torch.bool)
+                if bool((selected.sum(1) != context.num_kept).any()):
+                    raise ValueError(f"select must choose {context.num_kept} entries of each head")
             return selected
 
     def _rank(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor, Tensor]:
@@ -235,13 +237,13 @@ class CompressionPolicy(BaseModel):
             candidates = entries.without(self.merger.is_slot(entries)) if context.num_slots else entries
         with blamed_on(self.tracker):
             importance = self.tracker.importance(entries)
-            check_tensor("importance", importance, tuple(entries.positions.shape), entries.positions, None)
-            # Statistics that are not numbers are the model's doing: its keys or queries overflowed.
-            if checks_values(self.tracker, importance):
-                invented = importance.isnan() & entries.is_live
-                if bool(invented.any()) and bool((invented & ~entries.scores.isnan()).any()):
+            if is_foreign(self.tracker):
+                check_tensor("importance", importance, tuple(entries.positions.shape), entries.positions, None)
+                # Statistics that are not numbers are the model's doing: its keys or queries overflowed.
+                if bool((importance.isnan() & entries.is_live & ~entries.scores.isnan()).any()):
                     raise ValueError("importance must be numbers, got NaN")
         with blamed_on(self.selector):
             protected = self.selector.protected(candidates, context)
-            check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
+            if is_foreign(self.selector):
+                check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
         return candidates, importance, protected

@@ -45,21 +45,23 @@ def label(part: "Part") -> str:
 
 
 def is_foreign(part: "Part") -> bool:
-    """Whether the part comes from another package."""
+    """Whether the part comes from another package: what it returns is checked, for which a GPU is waited for."""
     return type(part).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
-@contextmanager
-def blamed_on(part: "Part") -> Iterator[None]:
-    """Turns whatever is raised inside into a ``PartError`` that names the part."""
-    try:
-        yield
-    except PartError:
-        raise
-    except OutOfTime as error:
-        raise PartTimeout(label(part), str(error)) from None
-    except Exception as error:
-        raise PartError(label(part), describe(error)) from error
+class blamed_on:  # noqa: N801
+    """Context manager that turns whatever is raised inside into a ``PartError`` that names the part."""
+
+    def __init__(self, part: "Part") -> None:
+        self._part = part
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OutOfTime):
+            raise PartTimeout(label(self._part), str(error)) from None
+        if isinstance(error, Exception) and not isinstance(error, PartError):
+            raise PartError(label(self._part), describe(error)) from error
 
 
 def as_part_error(error: BaseException) -> PartError:
@@ -101,11 +103,6 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(1e-3, remaining - (time.monotonic() - started)))
 
 
-def checks_values(part: "Part", tensor: Tensor) -> bool:
-    """Whether to look at what ``tensor`` holds: a GPU is waited for only where the part is another package's."""
-    return tensor.is_cpu or is_foreign(part)
-
-
 def check_tensor(what: str, tensor: object, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """``tensor`` itself. dtype: None stands for any floating-point type.
 
@@ -141,11 +138,11 @@ def check_range(what: str, index: Tensor, low: int, end: int) -> None:
             raise ValueError(f"{what} must be from {low} to {end - 1}, got {int(least)} to {int(most)}")
 
 
-def check_outcome(part: "Part", outcome: "Outcome", num_places: int, like: Tensor) -> None:
+def check_outcome(outcome: "Outcome", num_places: int, like: Tensor) -> None:
     """Finds an outcome that cannot be written. ``like``: ``[H, n]``, a statistic of the entries that it is of.
 
     Raises:
-        TypeError, ValueError: for its shapes, dtypes, indices, or votes that are not numbers.
+        TypeError, ValueError: for its shapes, dtypes, indices, or what is not a number.
     """
     (heads, num_entries), places = like.shape, (len(like), num_places)
     planes = ("kept", torch.int64), ("positions", torch.int64), *((name, like.dtype) for name in STATISTICS)
@@ -159,18 +156,11 @@ def check_outcome(part: "Part", outcome: "Outcome", num_places: int, like: Tenso
         if rows is not None:
             size = rows.shape[-1] if isinstance(rows, Tensor) else 0
             check_tensor(name, rows, (heads, width, size), like, like.dtype)
-    if checks_values(part, like):
-        # What leaves no entry is negative, whatever the number.
-        check_range("kept", outcome.kept.clamp(min=-1), -1, num_entries)
-        check_range("changed", outcome.changed.clamp(min=-1), -1, num_places)
-        if bool((outcome.log_votes.isnan() | (outcome.log_votes == torch.inf)).any()):
-            raise ValueError("log_votes must be finite or -inf")
-        if is_foreign(part):
-            _check_foreign(outcome)
-
-
-def _check_foreign(outcome: "Outcome") -> None:
-    """What the package's own parts are tested for, and overflow cannot cause."""
+    # What leaves no entry is negative, whatever the number.
+    check_range("kept", outcome.kept.clamp(min=-1), -1, num_entries)
+    check_range("changed", outcome.changed.clamp(min=-1), -1, num_places)
+    if bool((outcome.log_votes.isnan() | (outcome.log_votes == torch.inf)).any()):
+        raise ValueError("log_votes must be finite or -inf")
     changed = outcome.changed.masked_fill(outcome.changed < 0, -1).sort(dim=1).values
     if bool(((changed[:, 1:] == changed[:, :-1]) & (changed[:, 1:] >= 0)).any()):
         raise ValueError("changed must name no place twice")

@@ -137,6 +137,8 @@ class Outcome:
         for rows in (self.keys, self.values):
             if rows is not None:
                 overflows |= ~rows.to(dtype).isfinite().all(-1)
+        if self.changed.shape[1]:
+            overflows |= ~(self.log_votes.gather(1, self.changed.clamp(min=0)) < torch.inf)  # NaN too
         overflows &= self.changed >= 0
         count = overflows.sum(1)
         if count.is_cpu and not count.any():  # a GPU would be waited for
