@@ -77,8 +77,13 @@ def kill(server: Server, kind: str) -> None:
     assert (said is None) == (kind == "main")
 
 
+def more(*values):
+    """A case beside those that every run tries: each starts servers of its own."""
+    return pytest.param(*values, marks=pytest.mark.deaths)
+
+
 @pytest.mark.parametrize(
-    ("kind", "is_busy"), [("EngineCore", False), ("EngineCore", True), ("Worker", True), ("main", True)]
+    ("kind", "is_busy"), [("EngineCore", False), more("EngineCore", True), ("Worker", True), ("main", True)]
 )
 def test_one_process_of_a_server_is_killed(kind, is_busy):
     with serving() as server:
@@ -91,7 +96,7 @@ def test_one_process_of_a_server_is_killed(kind, is_busy):
             pass
 
 
-@pytest.mark.parametrize("kind", ["main", "EngineCore", "APIServer", "DPCoordinator"])
+@pytest.mark.parametrize("kind", [more("main"), "EngineCore", "APIServer", more("DPCoordinator")])
 def test_one_process_of_several_servers_is_killed(kind):
     with serving(*SEVERAL) as server:
         asker = ask_for_long(server)
@@ -100,7 +105,7 @@ def test_one_process_of_several_servers_is_killed(kind):
         assert not asker.is_alive()
 
 
-@pytest.mark.parametrize("kind", ["main", "EngineCore"])
+@pytest.mark.parametrize("kind", [more("main"), "EngineCore"])
 def test_one_process_of_a_node_without_api_server_is_killed(kind):
     data_parallel = ("--data-parallel-size", "2", "--data-parallel-size-local", "1")
     data_parallel += ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
