@@ -130,7 +130,7 @@ class Limits:
 
     def _excess(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> str | None:
         """What is too much, in words; None: nothing."""
-        rings = self._ring_bytes(config, num_prompt_tokens + max_tokens)
+        rings = self.ring_bytes(config.policy.query_window, num_prompt_tokens + max_tokens)
         if rings > self.max_bytes:
             return f"its newest queries would take {_mebibytes(rings)}, more than {_mebibytes(self.max_bytes)}"
         for one in compressions(config, num_prompt_tokens, max_tokens, self.block_size):
@@ -147,10 +147,14 @@ class Limits:
                 return f"{what}{every} would take about {seconds:.3g} s, most of it {part}, more than {allowed:.3g} s"
         return None
 
-    def _ring_bytes(self, config: CompressionConfig, num_tokens: int) -> int:
-        """Of the newest queries, which are kept from step to step."""
-        window = min(config.policy.query_window, num_tokens)
+    def ring_bytes(self, query_window: int, num_tokens: int) -> int:
+        """Of the newest queries of a request of so many tokens, which are kept from step to step."""
+        window = min(query_window, num_tokens)
         return window * self._num_heads * self.shape.group_size * self.shape.head_size * self.shape.item_size
+
+    def prompt_score_bytes(self, num_tokens: int) -> int:
+        """Of the two statistics of each token of a prompt that is scored while it is computed."""
+        return 2 * 4 * self._num_heads * num_tokens
 
     def _allowed_seconds(self, one: Compression) -> float:
         return self.max_seconds * min(1.0, (one.interval or self.block_size) / self.block_size)

@@ -46,7 +46,7 @@ def begin(
 def test_batches_that_python_has_to_see(compression):
     assert not compression.needs_python([("plain", 1, 9)])
     assert compression.rows([("plain", 1, 9)]) == []
-    snapkv = PromptWindow(40, '{"policy": "snapkv", "budget": 40}')
+    snapkv = PromptWindow(40, '{"policy": "snapkv", "budget": 40}', 0)
     begin(compression, {"a": snapkv})
     assert not compression.needs_python([("a", 30, 0)]), "none of these queries is asked for"
     assert compression.needs_python([("plain", 1, 9), ("a", 1, 49)]), "a prompt's last token, computed like decoding"
@@ -60,7 +60,7 @@ def test_batches_that_python_has_to_see(compression):
 def test_rings_of_requests(compression):
     """The first gets the one that graphs write to, the next its own; what a request had is lent again after it."""
     text = '{"policy": "morphkv", "budget": 20, "recent_window": 4, "tracker": "none"}'
-    windows = {name: PromptWindow(0, text) for name in ("a", "b")}
+    windows = {name: PromptWindow(0, text, 4) for name in ("a", "b")}
     begin(compression, windows)
     first, second = compression.rows([("a", 1, 9), ("b", 1, 9)])
     assert (first.ring.first, second.ring.first) == (0, None)
@@ -82,7 +82,7 @@ def test_runner_v1_keeps_them_out_of_full_graphs(compression, monkeypatch):
     runner._scheduled = {"a": 1}
     runner.input_batch = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=[49])
     runner._determine_batch_execution_and_padding(num_tokens=1)
-    begin(compression, {"a": PromptWindow(40, '{"policy": "snapkv", "budget": 40}')})
+    begin(compression, {"a": PromptWindow(40, '{"policy": "snapkv", "budget": 40}', 0)})
     runner._determine_batch_execution_and_padding(num_tokens=1)
     runner._determine_batch_execution_and_padding(num_tokens=1, force_uniform_decode=True)
     assert [kwargs.get("force_uniform_decode") for kwargs in seen] == [None, False, True]

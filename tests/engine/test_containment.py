@@ -53,7 +53,8 @@ def test_a_failing_part_ends_its_request_alone(engine: Engine, short_of_time: No
     others = [params(), params(compression("keepkv", budget=64)), params(compression("snapkv", budget=64))]
     expected = engine.tokens(prompts[:3], others)
     engine.llm.reset_prefix_cache()
-    faults = [(field, fault, part) for field, fault, part in failing.FAULTS if fault != "sleep"]
+    slow_or_late = ("sleep", "sleep_a_little", "cost")
+    faults = [(field, fault, part) for field, fault, part in failing.FAULTS if fault not in slow_or_late]
     faults += [("merge_fault", "sleep", "merger:failing")]
     bad = [params(compression(failing.PRESET, budget=64, **{field: fault})) for field, fault, _ in faults]
     before = {part: FAILED.labels(failing.PRESET, part, 0)._value.get() for *_, part in faults}
@@ -158,6 +159,54 @@ def test_extremes_of_every_number_are_refused_or_answered(engine: Engine) -> Non
     assert reasons.count("length") > len(reasons) // 2
     engine.assert_empty()
     assert engine.tokens([plain], params()) == expected
+
+
+@pytest.mark.parametrize("decode", ["grow", "bounded"])
+def test_a_cost_that_cannot_be_said_ends_its_request_alone(engine: Engine, decode: str, monkeypatch) -> None:
+    """Where it is first asked for: when the request comes, or, if it could be said then, when a compression is due."""
+    rng = np.random.default_rng(7)
+    prompts = [random_prompt(rng, failing.COST_IS_KNOWN) for _ in range(2)]
+    bad = params(compression(failing.PRESET, budget=64, merge_fault="cost", decode=decode))
+    if decode == "grow":  # its only compression is of as many entries as can be said
+        monkeypatch.setattr(failing, "COST_IS_KNOWN", failing.COST_IS_KNOWN)
+        check = type(engine.scheduler._limits).check
+
+        def check_then_forget(self, *args: Any) -> None:
+            check(self, *args)
+            monkeypatch.setattr(failing, "COST_IS_KNOWN", 0)
+
+        monkeypatch.setattr(type(engine.scheduler._limits), "check", check_then_forget)
+    failed, fine = engine.generate(prompts, [bad, params(compression("h2o", budget=64))])
+    assert failed.outputs[0].finish_reason == "error" and fine.outputs[0].finish_reason == "length"
+    assert "merger failing: ZeroDivisionError" in failed.kv_transfer_params[REPORT_KEY][ERROR_KEY]
+    engine.assert_empty()
+
+
+def test_what_workers_keep_of_all_requests_is_bounded(engine: Engine, monkeypatch) -> None:
+    """Requests whose newest queries find no room wait until others have ended; tokens are the same."""
+    scheduler, limits = engine.scheduler, engine.scheduler._limits
+    rng = np.random.default_rng(8)
+    prompts = [random_prompt(rng, 200) for _ in range(6)]
+    requests = [params(compression("morphkv", budget=64, recent_window=48)) for _ in prompts]
+    kept: list[int] = []
+    schedule = scheduler.schedule
+
+    def noted(*args):
+        output = schedule(*args)
+        kept.append(len(scheduler._kept_bytes))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", noted)
+    expected = engine.tokens(prompts, requests)
+    assert max(kept) == 6
+    kept.clear()
+    one = limits.ring_bytes(48, 248)
+    monkeypatch.setattr(type(limits), "check", lambda *args: None)
+    monkeypatch.setattr(scheduler, "_limits", replace(limits, max_bytes=one // 2))
+    assert engine.tokens(prompts, requests) == expected
+    assert max(kept) == 2
+    assert not scheduler._kept_bytes
+    engine.assert_empty()
 
 
 def test_limits_hold_in_the_engine_too(engine: Engine) -> None:

@@ -6,21 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import config
 from vllm_kvmerge.policies import MERGERS, PRESETS, SELECTORS, CompressionContext, Entries, Preset, register
+from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.policies.plugins import GROUP
 from vllm_kvmerge.policies.registry import register_preset
 from vllm_kvmerge.policies.selectors.recent import Recent
 
 SELECTOR_FAULTS = ("raise", "shape", "dtype", "count", "sleep", "none")
-MERGER_FAULTS = ("raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep")
+MERGER_FAULTS = ("raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep", "cost", "sleep_a_little")
 SLEEP = 30.0
+COST_IS_KNOWN = 300
+"""Entries of which the merger can say what they cost, so that a prompt of so many tokens is let in."""
+
 PRESET = "failing"
 
 
@@ -54,7 +59,13 @@ class FailingMerger(DropMerger):
 
     name: ClassVar[str] = "failing"
     source: ClassVar[str] = "a test"
-    merge_fault: Literal["no", "raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep"] = "no"
+    merge_fault: Literal["no", *MERGER_FAULTS] = "no"  # type: ignore[valid-type]
+    weights: list[Annotated[float, Field(ge=0.0, le=1.0)]] = [0.5]  # which has no hash
+
+    def cost(self, shape: CostShape) -> Cost:
+        if self.merge_fault == "cost" and shape.num_entries != COST_IS_KNOWN:
+            return Cost(numbers=1 // 0)
+        return Cost(numbers=1.5 * shape.num_entries)  # type: ignore[arg-type]
 
     def merge(self, entries, kept, importance, protected, context):  # type: ignore[no-untyped-def]
         outcome = super().merge(entries, kept, importance, protected, context)
@@ -77,6 +88,8 @@ class FailingMerger(DropMerger):
                 return replace(outcome, changed=torch.zeros_like(places), values=rows)
             case "sleep":
                 time.sleep(SLEEP)
+            case "sleep_a_little":  # once for each slice of a batch
+                time.sleep(0.2)
         return outcome
 
 

@@ -258,6 +258,20 @@ def test_root_path_is_not_part_of_the_route() -> None:
         assert "vllm_xargs" in post(path, app=app, json={"kv_compression": VALID}).json()
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/tokenize"])
+def test_a_servers_default_may_be_refused_late_too(route: str) -> None:
+    seen: list[Verdict | None] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        seen.append(VERDICT.get())
+        await Response("ours")(scope, receive, send)
+
+    inner = CompressionFieldMiddleware(app, has_default=True)
+    assert post(route, app=BodyMiddleware(inner, max_bytes=1 << 20), json={"prompt": "x"}).text == "ours"
+    assert (seen == [None]) == (route == "/tokenize")
+
+
 def test_response_is_not_buffered() -> None:
     """Each piece of the answer leaves before the next one is asked for, and the client's leaving is seen."""
     sent: list[bytes] = []

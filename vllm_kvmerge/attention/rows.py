@@ -71,9 +71,9 @@ class QueryRing:
         """``[w]`` int64: positions of the queries kept once ``seq_len`` tokens have been computed."""
         return torch.arange(max(0, seq_len - self.window), seq_len, device=self._ring.device)
 
-    def queries(self, seq_len: int) -> Tensor:
+    def queries(self, seq_len: int, layers: slice = slice(None)) -> Tensor:
         """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""
-        return self._ring.index_select(1, self.positions(seq_len) % self.window)
+        return self._ring[layers].index_select(1, self.positions(seq_len) % self.window)
 
 
 class QueryRings:

@@ -28,10 +28,14 @@ class CompressionPlan:
 
 @dataclass(frozen=True)
 class PromptWindow:
-    """Score and keep, as its policy asks, the queries of a not yet compressed request from position ``start`` on."""
+    """Score and keep, as its policy asks, the queries of a not yet compressed request from position ``start`` on.
+
+    query_window: how many of the newest there will ever be to keep.
+    """
 
     start: int
     compression: str
+    query_window: int
 
 
 @dataclass

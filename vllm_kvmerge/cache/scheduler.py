@@ -19,7 +19,7 @@ from vllm_kvmerge.cache.plan import CompressionPlan, CompressionReport, Compress
 from vllm_kvmerge.cache.usage import ERROR_KEY, REPORT_KEY, STREAM, USAGE_KEY, CacheUsage
 from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError, parse_compression
 from vllm_kvmerge.engine_args import plugin_config, request_limits
-from vllm_kvmerge.limits import Compression
+from vllm_kvmerge.limits import Compression, Limits
 from vllm_kvmerge.metrics import CacheGauges, count_compression, count_failure, count_generated, count_request
 from vllm_kvmerge.policies.failure import PartError, describe
 from vllm_kvmerge.processes import end_with_parent
@@ -32,6 +32,9 @@ logger = init_logger(__name__)
 
 NEVER_COMPRESSED = Segments(front=0, tail=0)
 
+KEPT_SHARE = 4
+"""How many times ``max_compaction_bytes`` workers keep outside the pool, of all running requests together."""
+
 STEP_SECONDS = 0.25
 """How long the compressions of one step may keep everybody else waiting, unless a single one takes longer."""
 
@@ -43,7 +46,9 @@ class RequestCompression:
     context: tokens of its prompt that are compressed first, before the others are computed; all of them as a rule.
     budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all.
     interval: live entries above those that trigger a compression. window_start, query_window: which queries its first
-    compression needs: those from a position of the context on (None: none), and so many of the newest.
+    compression needs: those from a position of the context on (None: none), and so many of the newest. ring_bytes,
+    score_bytes: what its worker keeps outside the pool, of the newest queries and, up to the first compression, of the
+    context's scores.
 
     Whatever a part is asked for has been asked when this is made, so that nothing of it raises in a step.
     """
@@ -55,20 +60,27 @@ class RequestCompression:
     interval: int
     window_start: int | None
     query_window: int
+    ring_bytes: int
+    score_bytes: int
 
     @classmethod
-    def of(cls, config: CompressionConfig, num_prompt_tokens: int, block_size: int) -> "RequestCompression":
+    def of(
+        cls, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, limits: Limits
+    ) -> "RequestCompression":
         context = config.resolve_context(num_prompt_tokens)
         budget, window = config.resolve_budget(context), config.prompt_window
+        query_window = min(config.policy.query_window, num_prompt_tokens + max_tokens)
         start = 0 if window == "all" else max(0, context - window)
         return cls(
             config,
             context,
             budget,
             config.resolve_capacity(context),
-            config.interval or block_size,
+            config.interval or limits.block_size,
             start if window else None,
-            config.policy.query_window,
+            query_window,
+            limits.ring_bytes(query_window, num_prompt_tokens + max_tokens),
+            limits.prompt_score_bytes(context) if window else 0,
         )
 
     def full_front(self, num_entries: int) -> int:
@@ -98,6 +110,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._failures: dict[str, Failure] = {}
         self._ended: list[tuple[Request, Failure]] = []
         self._due: dict[str, None] = {}
+        self._kept_bytes: dict[str, int] = {}
         bytes_per_block = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors) // (
             self.kv_cache_config.num_blocks
         )
@@ -114,6 +127,7 @@ class CompressionSchedulerMixin(Scheduler):
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._kept_bytes.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
         if usage := self._usages.pop(request.request_id, None):
             params = {**(params or {}), REPORT_KEY: usage.report()}
@@ -186,7 +200,13 @@ class CompressionSchedulerMixin(Scheduler):
         return kept_token_ids, stopped
 
     def _resolve(self, request: Request) -> RequestCompression | None:
-        config = parse_compression(_extra_args(request).get(EXTRA_ARGS_KEY, self._default))
+        asked = _extra_args(request).get(EXTRA_ARGS_KEY)
+        config = parse_compression(self._default if asked is None else asked)
+        if request.resumable:
+            # Its prompt grows by turns, of which limits know nothing, and vLLM takes tokens back between them.
+            if asked is not None and config is not None:
+                raise CompressionError(EXTRA_ARGS_KEY, "streamed prompts are not compressed; allowed: full", "streamed")
+            config = None
         count_request(config.name if config else FULL, self._engine)
         if config is None:
             return None
@@ -195,7 +215,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
         if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
             return None  # plain attention is exact and cheaper
-        return RequestCompression.of(config, request.num_prompt_tokens, self.block_size)
+        return RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
 
     def _next_compression(self, request: Request, state: RequestCompression) -> int | None:
         """The number of computed tokens at which the request is to be compressed next; None: never."""
@@ -245,8 +265,26 @@ class CompressionSchedulerMixin(Scheduler):
         compression = self._next_compression(request, state) if state is not None else None
         if compression is None:
             return num_new_tokens
+        if not self._keeps_room_for(request, state):
+            return 0
         # A request whose compression is due but found no room computes nothing until it has been compressed.
         return min(num_new_tokens, max(0, compression - num_computed_tokens))
+
+    def _keeps_room_for(self, request: Request, state: RequestCompression) -> bool:
+        """Whether workers have room outside the pool for what they keep of the request; it has that until it ends.
+
+        A request alone always has. Others wait, as they do for blocks.
+        """
+        needed = state.ring_bytes + state.score_bytes
+        if needed and request.request_id not in self._kept_bytes:
+            if self._kept_bytes and sum(self._kept_bytes.values()) + needed > KEPT_SHARE * self._limits.max_bytes:
+                return False
+            self._kept_bytes[request.request_id] = needed
+        return True
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._kept_bytes.pop(request.request_id, None)
+        super()._preempt_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._failures:
@@ -283,14 +321,19 @@ class CompressionSchedulerMixin(Scheduler):
             if request.request_id not in self._manager.segments:
                 start = self._window_start(state, compression)
                 if start is not None:
-                    step.windows[request.request_id] = PromptWindow(start, state.config.text)
+                    step.windows[request.request_id] = PromptWindow(start, state.config.text, state.query_window)
             if request.num_computed_tokens >= compression:
                 due[request.request_id] = request
         waiting, seconds = [], 0.0
         self._due = dict.fromkeys([*(name for name in self._due if name in due), *due])
         for request_id in list(self._due):
             request = due[request_id]
-            estimate = self._seconds(request)
+            try:
+                estimate = self._seconds(request)
+            except PartError as error:
+                self._failures[request_id] = Failure(str(error), error.part)
+                del self._due[request_id]
+                continue
             if step.plans and seconds + estimate > STEP_SECONDS:
                 break
             if self._plan(request, request.kv_compression, step):  # type: ignore[attr-defined]
@@ -328,6 +371,8 @@ class CompressionSchedulerMixin(Scheduler):
                 relocation.blocks,
             )
         )
+        if request.request_id in self._kept_bytes:  # the context's scores have been used up
+            self._kept_bytes[request.request_id] = state.ring_bytes
         num_freed = relocation.num_freed
         count_compression(state.config.name, self._engine, num_freed, num_freed * self._bytes_per_block)
         return True

@@ -114,9 +114,14 @@ class CompressionPolicy(BaseModel):
             return check_tensor("layer_statistic", statistic, (len(context.by_unit(mass)),), mass, None)
 
     def cost(self, shape: CostShape) -> Cost:
-        """What a compression takes for one KV head of one layer: what the parts state, and what is needed besides."""
+        """What a compression takes for one KV head of one layer: what the parts state, and what is needed besides.
+
+        Raises:
+            PartError: a part cannot say what it costs.
+        """
         n, d, group = shape.num_entries, shape.head_size, shape.group_size
-        capacity = self.allocator.capacity(shape.budget)
+        with blamed_on(self.allocator):
+            capacity = self.allocator.capacity(shape.budget)
         largest = n if capacity is None else min(capacity, n)
         budgets = {shape.budget}
         if largest > shape.budget:
@@ -125,7 +130,7 @@ class CompressionPolicy(BaseModel):
         parts = Cost()
         for budget in budgets:
             local = replace(shape, budget=budget)
-            parts = parts.largest(sum((part.cost(local) for part in self.parts), Cost()))
+            parts = parts.largest(sum((_stated_cost(part, local) for part in self.parts), Cost()))
         num_queries = min(self.query_window, n)
         weights = group * shape.hidden_size * d if self.needs_output_weights else 0
         # Metadata of all entries and places, queries as they are kept and in float32, the output projection.
@@ -247,3 +252,15 @@ class CompressionPolicy(BaseModel):
             if is_foreign(self.selector):
                 check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
         return candidates, importance, protected
+
+
+def _stated_cost(part: Part, shape: CostShape) -> Cost:
+    """The part's cost in whole numbers. Raises PartError if it states none that can be."""
+    with blamed_on(part):
+        cost = part.cost(shape)
+        if not is_foreign(part):
+            return cost
+        numbers = [int(number) for number in (cost.numbers, cost.products, cost.touches)]
+        if min(numbers) < 0:
+            raise ValueError(f"cost must not be negative, got {cost}")
+        return Cost(*numbers)

@@ -87,16 +87,23 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
+    late = OutOfTime("took longer than it may (--max-compaction-seconds)")
+    if seconds <= 0.0:
+        raise late
+    is_over = False
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise OutOfTime(f"took longer than {seconds:g} s")
+        if not is_over:
+            raise late
 
     started = time.monotonic()
     handler = signal.signal(signal.SIGALRM, end)
-    remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again: Python swallows what is raised in a destructor.
+    remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
         yield
     finally:
+        is_over = True
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, handler)
         if remaining:  # somebody else's alarm goes on

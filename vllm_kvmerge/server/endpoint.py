@@ -77,7 +77,7 @@ def add_middleware(app: FastAPI) -> None:
     middlewares = [
         Middleware(DrainingMiddleware),
         Middleware(BodyMiddleware, max_bytes=config.max_body_bytes),
-        Middleware(CompressionFieldMiddleware),
+        Middleware(CompressionFieldMiddleware, has_default=config.default is not None),
     ]
     if tokens and config.api_key_routes == "all":
         page_routes = (UI_ROUTE, POLICIES_ROUTE)  # what the page loads before it asks for the key

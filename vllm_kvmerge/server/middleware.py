@@ -58,14 +58,16 @@ class CompressionFieldMiddleware:
     for.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, has_default: bool = False) -> None:
+        """``has_default``: whether requests without the field are compressed too."""
         self.app = app
+        self.has_default = has_default
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in BODILESS_METHODS:
             await self.app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send)
+        exchange = _Exchange(scope, receive, send, self.has_default)
         try:
             await self.app(scope, exchange.receive, exchange.send)
         except Exception:
@@ -80,8 +82,9 @@ class _Exchange:
     application's context and never reset: each request is a task with a context of its own.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, has_default: bool) -> None:
         self._scope, self._receive, self._send = scope, receive, send
+        self._has_default = has_default
         self._is_read = False
         self._held: _HeldAnswer | None = None
 
@@ -101,7 +104,7 @@ class _Exchange:
             feed = UsageFeed()
             FEED.set(feed)
             self._send = feed.wrap(self._send)
-        if _may_name(FIELD, body):
+        if _may_name(FIELD, body) or (self._has_default and route in CARRIERS):
             verdict = Verdict()
             VERDICT.set(verdict)
             self._held = _HeldAnswer(self._scope, self._receive, self._send, verdict)

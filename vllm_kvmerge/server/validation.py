@@ -16,6 +16,7 @@ from vllm_kvmerge.config import EXTRA_ARGS_KEY, CompressionConfig, CompressionEr
 from vllm_kvmerge.engine_args import VALIDATOR
 from vllm_kvmerge.limits import Limits
 from vllm_kvmerge.metrics import count_rejection
+from vllm_kvmerge.policies.failure import PartError
 from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 if TYPE_CHECKING:
@@ -96,7 +97,10 @@ def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams |
         config.check_context(num_tokens)
         if _terms is not None:
             assert isinstance(params, SamplingParams)
-            _terms.limits.check(config, num_tokens, params.max_tokens)
+            try:
+                _terms.limits.check(config, num_tokens, params.max_tokens)
+            except PartError as error:
+                raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
     except CompressionError as error:
         verdict.error = error
         count_rejection(error.reason)

@@ -1,5 +1,6 @@
 """Executes compression plans: asks each request's policy what changes, and changes that in the pages."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -16,7 +17,14 @@ from vllm_kvmerge.kernels.merge import Rows
 from vllm_kvmerge.kernels.page import sent
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, CompressionResult, Outcome
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
-from vllm_kvmerge.policies.failure import OutOfTime, PartError, PartTimeout, as_part_error, time_limit
+from vllm_kvmerge.policies.failure import (
+    OutOfTime,
+    PartError,
+    PartTimeout,
+    as_part_error,
+    is_foreign,
+    time_limit,
+)
 from vllm_kvmerge.policies.indexing import in_place, largest
 from vllm_kvmerge.worker.paged_entries import PagedEntries
 
@@ -48,10 +56,10 @@ class Compaction:
         """How many of the newest queries are known."""
         return 0 if self.ring is None else len(self.ring.positions(self.plan.num_tokens))
 
-    def newest_queries(self) -> tuple[Tensor, Tensor]:
+    def newest_queries(self, layers: slice) -> tuple[Tensor, Tensor]:
         """``[layers, w, H * G, d]`` in the model's dtype, and ``[w]`` int64, their positions."""
         assert self.ring is not None
-        return self.ring.queries(self.plan.num_tokens), self.ring.positions(self.plan.num_tokens)
+        return self.ring.queries(self.plan.num_tokens, layers), self.ring.positions(self.plan.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,15 @@ class _Unit:
     index: int
     compaction: Compaction
     layer: int
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What is to be written to some units. counts: ``[H, 3]`` int64, per head ``Execution.counts``."""
+
+    located: Units
+    outcome: Outcome
+    counts: Tensor
 
 
 @dataclass(frozen=True)
@@ -121,7 +138,8 @@ class Compactor:
         for index, compaction in enumerate(compactions):
             plan = compaction.plan
             shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries)
-            batches.setdefault((compaction.policy, *shape), []).append(index)
+            # Its text says what the policy is, and need not be hashable as another package's parameters may not be.
+            batches.setdefault((plan.compression, id(compaction.policy), *shape), []).append(index)
         counts, failures = [], {}
         for indices in batches.values():
             failed: dict[int, PartError] = {}
@@ -133,36 +151,43 @@ class Compactor:
     def _run_batch(self, batch: list[Compaction], failed: dict[int, PartError]) -> Tensor:
         """Executes plans of one shape; ``Execution.counts`` of them. Adds to ``failed``, by index in the batch."""
         policy = batch[0].policy
-        statistics = self._layer_statistics(batch, failed) if policy.allocator.has_layer_statistic else None
+        time_left = self._clock(batch)
+        statistics = None
+        if policy.allocator.has_layer_statistic:
+            statistics = self._layer_statistics(batch, failed, time_left)
         counts = torch.zeros(len(batch), 3, dtype=torch.int64, device=self.device)
 
-        def compress(units: list[_Unit]) -> tuple[Units, CompressionResult]:
+        def compress(units: list[_Unit]) -> _Change:
             entries = self._gather(units)
-            with time_limit(self._allowed_seconds(units)):
-                return entries.units, policy.compress(entries, self._context(units, batch, statistics))
+            with time_limit(time_left()):
+                return self._change(entries, policy.compress(entries, self._context(units, batch, statistics)))
 
-        def write(units: list[_Unit], located: Units, result: CompressionResult) -> None:
-            outcome, as_before = result.outcome.finite(result.source, self.layers[0].keys.dtype)
-            per_head = torch.stack([outcome.merged, result.evicted, as_before], 1)
+        def write(units: list[_Unit], change: _Change) -> None:
             index = sent(torch.tensor([unit.index for unit in units]), self.device)
-            counts.index_add_(0, index, per_head.unflatten(0, (-1, self.num_heads)).sum(1))
-            self._write(units, located, outcome)
+            counts.index_add_(0, index, change.counts.unflatten(0, (-1, self.num_heads)).sum(1))
+            self._write(units, change.located, change.outcome)
 
         for units in self._parts(batch):
-            for some, (located, result) in _contained(units, failed, compress):
-                write(some, located, result)
-                del located, result  # before the next ones are made
+            for some, change in _contained(units, failed, compress):
+                write(some, change)
+                del change  # before the next one is made
             if failed_units := [unit for unit in units if unit.index in failed]:
                 entries = self._gather(failed_units)
-                write(failed_units, entries.units, _newest(entries, batch[0].plan.new_front))
+                write(failed_units, self._change(entries, _newest(entries, batch[0].plan.new_front)))
         return counts
 
-    def _layer_statistics(self, batch: list[Compaction], failed: dict[int, PartError]) -> Tensor:
+    def _change(self, entries: PagedEntries, result: CompressionResult) -> "_Change":
+        outcome, as_before = result.outcome.finite(result.source, self.layers[0].keys.dtype)
+        return _Change(entries.units, outcome, torch.stack([outcome.merged, result.evicted, as_before], 1))
+
+    def _layer_statistics(
+        self, batch: list[Compaction], failed: dict[int, PartError], time_left: Callable[[], float | None]
+    ) -> Tensor:
         """``[plans, layers]`` float32, the allocator's; zeros where it failed."""
 
         def statistic(units: list[_Unit]) -> Tensor:
             entries = self._gather(units)
-            with time_limit(self._allowed_seconds(units)):
+            with time_limit(time_left()):
                 return batch[0].policy.layer_statistic(entries, self._context(units, batch, None))
 
         statistics = torch.zeros(len(batch), len(self.layers), device=self.device)
@@ -177,7 +202,10 @@ class Compactor:
         units = [_Unit(i, one, layer) for i, one in enumerate(batch) for layer in range(len(self.layers))]
         size = 1
         if not batch[0].policy.needs_output_weights:  # which are too large to repeat
-            unit_bytes = 4 * self.num_heads * self._cost(batch[0]).numbers
+            try:
+                unit_bytes = 4 * self.num_heads * self._cost(batch[0]).numbers
+            except PartError:
+                unit_bytes = self.max_bytes  # it fails again where that is contained
             size = max(1, self.max_bytes // max(1, unit_bytes))
         for start in range(0, len(units), size):
             yield units[start : start + size]
@@ -195,12 +223,24 @@ class Compactor:
             )
         )
 
-    def _allowed_seconds(self, units: list[_Unit]) -> float | None:
-        """How long a policy may work on these units."""
-        if self.max_seconds is None or self.rates is None:
-            return self.max_seconds
-        expected = len(units) * self.num_heads * self._cost(units[0].compaction).seconds(self.rates)
-        return self.max_seconds + SLACK * expected
+    def _clock(self, batch: list[Compaction]) -> Callable[[], float | None]:
+        """Tells how long the batch's policy may still work, counted from now; None: as long as it takes.
+
+        On a GPU our own parts are not hurried: what they wait for there is a kernel's compilation.
+        """
+        max_seconds = self.max_seconds
+        if max_seconds is None or not (self.device.type == "cpu" or any(map(is_foreign, batch[0].policy.parts))):
+            return lambda: None
+        started = time.monotonic()
+
+        def time_left() -> float:
+            expected = 0.0
+            if self.rates is not None:
+                heads = len(batch) * len(self.layers) * self.num_heads
+                expected = heads * self._cost(batch[0]).seconds(self.rates)
+            return max_seconds + SLACK * expected - (time.monotonic() - started)
+
+        return time_left
 
     @property
     def num_heads(self) -> int:
@@ -228,8 +268,10 @@ class Compactor:
         )
         if batch[0].ring is None:
             return context
-        newest = {index: batch[index].newest_queries() for index in {unit.index for unit in units}}
-        queries = torch.stack([newest[unit.index][0][unit.layer] for unit in units])  # [units, w, H * G, d]
+        layers = slice(min(unit.layer for unit in units), max(unit.layer for unit in units) + 1)
+        newest = {index: batch[index].newest_queries(layers) for index in {unit.index for unit in units}}
+        # [units, w, H * G, d]
+        queries = torch.stack([newest[unit.index][0][unit.layer - layers.start] for unit in units])
         by_head = queries.unflatten(2, (self.num_heads, -1)).permute(0, 2, 3, 1, 4)
         positions = torch.stack([newest[unit.index][1] for unit in units])
         return replace(

@@ -201,9 +201,10 @@ class Compression:
         if num_queries <= 0:
             return PLAIN
         seq_len = num_computed + num_scheduled
-        config = parse_known(self.step.windows[request_id].compression)
+        window = self.step.windows[request_id]
+        config = parse_known(window.compression)
         if state is None:
-            state = self.states[request_id] = self._new_state(config, seq_len)
+            state = self.states[request_id] = self._new_state(config, seq_len, window.query_window)
         if state.prompt_scores is None:
             return BatchRow(ring=state.ring)
         state.prompt_scores.grow(seq_len)
@@ -227,12 +228,11 @@ class Compression:
         window = self.step.windows.get(request_id)
         return 0 if window is None else min(num_scheduled, num_computed + num_scheduled - window.start)
 
-    def _new_state(self, config: CompressionConfig, seq_len: int) -> RequestState:
+    def _new_state(self, config: CompressionConfig, seq_len: int, window: int) -> RequestState:
         """Room for what the policy wants to know of the prompt's queries."""
         state, layers = RequestState(), self.compactor.layers
         if config.policy.needs_scores:
             state.prompt_scores = PromptScores.empty(len(layers), layers[0].num_kv_heads, seq_len, self._device)
-        window = config.policy.query_window
         if window:
             state.ring = self.rings.take(window) if self.rings is not None else None
             if state.ring is None:
