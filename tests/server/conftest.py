@@ -1,6 +1,8 @@
 """A real server for the tests of this folder: real processes, real HTTP."""
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -46,9 +48,15 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on, and that no connection or test beside this one is given meanwhile.
+
+    The system hands ports above 32767 to whoever asks for any: one of those may be taken before a server listens.
+    """
+    while True:
+        port = random.randrange(10000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
