@@ -82,8 +82,11 @@ def running(
     """
     command = [*prefix, sys.executable, "-m", "vllm_kvmerge.server.cli", "serve", "demo", *OPTIONS, *options]
     # Several of them share this machine's cores.
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ | variables
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # of an engine inside this process
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
+    # What an engine inside this process, or a command tried in it, has left: servers would count in one folder.
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "PROMETHEUS_MULTIPROC_DIR"):
+        environment.pop(name, None)
+    environment |= variables
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=end_with_tests
     )
