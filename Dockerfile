@@ -1,4 +1,4 @@
-# vLLM's own CUDA image with the plugin, which has never run on a card (docs/gpu.md). From the repository's root:
+# vLLM's own CUDA image with the plugin, which has never run on a GPU (docs/gpu.md). From the repository's root:
 #   docker build -t vllm-kvmerge:cuda .
 #   docker run --gpus all --ipc=host -p 127.0.0.1:8000:8000 -v kvmerge-models:/models vllm-kvmerge:cuda MODEL
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
@@ -20,14 +20,14 @@ FROM ${VLLM_IMAGE}
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="vllm-kvmerge" \
-      org.opencontainers.image.description="vLLM with KV cache compression per request, for NVIDIA cards" \
+      org.opencontainers.image.description="vLLM with KV cache compression per request, for NVIDIA GPUs" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=builder /wheels /wheels
 RUN uv pip install --no-cache --system --break-system-packages --no-deps /wheels/*.whl \
     && rm -r /wheels \
-    && python3 -I -c "from vllm_kvmerge.kernels import native; print(native.levels())" \
+    && python3 -I -c "from vllm_kvmerge.ops import cpu; print(cpu.levels())" \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvmerge \
     && install --directory --owner=kvmerge --group=kvmerge /models
 COPY docker/serve-cuda.yaml /etc/vllm-kvmerge/serve.yaml

@@ -3,11 +3,11 @@
 # make test    all tests                         make lint   ruff and mypy
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
-# make cuda    the operators in CUDA C++, for a machine with a card (needs nvcc)
+# make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
 # make races    the tests of the operators in CUDA C++, emulated on the CPU, with ThreadSanitizer: it finds accesses of a
-#               card's threads that nothing orders; some minutes, no card
-# make sanitize-cuda  the tests of the operators in CUDA C++ under compute-sanitizer; needs a card, after make cuda
+#               GPU's threads that nothing orders; some minutes, no GPU
+# make sanitize-cuda  the tests of the operators in CUDA C++ under compute-sanitizer; needs a GPU, after make cuda
 # make browser   tests of the page in headless Chromium
 # make image-steps  what docker/Dockerfile.cpu does, in a clean root below build/; needs root and debootstrap
 #
@@ -69,7 +69,7 @@ test: setup
 test-levels: setup
 	@libraries=$$($(BIN)/python -m tests.vllm_library) || exit 1; for library in $$libraries; do \
 		OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --vllm-library $$library \
-			tests/kernels/test_operators.py tests/engine/test_plain.py -k "vllm or library" $(ARGS) || exit 1; \
+			tests/ops/test_operators.py tests/engine/test_plain.py -k "vllm or library" $(ARGS) || exit 1; \
 	done
 
 demo-model: setup
@@ -84,16 +84,16 @@ sanitize: setup
 	$(BIN)/python setup.py --quiet build_ext --sanitize --build-lib build/sanitize --build-temp build/sanitize
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libasan.so):$$("$${CXX:-c++}" -print-file-name=libubsan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
-		$(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 tests/kernels -k "not plain-torch" \
-		--ignore tests/kernels/test_cuda.py --ignore tests/kernels/test_emulation.py --ignore tests/kernels/test_triton.py \
-		--native-library build/sanitize/vllm_kvmerge/kernels/_native.so $(ARGS)
+		$(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 tests/ops -k "not plain-torch" \
+		--ignore tests/ops/test_cuda.py --ignore tests/ops/test_emulation.py --ignore tests/ops/test_triton.py \
+		--native-library build/sanitize/vllm_kvmerge/ops/_native.so $(ARGS)
 
-# Not the order in which the emulation runs threads counts, but what a card's barriers say of it. ThreadSanitizer must be
+# Not the order in which the emulation runs threads counts, but what a GPU's barriers say of it. ThreadSanitizer must be
 # in the process first, and knows only some places of memory.
 races: setup
 	$(BIN)/python csrc/cuda/build.py --races
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libtsan.so) TSAN_OPTIONS=exitcode=66:halt_on_error=1 OMP_NUM_THREADS=1 \
-		setarch -R $(BIN)/python -m pytest tests/kernels/test_cuda.py -k "emulated or any_segments" \
+		setarch -R $(BIN)/python -m pytest tests/ops/test_cuda.py -k "emulated or any_segments" \
 		--emulated-library build/_cuda_races.so $(ARGS)
 
 sanitize-cuda: setup

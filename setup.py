@@ -127,6 +127,6 @@ class NativeDistribution(Distribution):
 if __name__ == "__main__":
     setup(
         distclass=NativeDistribution,
-        ext_modules=[Extension("vllm_kvmerge.kernels._native", [str(SOURCES / "module.cpp")], optional=True)],
+        ext_modules=[Extension("vllm_kvmerge.ops._native", [str(SOURCES / "module.cpp")], optional=True)],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
     )

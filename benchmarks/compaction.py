@@ -15,10 +15,10 @@ import torch
 from report import Spread, save, time_of
 from rich.progress import track
 
-from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.evaluation.attention import LayerTrace, TracedSequence
 from vllm_kvmerge.evaluation.options import print_table
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.parameters import parse_compression
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The cache of one request, some layers of random keys, values and scores, is compressed by the worker's own code, at the
 end of a prompt and, for bounded policies, again after an interval. Seconds are those of the thread, the least of
-``--repeats``. Bytes are the most that was allocated at once, by PyTorch's account of every allocation; what a native
+``--repeats``. Bytes are the most that was allocated at once, by PyTorch's account of every allocation; what a cpu
 operator allocates for a batch is allocated from PyTorch in its stead while it runs. Both are for one head of one layer.
 """
 
@@ -21,14 +21,14 @@ from rich.progress import track
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from vllm_kvmerge.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.cache.plan import CompressionPlan
-from vllm_kvmerge.config import parse_compression
+from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
+from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.evaluation.options import print_table
-from vllm_kvmerge.kernels import Pages, cell_bytes, native
+from vllm_kvmerge.ops import PagedKVCache, cell_bytes, cpu
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, measure_rates
-from vllm_kvmerge.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.request.parameters import parse_compression
 
 BLOCK_SIZE = 16
 
@@ -78,7 +78,7 @@ class Scene:
         elements = cell_bytes(sizes.head_size, sizes.dtype) // sizes.dtype.itemsize
         shape = num_blocks + 1, sizes.kv_heads, BLOCK_SIZE, elements
         caches = [torch.randn(shape).to(sizes.dtype) for _ in range(sizes.layers)]
-        layers = [Pages.of(cache, sizes.head_size) for cache in caches]
+        layers = [PagedKVCache.of(cache, sizes.head_size) for cache in caches]
         for pages in layers:
             pages.scores.uniform_()
             pages.aux.fill_(0.0 if self.policy.tracker.mode == "sum" else 4.0)
@@ -143,7 +143,7 @@ calls: at most 2 c d numbers (``move_entries``) or 35 n (``fused_attention``).""
 @contextmanager
 def native_allocations_counted() -> Iterator[None]:
     """Has PyTorch allocate, while a native operator runs, as much as that allocates by itself."""
-    originals = {name: getattr(native, name) for name in NATIVE}
+    originals = {name: getattr(cpu, name) for name in NATIVE}
 
     def counted(name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -156,11 +156,11 @@ def native_allocations_counted() -> Iterator[None]:
 
     try:
         for name in NATIVE:
-            setattr(native, name, counted(name))
+            setattr(cpu, name, counted(name))
         yield
     finally:
         for name, original in originals.items():
-            setattr(native, name, original)
+            setattr(cpu, name, original)
 
 
 @dataclass(frozen=True)

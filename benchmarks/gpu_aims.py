@@ -1,4 +1,4 @@
-"""Whether what gpu_operators.py measured reaches what the operators are meant to reach on a card like the H200."""
+"""Whether what gpu_operators.py measured reaches what the operators are meant to reach on a GPU like the H200."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

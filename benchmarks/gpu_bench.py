@@ -1,4 +1,4 @@
-"""Measuring on a card, for gpu_operators.py: what is timed and how, caches to run on, and the file of results."""
+"""Measuring on a GPU, for gpu_operators.py: what is timed and how, caches to run on, and the file of results."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.kernels import Pages, ScoreUpdate, Units, cell_bytes, reference
+from vllm_kvmerge.ops import PagedKVCache, ScoreUpdate, SequenceLayers, cell_bytes, reference
 from vllm_kvmerge.policies.entries import Entries
 
 BLOCK_SIZE = 16
@@ -79,7 +79,7 @@ class Bench:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def is_card(self) -> bool:
+    def is_gpu(self) -> bool:
         return self.device.type == "cuda"
 
     def rand(self, *shape: int) -> Tensor:
@@ -89,7 +89,7 @@ class Bench:
         """Median seconds of one call. captured: calls are one CUDA graph; else what Python does counts too."""
         for number in range(copies):
             call(number)
-        if not self.is_card:
+        if not self.is_gpu:
             started = perf_counter()
             call(0)
             return perf_counter() - started
@@ -126,7 +126,7 @@ class Bench:
 
     def matrix_rate(self) -> float:
         """Operations per second of a product of two square matrices of random numbers."""
-        size = 8192 if self.is_card else 256
+        size = 8192 if self.is_gpu else 256
         a, b = (self.rand(size, size).to(self.dtype) for _ in range(2))
         out = torch.empty_like(a)
         return 2 * size**3 / self.time(lambda number: torch.matmul(a, b, out=out), 1)
@@ -148,7 +148,7 @@ class Caches:
         self.layers = []
         for _ in range(self.copies):
             cache = torch.empty(shape, dtype=bench.dtype, device=bench.device)
-            pages = Pages.of(cache, bench.head_size, row_major_keys=True)
+            pages = PagedKVCache.of(cache, bench.head_size, row_major_keys=True)
             pages.keys.normal_()
             pages.values.normal_()
             pages.log_votes.uniform_(0.0, 3.0)
@@ -168,16 +168,16 @@ class Caches:
         """Of keys and values of one copy."""
         return 2 * self.rows * self.entries * self.bench.heads * self.bench.head_size * self.bench.dtype.itemsize
 
-    def pages(self, number: int) -> Pages:
+    def pages(self, number: int) -> PagedKVCache:
         return self.layers[number % self.copies]
 
-    def units(self, number: int, front: int) -> Units:
-        """All sequences in one layer; where they are is on the card, how many entries they have is known."""
+    def units(self, number: int, front: int) -> SequenceLayers:
+        """All sequences in one layer; where they are is on the GPU, how many entries they have is known."""
         device = self.bench.device
         segments = torch.tensor([[front, front, self.entries]] * self.rows, device=device)
         layer = torch.zeros(self.rows, dtype=torch.int64, device=device)
-        units = Units((self.pages(number),), layer, self.table, segments)
-        assert units.num_entries == self.entries  # read from the card once, before a graph is captured
+        units = SequenceLayers((self.pages(number),), layer, self.table, segments)
+        assert units.num_entries == self.entries  # read from the GPU once, before a graph is captured
         return units
 
     def on_cpu(self) -> "Caches":
@@ -186,7 +186,9 @@ class Caches:
         cpu = torch.device("cpu")
         twin.bench = Bench(**{**vars(self.bench), "device": cpu})
         twin.rows, twin.entries, twin.copies = self.rows, self.entries, 1
-        twin.layers = [Pages(*(getattr(self.pages(0), one.name).to(cpu, copy=True) for one in fields(Pages)))]
+        twin.layers = [
+            PagedKVCache(*(getattr(self.pages(0), one.name).to(cpu, copy=True) for one in fields(PagedKVCache)))
+        ]
         twin.table = self.table.cpu()
         return twin
 

@@ -10,14 +10,14 @@ import torch
 from gpu_bench import DECAY, Bench, Caches, Results, Row, expected_attention, relative_error
 from gpu_peers import Problem, all_peers, timed
 from torch import Tensor
+from vllm_kvmerge.ops.merge import Sums
 
-from vllm_kvmerge.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.cache.plan import CompressionPlan
-from vllm_kvmerge.config import parse_compression
-from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cuda, reference, triton
-from vllm_kvmerge.kernels.merge import Sums
-from vllm_kvmerge.policies.entries import TrackerMode
-from vllm_kvmerge.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
+from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cuda, reference, triton
+from vllm_kvmerge.policies.entries import ScoreMode
+from vllm_kvmerge.request.parameters import parse_compression
 
 Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
 
@@ -55,12 +55,12 @@ class Attention:
 
     @property
     def update(self) -> ScoreUpdate | None:
-        return None if self.mode == "none" else ScoreUpdate(cast(TrackerMode, self.mode), DECAY)
+        return None if self.mode == "none" else ScoreUpdate(cast(ScoreMode, self.mode), DECAY)
 
     def numbers(self, bench: Bench, rows: int, entries: int) -> list[Tensor]:
         """What follows the block table in a call of attention, decays included."""
         starts = torch.arange(rows) * self.queries
-        mode = UPDATE_MODES.index(cast(TrackerMode, self.mode))
+        mode = ScoreMode(cast(ScoreMode, self.mode)).code
         same = (torch.full((rows,), n) for n in (self.queries, entries, self.front, self.front, mode))
         tensors = [number.to(bench.device, torch.int32) for number in (starts, *same)]
         return [*tensors, torch.full((rows,), DECAY, device=bench.device)]
@@ -81,7 +81,7 @@ def attention(bench: Bench, caches: Caches, shape: Attention, part: str, name: s
 
     checked = sorted({0, rows - 1})
     front = shape.front
-    before = [reference.gather_entries(caches.pages(0), caches.table[row], front, front, n) for row in checked]
+    before = [gather_entries(caches.pages(0), caches.table[row], front, front, n) for row in checked]
     run(0)
     errors = {"output": 0.0} | ({} if shape.update is None else {"scores": 0.0})
     for row, entries in zip(checked, before, strict=True):
@@ -89,7 +89,7 @@ def attention(bench: Bench, caches: Caches, shape: Attention, part: str, name: s
         expected, scores = expected_attention(query[tokens], entries, scale, shape.update)
         errors["output"] = worst(errors["output"], relative_error(output[tokens], expected))
         if scores is not None:
-            after = reference.gather_metadata(Units.of(caches.pages(0), caches.table[row], front, front, n))[1]
+            after = reference.gather_metadata(SequenceLayers.of(caches.pages(0), caches.table[row], front, front, n))[1]
             errors["scores"] = worst(errors["scores"], relative_error(after, scores))
     size = heads * rows * (n * 2 * bench.head_size * bench.dtype.itemsize + 4 * front)
     size += heads * rows * n * {"none": 0, "sum": 8, "mean": 16, "log_ema": 16}[shape.mode]
@@ -128,7 +128,7 @@ def decode(bench: Bench, arguments: argparse.Namespace, results: Results) -> Ite
             for groups in arguments.groups:
                 for name, call in attention_calls(bench.device).items():
                     yield attention(bench, caches, Attention(groups, 0, "none"), "decode", name, call)
-                    for mode in UPDATE_MODES:
+                    for mode in list(ScoreMode):
                         shape = Attention(groups, entries // 2, mode)
                         yield attention(bench, caches, shape, "decode", name, call)
 
@@ -193,10 +193,10 @@ def _columns(bench: Bench, caches: Caches, groups: int, num_queries: int, mode: 
     statistics, aux = torch.zeros(2, bench.heads, n, device=bench.device)
 
     def run(number: int) -> None:
-        triton.column_scores(query, caches.pages(number), caches.table[0], n, update, scale, statistics, aux)
+        triton.score_prompt_queries(query, caches.pages(number), caches.table[0], n, update, scale, statistics, aux)
 
     run(0)
-    entries = reference.gather_entries(caches.pages(0), caches.table[0], 0, 0, n)
+    entries = gather_entries(caches.pages(0), caches.table[0], 0, 0, n)
     entries.scores.zero_()
     entries.aux.zero_()
     _, expected = expected_attention(query, entries, scale, update)
@@ -204,7 +204,7 @@ def _columns(bench: Bench, caches: Caches, groups: int, num_queries: int, mode: 
     error = relative_error(statistics, expected)  # more calls would add to them
     return Row(
         "scores",
-        "column_scores",
+        "score_prompt_queries",
         "triton",
         f"{num_queries} x {n}, G {groups}, {mode}",
         bench.dtype_name,
@@ -225,7 +225,7 @@ def compared(caches: Caches, operation: Operation, operators: Any) -> float:
     outcomes = []
     for module, where in ((operators, caches), (reference, twin)):
         results = list(operation(module, 0, where))
-        planes = [getattr(where.pages(0), one.name) for one in fields(Pages)]
+        planes = [getattr(where.pages(0), one.name) for one in fields(PagedKVCache)]
         outcomes.append([tensor.cpu().nan_to_num() for tensor in (*results, *planes)])
     return max(relative_error(one, other) for one, other in zip(*outcomes, strict=True))
 
@@ -254,7 +254,7 @@ def merges(bench: Bench, arguments: argparse.Namespace, results: Results) -> Ite
         yield from _policies(bench, caches, arguments, results, entries, is_interval=True)
 
 
-def _merge(bench: Bench, caches: Caches, known: list[Units], interval: int) -> Iterator[Row]:
+def _merge(bench: Bench, caches: Caches, known: list[SequenceLayers], interval: int) -> Iterator[Row]:
     """An interval's entries leave each unit (a request, of one layer), half of them merged.
 
     Those that leave lie anywhere; the newest take their places.
@@ -395,7 +395,7 @@ def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
         given = (tensor[of].to(device) for tensor in (kept, places, members, row_of, weights, weights))
         chosen, *sums = given
         blocks, segments = where.table.expand(count, -1), torch.tensor([[0, 0, n]] * count)
-        units = Units(where.layers[first : first + count], torch.arange(count), blocks, segments)
+        units = SequenceLayers(where.layers[first : first + count], torch.arange(count), blocks, segments)
         module.merge_entries(units, blocks, chosen, None, Sums(*sums) if merged else None)
 
     for merged in (False, True):
@@ -437,7 +437,7 @@ def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
     products, between = bench.rand(all_heads, few, n), bench.rand(all_heads, few, few)
     weights = bench.rand(all_heads, n).abs()
 
-    def operation(run: Callable[[Any, Units, Caches], Any]) -> Operation:
+    def operation(run: Callable[[Any, SequenceLayers, Caches], Any]) -> Operation:
         def wrapped(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
             found = run(module, units(where, number), where)
             return [] if found is None else [found] if isinstance(found, Tensor) else list(found)
@@ -446,14 +446,14 @@ def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
 
     known = [caches.units(number, n // 2) for number in range(caches.copies)]
 
-    def units(where: Caches, number: int) -> Units:
+    def units(where: Caches, number: int) -> SequenceLayers:
         return known[number % caches.copies] if where is caches else where.units(number, n // 2)
 
     def to(where: Caches, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(where.bench.device) for tensor in tensors]
 
     name = f"{rows} units x {n}"
-    cases: list[tuple[str, int, Callable[[Any, Units, Caches], Any]]] = [
+    cases: list[tuple[str, int, Callable[[Any, SequenceLayers, Caches], Any]]] = [
         ("gather_metadata", all_heads * n * (16 + 20), lambda m, u, w: m.gather_metadata(u)),
         ("gather_rows", all_heads * n * d * (item + 4), lambda m, u, w: m.gather_rows(u, "keys", *to(w, index))),
         ("write_metadata", all_heads * n * 36,

@@ -1,9 +1,9 @@
-"""The operators on a card: ``python benchmarks/gpu_operators.py``. Needs torch, Triton, NumPy and pydantic, no vLLM.
+"""The operators on a GPU: ``python benchmarks/gpu_operators.py``. Needs torch, Triton, NumPy and pydantic, no vLLM.
 
 Triton's, and beside them CUDA's where csrc/cuda/build.py has built them: attention, loading by threads and by the bulk
 copy engine, and merges. Each case is first checked, on fresh random inputs and into poisoned outputs, against float64
 (attention and scores) or the reference on the CPU (the others); ``error`` is ||out - ref|| / ||ref||. Then it is timed:
-calls rotate over copies of the cache that together are several times the card's L2, several calls are one CUDA graph,
+calls rotate over copies of the cache that together are several times the GPU's L2, several calls are one CUDA graph,
 and the time is the median of its replays divided by its calls. ``share`` is the bytes that must move, each once, over
 the bandwidth of a device-to-device copy in the same run, and for prompts the operations over the rate of a matrix
 product. Peers get the same entries: scaled_dot_product_attention, and flash_attn where that is installed, gathered
@@ -13,7 +13,7 @@ Parts, and about how long they may take (estimates): decode 3 minutes, compactio
 scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case is begun; ``--resume``
 takes rows of an earlier file, so that several commands make up one. The file is written after every row.
 
-``--tune`` tries tile sizes instead, and writes rules for this card; see gpu_tune.py. Without a card it exits with 2;
+``--tune`` tries tile sizes instead, and writes rules for this GPU; see gpu_tune.py. Without a GPU it exits with 2;
 ``--interpret`` runs tiny shapes in Triton's interpreter, whose times mean nothing.
 """
 
@@ -41,10 +41,10 @@ from gpu_cases import PARTS
 from gpu_tune import KERNELS, choose, tune
 from report import machine
 
-from vllm_kvmerge import kernels
-from vllm_kvmerge.kernels import triton
+from vllm_kvmerge import ops
+from vllm_kvmerge.ops import triton
 
-PACKAGE = Path(kernels.__file__).parent
+PACKAGE = Path(ops.__file__).parent
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -125,12 +125,12 @@ def main() -> int:
     arguments = parse(None)
     until = perf_counter() + 60 * arguments.minutes
     if not arguments.interpret and not torch.cuda.is_available():
-        print("there is no card that torch can use; --interpret runs tiny shapes without one", file=sys.stderr)
+        print("there is no GPU that torch can use; --interpret runs tiny shapes without one", file=sys.stderr)
         return 2
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cpu" if arguments.interpret else "cuda")
     if arguments.interpret:
-        kernels.choose("triton")  # whole compactions too
+        ops.choose("triton")  # whole compactions too
     bench = Bench(
         device,
         getattr(torch, arguments.dtype),
@@ -146,7 +146,7 @@ def main() -> int:
         return tune(bench, arguments.tune or list(KERNELS), arguments.groups, rules, arguments.output, until)
     earlier = rows_of(arguments.resume) if arguments.resume else []
     head: dict[str, Any] = {
-        "machine": machine() | {"card": torch.cuda.get_device_name(device) if bench.is_card else None},
+        "machine": machine() | {"gpu": torch.cuda.get_device_name(device) if bench.is_gpu else None},
         "operators": triton.description(device),
         "arguments": vars(arguments),
     }

@@ -1,4 +1,4 @@
-"""What else computes attention on a card, for gpu_operators.py: PyTorch, FlashAttention, FlexAttention and xformers.
+"""What else computes attention on a GPU, for gpu_operators.py: PyTorch, FlashAttention, FlexAttention and xformers.
 
 Each is given the same keys, values and queries. Those without a vote bias are compared with attention without one.
 """
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_kvmerge.kernels import reference
+from vllm_kvmerge.ops import reference
 
 FLEX_QUERY_BLOCK = 128
 """Queries of a row of FlexAttention's block mask."""
@@ -44,7 +44,7 @@ class Problem:
         caches, copies = self.caches, []
         for pages in caches.layers:
             blocks = caches.table.flatten()
-            found = reference.gather_entries(pages, blocks, 0, 0, len(blocks) * pages.block_size)
+            found = gather_entries(pages, blocks, 0, 0, len(blocks) * pages.block_size)
             planes = (
                 plane.to(caches.bench.dtype).unflatten(1, (caches.rows, -1))[:, :, : caches.entries].transpose(0, 1)
                 for plane in (found.keys, found.values)
@@ -73,7 +73,7 @@ class Problem:
         caches, found = self.caches, []
         for row in sorted({0, caches.rows - 1}):
             front = caches.entries if biased else 0
-            entries = reference.gather_entries(caches.pages(0), caches.table[row], front, front, caches.entries)
+            entries = gather_entries(caches.pages(0), caches.table[row], front, front, caches.entries)
             tokens = slice(row * self.num_queries, (row + 1) * self.num_queries)
             expected, _ = expected_attention(self.query[tokens], entries, self.scale, None)
             found.append(relative_error(output[row].transpose(0, 1), expected))
@@ -134,8 +134,8 @@ def all_peers() -> list[Peer]:
 
 
 def _sdpa(problem: Problem, backend: Any) -> Run:
-    if backend is not None and not problem.caches.bench.is_card:
-        raise RuntimeError("that is for cards")
+    if backend is not None and not problem.caches.bench.is_gpu:
+        raise RuntimeError("that is for GPUs")
     mask = causal_lower_right(problem.num_queries, problem.caches.entries) if problem.num_queries > 1 else None
 
     def run(number: int) -> Tensor:
@@ -204,7 +204,7 @@ class PagedPlanes:
         return self.spread(by_entry.unflatten(1, (width, self.size)))
 
     def seen(self, num_queries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pages that the newest queries see, for a block mask: how many in part, which, how many whole, and which.
+        """PagedKVCache that the newest queries see, for a block mask: how many in part, which, how many whole, and which.
 
         ``[rows, 1, blocks of queries]`` and, with all pages of a sequence, ``[rows, 1, blocks of queries, pages]``,
         int32; what lies behind the count is not looked at. A single query sees none whole.
@@ -269,7 +269,7 @@ def flex(problem: Problem, size: int) -> Run:
         # A tile is not to reach beyond a page, which only its decoding kernel sees to by itself.
         kernel_options={"BLOCK_N": size} if size < 64 and num_queries > 1 else None,
     )
-    if caches.bench.is_card:
+    if caches.bench.is_gpu:
         # Each shape has kernels of its own; past a number of them torch would run them uncompiled, without a word.
         torch._dynamo.reset()
         attend = torch.compile(attend, fullgraph=True, dynamic=False)

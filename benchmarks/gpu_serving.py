@@ -1,4 +1,4 @@
-"""Serving on a card, the plugin beside stock vLLM: ``python benchmarks/gpu_serving.py``.
+"""Serving on a GPU, the plugin beside stock vLLM: ``python benchmarks/gpu_serving.py``.
 
 Both sides are engines with the same random-weight model, stay up and take turns; figures are medians and ranges, ratios
 are to stock vLLM's full cache in the same turn. ``plain`` is the plugin serving requests without a policy.
@@ -137,7 +137,7 @@ class Bench:
         pool_tokens = max(pool_tokens, longest)
         options: dict[str, Any] = {"max_num_seqs": self.arguments.max_requests}
         if self.arguments.device == "cuda":
-            # The share of the card that vLLM wants to find free; how much it takes is said by the pool.
+            # The share of the GPU that vLLM wants to find free; how much it takes is said by the pool.
             options |= {"enforce_eager": False, "gpu_memory_utilization": 0.3}
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.arguments.runner == "v2"))
         if equal_bytes:
@@ -435,13 +435,13 @@ def show(part: str, rows: list[Row]) -> None:
     print_table(title, heads, {row.case: cells(row) for row in rows}, first="")
 
 
-def save(path: Path, part: str, arguments: argparse.Namespace, card: str | None, rows: list[Row]) -> None:
+def save(path: Path, part: str, arguments: argparse.Namespace, gpu: str | None, rows: list[Row]) -> None:
     """Puts a part into the file, in the place of what was there of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = json.loads(path.read_text()) if path.exists() else {}
     shape = SHAPES["tiny" if arguments.device == "cpu" else arguments.shape]
     parts[part] = {
-        "machine": machine() | {"card": card},
+        "machine": machine() | {"gpu": gpu},
         "arguments": vars(arguments) | {"shape_of_parts": asdict(shape)},
         "rows": [asdict(row) for row in rows],
     }
@@ -477,9 +477,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("there is no card that torch can use; --device cpu runs tiny shapes without one", file=sys.stderr)
+        print("there is no GPU that torch can use; --device cpu runs tiny shapes without one", file=sys.stderr)
         return 2
-    card = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+    gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
     scale = SHRINK if arguments.device == "cpu" else 1
     until = math.inf if arguments.minutes is None else perf_counter() + 60 * arguments.minutes
     bench = Bench(arguments, scale, until)
@@ -492,7 +492,7 @@ def main() -> int:
                 # A turn's rows take the place of those of fewer turns.
                 measured |= {(row.case, row.length, row.requests): row for row in rows}
                 found[part] = list(measured.values())
-                save(arguments.output, part, arguments, card, found[part])
+                save(arguments.output, part, arguments, gpu, found[part])
                 show(part, rows)
         except OutOfTimeError:
             print(f"{part}: {arguments.minutes:g} minutes are over; not all of it was measured", flush=True)

@@ -1,8 +1,8 @@
-"""Tile sizes for a card, for ``gpu_operators.py --tune``, and which implementation is faster on it, for ``--choose``.
+"""Tile sizes for a GPU, for ``gpu_operators.py --tune``, and which implementation is faster on it, for ``--choose``.
 
 Settings of a kernel are changed one after the other, from what the table has; a value stays if all cases are right with
 it and their times' geometric mean is at least 1% better. What has come out better by 2% in all becomes a rule for this
-card, its head size and, where the kernel asks for it, its group size. Every value that was tried is in the output file.
+GPU, its head size and, where the kernel asks for it, its group size. Every value that was tried is in the output file.
 """
 
 import json
@@ -21,9 +21,9 @@ from gpu_bench import Bench, Caches, Row
 from gpu_cases import Attention, attention, checked
 from torch import Tensor
 
-from vllm_kvmerge.kernels import Pages, Units, choice, triton
-from vllm_kvmerge.kernels.triton import tuning
-from vllm_kvmerge.kernels.triton.plan import device_name, power_of_two, settings_for
+from vllm_kvmerge.ops import PagedKVCache, SequenceLayers, choice, triton
+from vllm_kvmerge.ops.triton import tuning
+from vllm_kvmerge.ops.triton.plan import device_name, power_of_two, settings_for
 
 GAIN = 0.99
 """Times at least this much shorter let a value stay."""
@@ -46,7 +46,7 @@ class Kernel:
 
 
 def _sizes(bench: Bench, sizes: list[tuple[int, int]]) -> list[Caches]:
-    return [Caches(bench, *size) for size in (sizes if bench.is_card else [(2, 200)])]
+    return [Caches(bench, *size) for size in (sizes if bench.is_gpu else [(2, 200)])]
 
 
 def _attention(bench: Bench, groups: int, sizes: list[tuple[int, int]], modes: Sequence[str], queries: int) -> Measure:
@@ -76,15 +76,17 @@ def _finish(bench: Bench, groups: int) -> Measure:
 
 
 def _prefill(bench: Bench, groups: int) -> Measure:
-    return _attention(bench, groups, [(1, 16384), (8, 2048)], ["none"], 512 if bench.is_card else 24)
+    return _attention(bench, groups, [(1, 16384), (8, 2048)], ["none"], 512 if bench.is_gpu else 24)
 
 
 def _columns(bench: Bench, groups: int) -> Measure:
-    return _attention(bench, groups, [(1, 16384), (8, 2048)], ["sum"], 512 if bench.is_card else 24)
+    return _attention(bench, groups, [(1, 16384), (8, 2048)], ["sum"], 512 if bench.is_gpu else 24)
 
 
 def _entries(
-    name: str, run: Callable[[Units, Caches, Callable[[Tensor], Tensor], Any], Any], size: tuple[int, int] = (16, 1024)
+    name: str,
+    run: Callable[[SequenceLayers, Caches, Callable[[Tensor], Tensor], Any], Any],
+    size: tuple[int, int] = (16, 1024),
 ) -> Callable[[Bench, int], Measure]:
     """Cases of an operator on units; ``run`` gets them, where they are, what brings tensors there, and a module."""
 
@@ -108,25 +110,25 @@ def _given(heads: int, count: int, most: int) -> Tensor:
     return torch.rand(heads, most, generator=generator).argsort(1)[:, :count]
 
 
-def _metadata(units: Units, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _metadata(units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     return module.gather_metadata(units)
 
 
-def _rows(units: Units, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _rows(units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     n = where.entries
     kept = there(_cached(_given, units.num_heads, n // 2, n))
     module.move_entries(units, where.table, kept)
     return module.gather_rows(units, "keys", kept)
 
 
-def _similar(units: Units, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _similar(units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     n = where.entries
     index = there(_cached(_given, units.num_heads, n, n))
     usable = torch.ones(units.num_heads, n - n // 8, dtype=torch.bool, device=index.device)
     return module.most_similar(units, index[:, : n // 8], index[:, n // 8 :], usable)[0]
 
 
-def _newest(groups: int, units: Units, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _newest(groups: int, units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     n, d = where.entries, where.bench.head_size
     queries = there(_cached(_normal, units.num_heads, groups, 32, d))
     seen = there(_cached(_newest_positions, units.num_heads, n))
@@ -147,14 +149,14 @@ _kept: dict[tuple[Any, ...], Tensor] = {}
 
 
 def _cached(make: Callable[..., Tensor], *shape: int) -> Tensor:
-    """What ``make`` gives, on whatever card there is: it must not be made or sent anew while calls are timed."""
+    """What ``make`` gives, on whatever GPU there is: it must not be made or sent anew while calls are timed."""
     key = make.__name__, *shape
     if key not in _kept:
         _kept[key] = make(*shape).to("cuda" if torch.cuda.is_available() else "cpu")
     return _kept[key]
 
 
-def _write(units: Units, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _write(units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     slots = there(_cached(_given, 1, 8 * where.rows, where.rows * where.entries))[0] + 16
     rows = there(_cached(_normal, len(slots), where.bench.heads, where.bench.head_size)).to(where.bench.dtype)
     module.write_tokens(units.layers[0], slots, rows, rows)
@@ -269,10 +271,10 @@ def is_faster(one: Try, other: Try, share: float) -> bool:
 def tune(
     bench: Bench, names: Sequence[str], all_groups: Sequence[int], folder: Path, output: Path, until: float
 ) -> int:
-    """Writes rules for this card into ``tuning.json`` in a folder, after each kernel, and all that was tried."""
-    card, head_size = device_name(bench.device), power_of_two(bench.head_size)
+    """Writes rules for this GPU into ``tuning.json`` in a folder, after each kernel, and all that was tried."""
+    gpu, head_size = device_name(bench.device), power_of_two(bench.head_size)
     row_bytes = head_size * bench.dtype.itemsize
-    pages = Pages.planned(1, bench.heads, 16, bench.head_size, bench.dtype, bench.device)
+    pages = PagedKVCache.planned(1, bench.heads, 16, bench.head_size, bench.dtype, bench.device)
     report: list[Try] = []
     for name in names:
         kernel = KERNELS[name]
@@ -280,10 +282,10 @@ def tune(
             if perf_counter() > until:
                 print(f"out of time: not tuned: {', '.join(names[names.index(name) :])}", file=sys.stderr)
                 return 0
-            conditions = {"kernel": name, "device": card, "head_size": [head_size], "row_bytes": [row_bytes]}
+            conditions = {"kernel": name, "device": gpu, "head_size": [head_size], "row_bytes": [row_bytes]}
             conditions |= {"groups": [groups]} if kernel.by_group else {}
             first = asdict(settings_for(name, pages, groups))
-            values = kernel.values if bench.is_card else _some(kernel.values, first)
+            values = kernel.values if bench.is_gpu else _some(kernel.values, first)
             tried = search(name, groups, conditions, first, values, kernel.prepare(bench, groups), until)
             report += tried
             best = tried[-1]
@@ -336,7 +338,7 @@ def write_rules(folder: Path, table: Path, new: Sequence[dict[str, Any]], condit
 
 
 def choose(rows: Sequence[Row], bench: Bench, folder: Path) -> list[dict[str, Any]]:
-    """Writes rules for this card into ``choice.json``: which implementation of attention and merges took less time."""
+    """Writes rules for this GPU into ``choice.json``: which implementation of attention and merges took less time."""
     rules = chosen(rows, choice.device_name(bench.device), bench.head_size)
     for rule in rules:
         print(f"{rule['operator']}: {rule['implementation']}, {rule['measured']}")
@@ -347,7 +349,7 @@ def choose(rows: Sequence[Row], bench: Bench, folder: Path) -> list[dict[str, An
     return rules
 
 
-def chosen(rows: Sequence[Row], card: str, head_size: int) -> list[dict[str, Any]]:
+def chosen(rows: Sequence[Row], gpu: str, head_size: int) -> list[dict[str, Any]]:
     """A rule for each operator that several implementations of were measured, by the mean of their times' logarithms
     over the cases of all; one that was wrong anywhere is not chosen."""
     rules = []
@@ -364,7 +366,7 @@ def chosen(rows: Sequence[Row], card: str, head_size: int) -> list[dict[str, Any
         means = {name: math.exp(sum(math.log(times[name]) for times in of_all) / len(of_all)) for name in names}
         best = min(means, key=lambda name: (means[name], name))
         rule: dict[str, Any] = {
-            "operator": operator, "device": card, "head_sizes": [head_size], "implementation": best.split()[0]
+            "operator": operator, "device": gpu, "head_sizes": [head_size], "implementation": best.split()[0]
         }  # fmt: skip
         if operator == "paged_attention":
             rule["bulk"] = best == "cuda bulk"

@@ -24,10 +24,10 @@ from rich.progress import track
 from torch import Tensor
 from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm_kvmerge.ops.merge import Rows
 
 from vllm_kvmerge.evaluation.options import print_table
-from vllm_kvmerge.kernels import UPDATE_MODES, Pages, ScoreUpdate, Units, cell_bytes, native, reference
-from vllm_kvmerge.kernels.merge import Rows
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cell_bytes, cpu, reference
 
 BLOCK_SIZE = 128
 DECAY = 0.9
@@ -73,7 +73,7 @@ class Caches:
         cell = cell_bytes(head_size, dtype)
         self.copies = max(2, arguments.working_set * 2**20 // (self.entries * self.heads * cell))
         cache = torch.empty(num_blocks, self.heads, BLOCK_SIZE, cell // dtype.itemsize, dtype=dtype)
-        pages = Pages.of(cache, head_size)
+        pages = PagedKVCache.of(cache, head_size)
         pages.keys.normal_()
         pages.values.normal_()
         pages.log_votes.uniform_(0.0, 3.0)
@@ -81,19 +81,19 @@ class Caches:
         pages.aux.fill_(1.0)
         pages.positions.random_(self.entries)
         self.blocks = torch.randperm(num_blocks, dtype=torch.int32)
-        self._pages = [Pages.of(cache.clone(), head_size) for _ in range(self.copies)]
+        self._pages = [PagedKVCache.of(cache.clone(), head_size) for _ in range(self.copies)]
         stock = torch.cat([pages.stock_keys, pages.values], 2)
         self._stock = [stock.clone().chunk(2, 2) for _ in range(self.copies)]
-        entries = reference.gather_entries(pages, self.blocks, 0, 0, self.entries)
+        entries = gather_entries(pages, self.blocks, 0, 0, self.entries)
         dense = [plane.unsqueeze(0).to(dtype) for plane in (entries.keys, entries.values)]
         self._dense = [[plane.clone() for plane in dense] for _ in range(self.copies)]
 
-    def pages(self, call: int) -> Pages:
+    def pages(self, call: int) -> PagedKVCache:
         return self._pages[call % self.copies]
 
-    def units(self, call: int, front: int) -> Units:
+    def units(self, call: int, front: int) -> SequenceLayers:
         """The first ``front`` entries as the front, the others as the tail."""
-        return Units.of(self.pages(call), self.blocks, front, front, self.entries)
+        return SequenceLayers.of(self.pages(call), self.blocks, front, front, self.entries)
 
     def stock(self, call: int) -> Sequence[Tensor]:
         """Keys and values ``[B, H, bs, d]`` in vLLM's layout."""
@@ -117,7 +117,7 @@ class Caches:
 
 
 def both(run: Callable[[ModuleType, int], Sequence[Tensor]]) -> dict[str, Side]:
-    return {"native": partial(run, native), "reference": partial(run, reference)}
+    return {"native": partial(run, cpu), "reference": partial(run, reference)}
 
 
 def vllm_attention(caches: Caches, query: Tensor) -> Side:
@@ -171,7 +171,7 @@ def torch_attention(caches: Caches, query: Tensor, front: int) -> Side:
 def attention(caches: Caches, groups: int, num_queries: int, front: int, mode: str) -> Case:
     """Decode where ``num_queries == 1``. front: entries with a vote bias; half of them, or none."""
     query = torch.randn(num_queries, caches.heads * groups, caches.head_size).to(caches.dtype)
-    numbers = [0, num_queries, caches.entries, front, front, UPDATE_MODES.index(mode)]  # type: ignore[arg-type]
+    numbers = [0, num_queries, caches.entries, front, front, ScoreMode(mode).code]  # type: ignore[arg-type]
     rows = [torch.tensor([number], dtype=torch.int32) for number in numbers]
 
     def run(module: ModuleType, call: int) -> Sequence[Tensor]:
@@ -200,11 +200,13 @@ def scores(caches: Caches, groups: int, num_queries: int, update: ScoreUpdate) -
     def run(module: ModuleType, call: int) -> Sequence[Tensor]:
         statistics = torch.zeros(2, caches.heads, caches.entries)
         scale = caches.head_size**-0.5
-        module.column_scores(query, caches.pages(call), caches.blocks, caches.entries, update, scale, *statistics)
+        module.score_prompt_queries(
+            query, caches.pages(call), caches.blocks, caches.entries, update, scale, *statistics
+        )
         return list(statistics)
 
     flops = 2 * num_queries * caches.entries * caches.heads * groups * caches.head_size
-    return Case("column_scores", f"{num_queries} queries, G {groups}, {update.mode}", "gemm", flops, both(run))
+    return Case("score_prompt_queries", f"{num_queries} queries, G {groups}, {update.mode}", "gemm", flops, both(run))
 
 
 def similarities(caches: Caches) -> Case:
@@ -245,7 +247,7 @@ def selections(caches: Caches) -> list[Case]:
         "largest": (ranking, kept),
         "top": (ranking, protected, is_live, kept),
         "in_place": (mask, kept),
-        "padded": (mask, kept),
+        "padded_nonzero": (mask, kept),
         "by_position": (positions,),
         "inverse": (index, n),
         "free_places": (index, kept),
@@ -259,9 +261,9 @@ def selections(caches: Caches) -> list[Case]:
 
     cases = []
     for name, given in arguments.items():
-        tensors = [one for one in given if isinstance(one, Tensor)] + list(run(name, native, 0))
+        tensors = [one for one in given if isinstance(one, Tensor)] + list(run(name, cpu, 0))
         if name == "take":  # of whose planes it reads as much as it returns
-            tensors += run(name, native, 0)
+            tensors += run(name, cpu, 0)
         size = sum(tensor.nbytes for tensor in tensors)
         cases.append(Case(name, f"{kept} of {n} entries", "copy", size, both(partial(run, name))))
     return cases
@@ -280,7 +282,7 @@ def gathers(caches: Caches) -> list[Case]:
         return list(module.gather_metadata(caches.units(call, half)))
 
     def entries(module: ModuleType, call: int) -> Sequence[Tensor]:
-        found = module.gather_entries(caches.pages(call), caches.blocks, half, half, n)
+        found = gather_entries(caches.pages(call), caches.blocks, half, half, n)
         return [getattr(found, field.name) for field in fields(found)]
 
     metadata_bytes = caches.heads * (8 * n + 8 * half + 20 * n)
@@ -317,7 +319,7 @@ def writes(caches: Caches) -> list[Case]:
     n, quarter = caches.entries, caches.entries // 4
     places = caches.some(quarter)
     keys, values = torch.randn(2, caches.heads, quarter, caches.head_size)
-    metadata = native.gather_metadata(caches.units(0, n))
+    metadata = cpu.gather_metadata(caches.units(0, n))
     log_votes, statistics, aux, positions = (plane.flip(1) for plane in metadata)
     merged = torch.arange(0, quarter, 4).expand(caches.heads, -1)
 
@@ -362,9 +364,9 @@ def all_cases(caches: Caches) -> list[Case]:
     cases = []
     for groups in (1, 4):
         cases.append(attention(caches, groups, 1, 0, "none"))
-        cases += [attention(caches, groups, 1, half, mode) for mode in UPDATE_MODES]
+        cases += [attention(caches, groups, 1, half, mode) for mode in list(ScoreMode)]
     cases.append(attention(caches, 4, 64, 0, "none"))
-    cases += [scores(caches, 4, 64, ScoreUpdate(mode, DECAY)) for mode in UPDATE_MODES if mode != "none"]
+    cases += [scores(caches, 4, 64, ScoreUpdate(mode, DECAY)) for mode in list(ScoreMode) if mode != "none"]
     cases += [similarities(caches), newest_queries(caches, 4, 32), *selections(caches)]
     return [*cases, *gathers(caches), *writes(caches)]
 
@@ -412,7 +414,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return difference / size if size else difference
 
 
-def errors(case: Case, pages: Pages) -> dict[str, float]:
+def errors(case: Case, pages: PagedKVCache) -> dict[str, float]:
     """By side, against the reference: of what it returns, and, if it is the native one, of its changes to the pages."""
     planes = [getattr(pages, field.name) for field in fields(pages)]
     before = [plane.clone() for plane in planes]
@@ -461,7 +463,7 @@ def show(rows: list[Row]) -> None:
     units = {"read": "MB", "copy": "MB", "gemm": "MFLOP"}
     peers = ("reference", "vLLM", "SDPA")
     print_table(
-        f"Native operators at level {native.level()}, {torch.get_num_threads()} threads: median (range)",
+        f"Native operators at level {cpu.level()}, {torch.get_num_threads()} threads: median (range)",
         ["at least", "us", "share of floor", *(f"times {peer}" for peer in peers), "relative error"],
         {
             f"{row.operator}, {row.case}": [
@@ -510,7 +512,7 @@ def main() -> None:
             caches = Caches(getattr(torch, dtype), head_size, arguments)
             cases = track(all_cases(caches), f"{dtype}, d {head_size}")
             rows += [measure(case, caches, probes, arguments) for case in cases]
-    save(arguments.output, vars(arguments) | {"level": native.level()}, rows)
+    save(arguments.output, vars(arguments) | {"level": cpu.level()}, rows)
     shares = decode_shares(rows, arguments.dtype)
     plot_bars(arguments.output.with_suffix(".svg"), "Decode attention: share of read bandwidth", shares)
     show(rows)

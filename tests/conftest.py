@@ -7,9 +7,9 @@ import hypothesis
 import pytest
 
 from tests import vllm_library
-from vllm_kvmerge.kernels import native
+from vllm_kvmerge.ops import cpu
 
-THIN_ON_CARD = 7
+THIN_ON_GPU = 7
 """Each case compiles kernels of its own."""
 
 # How long an example takes says how busy the machine is.
@@ -29,16 +29,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--thin",
         type=int,
-        help="run every THIN-th case of each test of all operators, for slow ones; default: all, of Triton's on a card "
-        f"every {THIN_ON_CARD}th",
+        help="run every THIN-th case of each test of all operators, for slow ones; default: all, of Triton's on a GPU "
+        f"every {THIN_ON_GPU}th",
     )
 
 
 def pytest_configure(config):
     library = config.getoption("--native-library", default=None)
     if library is not None:
-        native.LIBRARY = library.resolve()
-        native.library()  # a build that cannot be loaded must not pass as one that is not there
+        cpu.LIBRARY = library.resolve()
+        cpu.library()  # a build that cannot be loaded must not pass as one that is not there
     chosen = config.getoption("--vllm-library", default=None)
     if chosen is not None:
         try:
@@ -51,7 +51,7 @@ def pytest_configure(config):
 def pytest_report_header(config):
     libraries = vllm_library.runnable()
     chosen = config.getoption("--vllm-library", default=None) or next(iter(libraries), "none for this processor")
-    levels = native.levels() if native.LIBRARY.exists() else ["not built"]
+    levels = cpu.levels() if cpu.LIBRARY.exists() else ["not built"]
     return [
         f"vLLM's operators: {chosen} (this processor can run {', '.join(libraries) or 'none'})",
         f"native operators: {levels[0]} (tested: {', '.join(levels)})",
@@ -65,11 +65,11 @@ def pytest_collection_modifyitems(config, items):
     kept, dropped = [], []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        on_card = next((p for p in (params.get("operators"), params.get("strict")) if str(p).endswith("card")), None)
+        on_gpu = next((p for p in (params.get("operators"), params.get("strict")) if str(p).endswith("gpu")), None)
         step = 1
-        if "operators" in item.fixturenames or on_card:
-            step = thin or (THIN_ON_CARD if on_card in ("triton-card", "reference-card") else 1)
-        group = item.nodeid.partition("[")[0], on_card
+        if "operators" in item.fixturenames or on_gpu:
+            step = thin or (THIN_ON_GPU if on_gpu in ("triton-gpu", "reference-gpu") else 1)
+        group = item.nodeid.partition("[")[0], on_gpu
         (dropped if seen[group] % step else kept).append(item)
         seen[group] += 1
     items[:] = kept

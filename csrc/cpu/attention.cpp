@@ -41,7 +41,7 @@ struct Layout {
 
 class Driver {
  public:
-  Driver(const Kernels& kernels, const Pages& pages, const std::vector<AttentionRow>& rows, int group, float scale,
+  Driver(const Kernels& kernels, const PagedKVCache& pages, const std::vector<AttentionRow>& rows, int group, float scale,
          bool with_values, bool new_start_empty)
       : kernels_(kernels), pages_(pages), rows_(rows), group_(group), scale_(scale), with_values_(with_values),
         new_start_empty_(new_start_empty) {}
@@ -237,7 +237,7 @@ class Driver {
   }
 
   const Kernels& kernels_;
-  const Pages& pages_;
+  const PagedKVCache& pages_;
   const std::vector<AttentionRow>& rows_;
   const int group_;
   const float scale_;
@@ -248,7 +248,7 @@ class Driver {
 
 }  // namespace
 
-void attend_rows(const Kernels& kernels, const Pages& pages, const std::vector<AttentionRow>& rows, int group,
+void attend_rows(const Kernels& kernels, const PagedKVCache& pages, const std::vector<AttentionRow>& rows, int group,
                  float scale, bool with_values, bool new_start_empty) {
   Driver(kernels, pages, rows, group, scale, with_values, new_start_empty).run();
 }

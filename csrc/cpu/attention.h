@@ -18,7 +18,7 @@ struct AttentionRow {
 };
 
 // with_values: otherwise only the statistics are wanted, and output is not used.
-void attend_rows(const Kernels& kernels, const Pages& pages, const std::vector<AttentionRow>& rows, int group,
+void attend_rows(const Kernels& kernels, const PagedKVCache& pages, const std::vector<AttentionRow>& rows, int group,
                  float scale, bool with_values, bool new_start_empty);
 
 }  // namespace kvmerge

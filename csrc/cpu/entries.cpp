@@ -16,14 +16,14 @@ namespace {
 constexpr int64_t kEntriesPerTask = 256;
 constexpr int64_t kMinParallelEntries = 512;  // below, waking threads costs more than it gains
 
-inline int threads_for(const Units& units, int64_t count) {
+inline int threads_for(const SequenceLayers& units, int64_t count) {
   const int64_t entries = static_cast<int64_t>(units.size()) * units[0].pages.num_heads * count;
   return entries < kMinParallelEntries ? 1 : max_threads();
 }
 
 // Calls task(unit, head, row, first, last) for ranges of `count` items of every head; row: unit * heads + head.
 template <class F>
-void for_ranges(const Units& units, int64_t count, int64_t per_task, const F& task) {
+void for_ranges(const SequenceLayers& units, int64_t count, int64_t per_task, const F& task) {
   if (units.empty()) return;
   const int64_t ranges = (count + per_task - 1) / per_task, heads = units[0].pages.num_heads;
   parallel_for(static_cast<int64_t>(units.size()) * heads * ranges, threads_for(units, count), [&](int64_t i) {
@@ -46,34 +46,34 @@ struct Place {
   bool operator==(const Place& other) const { return block == other.block && offset == other.offset; }
 };
 
-inline Place place_of_slot(const Pages& pages, const int32_t* blocks, int64_t slot) {
+inline Place place_of_slot(const PagedKVCache& pages, const int32_t* blocks, int64_t slot) {
   return {blocks[slot / pages.block_size], slot % pages.block_size};
 }
 
-inline Place place_of_entry(const Pages& pages, const Segments& s, int64_t entry) {
+inline Place place_of_entry(const PagedKVCache& pages, const Segments& s, int64_t entry) {
   return place_of_slot(pages, s.blocks, entry < s.front ? entry : s.tail + entry - s.front);
 }
 
 // The key at a place: elements block_size apart.
 template <class T>
-inline T* key_at(const Pages& pages, int64_t head, Place at) {
+inline T* key_at(const PagedKVCache& pages, int64_t head, Place at) {
   return reinterpret_cast<T*>(region(pages, at.block, head)) + at.offset;
 }
 
 template <class T>
-inline T* value_at(const Pages& pages, int64_t head, Place at) {
+inline T* value_at(const PagedKVCache& pages, int64_t head, Place at) {
   return reinterpret_cast<T*>(region(pages, at.block, head)) +
          (static_cast<int64_t>(pages.block_size) + at.offset) * pages.head_size;
 }
 
 template <class T>
-inline void read_key(const Pages& pages, int64_t head, Place at, float* out) {
+inline void read_key(const PagedKVCache& pages, int64_t head, Place at, float* out) {
   const T* key = key_at<T>(pages, head, at);
   for (int64_t e = 0; e < pages.head_size; ++e) out[e] = to_float(key[e * pages.block_size]);
 }
 
 template <class T>
-inline void read_value(const Pages& pages, int64_t head, Place at, float* out) {
+inline void read_value(const PagedKVCache& pages, int64_t head, Place at, float* out) {
   const T* value = value_at<T>(pages, head, at);
   for (int64_t e = 0; e < pages.head_size; ++e) out[e] = to_float(value[e]);
 }
@@ -95,7 +95,7 @@ void for_pieces(const Unit& unit, int64_t first, int64_t last, const F& f) {
 
 }  // namespace
 
-void gather_metadata(const Units& units, float* log_votes, float* scores, float* aux, int64_t* positions) {
+void gather_metadata(const SequenceLayers& units, float* log_votes, float* scores, float* aux, int64_t* positions) {
   if (units.empty()) return;
   const int64_t n = num_entries(units[0].segments);
   for_ranges(units, n, kEntriesPerTask, [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
@@ -152,7 +152,7 @@ void gather_keys(const Unit& unit, int64_t head, const int64_t* index, int64_t c
 
 }  // namespace
 
-void gather_rows(const Units& units, bool keys, const int64_t* index, int64_t count, float* rows) {
+void gather_rows(const SequenceLayers& units, bool keys, const int64_t* index, int64_t count, float* rows) {
   if (units.empty()) return;
   with_type(units[0].pages.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
@@ -171,7 +171,7 @@ void gather_rows(const Units& units, bool keys, const int64_t* index, int64_t co
   });
 }
 
-void gather_all(const Units& units, float* keys, float* values) {
+void gather_all(const SequenceLayers& units, float* keys, float* values) {
   if (units.empty()) return;
   const int64_t n = num_entries(units[0].segments), d = units[0].pages.head_size;
   with_type(units[0].pages.dtype, [&](auto* type) {
@@ -208,7 +208,7 @@ void read_members(const Unit& unit, int64_t head, const int64_t* entries, int64_
 
 // Members and carriers of all heads, as the kernel multiplies them.
 template <class T, class Q>
-void find_most_similar(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
+void find_most_similar(const Kernels& kernels, const SequenceLayers& units, const int64_t* members, int64_t num_members,
                        const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
                        int64_t* best) {
   const int64_t d = units[0].pages.head_size, heads = static_cast<int64_t>(units.size()) * units[0].pages.num_heads;
@@ -223,7 +223,7 @@ void find_most_similar(const Kernels& kernels, const Units& units, const int64_t
 
   for_ranges(units, num_tiles, kEntriesPerTask / kTile,
              [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
-    const Pages& pages = unit.pages;
+    const PagedKVCache& pages = unit.pages;
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t at = row * num_tiles + tile;
       for (int64_t lane = 0; lane < kTile && tile * kTile + lane < counts[row]; ++lane) {
@@ -274,7 +274,7 @@ void find_most_similar(const Kernels& kernels, const Units& units, const int64_t
 
 // The same where members are few and most entries are carriers: keys are multiplied where they lie.
 template <class T, class Q>
-void find_most_similar_entries(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
+void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& units, const int64_t* members, int64_t num_members,
                                const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
                                int64_t* best) {
   const int64_t d = units[0].pages.head_size, heads = units[0].pages.num_heads, n = num_entries(units[0].segments);
@@ -312,7 +312,7 @@ void find_most_similar_entries(const Kernels& kernels, const Units& units, const
 }
 
 template <class T, class Q>
-void find(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
+void find(const Kernels& kernels, const SequenceLayers& units, const int64_t* members, int64_t num_members,
           const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity, int64_t* best) {
   constexpr int64_t kFewMembers = 64;
   const bool in_place = num_members <= kFewMembers && 2 * num_carriers >= num_entries(units[0].segments);
@@ -322,7 +322,7 @@ void find(const Kernels& kernels, const Units& units, const int64_t* members, in
 
 }  // namespace
 
-void most_similar(const Kernels& kernels, const Units& units, const int64_t* members, int64_t num_members,
+void most_similar(const Kernels& kernels, const SequenceLayers& units, const int64_t* members, int64_t num_members,
                   const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
                   int64_t* best) {
   if (units.empty() || num_members == 0) return;
@@ -337,7 +337,7 @@ void most_similar(const Kernels& kernels, const Units& units, const int64_t* mem
   else run(find<BF16, float>);
 }
 
-void fused_attention(const Kernels& kernels, const Units& units, const float* queries, int64_t group,
+void fused_attention(const Kernels& kernels, const SequenceLayers& units, const float* queries, int64_t group,
                      const int64_t* query_positions, int64_t num_queries, const float* log_votes,
                      const int64_t* positions, float scale, bool largest, float* fused) {
   if (units.empty()) return;
@@ -365,7 +365,7 @@ void fused_attention(const Kernels& kernels, const Units& units, const float* qu
   });
 }
 
-void move_entries(const Units& units, const std::vector<const int32_t*>& destinations, const int64_t* kept,
+void move_entries(const SequenceLayers& units, const std::vector<const int32_t*>& destinations, const int64_t* kept,
                   int64_t count) {
   if (units.empty()) return;
   with_type(units[0].pages.dtype, [&](auto* type) {
@@ -373,7 +373,7 @@ void move_entries(const Units& units, const std::vector<const int32_t*>& destina
     const int64_t heads = units[0].pages.num_heads, d = units[0].pages.head_size, bs = units[0].pages.block_size;
     // A head's moves are in one buffer before the first is written, because places may overlap.
     parallel_for(static_cast<int64_t>(units.size()) * heads, threads_for(units, count), [&](int64_t row) {
-      const Pages& pages = units[row / heads].pages;
+      const PagedKVCache& pages = units[row / heads].pages;
       const Segments& s = units[row / heads].segments;
       const int32_t* destination = destinations[row / heads];
       const int64_t *from = kept + row * count, head = row % heads;
@@ -417,7 +417,7 @@ void move_entries(const Units& units, const std::vector<const int32_t*>& destina
   });
 }
 
-void write_rows(const Units& units, const int64_t* places, int64_t count, const float* keys, const float* values) {
+void write_rows(const SequenceLayers& units, const int64_t* places, int64_t count, const float* keys, const float* values) {
   if (units.empty()) return;
   with_type(units[0].pages.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
@@ -440,7 +440,7 @@ void write_rows(const Units& units, const int64_t* places, int64_t count, const 
   });
 }
 
-void write_metadata(const Units& units, int64_t count, const float* log_votes, const float* scores, const float* aux,
+void write_metadata(const SequenceLayers& units, int64_t count, const float* log_votes, const float* scores, const float* aux,
                     const int64_t* positions) {
   for_ranges(units, count, kEntriesPerTask,
              [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
@@ -461,7 +461,7 @@ void write_metadata(const Units& units, int64_t count, const float* log_votes, c
              });
 }
 
-void write_tokens(const Pages& pages, const std::vector<int64_t>& slots, const Rows& keys, const Rows& values) {
+void write_tokens(const PagedKVCache& pages, const std::vector<int64_t>& slots, const Rows& keys, const Rows& values) {
   with_type(pages.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
     with_type(keys.dtype, [&](auto* from) {

@@ -116,7 +116,7 @@ int64_t most_true(const uint8_t* mask, int64_t rows, int64_t n) {
   return most;
 }
 
-bool padded(const uint8_t* mask, int64_t rows, int64_t n, int64_t width, int64_t* index) {
+bool padded_nonzero(const uint8_t* mask, int64_t rows, int64_t n, int64_t width, int64_t* index) {
   std::atomic<bool> valid{true};
   for_rows(rows, n, [&](int64_t row) {
     const uint8_t* m = mask + row * n;

@@ -24,7 +24,7 @@ void by_position(const int64_t* positions, int64_t rows, int64_t n, int64_t* ord
 int64_t most_true(const uint8_t* mask, int64_t rows, int64_t n);
 
 // index: [rows, width], where mask is true, ascending, then -1. False where a row has more.
-bool padded(const uint8_t* mask, int64_t rows, int64_t n, int64_t width, int64_t* index);
+bool padded_nonzero(const uint8_t* mask, int64_t rows, int64_t n, int64_t width, int64_t* index);
 
 // where: [rows, size], the place in index ([rows, count]) of each number below `size`, else -1. Negative ones are nowhere.
 // False where one is too large.

@@ -14,7 +14,7 @@ namespace {
 
 alignas(64) const char kZeros[kMaxHeadSize * 4] = {};
 
-inline int64_t padded(int64_t head_size) { return (head_size + 31) / 32 * 32; }
+inline int64_t padded_nonzero(int64_t head_size) { return (head_size + 31) / 32 * 32; }
 
 // Consecutive tiles of a chunk that lie in one block.
 struct Run {
@@ -401,7 +401,7 @@ int find_runs(const Tiles& tiles, int64_t begin, int64_t end, Run* runs) {
 }
 
 void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) {
-  const Pages& pages = *a.pages;
+  const PagedKVCache& pages = *a.pages;
   const int64_t row_bytes = static_cast<int64_t>(pages.head_size) * pages.item_size;
   for (int i = 0; i < count; ++i)
     ahead.add(region(pages, runs[i].block, a.head) + runs[i].offset * row_bytes, runs[i].count * kTile * row_bytes);
@@ -414,10 +414,10 @@ void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) 
 template <class T, bool kPairs>
 void attend_as(const Attend& a) {
   typedef typename Operand<T, kPairs>::type Q;
-  const Pages& pages = *a.pages;
+  const PagedKVCache& pages = *a.pages;
   const Tiles tiles(a.segments, pages.block_size);
   const int d = pages.head_size, rows = a.num_queries * a.group;
-  const int64_t acc_stride = padded(d), bs = pages.block_size, num_entries = tiles.num_entries();
+  const int64_t acc_stride = padded_nonzero(d), bs = pages.block_size, num_entries = tiles.num_entries();
   const bool softmax = a.mode != ScoreMode::log_ema || a.with_values;
   if (a.with_values)
     for (int64_t i = 0; i < rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
@@ -520,7 +520,7 @@ void attend_as(const Attend& a) {
 }
 
 // Whether pairs are used; they need bfloat16 queries, because others would lose bits.
-inline bool uses_pairs(const Pages& pages, DType query) {
+inline bool uses_pairs(const PagedKVCache& pages, DType query) {
   return kHasPairs && pages.dtype == DType::bf16 && query == DType::bf16;
 }
 
@@ -533,7 +533,7 @@ void attend(const Attend& a) {
 
 void finish(const Finish& f) {
   const int rows = f.num_queries * f.group, d = f.pages->head_size;
-  const int64_t acc_stride = padded(d);
+  const int64_t acc_stride = padded_nonzero(d);
   for (int r = 0; r < rows; ++r) {
     float top = f.maximum[r], total = 0.0f;
     for (int i = 1; i < f.num_pieces; ++i) {
@@ -614,7 +614,7 @@ void update_tile(const Update& u, float* scores, float* aux, int64_t first, cons
 }
 
 void update(const Update& u) {
-  const Pages& pages = *u.pages;
+  const PagedKVCache& pages = *u.pages;
   const Tiles tiles(u.segments, pages.block_size);
   const int rows = u.num_queries * u.group;
   const int64_t num_entries = tiles.num_entries();

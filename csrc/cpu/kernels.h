@@ -21,7 +21,7 @@ constexpr int kMaxHeadSize = 256;
 // One layer's cache. A (block, head) region holds K [head_size, block_size] and V [block_size, head_size] in the cache
 // dtype. After all of them come the metadata: for each block and head four planes [block_size] of 4 bytes, log_votes,
 // scores, aux, positions (kernels/page.py).
-struct Pages {
+struct PagedKVCache {
   char *base, *metadata;
   int64_t block_stride, head_stride;  // bytes
   int64_t num_blocks;
@@ -45,7 +45,7 @@ struct Rows {
 // Attention of some queries of one KV head over the tiles [tile_begin, tile_end) of a sequence: a partial result.
 // R = num_queries * group rows, row r = (query r / group, query head r % group).
 struct Attend {
-  const Pages* pages;
+  const PagedKVCache* pages;
   Segments segments;
   int32_t head, group, num_queries;
   int64_t first_query, total_queries;  // of the queries whose keys are the sequence's newest total_queries entries
@@ -65,7 +65,7 @@ struct Attend {
 
 // Combines the partial results of a sequence's pieces and writes the output.
 struct Finish {
-  const Pages* pages;
+  const PagedKVCache* pages;
   int32_t head, group, num_queries, num_pieces;
   int64_t piece_stride;  // floats between the pieces' partial results
   const float *maximum, *sum, *accumulator;
@@ -77,7 +77,7 @@ struct Finish {
 
 // Updates the statistics of the entries in the tiles [tile_begin, tile_end) from what attention stored.
 struct Update {
-  const Pages* pages;
+  const PagedKVCache* pages;
   Segments segments;
   int32_t head, group, num_queries;
   int64_t first_query, total_queries;
@@ -117,7 +117,7 @@ struct SumOfSquares<float> {
 
 // The same for few members of one KV head, among entries where they lie.
 struct SimilarEntries {
-  const Pages* pages;
+  const PagedKVCache* pages;
   Segments segments;
   int32_t head, num_members;
   bool in_pairs;
@@ -131,7 +131,7 @@ struct SimilarEntries {
 // How much the entries of one KV head get of the attention of some queries: summed over the query heads, then summed over
 // the queries or the largest of them.
 struct Fuse {
-  const Pages* pages;
+  const PagedKVCache* pages;
   Segments segments;
   int32_t head, group, num_queries;
   const float* queries;            // [group, num_queries, head_size]

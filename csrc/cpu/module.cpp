@@ -78,7 +78,7 @@ ScoreMode mode_of(int64_t mode) {
 }
 
 // Query heads per KV head.
-int64_t group_of(const Pages& pages, const TensorView& query) {
+int64_t group_of(const PagedKVCache& pages, const TensorView& query) {
   KVM_CHECK(query.ndim() == 3, ValueError) << "query must have shape [tokens, heads, head_size]";
   KVM_CHECK(pages.num_heads > 0 && query.size(1) > 0 && query.size(1) % pages.num_heads == 0, ValueError)
       << query.size(1) << " query heads cannot share " << pages.num_heads << " KV heads";
@@ -88,7 +88,7 @@ int64_t group_of(const Pages& pages, const TensorView& query) {
 void paged_attention(TensorView query, TensorView keys, TensorView block_table, TensorView query_starts,
                      TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
                      TensorView update_modes, TensorView update_decays, double scale, TensorView output) {
-  const Pages pages = pages_of(keys);
+  const PagedKVCache pages = pages_of(keys);
   const int64_t group = group_of(pages, query), heads = query.size(1), d = pages.head_size;
   const Rows q = Argument("query", query).rows(heads, d), out = Argument("output", output).rows(heads, d);
   const Argument table("block_table", block_table), decays("update_decays", update_decays);
@@ -126,9 +126,9 @@ void paged_attention(TensorView query, TensorView keys, TensorView block_table, 
   attend_rows(*current(), pages, rows, static_cast<int>(group), static_cast<float>(scale), true, true);
 }
 
-void column_scores(TensorView query, TensorView keys, TensorView blocks, int64_t seq_len, int64_t mode, double decay,
+void score_prompt_queries(TensorView query, TensorView keys, TensorView blocks, int64_t seq_len, int64_t mode, double decay,
                    double scale, TensorView scores, TensorView aux) {
-  const Pages pages = pages_of(keys);
+  const PagedKVCache pages = pages_of(keys);
   const int64_t group = group_of(pages, query), heads = query.size(1);
   const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
   const Argument s("scores", scores), x("aux", aux);
@@ -158,7 +158,7 @@ typedef tvm::ffi::Array<tvm::ffi::Tensor> Tensors;
 struct Batch {
   std::vector<int32_t> blocks;
   int64_t num_blocks = 0, num_rows = 0, num_entries = 0, head_size = 0;
-  Units units;
+  SequenceLayers units;
 
   Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids) {
     const int64_t num_units = layer.ndim() == 1 ? layer.size(0) : 0;
@@ -167,10 +167,10 @@ struct Batch {
     table.check_shape({num_units, -1});
     blocks = table.block_ids();
     num_blocks = table.size(1);
-    std::vector<Pages> pages;
+    std::vector<PagedKVCache> pages;
     for (const tvm::ffi::Tensor& keys : layers) {
       pages.push_back(pages_of(TensorView(keys)));
-      const Pages &first = pages.front(), &last = pages.back();
+      const PagedKVCache &first = pages.front(), &last = pages.back();
       KVM_CHECK(last.dtype == first.dtype && last.num_heads == first.num_heads && last.head_size == first.head_size &&
                     last.block_size == first.block_size,
                 ValueError)
@@ -311,7 +311,7 @@ void call_write_metadata(Tensors layers, TensorView layer, TensorView blocks, Te
 }
 
 void call_write_tokens(TensorView cache_keys, TensorView slot_mapping, TensorView key, TensorView value) {
-  const Pages pages = pages_of(cache_keys);
+  const PagedKVCache pages = pages_of(cache_keys);
   KVM_CHECK(slot_mapping.ndim() == 1, ValueError) << "slot_mapping must have one dimension";
   const std::vector<int64_t> slots = Argument("slot_mapping", slot_mapping).integers(slot_mapping.size(0));
   for (int64_t slot : slots)
@@ -367,11 +367,11 @@ int64_t call_most_true(TensorView mask) {
   return most_true(values, a.size(0), a.size(1));
 }
 
-void call_padded(TensorView mask, TensorView index) {
+void call_padded_nonzero(TensorView mask, TensorView index) {
   const Argument a("mask", mask), b("index", index);
   const uint8_t* values = a.contiguous({-1, -1}).boolean();
   int64_t* out = b.contiguous({a.size(0), -1}).i64();
-  KVM_CHECK(padded(values, a.size(0), a.size(1), b.size(1), out), ValueError)
+  KVM_CHECK(padded_nonzero(values, a.size(0), a.size(1), b.size(1), out), ValueError)
       << "mask has more than " << b.size(1) << " entries in a row";
 }
 
@@ -426,7 +426,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(levels, kvmerge::levels);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(level, kvmerge::level);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_level, kvmerge::set_level);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_attention, kvmerge::paged_attention);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(column_scores, kvmerge::column_scores);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_prompt_queries, kvmerge::score_prompt_queries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_metadata, kvmerge::call_gather_metadata);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, kvmerge::call_gather_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_all, kvmerge::call_gather_all);
@@ -441,7 +441,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(top, kvmerge::call_top);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(in_place, kvmerge::call_in_place);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(by_position, kvmerge::call_by_position);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded, kvmerge::call_padded);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded_nonzero, kvmerge::call_padded_nonzero);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, kvmerge::call_take);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);

@@ -130,11 +130,11 @@ class Argument {
   const TensorView& tensor_;
 };
 
-// keys: [blocks, heads, head_size, block_size], the view that Pages.of makes.
-inline Pages pages_of(const TensorView& keys) {
+// keys: [blocks, heads, head_size, block_size], the view that PagedKVCache.of makes.
+inline PagedKVCache pages_of(const TensorView& keys) {
   const Argument a("pages.keys", keys);
   a.check_shape({-1, -1, -1, -1});
-  Pages p{};
+  PagedKVCache p{};
   p.dtype = a.float_type();
   p.item_size = p.dtype == DType::f32 ? 4 : 2;
   p.base = static_cast<char*>(a.data());
@@ -158,14 +158,14 @@ inline Pages pages_of(const TensorView& keys) {
 }
 
 // Checks that a slot lies in one of the blocks, and that this is one of the cache's.
-inline void check_slot(const Pages& pages, const int32_t* blocks, int64_t num_blocks, int64_t slot) {
+inline void check_slot(const PagedKVCache& pages, const int32_t* blocks, int64_t num_blocks, int64_t slot) {
   const int64_t at = slot / pages.block_size;
   KVM_CHECK(slot >= 0 && at < num_blocks && blocks[at] >= 0 && blocks[at] < pages.num_blocks, IndexError)
       << "slot " << slot << " is not in a block of the sequence";
 }
 
 // Checks that segments are in order and that the blocks they lie in exist.
-inline Segments segments_of(const Pages& pages, const int32_t* blocks, int64_t num_blocks, int64_t front, int64_t tail,
+inline Segments segments_of(const PagedKVCache& pages, const int32_t* blocks, int64_t num_blocks, int64_t front, int64_t tail,
                             int64_t seq_len) {
   KVM_CHECK(0 <= front && front <= tail && tail <= seq_len, ValueError)
       << "segments [0, " << front << ") and [" << tail << ", " << seq_len << ") are not in order";

@@ -47,12 +47,12 @@ struct Tiles {
   }
 };
 
-inline char* region(const Pages& p, int64_t block, int64_t head) {
+inline char* region(const PagedKVCache& p, int64_t block, int64_t head) {
   return p.base + block * p.block_stride + head * p.head_stride;
 }
 
 enum Plane : int { kLogVotes, kScores, kAux, kPositions };
 
-inline float* plane(const Pages& p, int64_t block, int64_t head, Plane which) {
+inline float* plane(const PagedKVCache& p, int64_t block, int64_t head, Plane which) {
   return reinterpret_cast<float*>(p.metadata) + ((block * p.num_heads + head) * 4 + which) * p.block_size;
 }

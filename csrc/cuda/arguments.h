@@ -40,7 +40,7 @@ enum ZipMode { kScale, kVotes, kAuto };
 constexpr float kMaxScale = 10.0f, kAutoTolerance = 0.1f;  // policies/mergers/zip_merge.py
 
 struct MergeParams {
-  const int64_t* addresses;                  // [layers, 6]: of each layer's planes, in the order of kernels.Pages
+  const int64_t* addresses;                  // [layers, 6]: of each layer's planes, in the order of kernels.PagedKVCache
   const int64_t* layer;                      // [units]
   const int32_t *blocks, *destination;       // [units, ...]
   const int64_t* segments;                   // [units, 3]: front, tail, seq_len

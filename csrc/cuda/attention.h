@@ -3,7 +3,7 @@
 // `Attend` works on a split of a sequence's entries for one KV head; all query rows of the head, queries times query
 // heads, at most kRows, row r being head r % group of query r / group, are multiplied together. Each of its warps goes
 // through entries of its own, 16 at a time, which it loads ahead itself: warps meet only at the end. `Finish` puts
-// splits together and turns logits that were kept to scores. Logits are kept times log2(e), because a card has exp2.
+// splits together and turns logits that were kept to scores. Logits are kept times log2(e), because a GPU has exp2.
 #pragma once
 
 #include "arguments.h"

@@ -1,7 +1,7 @@
 """Builds the CUDA operators into the package: ``python csrc/cuda/build.py``, or ``make cuda``. Needs nvcc (12.4 or so).
 
 The library holds machine code for compute capabilities 8.0 and 9.0 (sm_90a), and PTX of 8.0, which a driver compiles
-for other cards of 8.0 and above. It is no part of ``pip install``: a machine without a card has no use for it.
+for other GPUs of 8.0 and above. It is no part of ``pip install``: a machine without a GPU has no use for it.
 ``--emulated`` builds the same kernels for the CPU instead, with the C++ compiler alone, for tests; ``--races`` with it,
 for ThreadSanitizer, which must be in the process that loads them first (``make races``).
 """

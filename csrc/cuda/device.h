@@ -1,4 +1,4 @@
-// What kernels use of a card, for nvcc; emulated.h has the same for a CPU. Kernels are written for both.
+// What kernels use of a GPU, for nvcc; emulated.h has the same for a CPU. Kernels are written for both.
 //
 // A kernel is a class with run(Params), kThreads, and kBlocks, so many of which a multiprocessor has registers for at
 // least; `launch` starts it. Whatever a thread does between two calls of

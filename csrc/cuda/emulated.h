@@ -6,7 +6,7 @@
 // not all threads reach, a write behind the shared memory, a copy from or to an address that is not aligned or of
 // something that changes meanwhile, and a bulk copy before all threads have shown the engine what they wrote.
 //
-// Built with ThreadSanitizer (build.py --emulated --races), it knows of the order among threads what a card guarantees
+// Built with ThreadSanitizer (build.py --emulated --races), it knows of the order among threads what a GPU guarantees
 // and nothing else: barriers order memory, shuffles and matrix instructions do not, and blocks are in no order. Then
 // any two accesses to shared or global memory that conflict are found, whatever the turns were.
 #pragma once
@@ -412,7 +412,7 @@ inline float log2(float x) { return std::log2(x); }
 inline float exp(float x) { return std::exp(x); }
 inline float log(float x) { return std::log(x); }
 
-// As a card: addresses must be multiples of what is moved.
+// As a GPU: addresses must be multiples of what is moved.
 inline void check_aligned(const void* p, int bytes) {
   if (reinterpret_cast<uintptr_t>(p) % bytes) Block::current()->fail("an address that is not aligned");
 }

@@ -21,7 +21,7 @@ struct Where {
 void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bfloat16, int bits, int head_size,
             bool bulk, int finish_blocks, const Where& where);
 
-// Shared memory of a block of `attend`, which may be more than a card has for one.
+// Shared memory of a block of `attend`, which may be more than a GPU has for one.
 int attend_bytes(int query_rows, int bits, int head_size, bool bulk);
 
 // Compactions of `num_rows` heads of units. shared_bytes: of one block.

@@ -1,6 +1,6 @@
-// The kernels as apache-tvm-ffi functions. Compiled by a C++ compiler; tensors are of a card or, emulated, of the CPU.
+// The kernels as apache-tvm-ffi functions. Compiled by a C++ compiler; tensors are of a GPU or, emulated, of the CPU.
 //
-// Values lie on the card, so only types, shapes and devices can be checked: whoever passes block ids and indices
+// Values lie on the GPU, so only types, shapes and devices can be checked: whoever passes block ids and indices
 // answers for them.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>

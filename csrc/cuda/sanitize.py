@@ -1,6 +1,6 @@
 """The CUDA operators under compute-sanitizer: ``python csrc/cuda/sanitize.py``, or ``make sanitize-cuda``.
 
-Runs their tests on this machine's card once for each tool. Exits with 1 where a tool or a test finds something, and
+Runs their tests on this machine's GPU once for each tool. Exits with 1 where a tool or a test finds something, and
 with 2, saying what is missing, where nothing can be run. What a tool finds in kernels of PyTorch is not told apart.
 """
 
@@ -34,8 +34,8 @@ def obstacle() -> str | None:
     import torch
 
     if not torch.cuda.is_available():
-        return "there is no card that PyTorch can use"
-    from vllm_kvmerge.kernels import cuda
+        return "there is no GPU that PyTorch can use"
+    from vllm_kvmerge.ops import cuda
 
     try:
         cuda.library()
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     # Memory of their own for all tensors: in PyTorch's large blocks a tool sees no tensor's end.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    tests = ["tests/kernels/test_cuda.py", "-k", "cuda-card or on-card", "--thin", str(given.thin)]
+    tests = ["tests/ops/test_cuda.py", "-k", "cuda-gpu or on-gpu", "--thin", str(given.thin)]
     wrong = []
     for tool in given.tools:
         print(f"{tool}:", flush=True)

@@ -1,6 +1,6 @@
 """Ray Serve LLM with KV cache compression, on CPU: serve run deploy.ray.serve_llm:app
 
-On cards, leave ``accelerator_config`` out, and import this where vLLM sees a card: the engine's classes depend on the
+On GPUs, leave ``accelerator_config`` out, and import this where vLLM sees a GPU: the engine's classes depend on the
 platform. Ray's ingress takes the field ``kv_compression`` for one that it does not know and ignores it: a request says
 it in ``vllm_xargs``, as JSON text, for instance
 {"model": "demo", "prompt": "...", "vllm_xargs": {"kv_compression": "{\\"policy\\": \\"keepkv\\", \\"budget\\": 0.2}"}}.

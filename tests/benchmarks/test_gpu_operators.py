@@ -1,4 +1,4 @@
-"""The benchmark of the operators on a card: without one it says so, or runs tiny shapes in the interpreter."""
+"""The benchmark of the operators on a GPU: without one it says so, or runs tiny shapes in the interpreter."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu_operators.py"
 OPERATORS = {
     "paged_attention",
-    "column_scores",
+    "score_prompt_queries",
     "gather_metadata",
     "gather_rows",
     "write_metadata",
@@ -71,7 +71,7 @@ def test_parts_are_chosen_and_added_to_an_earlier_file(tmp_path):
     row = {"part": "decode", "operator": "x", "implementation": "triton", "case": "y", "dtype": "float32"}
     earlier.write_text(json.dumps({"rows": [row | {"seconds": 1.0}]}))
     found, _ = run(tmp_path, "--only", "scores", "--resume", earlier)
-    assert [row["operator"] for row in found["rows"]] == ["x", *["column_scores"] * 3]
+    assert [row["operator"] for row in found["rows"]] == ["x", *["score_prompt_queries"] * 3]
     found, _ = run(tmp_path, "--only", "scores", "entries", "--minutes", "0")
     assert len(found["rows"]) == 1, "a case that was begun is finished"
     assert found["failed"] == {"time": "not complete: scores, entries"}
@@ -87,7 +87,7 @@ def test_tuning_tries_settings_and_keeps_what_is_right(tmp_path):
 
 
 def test_it_needs_no_more_packages_than_it_says(tmp_path):
-    """On machines with cards there may be torch and Triton, but neither vLLM nor what comes with it."""
+    """On machines with GPUs there may be torch and Triton, but neither vLLM nor what comes with it."""
     packages = "vllm", "fastapi", "transformers", "tokenizers", "rich", "tvm_ffi", "safetensors", "matplotlib"
     script = f"""
 import runpy, sys
@@ -100,10 +100,10 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     assert done.returncode == 0 and "--tune" in done.stdout, done.stderr[-2000:]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_it_exits_with_2(tmp_path):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_exits_with_2(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and "no card" in done.stderr and not list(tmp_path.iterdir())
+    assert done.returncode == 2 and "no GPU" in done.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_flex_attention_over_pages_is_right(load, size, rows, entries, num_queri
 @pytest.mark.parametrize("size", [16, 128])
 @pytest.mark.parametrize(("rows", "entries", "num_queries"), SHAPES)
 def test_the_block_mask_lists_the_pages_that_are_seen(load, size, rows, entries, num_queries):
-    """Kernels for cards go by it; uncompiled, FlexAttention does not look at it."""
+    """Kernels for GPUs go by it; uncompiled, FlexAttention does not look at it."""
     peers = load("gpu_peers")
     pages = peers.PagedPlanes(problem_of(load, rows, entries, num_queries), size)
     num_partial, partial, num_whole, whole = pages.seen(num_queries)
@@ -296,8 +296,8 @@ def test_results_are_in_the_file_after_each_row(load, tmp_path):
 
 
 def test_rules_take_the_place_of_those_for_the_same_conditions(load, tmp_path):
-    tune, tuning = load("gpu_tune"), load("vllm_kvmerge.kernels.triton.tuning")
-    rule = {"kernel": "decode", "device": "Some card", "head_size": [128], "row_bytes": [256], "groups": [4]}
+    tune, tuning = load("gpu_tune"), load("vllm_kvmerge.ops.triton.tuning")
+    rule = {"kernel": "decode", "device": "Some GPU", "head_size": [128], "row_bytes": [256], "groups": [4]}
     path = tune.write_rules(tmp_path, tuning.RULES, [rule | {"warps": 8, "measured": "x"}], tuning.CONDITIONS)
     rules = json.loads(path.read_text())
     assert rules[:-1] == json.loads(tuning.RULES.read_text()) and rules[-1]["warps"] == 8
@@ -308,20 +308,20 @@ def test_rules_take_the_place_of_those_for_the_same_conditions(load, tmp_path):
 
 
 def test_a_rule_on_trial_holds_for_a_while(load):
-    tuning = load("vllm_kvmerge.kernels.triton.tuning")
-    before = tuning.settings("write", "Some card")
-    with tuning.trial({"kernel": "write", "device": "Some card", "warps": 13, "measured": "x"}):
-        assert tuning.settings("write", "Some card").warps == 13 and tuning.settings("write", "Other").warps != 13
-    assert tuning.settings("write", "Some card") == before and not tuning.is_tuned("Some card")
+    tuning = load("vllm_kvmerge.ops.triton.tuning")
+    before = tuning.settings("write", "Some GPU")
+    with tuning.trial({"kernel": "write", "device": "Some GPU", "warps": 13, "measured": "x"}):
+        assert tuning.settings("write", "Some GPU").warps == 13 and tuning.settings("write", "Other").warps != 13
+    assert tuning.settings("write", "Some GPU") == before and not tuning.is_tuned("Some GPU")
 
 
 def test_the_search_takes_the_fastest_that_is_right(load):
     """Four warps are fastest but wrong, tiles of 64 do not run; the rest costs what is said below."""
-    tune, tuning = load("gpu_tune"), load("vllm_kvmerge.kernels.triton.tuning")
+    tune, tuning = load("gpu_tune"), load("vllm_kvmerge.ops.triton.tuning")
     first = {"warps": 1, "stages": 1, "block_n": 16, "block_m": 16, "least": 128, "programs": 1}
 
     def measure():
-        now = tuning.settings("decode", "Some card")
+        now = tuning.settings("decode", "Some GPU")
         if now.block_n == 64:
             raise RuntimeError("out of resource: shared memory\nand more")
         seconds = {1: 4.0, 2: 2.0, 4: 0.1}[now.warps] * {16: 1.0, 32: 0.5, 128: 0.999 * 0.5}[now.block_n]
@@ -329,7 +329,7 @@ def test_the_search_takes_the_fastest_that_is_right(load):
         return [row_of(load, seconds=seconds, errors=errors), row_of(load, seconds=seconds)]
 
     values = {"warps": [1, 2, 4], "block_n": [16, 32, 48, 64, 128]}
-    conditions = {"kernel": "decode", "device": "Some card"}
+    conditions = {"kernel": "decode", "device": "Some GPU"}
     tried = tune.search("decode", 4, conditions, first, values, measure, math.inf)
     assert tried[0].settings == first and tried[-1].settings == first | {"warps": 2, "block_n": 32}
     assert tried[-1].log_seconds == pytest.approx(math.log(1.0))
@@ -341,15 +341,15 @@ def test_the_search_takes_the_fastest_that_is_right(load):
 
 def test_what_the_table_has_can_be_tried(load):
     """By every kernel: ``least`` says nothing of those that cut nothing into splits."""
-    tune, tuning = load("gpu_tune"), load("vllm_kvmerge.kernels.triton.tuning")
+    tune, tuning = load("gpu_tune"), load("vllm_kvmerge.ops.triton.tuning")
     for kernel in tune.KERNELS:
-        settings = vars(tuning.settings(kernel, "Some card", head_size=128, row_bytes=256))
-        found = tune.attempt(kernel, 4, {"kernel": kernel, "device": "Some card"}, settings, lambda: [row_of(load)])
+        settings = vars(tuning.settings(kernel, "Some GPU", head_size=128, row_bytes=256))
+        found = tune.attempt(kernel, 4, {"kernel": kernel, "device": "Some GPU"}, settings, lambda: [row_of(load)])
         assert found.log_seconds is not None, (kernel, found.reason)
 
 
 def test_the_faster_implementation_is_chosen_where_it_is_right(load, tmp_path):
-    tune, choice = load("gpu_tune"), load("vllm_kvmerge.kernels.choice")
+    tune, choice = load("gpu_tune"), load("vllm_kvmerge.ops.choice")
 
     def rows(bulk_error=0.0):
         return [
@@ -358,11 +358,11 @@ def test_the_faster_implementation_is_chosen_where_it_is_right(load, tmp_path):
             for mode in ("none", "sum")
         ]
 
-    (rule,) = tune.chosen(rows(), "Some card", 128)
+    (rule,) = tune.chosen(rows(), "Some GPU", 128)
     assert (rule["operator"], rule["implementation"], rule["bulk"]) == ("paged_attention", "cuda", True)
     assert rule["measured"].startswith("62% of cuda's, 50% of triton's time in 2 cases")
-    (rule,) = tune.chosen(rows(bulk_error=0.5), "Some card", 128)
+    (rule,) = tune.chosen(rows(bulk_error=0.5), "Some GPU", 128)
     assert (rule["implementation"], rule["bulk"]) == ("cuda", False)
-    assert tune.chosen([row for row in rows() if row.implementation == "triton"], "Some card", 128) == []
+    assert tune.chosen([row for row in rows() if row.implementation == "triton"], "Some GPU", 128) == []
     path = tune.write_rules(tmp_path, choice.RULES, [rule], ("operator", "device", "head_sizes"))
     assert json.loads(path.read_text()) == [*json.loads(choice.RULES.read_text()), rule]

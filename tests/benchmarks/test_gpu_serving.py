@@ -1,4 +1,4 @@
-"""The benchmark of serving on a card: on the CPU it runs tiny shapes, and without a card it says so."""
+"""The benchmark of serving on a GPU: on the CPU it runs tiny shapes, and without a GPU it says so."""
 
 import json
 import subprocess
@@ -209,7 +209,7 @@ def test_a_part_runs_and_is_saved_beside_others(tmp_path):
     assert all("max_seq_len" in (tmp_path / "logs" / f"{side}.log").read_text() for side in ("stock", "plugin"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_it_exits_with_2(tmp_path):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_exits_with_2(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and "no card" in done.stderr and not list(tmp_path.iterdir())
+    assert done.returncode == 2 and "no GPU" in done.stderr and not list(tmp_path.iterdir())

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from tests.processes import end_with_tests
-from vllm_kvmerge import kernels
-from vllm_kvmerge.kernels import native
+from vllm_kvmerge import ops
+from vllm_kvmerge.ops import cpu
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "operators.py"
 TOLERANCE = 1e-2
 
 
-@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native operators are not built")
+@pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 def test_every_native_operator_is_measured(tmp_path):
     output = tmp_path / "operators.json"
     subprocess.run([sys.executable, SCRIPT, "--quick", "--output", output], check=True, preexec_fn=end_with_tests)
     rows = json.loads(output.read_text())["rows"]
     assert {row["operator"] for row in rows} == {
-        name for name in kernels.__all__ if inspect.isfunction(getattr(native, name, None))
+        name for name in ops.__all__ if inspect.isfunction(getattr(cpu, name, None))
     }
     for row in rows:
         assert row["floor"]["least"] > 0 and all(side["least"] > 0 for side in row["seconds"].values()), row

@@ -170,7 +170,7 @@ def test_pods_outlive_their_drain(render):
 
 def test_serve_takes_the_arguments(render, monkeypatch, tmp_path):
     """The chart's arguments, as they are, through the command's own parser."""
-    from vllm_kvmerge.server import cli
+    from vllm_kvmerge.cli import serve as cli
 
     monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
     monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")

@@ -68,7 +68,7 @@ def test_what_the_image_promises(dockerfile):
 
 
 def test_the_cuda_image_is_of_the_tried_release(repository):
-    from vllm_kvmerge.support import SUPPORTED_RELEASE
+    from vllm_kvmerge.engine.support import SUPPORTED_RELEASE
 
     first = instructions(repository / "Dockerfile")[0]
     assert first == ("ARG", "VLLM_IMAGE=vllm/vllm-openai:v{}.{}.0".format(*SUPPORTED_RELEASE))
@@ -87,14 +87,14 @@ def test_the_context_holds_what_is_copied_and_no_builds(dockerfile, repository):
     assert "vllm_kvmerge" in sources
     for source in sources:
         assert (repository / source).exists() and not ignored.covers(source)
-    for path in ("vllm_kvmerge/kernels/_native.so", "csrc/cpu/__pycache__/x.pyc", ".git/config", ".venv/bin/python"):
+    for path in ("vllm_kvmerge/ops/_native.so", "csrc/cpu/__pycache__/x.pyc", ".git/config", ".venv/bin/python"):
         assert ignored.covers(path)
-    assert not ignored.covers("vllm_kvmerge/kernels/native.py")
+    assert not ignored.covers("vllm_kvmerge/ops/cpu.py")
 
 
 def test_serve_takes_the_images_options(repository, monkeypatch, tmp_path):
     """The CPU image's file and command line, through the command's own parser; the command line wins."""
-    from vllm_kvmerge.server import cli
+    from vllm_kvmerge.cli import serve as cli
 
     monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
     monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")

@@ -39,7 +39,7 @@ def test_pods_are_valid(objects, templates):
 
 
 def test_serve_takes_the_arguments(templates, monkeypatch, tmp_path):
-    from vllm_kvmerge.server import cli
+    from vllm_kvmerge.cli import serve as cli
 
     monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
     monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
@@ -68,7 +68,7 @@ def test_serve_takes_the_arguments(templates, monkeypatch, tmp_path):
 def test_ray_example_gives_vllm_arguments_it_knows(repository, monkeypatch):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from vllm_kvmerge.engine_args import SCHEDULER_CLS, WORKER_CLS
+    from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, WORKER_CLS
 
     ray = ModuleType("ray.serve.llm")
     ray.LLMConfig, ray.build_openai_app = SimpleNamespace, lambda args: args

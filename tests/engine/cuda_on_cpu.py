@@ -32,20 +32,20 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
 from tests.engine import full_graphs  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
-from vllm_kvmerge.cache.manager import register_spec  # noqa: E402
-from vllm_kvmerge.kernels.triton.workspace import workspace_of  # noqa: E402
-from vllm_kvmerge.server.validation import drop_validator  # noqa: E402
+from vllm_kvmerge.engine.blocks import register_spec  # noqa: E402
+from vllm_kvmerge.engine.validation import drop_validator  # noqa: E402
+from vllm_kvmerge.ops.triton.workspace import workspace_of  # noqa: E402
 
 if IS_V2:
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
-    from vllm_kvmerge.worker.cuda_runner_v2 import CUDARunnerV2Mixin as Mixin
+    from vllm_kvmerge.engine.worker.cuda_runner_v2 import CUDARunnerV2Mixin as Mixin
 else:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    from vllm_kvmerge.worker.cuda_runner import CUDARunnerMixin as Mixin
+    from vllm_kvmerge.engine.worker.cuda_runner import CUDARunnerMixin as Mixin
 
-register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvmerge.attention.cuda.CUDAAttentionBackend")
+register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend")
 register_spec()
 
 check_and_update_config = CpuPlatform.check_and_update_config
@@ -70,7 +70,7 @@ class Runner(Mixin, CPUModelRunner):
 
 
 class CUDAOnCPUWorker(CPUWorker):
-    """The CPU's worker with what a worker with a card has from us."""
+    """The CPU's worker with what a worker with a GPU has from us."""
 
     def __init__(self, vllm_config, *args, **kwargs) -> None:
         drop_validator(vllm_config)

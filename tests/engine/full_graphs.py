@@ -1,4 +1,4 @@
-"""Full graphs of vLLM's GPU model runners where there is no card.
+"""Full graphs of vLLM's GPU model runners where there is no GPU.
 
 What is captured is a forward pass, and a replay is that pass once more with the metadata that it was captured with:
 what was a number in Python stays what it was then, and only what lies in buffers is of the batch.
@@ -11,7 +11,7 @@ from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_kvmerge.attention import cuda as backend
+from vllm_kvmerge.engine.attention import cuda as backend
 
 SIZES = [1, 2, 4]
 """Batches of three are padded."""
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def capture(runner) -> None:
-    """Before the first request, as a worker with a card does it."""
+    """Before the first request, as a worker with a GPU does it."""
     with torch.inference_mode():
         (_capture_v2 if hasattr(runner, "cudagraph_manager") else _capture_v1)(runner)
 

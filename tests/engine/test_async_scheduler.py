@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kvmerge import compression
-from vllm_kvmerge.cache.scheduler import AsyncCompressionScheduler, SyncCompressionScheduler
+from vllm_kvmerge.engine.scheduler import AsyncCompressionScheduler, SyncCompressionScheduler
 
 BLOCK_SIZE = 32
 

@@ -14,10 +14,10 @@ from vllm import SamplingParams
 from tests.engine.conftest import Engine, random_prompt
 from tests.policies import failing
 from vllm_kvmerge import compression
-from vllm_kvmerge.cache.usage import ERROR_KEY, REPORT_KEY
-from vllm_kvmerge.config import CompressionError, parse_compression, request_schema
-from vllm_kvmerge.metrics import FAILED
+from vllm_kvmerge.engine.metrics import FAILED
+from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
 from vllm_kvmerge.policies import PARTS, PRESETS
+from vllm_kvmerge.request.parameters import CompressionError, parse_compression, request_schema
 
 LENGTH, NUM_TOKENS = 300, 12
 
@@ -72,7 +72,7 @@ def test_a_failing_part_ends_its_request_alone(engine: Engine, short_of_time: No
 
 @pytest.mark.parametrize("where", ["resolve_capacity", "resolve_budget"])
 def test_what_cannot_be_resolved_ends_its_request_alone(engine: Engine, where: str, monkeypatch) -> None:
-    from vllm_kvmerge.config import CompressionConfig
+    from vllm_kvmerge.request.parameters import CompressionConfig
 
     resolve = getattr(CompressionConfig, where)
 

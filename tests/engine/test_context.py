@@ -7,11 +7,11 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conftest import MAX_MODEL_LEN, random_prompt
 from vllm_kvmerge import compression
-from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.demo import recall
-from vllm_kvmerge.demo.evaluate import score
 from vllm_kvmerge.evaluation.loss import CONTINUATION, continuation_loss
+from vllm_kvmerge.evaluation.recall import score
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.parameters import parse_compression
 
 POLICIES = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv", "pyramidkv"]
 """One of each kind: without scores, with them, merging, with queries of its own, with uneven budgets."""

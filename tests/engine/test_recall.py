@@ -5,12 +5,12 @@ import secrets
 import numpy as np
 from vllm import SamplingParams
 
-from vllm_kvmerge.config import compression
 from vllm_kvmerge.demo import recall
-from vllm_kvmerge.demo.evaluate import evaluate
+from vllm_kvmerge.evaluation.recall import evaluate
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.evaluation.tasks.demo import DemoMultikey
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.parameters import compression
 
 
 def test_recall_on_fresh_prompts(engine):

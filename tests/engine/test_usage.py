@@ -7,8 +7,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import random_prompt
-from vllm_kvmerge.cache.usage import REPORT_KEY, STREAM, USAGE_KEY
-from vllm_kvmerge.config import compression
+from vllm_kvmerge.engine.usage import REPORT_KEY, STREAM, USAGE_KEY
+from vllm_kvmerge.request.parameters import compression
 
 
 def params(policy: str, max_tokens: int, asks: bool | str = True, **parameters) -> SamplingParams:

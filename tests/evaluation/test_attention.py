@@ -6,9 +6,9 @@ import torch
 from transformers import AutoConfig
 
 from vllm_kvmerge import demo
-from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.attention import TracedSequence, output_errors, trace
+from vllm_kvmerge.request.parameters import parse_compression
 
 PROMPT, QUERIES = 400, 64
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.demo_model import NUM_LAYERS
+from tests.entries import gather_entries
 from vllm_kvmerge import demo
-from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.demo import language, recall
 from vllm_kvmerge.evaluation import attention
 from vllm_kvmerge.evaluation.instrument import END, PROMPT_END, Findings, MergeMap, measure
 from vllm_kvmerge.evaluation.merge_map import Ledger, RecordedPolicy
 from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, full_outputs, output_errors
 from vllm_kvmerge.evaluation.trace import text_documents, trace
-from vllm_kvmerge.kernels import gather_entries
+from vllm_kvmerge.request.parameters import parse_compression
 
 PROMPT, QUERIES, INTERVAL = 300, 40, 16
 SCHEDULE = Schedule(PROMPT, QUERIES, INTERVAL, torch.float32)

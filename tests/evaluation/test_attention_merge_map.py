@@ -5,10 +5,10 @@ import torch
 from torch.nn.functional import normalize
 
 from tests.policies.sampling import assert_same, random_entries
-from vllm_kvmerge.config import parse_compression
 from vllm_kvmerge.evaluation import merge_map
 from vllm_kvmerge.evaluation.merge_map import Provenance, RecordedPolicy
 from vllm_kvmerge.policies import DEAD, MERGERS, CompressionContext
+from vllm_kvmerge.request.parameters import parse_compression
 
 HEADS, N, BUDGET, SIZE = 4, 96, 40, 16
 

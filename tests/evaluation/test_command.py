@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.evaluation.runs import Forced, Refused, assert_measured, write_config
 from tests.processes import end_with_tests
 from vllm_kvmerge import demo
+from vllm_kvmerge.cli import serve as cli
 from vllm_kvmerge.evaluation.config import read_config
 from vllm_kvmerge.evaluation.runner import draw_prompts
 from vllm_kvmerge.evaluation.tasks.base import TASKS
-from vllm_kvmerge.server import cli
 
 COMMAND = """
 import sys
 from tests.evaluation.runs import Forced, Refused
 from vllm_kvmerge.evaluation.tasks.base import register
-from vllm_kvmerge.server import cli
+from vllm_kvmerge.cli import serve as cli
 if __name__ == "__main__":
     register(Forced)
     register(Refused)
@@ -73,7 +73,7 @@ def test_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_list_needs_no_vllm() -> None:
-    code = "import sys; from vllm_kvmerge.server import cli; cli.main(['eval', 'list']); " + (
+    code = "import sys; from vllm_kvmerge.cli import serve as cli; cli.main(['eval', 'list']); " + (
         "sys.exit(bool({'vllm', 'torch', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

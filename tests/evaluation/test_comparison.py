@@ -6,12 +6,12 @@ import pytest
 
 from tests.evaluation.runs import small_config
 from tests.evaluation.test_runner import constant, go
+from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.comparison import comparison_table
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.results import Result
 from vllm_kvmerge.evaluation.runner import Run
 from vllm_kvmerge.evaluation.summary import summarize
-from vllm_kvmerge.fault import Fault
 
 PAIRS = [["keepkv", "h2o"], ["h2o", "full"]]
 
@@ -71,6 +71,6 @@ def test_report_has_pairs_and_they_may_change(tmp_path: Path, config: EvalConfig
     ],
 )
 def test_pairs_that_cannot_be_compared(tmp_path: Path, pairs: list, said: str) -> None:
-    with pytest.raises(Fault) as fault:
+    with pytest.raises(CommandError) as fault:
         small_config(tmp_path, compare=pairs)
     assert said in str(fault.value)

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from tests.evaluation.runs import BASE, Forced, small_config, write_config
+from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import read_config
 from vllm_kvmerge.evaluation.runner import cells_of
 from vllm_kvmerge.evaluation.tasks.base import TASKS
-from vllm_kvmerge.fault import Fault
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ from vllm_kvmerge.fault import Fault
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_what_is_wrong_is_named(tmp_path: Path, changes: dict, said: str) -> None:
-    with pytest.raises(Fault) as fault:
+    with pytest.raises(CommandError) as fault:
         small_config(tmp_path, **changes)
     assert said in str(fault.value)
 
@@ -63,9 +63,9 @@ def test_what_is_wrong_is_named(tmp_path: Path, changes: dict, said: str) -> Non
 def test_files_that_hold_no_configuration(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)
-    with pytest.raises(Fault, match="broken.yaml: "):
+    with pytest.raises(CommandError, match="broken.yaml: "):
         read_config(path, {})
-    with pytest.raises(Fault, match="none.yaml: no such file"):
+    with pytest.raises(CommandError, match="none.yaml: no such file"):
         read_config(tmp_path / "none.yaml", {})
 
 
@@ -98,7 +98,7 @@ def test_command_line_wins(tmp_path: Path) -> None:
 def test_log_probabilities_need_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "forced", Forced)
     assert small_config(tmp_path, tasks=[{"task": "forced", "pair": [3, 4]}]).tasks[0].task == Forced(pair=(3, 4))
-    with pytest.raises(Fault, match="tasks: forced reads log-probabilities of a given continuation"):
+    with pytest.raises(CommandError, match="tasks: forced reads log-probabilities of a given continuation"):
         small_config(tmp_path, tasks=["forced"], endpoint={"url": "http://x"})
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.runs import ScriptedBackend, constant, small_config
+from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation import command
 from vllm_kvmerge.evaluation.backends import Answer, BackendError, Request, RequestError
 from vllm_kvmerge.evaluation.results import RunFolder
 from vllm_kvmerge.evaluation.runner import _tokenize, chat_frame, draw_prompts
 from vllm_kvmerge.evaluation.tasks.base import Sample
 from vllm_kvmerge.evaluation.tasks.demo import DemoRecall
-from vllm_kvmerge.fault import Fault
 
 CELLS, SAMPLES = 3, 4
 
@@ -152,11 +152,13 @@ def test_a_dead_engine_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_another_configuration_is_refused(tmp_path: Path) -> None:
     go(small_config(tmp_path), tmp_path / "out", constant)
-    with pytest.raises(Fault, match=r"another configuration \(seed: 3 there, 4 now\); choose another folder"):
+    with pytest.raises(CommandError, match=r"another configuration \(seed: 3 there, 4 now\); choose another folder"):
         go(small_config(tmp_path, seed=4), tmp_path / "out", constant)
-    with pytest.raises(Fault, match=r"budgets: \[0.25, 64\] there, \[0.25\] now; tasks.0.samples: 4 there, 5 now"):
+    with pytest.raises(
+        CommandError, match=r"budgets: \[0.25, 64\] there, \[0.25\] now; tasks.0.samples: 4 there, 5 now"
+    ):
         go(small_config(tmp_path, budgets=[0.25], samples=5), tmp_path / "out", constant)
-    with pytest.raises(Fault, match=r"engine.dtype: null there, \"float32\" now"):
+    with pytest.raises(CommandError, match=r"engine.dtype: null there, \"float32\" now"):
         go(small_config(tmp_path, engine={"dtype": "float32"}), tmp_path / "out", constant)
     # An option's default spelled out is no change.
     small = small_config(tmp_path, tasks=[{"task": "demo_recall", "length": 128, "facts": 2, "samples": 4}])
@@ -168,7 +170,7 @@ def test_other_samples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     go(config, tmp_path / "out", constant)
     draw = DemoRecall.samples
     monkeypatch.setattr(DemoRecall, "samples", lambda self, count, seed, t: draw(self, count, seed + 1, t))
-    with pytest.raises(Fault, match="draws other samples than when this run began"):
+    with pytest.raises(CommandError, match="draws other samples than when this run began"):
         go(config, tmp_path / "out", constant)
 
 
@@ -177,17 +179,17 @@ def test_broken_results_are_refused(tmp_path: Path) -> None:
     go(config, tmp_path / "out", constant)
     path = tmp_path / "out" / "results.jsonl"
     path.write_text(path.read_text().replace('"seed": 3', '"sed": 3', 1))
-    with pytest.raises(Fault, match=r"results.jsonl, line 1: "):
+    with pytest.raises(CommandError, match=r"results.jsonl, line 1: "):
         RunFolder(tmp_path / "out", config.identity())
     (tmp_path / "out" / "config.yaml").unlink()
-    with pytest.raises(Fault, match="no config.yaml"):
+    with pytest.raises(CommandError, match="no config.yaml"):
         RunFolder(tmp_path / "out", config.identity())
 
 
 def _is_refused(folder: Path, identity: dict, refused) -> None:
     try:
         RunFolder(folder, identity)
-    except Fault as fault:
+    except CommandError as fault:
         refused.value = "another run is writing there" in str(fault)
 
 
@@ -205,7 +207,7 @@ def test_one_process_writes(tmp_path: Path) -> None:
 
 def test_no_folder_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Fault, match="--output"):
+    with pytest.raises(CommandError, match="--output"):
         RunFolder(tmp_path / "file" / "out", {})
 
 
@@ -264,19 +266,19 @@ def test_prompts_in_a_chat_template(tmp_path: Path) -> None:
 def test_no_chat_template_that_would_do(template: str | None) -> None:
     tokenizer = ScriptedBackend(constant).tokenizer
     tokenizer.chat_template = template
-    with pytest.raises(Fault, match="chat_template: needs a tokenizer with a chat template"):
+    with pytest.raises(CommandError, match="chat_template: needs a tokenizer with a chat template"):
         chat_frame(tokenizer)
 
 
 def test_texts_that_go_on_are_no_chat(tmp_path: Path) -> None:
     config = small_config(tmp_path, chat_template=True, tasks=[{"task": "demo_text", "length": 64, "continuation": 8}])
-    with pytest.raises(Fault, match="chat_template: demo_text length=64 continuation=8 has texts that go on"):
+    with pytest.raises(CommandError, match="chat_template: demo_text length=64 continuation=8 has texts that go on"):
         go(config, tmp_path / "out", constant)
 
 
 def test_samples_that_cannot_be_drawn(tmp_path: Path) -> None:
     config = small_config(tmp_path, tasks=[{"task": "demo_recall", "length": 32, "facts": 9}])
-    with pytest.raises(Fault, match="task demo_recall length=32 facts=9: .*cannot hold"):
+    with pytest.raises(CommandError, match="task demo_recall length=32 facts=9: .*cannot hold"):
         go(config, tmp_path / "out", constant)
     # Nothing was answered, so the folder is not bound to that configuration.
     assert go(small_config(tmp_path), tmp_path / "out", constant)[0] == 0

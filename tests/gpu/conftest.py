@@ -22,7 +22,7 @@ def pytest_configure(config):
         return
     setting = Setting.read(path)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": str(int(setting.runner == "v2"))}
-    if not setting.is_on_card:
+    if not setting.is_on_gpu:
         # Registers the CUDA backend for the CPU; before anything imports Triton, whose interpreter is chosen then.
         import tests.engine.cuda_on_cpu  # noqa: F401
 
@@ -71,7 +71,7 @@ class CheckedEngine(Engine):
 @pytest.fixture(scope="session")
 def engine(setting) -> Iterator[CheckedEngine]:
     special = {"enforce_eager": False}
-    if not setting.is_on_card:
+    if not setting.is_on_gpu:
         special = {"worker_cls": "tests.engine.cuda_on_cpu.CUDAOnCPUWorker"}
     from vllm import LLM
 

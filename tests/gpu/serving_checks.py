@@ -1,4 +1,4 @@
-"""What any engine with the plugin on a card must do; ``test_serving`` runs this once for each engine.
+"""What any engine with the plugin on a GPU must do; ``test_serving`` runs this once for each engine.
 
 No file of tests by its name: it needs an engine's ``--setting``.
 """
@@ -24,8 +24,8 @@ def only_where_it_tells(request, setting):
     if request.node.name.startswith(("test_recall", "test_every_preset")):
         if setting.model != demo.model_path():
             pytest.skip("a model of random weights has nothing to recall")
-        if not setting.is_on_card:
-            pytest.skip("the small engine without a card takes no prompts of this length")
+        if not setting.is_on_gpu:
+            pytest.skip("the small engine without a GPU takes no prompts of this length")
 
 
 def test_the_engine_is_the_one_that_was_asked_for(engine, setting):
@@ -33,7 +33,7 @@ def test_the_engine_is_the_one_that_was_asked_for(engine, setting):
     assert config.use_v2_model_runner == (setting.runner == "v2")
     assert str(config.model_config.dtype) == f"torch.{setting.dtype}"
     assert config.scheduler_config.async_scheduling
-    if setting.is_on_card:
+    if setting.is_on_gpu:
         assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
         assert not engine.runner.compression.compactor.layers[0].keys.is_cpu
 
@@ -127,8 +127,8 @@ def test_the_prefix_cache_is_as_plain_requests_leave_it(engine, setting, policy)
 def test_requests_of_every_kind_at_once(engine, setting):
     """Preempted, aborted, sharing prompts, compressed by any policy or none: as alone, and no block is lost."""
     rng = np.random.default_rng(20)
-    num_requests = 100 if setting.is_on_card else 24
-    jobs = draw_jobs(rng, num_requests, 3500 if setting.is_on_card else setting.longest, num_logprobs=5)
+    num_requests = 100 if setting.is_on_gpu else 24
+    jobs = draw_jobs(rng, num_requests, 3500 if setting.is_on_gpu else setting.longest, num_logprobs=5)
     together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()
     assert num_preemptions > 0, "the pool is too large to test preemption"
@@ -159,9 +159,9 @@ def test_aborted_requests_leave_nothing(engine, setting, steps):
 @pytest.mark.parametrize("policy", [None, "keepkv", "morphkv", "streaming_llm"])
 def test_decoding_runs_no_python_attention(engine, setting, policy, monkeypatch):
     """Full graphs are replayed: the backend is called for prompts alone, not once for each layer and token."""
-    if not setting.is_on_card:
-        pytest.skip("PyTorch has CUDA graphs on a card alone")
-    from vllm_kvmerge.attention.cuda import CUDAAttentionImpl
+    if not setting.is_on_gpu:
+        pytest.skip("PyTorch has CUDA graphs on a GPU alone")
+    from vllm_kvmerge.engine.attention.cuda import CUDAAttentionImpl
 
     forward, calls = CUDAAttentionImpl.forward, []
 

@@ -22,14 +22,14 @@ SMALL_NUM_BLOCKS = 11
 class Setting:
     """An engine: vLLM's model runner, a folder with a model, and its dtype.
 
-    is_on_card: if not, our parts of the runner on the CPU (``tests.engine.cuda_on_cpu``), and everything small.
+    is_on_gpu: if not, our parts of the runner on the CPU (``tests.engine.cuda_on_cpu``), and everything small.
     expected: a JSON file with what vLLM and our operators' reference generate for the setting's jobs.
     """
 
     runner: str
     model: str
     dtype: str
-    is_on_card: bool
+    is_on_gpu: bool
     expected: str = ""
 
     @classmethod
@@ -43,19 +43,19 @@ class Setting:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return 3000 if self.is_on_card else 150
+        return 3000 if self.is_on_gpu else 150
 
     @property
     def num_tokens(self) -> int:
         """That are generated for each prompt."""
-        return 40 if self.is_on_card else 10
+        return 40 if self.is_on_gpu else 10
 
     @property
     def against_vllm(self) -> Tolerance:
-        """Of plain requests. On a card vLLM's attention multiplies float32 as TF32."""
+        """Of plain requests. On a GPU vLLM's attention multiplies float32 as TF32."""
         if self.dtype == "bfloat16":
             return Tolerance(most=0.5, mean=0.1)
-        return Tolerance(most=3e-2, mean=5e-3) if self.is_on_card else Tolerance(most=1e-3, mean=1e-4)
+        return Tolerance(most=3e-2, mean=5e-3) if self.is_on_gpu else Tolerance(most=1e-3, mean=1e-4)
 
     @property
     def against_itself(self) -> Tolerance:
@@ -65,7 +65,7 @@ class Setting:
         """
         if self.dtype == "bfloat16":
             return Tolerance(most=1.5, mean=0.15)
-        return Tolerance(most=3e-2, mean=3e-3) if self.is_on_card else Tolerance(most=1e-3, mean=1e-4)
+        return Tolerance(most=3e-2, mean=3e-3) if self.is_on_gpu else Tolerance(most=1e-3, mean=1e-4)
 
     @property
     def engine(self) -> dict:
@@ -73,8 +73,8 @@ class Setting:
         config = json.loads((Path(self.model) / "config.json").read_text())
         size = bytes_per_block(config, DTYPES[self.dtype])
         common = engine_arguments() | {"model": self.model, "dtype": self.dtype}
-        if self.is_on_card:
-            # Several engines are on the card at a time: vLLM asks for this share of it before it looks at the rest.
+        if self.is_on_gpu:
+            # Several engines are on the GPU at a time: vLLM asks for this share of it before it looks at the rest.
             return common | {"kv_cache_memory_bytes": NUM_BLOCKS * size, "gpu_memory_utilization": 0.3}
         small = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 100}
         return common | small | {"kv_cache_memory_bytes": SMALL_NUM_BLOCKS * size}
@@ -90,12 +90,12 @@ class Setting:
         return found
 
     def plain_jobs(self) -> list[tuple[list[int], None]]:
-        return [(prompt, None) for prompt in self.prompts(24 if self.is_on_card else 6)]
+        return [(prompt, None) for prompt in self.prompts(24 if self.is_on_gpu else 6)]
 
     def compressed_jobs(self) -> list[tuple[list[int], dict | None]]:
         """Prompts with every preset, compressed at the prompt's end and while they generate, and plain ones between."""
         presets = sorted(PRESETS)
-        if not self.is_on_card:
+        if not self.is_on_gpu:
             presets = [name for name in presets if name in ("keepkv", "morphkv", "grkv", "h2o", "adakv", "zsmerge")]
         rng = np.random.default_rng(2)
         jobs: list[tuple[list[int], dict | None]] = []

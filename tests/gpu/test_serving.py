@@ -1,7 +1,7 @@
-"""The plugin serving on a card: ``serving_checks`` with every engine, each in a process of its own.
+"""The plugin serving on a GPU: ``serving_checks`` with every engine, each in a process of its own.
 
-Where there is no card, a selection runs with our parts of vLLM's model runners on the CPU, which shows that the checks
-work, and nothing of a card.
+Where there is no GPU, a selection runs with our parts of vLLM's model runners on the CPU, which shows that the checks
+work, and nothing of a GPU.
 """
 
 import json
@@ -37,7 +37,7 @@ ON_CPU = {
 }
 """Of ``serving_checks``."""
 
-needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card that PyTorch can use")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that PyTorch can use")
 
 
 def start(command: list[str], **more) -> subprocess.CompletedProcess[str]:
@@ -49,7 +49,7 @@ def start(command: list[str], **more) -> subprocess.CompletedProcess[str]:
 
 
 def generated(setting: Setting, jobs: list, is_stock: bool) -> list:
-    engine = {"engine": setting.engine, "is_stock": is_stock, "is_on_card": setting.is_on_card}
+    engine = {"engine": setting.engine, "is_stock": is_stock, "is_on_gpu": setting.is_on_gpu}
     command = engine | {"num_tokens": setting.num_tokens, "jobs": jobs}
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     done = start(["-m", "tests.gpu.generate"], input=json.dumps(command), env=environment)
@@ -97,21 +97,21 @@ def check(setting: Setting, folder: Path, *options: str) -> None:
     assert process.returncode == 0 and some_passed
 
 
-@needs_card
+@needs_gpu
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", ["demo", "llama"])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_on_a_card(runner, model, dtype, models, with_expected, tmp_path):
-    setting = with_expected(Setting(runner, models[model], dtype, is_on_card=True))
+def test_on_a_gpu(runner, model, dtype, models, with_expected, tmp_path):
+    setting = with_expected(Setting(runner, models[model], dtype, is_on_gpu=True))
     check(setting, tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the card here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_the_checks_without_a_card(runner, with_expected, tmp_path):
+def test_the_checks_without_a_gpu(runner, with_expected, tmp_path):
     if runner == "v2":
         pytest.importorskip("triton", reason="Triton is not installed")
-    setting = with_expected(Setting(runner, demo.model_path(), "float32", is_on_card=False))
+    setting = with_expected(Setting(runner, demo.model_path(), "float32", is_on_gpu=False))
     check(setting, tmp_path, "-k", ON_CPU[runner])

@@ -12,13 +12,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge import config
 from vllm_kvmerge.policies import MERGERS, PRESETS, SELECTORS, CompressionContext, Entries, Preset, register
 from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.policies.plugins import GROUP
 from vllm_kvmerge.policies.registry import register_preset
 from vllm_kvmerge.policies.selectors.recent import Recent
+from vllm_kvmerge.request import parameters as config
 
 SELECTOR_FAULTS = ("raise", "shape", "dtype", "count", "sleep", "none")
 MERGER_FAULTS = ("raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep", "cost", "sleep_a_little")

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, random_entries
+from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies import (
     DEAD,
     Allocator,
@@ -179,7 +180,7 @@ def test_attention_mass_is_a_distribution_over_live_entries():
         mass = attention_mass(tracker, entries)
         assert (mass[~live] == 0).all() and (mass >= 0).all()
         torch.testing.assert_close(mass.sum(1), torch.ones(3))
-        if tracker.mode != "sum":
+        if tracker.mode != ScoreMode.SUM:
             assert (mass[live & (entries.aux == 0)] == 0).all()
     importance = LogEmaTracker().importance(entries)
     scored = live & (entries.aux > 0)
@@ -288,7 +289,7 @@ def test_every_head_is_compressed_as_if_it_were_alone(policy, seed, num_heads, m
     n = policy.min_budget + more
     num_dead = data.draw(st.integers(0, n))
     entries = uneven(random_entries(seed, num_heads, n, num_dead=num_dead))
-    if policy.tracker.mode == "log_ema":
+    if policy.tracker.mode == ScoreMode.LOG_EMA:
         entries.aux.fill_(2.0)
     untouched = entries.clone()
     budget = data.draw(st.integers(policy.min_budget, n - 1))

@@ -20,8 +20,8 @@ from tests.policies.sampling import (
     random_query,
 )
 from tests.policies.test_allocators import on_two_workers
-from vllm_kvmerge.kernels import ScoreUpdate
-from vllm_kvmerge.kernels.reference import accumulate_scores
+from vllm_kvmerge.ops import ScoreMode, ScoreUpdate
+from vllm_kvmerge.ops.reference import accumulate_scores
 from vllm_kvmerge.policies import (
     DEAD,
     PARTS,
@@ -677,7 +677,7 @@ def test_presets_are_what_they_are_called():
 def attend_step(policy: CompressionPolicy, entries: Entries, query: Tensor) -> Entries:
     """The entries with statistics as attention leaves them after one query."""
     tracker = policy.tracker
-    if tracker.mode == "none":
+    if tracker.mode == ScoreMode.NONE:
         return entries
     update = ScoreUpdate(tracker.mode, tracker.update_decay)
     shape = (len(query), 1, 1, len(entries))

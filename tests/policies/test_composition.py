@@ -30,7 +30,7 @@ from vllm_kvmerge.policies import (
     register_preset,
 )
 from vllm_kvmerge.policies.allocators import Uniform
-from vllm_kvmerge.policies.base import TrackerMode
+from vllm_kvmerge.policies.base import ScoreMode
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.mergers import DropMerger, ResidualMerger, ZipMerger
 from vllm_kvmerge.policies.selectors import (
@@ -61,7 +61,7 @@ MERGER_EXAMPLES = (
 
 
 def fits(tracker: Tracker, selector: Selector, merger: Merger) -> bool:
-    return tracker.mode in merger.tracker_modes and (tracker.mode != "none" or not selector.needs_scores)
+    return tracker.mode in merger.tracker_modes and (tracker.mode != ScoreMode.NONE or not selector.needs_scores)
 
 
 POLICIES = [
@@ -76,7 +76,7 @@ POLICIES = [
 def entries_for(policy: CompressionPolicy, seed: int, num_heads: int, n: int, num_dead: int) -> Entries:
     """Random entries with statistics as the policy's tracker would have left them."""
     entries = random_entries(seed, num_heads, n, num_dead=num_dead)
-    if policy.tracker.mode == "log_ema":
+    if policy.tracker.mode == ScoreMode.LOG_EMA:
         generator = torch.Generator().manual_seed(seed)
         entries.aux[entries.is_live] = torch.randint(0, 5, (num_heads, n), generator=generator).float()[entries.is_live]
     return entries
@@ -133,7 +133,7 @@ def test_sinks_survive_many_compressions(policy):
     num_sinks = getattr(policy.selector, "num_sink_tokens", 0)
     n = policy.min_budget + 20
     entries = entries_for(policy, 11, 2, n, num_dead=0)
-    entries.aux.fill_(1.0 if policy.tracker.mode == "log_ema" else 0.0)
+    entries.aux.fill_(1.0 if policy.tracker.mode == ScoreMode.LOG_EMA else 0.0)
     budget = policy.min_budget + 2
     for step in range(4):
         context = CompressionContext(budget, n + step * 6, at_prompt_end=step == 0)
@@ -269,7 +269,7 @@ def test_incomplete_parts_are_refused():
     class Windowless(Tracker):
         name: ClassVar[str] = "windowless"
         source: ClassVar[str] = ""
-        mode: ClassVar[TrackerMode] = "sum"
+        mode: ClassVar[ScoreMode] = ScoreMode.SUM
 
         def importance(self, entries: Entries) -> torch.Tensor:
             return entries.scores

@@ -10,14 +10,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from compaction_cost import Scene, Sizes, peak_bytes  # noqa: E402
 
-from vllm_kvmerge.config import CompressionError
-from vllm_kvmerge.kernels import native
+from vllm_kvmerge.ops import cpu
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
 from vllm_kvmerge.policies.choice import PartNames
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, measure_rates
 from vllm_kvmerge.policies.selectors import Recent
+from vllm_kvmerge.request.parameters import CompressionError
 
-pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native operators are not built")
+pytestmark = pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 
 PARTS_BY_NAME = [(kind, name) for kind in ("selector", "merger", "allocator") for name in PARTS[kind]]
 

@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 from tests.policies.sampling import SEEDS, assert_same, random_entries
 from tests.policies.test_baselines import built
 from tests.policies.test_composition import context_for, entries_for
-from vllm_kvmerge.policies import DEAD, PRESETS, Outcome
-from vllm_kvmerge.policies.indexing import any_at, by_position, in_place, inverse, largest, newest, padded, select
+from vllm_kvmerge.policies import DEAD, PRESETS, CacheUpdate
+from vllm_kvmerge.policies.indexing import (
+    any_at,
+    by_position,
+    in_place,
+    inverse,
+    largest,
+    newest,
+    padded_nonzero,
+    select,
+)
 
 
 def random_outcome(entries, num_places, num_changed, generator):
@@ -17,7 +26,7 @@ def random_outcome(entries, num_places, num_changed, generator):
     heads, n, d = entries.keys.shape
     kept = torch.rand(heads, max(n, num_places), generator=generator).argsort(1)[:, :num_places]
     kept = kept.masked_fill(kept >= n, DEAD)
-    outcome = Outcome.of(entries, kept.clamp(min=0))
+    outcome = CacheUpdate.of(entries, kept.clamp(min=0))
     empty = (kept < 0) | (torch.rand(heads, num_places, generator=generator) < 0.1)
     outcome.kept = kept.masked_fill(empty, DEAD)
     outcome.positions = outcome.positions.masked_fill(empty, DEAD)
@@ -48,10 +57,10 @@ def test_index_arithmetic_by_brute_force(seed, num_heads, n, data):
         moved = [index[i] for i in range(count) if not row[i]]
         assert moved == sorted(moved) and all(i >= count for i in moved)
     some = torch.rand(num_heads, n, generator=generator) < 0.4
-    for row, index in zip(some.tolist(), padded(some).tolist(), strict=True):
+    for row, index in zip(some.tolist(), padded_nonzero(some).tolist(), strict=True):
         assert [i for i in index if i >= 0] == [i for i in range(n) if row[i]]
         assert index == sorted(index, key=lambda i: (i < 0, i))
-    index = padded(some, n)
+    index = padded_nonzero(some, n)
     where = inverse(index, n)
     assert torch.equal(select(index, where), torch.arange(n).masked_fill(~some, -1))
     assert torch.equal(any_at(index, index >= 0, n), some)
@@ -112,7 +121,7 @@ def test_heads_of_several_outcomes():
     outcomes = [random_outcome(some, 6, width, generator) for some, width in zip(entries, (3, 0, 5), strict=True)]
     outcomes[1].keys = None
     outcomes[2].values = None
-    whole = Outcome.stack_heads(outcomes, entries)
+    whole = CacheUpdate.stack_heads(outcomes, entries)
     stacked = type(entries[0]).stack_heads(entries)
     expected = type(entries[0]).stack_heads([o.apply(e) for o, e in zip(outcomes, entries, strict=True)])
     assert_same(whole.apply(stacked), expected)

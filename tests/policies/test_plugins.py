@@ -8,10 +8,10 @@ import pytest
 from tests.policies.packages import install, run
 
 DATA = Path(__file__).parents[1] / "data"
-LIST = ("-m", "vllm_kvmerge.server.cli", "policies", "--json")
+LIST = ("-m", "vllm_kvmerge.cli.serve", "policies", "--json")
 PARSE = """
 import sys
-from vllm_kvmerge.config import parse_compression
+from vllm_kvmerge.request.parameters import parse_compression
 policy = parse_compression(sys.argv[1]).policy
 print([type(part).__module__ for part in policy.parts], policy.selector, sep="|")
 """

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.policies.sampling import SEEDS, assert_sound, random_entries
+from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies import ALLOCATORS, MAX_TOKENS, PARTS, PRESETS, CompressionContext, CompressionPolicy
 from vllm_kvmerge.policies.allocators.variance import Variance
 from vllm_kvmerge.policies.base import MAX_QUERIES, Allocator, Merger, Part, Selector, Tracker
@@ -105,7 +106,7 @@ def test_counts_of_any_part(name, data, budget):
 def test_any_values_compress(preset, seed, data, at_prompt_end):
     policy, n = data.draw(policies(preset)), 24
     entries = random_entries(seed, num_heads=2, n=n, num_dead=data.draw(st.integers(0, 3)))
-    if policy.tracker.mode != "sum":
+    if policy.tracker.mode != ScoreMode.SUM:
         entries.aux = torch.where(entries.is_live, 1.0, 0.0)
     if policy.min_budget >= n:
         return

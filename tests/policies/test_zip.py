@@ -16,7 +16,8 @@ from tests.policies.sampling import (
     random_entries,
     random_query,
 )
-from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries, similarity
+from vllm_kvmerge.ops import similarity
+from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import ZipMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter
 from vllm_kvmerge.policies.trackers import LogEmaTracker

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from vllm_kvmerge.nesting import MAX_DEPTH
+from vllm_kvmerge.request.nesting import MAX_DEPTH
 from vllm_kvmerge.server.endpoint import add_middleware
 
 LIMIT = 4096

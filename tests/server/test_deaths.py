@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.server.conftest import Server, free_port, running, serving, wait_until
-from vllm_kvmerge.processes import METRICS_PREFIX
+from vllm_kvmerge.engine.processes import METRICS_PREFIX
 
 KINDS = ("EngineCore", "Worker", "APIServer", "DPCoordinator", "resource_tracker")
 SEVERAL = ("--data-parallel-size", "2", "--api-server-count", "2")

@@ -11,7 +11,7 @@ import pytest
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.evaluation.runs import assert_measured, write_config
 from vllm_kvmerge import demo
-from vllm_kvmerge.server import cli
+from vllm_kvmerge.cli import serve as cli
 
 CELLS, SAMPLES = 2, 6
 

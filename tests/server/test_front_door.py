@@ -14,7 +14,7 @@ import pytest
 
 from tests.server.conftest import Server, serving
 from vllm_kvmerge.demo import recall
-from vllm_kvmerge.nesting import MAX_DEPTH
+from vllm_kvmerge.request.nesting import MAX_DEPTH
 
 KEY = "open sesame"
 MAX_BODY = 1 << 20

@@ -11,11 +11,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
-from vllm_kvmerge.config import CompressionError
+from vllm_kvmerge.engine.verdict import VERDICT, Verdict
+from vllm_kvmerge.request.parameters import CompressionError
 from vllm_kvmerge.server import middleware
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_refusal
 from vllm_kvmerge.server.middleware import CARRIERS, CompressionFieldMiddleware
-from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 VALID = {"policy": "streaming_llm", "budget": 64}
 XARGS_ROUTES = [route for route, carrier in CARRIERS.items() if carrier == ("vllm_xargs",)]

@@ -9,9 +9,9 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from vllm_kvmerge.catalogue import describe_policies
-from vllm_kvmerge.config import request_schema
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.catalogue import describe_policies
+from vllm_kvmerge.request.parameters import request_schema
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 

@@ -10,9 +10,9 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from vllm_kvmerge.engine.verdict import VERDICT
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 from vllm_kvmerge.server.usage_feed import UsageFeed, feed_from
-from vllm_kvmerge.server.verdict import VERDICT
 
 EVENTS = [b'data: {"text": "a"}\n\n', b": keep-alive\n\n", b'data: {"text": "b"}\n\n', b"data: [DONE]\n\n"]
 

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_kvmerge import demo
-from vllm_kvmerge.config import FULL, CompressionConfig, CompressionError, parse_compression
 from vllm_kvmerge.evaluation.instrument import END, PROMPT_END, Findings, measure
 from vllm_kvmerge.evaluation.options import add_document_options, draw_documents, parser_of, print_table, seed_of
 from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, errors_against, full_outputs, output_errors
@@ -36,6 +35,7 @@ from vllm_kvmerge.evaluation.trace import (
 )
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.mergers import DropMerger
+from vllm_kvmerge.request.parameters import FULL, CompressionConfig, CompressionError, parse_compression
 
 __all__ = ["LayerTrace", "TracedSequence", "main", "output_errors", "trace"]
 

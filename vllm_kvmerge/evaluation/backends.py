@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from vllm_kvmerge.cache.usage import REPORT_KEY, USAGE_KEY
-from vllm_kvmerge.config import EXTRA_ARGS_KEY
+from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import EndpointOptions, EngineOptions
 from vllm_kvmerge.evaluation.tasks.base import Tokenizer
-from vllm_kvmerge.fault import Fault
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:
     import httpx
@@ -62,7 +62,7 @@ class Backend(Protocol):
         """Makes ready for requests of up to ``longest`` tokens, generated ones included.
 
         Raises:
-            Fault: they are too long, or the engine cannot be started.
+            CommandError: they are too long, or the engine cannot be started.
         """
 
     def run(self, requests: Iterable[tuple[K, Request]]) -> Iterator[tuple[K, Answer | RequestError]]:
@@ -82,14 +82,14 @@ def load_tokenizer(name: str, **options: Any) -> Tokenizer:
     """A model's tokenizer, by folder or hub name.
 
     Raises:
-        Fault: there is none.
+        CommandError: there is none.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        raise Fault(f"no tokenizer in {name}: {error}") from None
+        raise CommandError(f"no tokenizer in {name}: {error}") from None
 
 
 class EngineBackend:
@@ -109,7 +109,7 @@ class EngineBackend:
         arguments = self.options.arguments()
         limit = arguments.setdefault("max_model_len", longest)
         if limit < longest:
-            raise Fault(f"engine.max_model_len: the longest sample takes {longest} tokens, got {limit}")
+            raise CommandError(f"engine.max_model_len: the longest sample takes {longest} tokens, got {limit}")
         if with_logprobs:
             from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 
@@ -117,11 +117,11 @@ class EngineBackend:
         try:
             from vllm import LLM
 
-            from vllm_kvmerge.engine_args import kvmerge_engine_args
+            from vllm_kvmerge.engine.arguments import kvmerge_engine_args
 
             self._llm = LLM(self.model, **kvmerge_engine_args(**arguments))
         except Exception as error:
-            raise Fault(f"the engine does not start: {error}") from error
+            raise CommandError(f"the engine does not start: {error}") from error
 
     def run(self, requests: Iterable[tuple[K, Request]]) -> Iterator[tuple[K, Answer | RequestError]]:
         from vllm.exceptions import VLLMClientError
@@ -194,19 +194,19 @@ class EndpointBackend:
         try:
             import httpx
         except ImportError:
-            raise Fault("an endpoint needs httpx: pip install 'vllm-kvmerge[eval]'") from None
+            raise CommandError("an endpoint needs httpx: pip install 'vllm-kvmerge[eval]'") from None
         self.options = options
         self.url = options.url.rstrip("/").removesuffix("/v1")
         headers = {}
         if options.api_key_env is not None:
             if options.api_key_env not in os.environ:
-                raise Fault(f"endpoint.api_key_env: the environment has no variable {options.api_key_env}")
+                raise CommandError(f"endpoint.api_key_env: the environment has no variable {options.api_key_env}")
             headers["Authorization"] = f"Bearer {os.environ[options.api_key_env]}"
         limits = httpx.Limits(max_connections=options.concurrency)
         self._client = httpx.Client(headers=headers, timeout=options.timeout, limits=limits)
         self.model, self.max_model_len = self._find_model(model)
         if self._get("/kvmerge/policies").status_code != 200:
-            raise Fault(f"endpoint.url: {self.url} does not run vllm-kvmerge: it would ignore kv_compression")
+            raise CommandError(f"endpoint.url: {self.url} does not run vllm-kvmerge: it would ignore kv_compression")
         self.tokenizer: Tokenizer = (
             _EndpointTokenizer(self) if options.tokenizer is None else load_tokenizer(options.tokenizer)
         )
@@ -217,18 +217,20 @@ class EndpointBackend:
         try:
             return self._client.get(self.url + path)
         except httpx.HTTPError as error:
-            raise Fault(f"endpoint.url: {self.url} cannot be reached: {_gist(error)}") from None
+            raise CommandError(f"endpoint.url: {self.url} cannot be reached: {_gist(error)}") from None
 
     def _find_model(self, name: str | None) -> tuple[str, int | None]:
         """Its name as requests have it, and the most tokens that a request of it may have, where the server says."""
         response = self._get("/v1/models")
         if response.status_code != 200:
-            raise Fault(f"endpoint.url: {self.url}/v1/models answers {response.status_code}: {response.text[:200]}")
+            raise CommandError(
+                f"endpoint.url: {self.url}/v1/models answers {response.status_code}: {response.text[:200]}"
+            )
         served = {model["id"]: model.get("max_model_len") for model in response.json()["data"]}
         if name is None:
             name = next(iter(served))
         if name not in served:
-            raise Fault(f"model: the server has no {name!r}; allowed: {', '.join(served)}")
+            raise CommandError(f"model: the server has no {name!r}; allowed: {', '.join(served)}")
         return name, served[name]
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -255,9 +257,11 @@ class EndpointBackend:
 
     def start(self, longest: int, with_logprobs: bool) -> None:
         if self.max_model_len is not None and longest > self.max_model_len:
-            raise Fault(f"endpoint.url: the longest sample takes {longest} tokens, the server {self.max_model_len}")
+            raise CommandError(
+                f"endpoint.url: the longest sample takes {longest} tokens, the server {self.max_model_len}"
+            )
         if with_logprobs:
-            raise Fault("a server does not give log-probabilities of a given continuation; leave endpoint out")
+            raise CommandError("a server does not give log-probabilities of a given continuation; leave endpoint out")
 
     def run(self, requests: Iterable[tuple[K, Request]]) -> Iterator[tuple[K, Answer | RequestError]]:
         waiting = iter(requests)
@@ -310,7 +314,7 @@ class _EndpointTokenizer:
         try:
             return self._backend.post(path, body)
         except (RequestError, BackendError) as error:
-            raise Fault(f"{path}: {error}; name a local tokenizer in endpoint.tokenizer") from None
+            raise CommandError(f"{path}: {error}; name a local tokenizer in endpoint.tokenizer") from None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._post("/tokenize", prompt=text, add_special_tokens=add_special_tokens)["tokens"]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm_kvmerge.fault import Fault
+from vllm_kvmerge.errors import CommandError
 
 if TYPE_CHECKING:
     from vllm_kvmerge.evaluation.backends import Backend
@@ -26,14 +26,14 @@ RESULTS = Path("eval-results")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise Fault(f"{message}; see vllm-kvmerge eval --help")
+        raise CommandError(f"{message}; see vllm-kvmerge eval --help")
 
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 all samples of all cells are answered, 1 some are not, 130 or 143 stopped by a signal.
 
     Raises:
-        Fault: nothing was run.
+        CommandError: nothing was run.
     """
     parser = _Parser(
         prog="vllm-kvmerge eval",

@@ -20,10 +20,10 @@ from pydantic import (
 )
 
 from vllm_kvmerge import demo
-from vllm_kvmerge.config import EXTRA_ARGS_KEY, FULL, Budget, CompressionError, parse_compression
+from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.tasks import load_tasks
 from vllm_kvmerge.evaluation.tasks.base import Task
-from vllm_kvmerge.fault import Fault
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, Budget, CompressionError, parse_compression
 
 DEMO = "demo"
 CONTEXT_TOKENS = "context_tokens"
@@ -266,16 +266,16 @@ def read_config(path: Path, overrides: Mapping[str, Any], left_out: Sequence[str
     overrides: values by dotted name; None: as the file has it. left_out: fields of the file that do not apply.
 
     Raises:
-        Fault: names the field, the value and what is allowed.
+        CommandError: names the field, the value and what is allowed.
     """
     try:
         data = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise Fault(f"{path}: no such file") from None
+        raise CommandError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Fault(f"{path}: {error}") from None
+        raise CommandError(f"{path}: {error}") from None
     if not isinstance(data, dict):
-        raise Fault(f"{path}: must be an object, got {type(data).__name__}")
+        raise CommandError(f"{path}: must be an object, got {type(data).__name__}")
     for name in left_out:
         data.pop(name, None)
     for name, value in overrides.items():
@@ -289,7 +289,7 @@ def read_config(path: Path, overrides: Mapping[str, Any], left_out: Sequence[str
     try:
         return EvalConfig.model_validate(data)
     except ValidationError as error:
-        raise Fault(f"{path}: {_describe(error, EvalConfig)}") from None
+        raise CommandError(f"{path}: {_describe(error, EvalConfig)}") from None
 
 
 def _describe(error: ValidationError, model: type[BaseModel]) -> str:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vllm_kvmerge.config import CompressionConfig
 from vllm_kvmerge.evaluation.merge_map import Ledger, Provenance, RecordedPolicy
 from vllm_kvmerge.evaluation.replay import Schedule, compressed_outputs, relative_error
 from vllm_kvmerge.evaluation.trace import LayerTrace
+from vllm_kvmerge.request.parameters import CompressionConfig
 
 PROMPT_END, END = "prompt end", "end"
 """When the cache is looked at: after the first compression, and after the last one."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm import SamplingParams
 
-from vllm_kvmerge.config import FULL, compression
 from vllm_kvmerge.evaluation.continuation import CONTINUATION, ForcedContinuation
 from vllm_kvmerge.evaluation.options import (
     add_document_options,
@@ -21,6 +20,7 @@ from vllm_kvmerge.evaluation.options import (
     seed_of,
 )
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.parameters import FULL, compression
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -16,8 +16,8 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm_kvmerge.ops import Fusion
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
-from vllm_kvmerge.policies.attention import Fusion
 from vllm_kvmerge.policies.base import CompressionResult, Selector
 from vllm_kvmerge.policies.entries import LazyEntries
 from vllm_kvmerge.policies.indexing import inverse, select
@@ -34,7 +34,7 @@ class Mixture:
     """What one compression made of one layer's ``n`` entries per head: ``C`` places per head, in the cache's order.
 
     kept: ``[H, C]`` int64, the entry that each place holds; negative: none of them. log_votes: ``[H, C]``, positions:
-    ``[H, C]`` int64, as in ``Outcome``. changed: ``[H, r]`` int64, places with a new value; negative: none. weights:
+    ``[H, C]`` int64, as in ``CacheUpdate``. changed: ``[H, r]`` int64, places with a new value; negative: none. weights:
     ``[H, r, n]``, of each entry's value in theirs. residual: ||W v - v'|| / ||v'|| over the new values v'.
     """
 

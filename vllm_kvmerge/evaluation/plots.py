@@ -6,10 +6,10 @@ from io import StringIO
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from vllm_kvmerge.config import FULL
+from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.summary import Budget, CellSummary, TaskSummary, columns_of, number
-from vllm_kvmerge.fault import Fault
+from vllm_kvmerge.request.parameters import FULL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,12 +21,12 @@ MARKERS = "osD^vP*Xhd<>p8"
 
 def check_matplotlib() -> None:
     """Raises:
-    Fault: plots cannot be drawn, and how they could.
+    CommandError: plots cannot be drawn, and how they could.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise Fault("the report needs matplotlib: pip install 'vllm-kvmerge[eval]'") from None
+        raise CommandError("the report needs matplotlib: pip install 'vllm-kvmerge[eval]'") from None
 
 
 def draw_plots(config: EvalConfig, tasks: list[TaskSummary]) -> dict[str, str]:

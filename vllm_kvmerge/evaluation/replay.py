@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.cache.plan import CompressionPlan
-from vllm_kvmerge.config import CompressionConfig
+from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
+from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.evaluation.trace import LayerTrace
-from vllm_kvmerge.kernels import UPDATE_MODES, Pages, cell_bytes, column_scores, paged_attention, write_tokens
-from vllm_kvmerge.worker.compactor import Compaction, Compactor
-from vllm_kvmerge.worker.compression import score_update
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes, paged_attention, score_prompt_queries, write_tokens
+from vllm_kvmerge.request.parameters import CompressionConfig
 
 BLOCK_SIZE = 32
 
@@ -25,7 +25,7 @@ class TracedSequence:
         self.layers, self.dtype = layers, dtype
         num_tokens, num_kv_heads, head_size = layers[0].keys.shape
         shape = (-(-num_tokens // BLOCK_SIZE), num_kv_heads, BLOCK_SIZE, cell_bytes(head_size, dtype) // dtype.itemsize)
-        self.pages = [Pages.of(torch.zeros(shape, dtype=dtype), head_size) for _ in layers]
+        self.pages = [PagedKVCache.of(torch.zeros(shape, dtype=dtype), head_size) for _ in layers]
         self.blocks = torch.arange(shape[0], dtype=torch.int32)
         self.num_tokens = self.front = self.tail = 0
         self.compactor = Compactor(
@@ -48,7 +48,7 @@ class TracedSequence:
     def attend(self, new: slice, config: CompressionConfig | None = None) -> list[Tensor]:
         """Each layer's attention output for these newest tokens, ``[q, H * G, d]``; scores as the policy keeps them."""
         update = score_update(config) if config is not None and config.tracks_decode and self.front > 0 else None
-        mode, decay = (update.mode, update.decay) if update else ("none", 1.0)
+        mode, decay = (update.mode, update.decay) if update else (ScoreMode.NONE, 1.0)
         int32 = partial(torch.full, (1,), dtype=torch.int32)
         outputs = []
         for layer, pages in zip(self.layers, self.pages, strict=True):
@@ -63,7 +63,7 @@ class TracedSequence:
                 int32(self.num_tokens),
                 int32(self.front),
                 int32(self.tail),
-                int32(UPDATE_MODES.index(mode)),
+                int32(mode.code),
                 torch.tensor([decay]),
                 layer.scale,
                 outputs[-1],
@@ -97,7 +97,9 @@ class TracedSequence:
         for index, (layer, pages) in enumerate(zip(self.layers, self.pages, strict=True)):
             query = layer.queries[self.num_tokens - window : self.num_tokens].to(self.dtype)
             statistics = scores.scores[index], scores.aux[index]
-            column_scores(query, pages, self.blocks, self.num_tokens, score_update(config), layer.scale, *statistics)
+            score_prompt_queries(
+                query, pages, self.blocks, self.num_tokens, score_update(config), layer.scale, *statistics
+            )
         return scores
 
     def _ring(self, config: CompressionConfig) -> QueryRing | None:

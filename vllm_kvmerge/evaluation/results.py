@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import yaml
 
-from vllm_kvmerge.fault import Fault
+from vllm_kvmerge.errors import CommandError
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RunFolder:
     """Opens or begins a run; a context manager, because one process at a time may write to the folder.
 
     Raises:
-        Fault: the folder holds the run of another configuration, is in use, or cannot be read.
+        CommandError: the folder holds the run of another configuration, is in use, or cannot be read.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -59,12 +59,12 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self._lines = (path / "results.jsonl").open("ab")
         except OSError as error:
-            raise Fault(f"--output {path}: {error}") from None
+            raise CommandError(f"--output {path}: {error}") from None
         try:
             fcntl.flock(self._lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lines.close()
-            raise Fault(f"--output {path}: another run is writing there") from None
+            raise CommandError(f"--output {path}: another run is writing there") from None
         try:
             self._check_identity(dict(identity))
             self.results = self._read_results()
@@ -87,13 +87,13 @@ class RunFolder:
             _write(path, yaml.safe_dump(identity, sort_keys=False, allow_unicode=True))
             return
         if not path.exists():
-            raise Fault(f"--output {self.path}: it holds results, but no config.yaml that says of what")
+            raise CommandError(f"--output {self.path}: it holds results, but no config.yaml that says of what")
         try:
             saved = yaml.safe_load(path.read_text())
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise Fault(f"{path}: {error}") from None
+            raise CommandError(f"{path}: {error}") from None
         if differences := list(_differences(saved, identity, "")):
-            raise Fault(
+            raise CommandError(
                 f"--output {self.path}: it holds the results of another configuration ({'; '.join(differences)}); "
                 "choose another folder, or delete it"
             )
@@ -110,7 +110,7 @@ class RunFolder:
             try:
                 results.append(Result(**json.loads(line)))
             except (ValueError, TypeError) as error:
-                raise Fault(f"{path}, line {number}: {error}") from None
+                raise CommandError(f"{path}, line {number}: {error}") from None
         return results
 
     def _read_state(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class RunFolder:
         """Remembers which samples a task drew; refuses others than at the beginning of the run."""
         known = self.state["tasks"].setdefault(task, {"samples": count, "digest": digest})
         if known != {"samples": count, "digest": digest}:
-            raise Fault(
+            raise CommandError(
                 f"--output {self.path}: {task} draws other samples than when this run began ({known['samples']} then, "
                 f"{count} now): its data, the tokenizer or the program changed; choose another folder"
             )

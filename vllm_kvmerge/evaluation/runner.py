@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
+from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.backends import Answer, Backend, BackendError, Request, RequestError
 from vllm_kvmerge.evaluation.config import EvalConfig, PolicyEntry, TaskEntry
 from vllm_kvmerge.evaluation.results import Failure, Result, RunFolder
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Tokenizer
-from vllm_kvmerge.fault import Fault
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,23 @@ def draw_prompts(config: EvalConfig, entry: TaskEntry, tokenizer: Tokenizer) -> 
     """A task's samples in tokens.
 
     Raises:
-        Fault: the task cannot draw them, or they do not suit a question-agnostic run.
+        CommandError: the task cannot draw them, or they do not suit a question-agnostic run.
     """
     try:
         samples = entry.task.samples(config.samples_of(entry), config.seed, tokenizer)
     except ValueError as error:
-        raise Fault(f"task {entry.label}: {error}") from error
+        raise CommandError(f"task {entry.label}: {error}") from error
     if not samples:
-        raise Fault(f"task {entry.label}: it has no samples")
+        raise CommandError(f"task {entry.label}: it has no samples")
     agnostic = config.is_question_agnostic(entry)
     frame = chat_frame(tokenizer) if config.in_chat_template(entry) else None
     if frame is not None and any(sample.continuation is not None for sample in samples):
-        raise Fault(f"chat_template: {entry.label} has texts that go on, which no user says; allowed: false")
+        raise CommandError(f"chat_template: {entry.label} has texts that go on, which no user says; allowed: false")
     prompts = [_tokenize(sample, tokenizer, agnostic, frame) for sample in samples]
     if agnostic and any(not sample.context for sample in samples):
-        raise Fault(f"question_agnostic: {entry.label} has samples without a context of their own; allowed: false")
+        raise CommandError(
+            f"question_agnostic: {entry.label} has samples without a context of their own; allowed: false"
+        )
     return prompts
 
 
@@ -82,7 +84,7 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
     """What the tokenizer's chat template puts before and after what a user says, up to the model's turn.
 
     Raises:
-        Fault: there is no template, or it does not give back what is said.
+        CommandError: there is no template, or it does not give back what is said.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -93,7 +95,7 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
         if text.count(said) == 1:
             before, after = text.split(said)
             return before, after
-    raise Fault(
+    raise CommandError(
         "chat_template: needs a tokenizer with a chat template that repeats what a user says; allowed: false, "
         "another model, or with a server its tokenizer in endpoint.tokenizer"
     )
@@ -147,7 +149,7 @@ def run(
     number that are done, that of all, and the failure, if it was one.
 
     Raises:
-        Fault: nothing can be run like this. Whatever else ends a run early is in the result.
+        CommandError: nothing can be run like this. Whatever else ends a run early is in the result.
     """
     prompts = {entry.label: draw_prompts(config, entry, backend.tokenizer) for entry in config.tasks}
     for label, drawn in prompts.items():

@@ -15,11 +15,12 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape
-from vllm_kvmerge.policies.entries import DEAD, Entries, TrackerMode
-from vllm_kvmerge.policies.outcome import Outcome
+from vllm_kvmerge.policies.entries import DEAD, Entries
+from vllm_kvmerge.policies.outcome import CacheUpdate
 
-__all__ = ["DEAD", "Entries", "Outcome", "TrackerMode"]
+__all__ = ["DEAD", "Entries", "CacheUpdate", "ScoreMode"]
 
 MAX_TOKENS = 1 << 24
 """Upper bound of hyper-parameters that count tokens or entries: more than any model's context, and small enough that
@@ -177,7 +178,7 @@ class Allocator(Part):
 class Tracker(Part):
     """What attention accumulates per entry while the request runs."""
 
-    mode: ClassVar[TrackerMode]
+    mode: ClassVar[ScoreMode]
 
     @property
     def prompt_window(self) -> int | Literal["all"]:
@@ -228,11 +229,11 @@ class Merger(Part):
     are, the selector ranks the others.
 
     ``protected`` is the selector's: such entries may take others in, but keep their own position, so that a sink
-    remains a sink. Both merging methods say what changes, as an ``Outcome``; entries themselves stay as they are. How
+    remains a sink. Both merging methods say what changes, as a ``CacheUpdate``; entries themselves stay as they are. How
     many went into others it counts as a tensor: nothing waits for the device.
     """
 
-    tracker_modes: ClassVar[frozenset[TrackerMode]]
+    tracker_modes: ClassVar[frozenset[ScoreMode]]
     """Tracker modes this merger can work from."""
 
     def num_slots(self, budget: int) -> int:
@@ -245,7 +246,7 @@ class Merger(Part):
 
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome | None:
+    ) -> CacheUpdate | None:
         """Merges that come before selection (KeepKV table 3): an outcome with a place for each of the ``n`` entries,
         empty where one was merged away; None where there are none, which is the default."""
         return None
@@ -253,7 +254,7 @@ class Merger(Part):
     @abstractmethod
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
+    ) -> CacheUpdate:
         """``budget`` places per head: the entries at ``kept`` (``[H, context.num_kept]`` int64) in that order, with
         what is merged into them, then the merger's slots."""
 
@@ -266,7 +267,7 @@ class CompressionResult:
     """
 
     source: Entries
-    outcome: Outcome
+    outcome: CacheUpdate
     evicted: Tensor
 
     @cached_property

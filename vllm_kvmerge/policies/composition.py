@@ -7,6 +7,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor
 
+from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.base import (
     Allocator,
@@ -21,7 +22,7 @@ from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.failure import blamed_on, check_count, check_outcome, check_tensor, is_foreign
 from vllm_kvmerge.policies.indexing import in_place
-from vllm_kvmerge.policies.outcome import Outcome
+from vllm_kvmerge.policies.outcome import CacheUpdate
 from vllm_kvmerge.policies.trackers import attention_mass
 
 CALLS = 40_000
@@ -42,7 +43,7 @@ class CompressionPolicy(BaseModel):
     def _check_parts_fit(self) -> Self:
         if self.selector.needs_scores and not self.needs_scores:
             raise ValueError(f"selector {self.selector.name!r} needs scores, tracker {self.tracker.name!r} keeps none")
-        if self.selector.needs_probabilities and self.tracker.mode == "log_ema":
+        if self.selector.needs_probabilities and self.tracker.mode == ScoreMode.LOG_EMA:
             raise ValueError(
                 f"selector {self.selector.name!r} needs probabilities, tracker {self.tracker.name!r} keeps logarithms"
             )
@@ -66,7 +67,7 @@ class CompressionPolicy(BaseModel):
 
     @property
     def needs_scores(self) -> bool:
-        return self.tracker.mode != "none"
+        return self.tracker.mode != ScoreMode.NONE
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -159,7 +160,7 @@ class CompressionPolicy(BaseModel):
         capacity = context.capacity or context.budget
         num_rows = len(entries.positions)
         if context.budget >= len(entries):
-            outcome = Outcome.unchanged(entries)
+            outcome = CacheUpdate.unchanged(entries)
             return CompressionResult(entries, outcome.emptied(), torch.zeros_like(outcome.merged))
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
@@ -175,7 +176,7 @@ class CompressionPolicy(BaseModel):
                 local = replace(context.of_heads(group, num_rows), budget=budget)
                 parts.append(self._compress_heads(sources[-1], local, capacity))
             order = [head for group in groups.values() for head in group]
-            outcome = Outcome.stack_heads(parts, sources).heads([order.index(head) for head in range(num_rows)])
+            outcome = CacheUpdate.stack_heads(parts, sources).heads([order.index(head) for head in range(num_rows)])
         outcome = outcome.emptied()
         evicted = entries.is_live.sum(1) - outcome.is_live.sum(1) - outcome.merged
         return CompressionResult(entries, outcome, evicted)
@@ -197,11 +198,11 @@ class CompressionPolicy(BaseModel):
             groups.setdefault(min(max(budget, least), capacity), []).append(head)
         return groups
 
-    def _compress_heads(self, entries: Entries, context: CompressionContext, capacity: int) -> Outcome:
+    def _compress_heads(self, entries: Entries, context: CompressionContext, capacity: int) -> CacheUpdate:
         """``capacity`` places for each of these heads, ``context.budget`` of them filled."""
         n = len(entries)
         if context.budget >= n:
-            return Outcome.unchanged(entries).in_place(entries, capacity)
+            return CacheUpdate.unchanged(entries).in_place(entries, capacity)
         num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
         context = replace(context, num_slots=num_slots)
         candidates, importance, protected = self._rank(entries, context)

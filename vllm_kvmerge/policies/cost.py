@@ -7,9 +7,9 @@ from time import perf_counter
 
 import torch
 
-from vllm_kvmerge.policies.attention import MAX_ATTENTION_BYTES
+from vllm_kvmerge.ops.attention import MAX_ATTENTION_BYTES
+from vllm_kvmerge.ops.similarity import MAX_SIMILARITY_BYTES
 from vllm_kvmerge.policies.entries import PART_ENTRIES
-from vllm_kvmerge.policies.similarity import MAX_SIMILARITY_BYTES
 
 MEASURING_SECONDS = 0.025
 

@@ -5,16 +5,13 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.attention import Fusion, fused_attention
-from vllm_kvmerge.policies.similarity import most_similar
-
-TrackerMode = Literal["none", "sum", "mean", "log_ema"]
-"""What a tracker has attention accumulate in ``scores`` and ``aux``."""
+from vllm_kvmerge.ops import Fusion
+from vllm_kvmerge.ops.attention import fused_attention
+from vllm_kvmerge.ops.similarity import most_similar
 
 PART_ENTRIES = 1024
 """How many of a head's entries are read at a time where all of them are, one part after the other."""

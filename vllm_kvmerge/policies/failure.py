@@ -13,7 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from vllm_kvmerge.policies.base import Part
-    from vllm_kvmerge.policies.outcome import Outcome
+    from vllm_kvmerge.policies.outcome import CacheUpdate
 
 KINDS = ("tracker", "allocator", "selector", "merger")
 STATISTICS = ("log_votes", "scores", "aux")
@@ -145,7 +145,7 @@ def check_range(what: str, index: Tensor, low: int, end: int) -> None:
             raise ValueError(f"{what} must be from {low} to {end - 1}, got {int(least)} to {int(most)}")
 
 
-def check_outcome(outcome: "Outcome", num_places: int, like: Tensor) -> None:
+def check_outcome(outcome: "CacheUpdate", num_places: int, like: Tensor) -> None:
     """Finds an outcome that cannot be written. ``like``: ``[H, n]``, a statistic of the entries that it is of.
 
     Raises:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vllm_kvmerge import kernels
+from vllm_kvmerge import ops
 from vllm_kvmerge.policies.entries import Entries
 
 
@@ -19,12 +19,12 @@ def in_place(mask: Tensor, count: int) -> Tensor:
     Entry i is at i where i < ``count``; the entries behind, in order, take the numbers of those that are not in the
     mask. So of a cache that is compressed into its first ``count`` places hardly anything moves.
     """
-    return kernels.in_place(mask, count)
+    return ops.in_place(mask, count)
 
 
 def complement(index: Tensor, num_entries: int) -> Tensor:
     """``[H, num_entries - m]`` int64, ascending: what ``index`` (``[H, m]``, without repeats) leaves out."""
-    return kernels.padded(~mask_of(index, num_entries), num_entries - index.shape[1])
+    return ops.padded_nonzero(~mask_of(index, num_entries), num_entries - index.shape[1])
 
 
 def any_at(index: Tensor, where: Tensor, size: int) -> Tensor:
@@ -32,12 +32,12 @@ def any_at(index: Tensor, where: Tensor, size: int) -> Tensor:
     return mask_of(index.masked_fill(~where, size), size + 1)[:, :size]
 
 
-def padded(mask: Tensor, width: int | None = None) -> Tensor:
+def padded_nonzero(mask: Tensor, width: int | None = None) -> Tensor:
     """``[H, width]`` int64: where ``mask`` (``[H, n]`` bool) is true, ascending, then -1.
 
     width: at least the most that any head has, which it is by default.
     """
-    return kernels.padded(mask, width)
+    return ops.padded_nonzero(mask, width)
 
 
 def inverse(index: Tensor, size: int) -> Tensor:
@@ -45,7 +45,7 @@ def inverse(index: Tensor, size: int) -> Tensor:
 
     Negative elements of ``index`` are nowhere.
     """
-    return kernels.inverse(index, size)
+    return ops.inverse(index, size)
 
 
 def select(plane: Tensor, index: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def select(plane: Tensor, index: Tensor) -> Tensor:
 
 def largest(ranking: Tensor, count: int) -> Tensor:
     """``[H, n]`` bool: the ``count`` entries of largest ``ranking`` (``[H, n]``, no NaN). Ties: lower index first."""
-    return kernels.largest(ranking, count)
+    return ops.largest(ranking, count)
 
 
 def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:
@@ -68,7 +68,7 @@ def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:
 
 def by_position(entries: Entries) -> Tensor:
     """``[H, n]`` int64: the entries in order of position, dead ones first."""
-    return kernels.by_position(entries.positions)
+    return ops.by_position(entries.positions)
 
 
 def newest(entries: Entries, count: int) -> Tensor:
@@ -97,4 +97,4 @@ def top(ranking: Tensor, protected: Tensor, entries: Entries, count: int) -> Ten
 
     ranking: ``[H, n]`` floating point; infinite and NaN values only ever order live entries.
     """
-    return kernels.top(ranking, protected, entries.is_live, count)
+    return ops.top(ranking, protected, entries.is_live, count)

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_kvmerge import kernels
+from vllm_kvmerge import ops
 from vllm_kvmerge.policies.entries import DEAD, Entries, LazyEntries
-from vllm_kvmerge.policies.indexing import inverse, padded, select
+from vllm_kvmerge.policies.indexing import inverse, padded_nonzero, select
 
 METADATA = ("log_votes", "scores", "aux", "positions")
 
 
 @dataclass
-class Outcome:
+class CacheUpdate:
     """``C`` places per head: which entry each holds, its metadata, and the places with a new key or value.
 
     kept: ``[H, C]`` int64, index of the entry that a place holds; negative: none, so what is not in ``changed`` is
@@ -34,18 +34,18 @@ class Outcome:
     merged: Tensor
 
     @classmethod
-    def of(cls, entries: Entries, kept: Tensor) -> "Outcome":
+    def of(cls, entries: Entries, kept: Tensor) -> "CacheUpdate":
         """The entries at ``kept`` (``[H, C]`` int64) as they are."""
-        return cls._as_they_are(kept, *kernels.take(kept, [getattr(entries, name) for name in METADATA]))
+        return cls._as_they_are(kept, *ops.take(kept, [getattr(entries, name) for name in METADATA]))
 
     @classmethod
-    def unchanged(cls, entries: Entries) -> "Outcome":
+    def unchanged(cls, entries: Entries) -> "CacheUpdate":
         """All entries as they are."""
         place = torch.arange(len(entries), device=entries.positions.device).repeat(len(entries.positions), 1)
         return cls._as_they_are(place, *(getattr(entries, name).clone() for name in METADATA))
 
     @classmethod
-    def _as_they_are(cls, kept: Tensor, *metadata: Tensor) -> "Outcome":
+    def _as_they_are(cls, kept: Tensor, *metadata: Tensor) -> "CacheUpdate":
         log_votes, scores, aux, positions = metadata
         nothing, none = kept[:, :0], torch.zeros_like(kept[:, 0])
         return cls(kept, log_votes, scores, aux, positions, nothing, None, None, none)
@@ -63,13 +63,13 @@ class Outcome:
         """The places' entries, dense; ``entries`` are those that this is an outcome of."""
         return self.view(entries).clone()
 
-    def after(self, earlier: "Outcome", entries: Entries) -> "Outcome":
+    def after(self, earlier: "CacheUpdate", entries: Entries) -> "CacheUpdate":
         """This outcome of ``entries``, which are what ``earlier`` made of others, as an outcome of those others."""
         num_places = self.kept.shape[1]
         changed_before = inverse(earlier.changed, len(entries)) >= 0
         changed = inverse(self.changed, num_places) >= 0
         changed |= changed_before.gather(1, self.kept.clamp(min=0)) & (self.kept >= 0)
-        places = padded(changed)
+        places = padded_nonzero(changed)
         view = self.view(entries)
         return replace(
             self,
@@ -80,17 +80,17 @@ class Outcome:
             merged=earlier.merged + self.merged,
         )
 
-    def in_place(self, entries: Entries, num_places: int) -> "Outcome":
+    def in_place(self, entries: Entries, num_places: int) -> "CacheUpdate":
         """The same with ``num_places`` places, in which entries stay where they are if they can.
 
         An entry whose index is a place gets that place; the others, in order, those that are free. What remains is
         empty, preferably where an empty entry lies already.
         """
-        place = kernels.free_places(self.kept, num_places)
+        place = ops.free_places(self.kept, num_places)
 
         planes = [self.kept, *(getattr(self, name) for name in METADATA)]
         if self.kept.shape[1] == num_places:  # none is empty
-            planes = kernels.take(inverse(place, num_places), planes)
+            planes = ops.take(inverse(place, num_places), planes)
         else:
             blank = (DEAD, -torch.inf, 0.0, 0.0, DEAD)
             planes = [
@@ -99,7 +99,7 @@ class Outcome:
             ]
         kept, log_votes, scores, aux, positions = planes
         length = min(num_places, len(entries))
-        if not kept.is_cpu or (kept[:, :length] < 0).any():  # a card would be waited for
+        if not kept.is_cpu or (kept[:, :length] < 0).any():  # a GPU would be waited for
             own = torch.arange(length, device=kept.device).expand(len(kept), -1)
             empty = (kept[:, :length] < 0) & ~entries.is_live[:, :length]
             kept[:, :length] = torch.where(empty, own, kept[:, :length])
@@ -113,10 +113,10 @@ class Outcome:
             changed=select(place, self.changed),
         )
 
-    def emptied(self) -> "Outcome":
+    def emptied(self) -> "CacheUpdate":
         """The same with the metadata of empty places overwritten, and nothing moved to them."""
         dead = ~self.is_live
-        if dead.is_cpu and not dead.any():  # a card would be waited for
+        if dead.is_cpu and not dead.any():  # a GPU would be waited for
             return self
         own = torch.arange(dead.shape[1], device=dead.device)
         return replace(
@@ -127,7 +127,7 @@ class Outcome:
             aux=self.aux.masked_fill(dead, 0.0),
         )
 
-    def finite(self, entries: Entries, dtype: torch.dtype) -> "tuple[Outcome, Tensor]":
+    def finite(self, entries: Entries, dtype: torch.dtype) -> "tuple[CacheUpdate, Tensor]":
         """The same with entries as they were in places whose new key or value is not finite in ``dtype``.
 
         entries: those that this is an outcome of. A place that held none before is left empty. Also returns how many
@@ -153,19 +153,19 @@ class Outcome:
             planes[name] = torch.nn.functional.pad(plane, (0, 1)).scatter_(1, place, before)[:, :-1]
         return replace(self, changed=self.changed.masked_fill(overflows, DEAD), **planes), count
 
-    def heads(self, heads: list[int]) -> "Outcome":
+    def heads(self, heads: list[int]) -> "CacheUpdate":
         """Some heads' part."""
-        return Outcome(*(None if plane is None else plane[heads] for plane in vars(self).values()))  # type: ignore[arg-type]
+        return CacheUpdate(*(None if plane is None else plane[heads] for plane in vars(self).values()))  # type: ignore[arg-type]
 
     @classmethod
-    def stack_heads(cls, parts: "list[Outcome]", entries: "list[Entries]") -> "Outcome":
+    def stack_heads(cls, parts: "list[CacheUpdate]", entries: "list[Entries]") -> "CacheUpdate":
         """The heads of several, each with equally many places; ``entries`` are those that each is an outcome of."""
         width = max(part.changed.shape[1] for part in parts)
         full = [part._widened(some, width, parts) for part, some in zip(parts, entries, strict=True)]
         planes = zip(*(vars(part).values() for part in full), strict=True)
         return cls(*(None if plane[0] is None else torch.cat(plane) for plane in planes))
 
-    def _widened(self, entries: Entries, width: int, others: "list[Outcome]") -> "Outcome":
+    def _widened(self, entries: Entries, width: int, others: "list[CacheUpdate]") -> "CacheUpdate":
         """With ``width`` rows in ``changed``, and both planes where one of the others has them."""
         missing = (0, width - self.changed.shape[1])
         changed = torch.nn.functional.pad(self.changed, missing, value=DEAD)
@@ -185,7 +185,7 @@ class Outcome:
 class _Places(LazyEntries):
     """An outcome's places as entries."""
 
-    def __init__(self, outcome: Outcome, entries: Entries) -> None:
+    def __init__(self, outcome: CacheUpdate, entries: Entries) -> None:
         super().__init__(*(getattr(outcome, name) for name in METADATA))
         self._outcome, self._entries = outcome, entries
         self._source = outcome.kept.masked_fill(~outcome.is_live, DEAD)
@@ -207,7 +207,7 @@ class _Places(LazyEntries):
         )
         # Which of the carriers it is, so that of equally similar ones the first can be told.
         best = inverse(where.masked_fill(~old, DEAD), len(self._entries)).gather(1, best).clamp(min=0)
-        new = padded(usable & is_new)
+        new = padded_nonzero(usable & is_new)
         if new.shape[1]:
             chosen = super().most_similar(members, select(carriers, new), new >= 0)
             number = inverse(carriers, len(self)).gather(1, chosen[1].clamp(min=0))
@@ -215,7 +215,7 @@ class _Places(LazyEntries):
             better &= chosen[0] > -torch.inf
             similarity, best = torch.where(better, chosen[0], similarity), torch.where(better, number, best)
         best = carriers.gather(1, best)
-        changed = padded((select(self._row, members) >= 0) | (self._source.gather(1, members) < 0))
+        changed = padded_nonzero((select(self._row, members) >= 0) | (self._source.gather(1, members) < 0))
         if changed.shape[1]:
             apart = super().most_similar(select(members, changed), carriers, usable)
             place = changed.masked_fill(changed < 0, members.shape[1])

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, Entries, Tracker, TrackerMode
+from vllm_kvmerge.policies.base import MAX_TOKENS, Entries, ScoreMode, Tracker
 from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
@@ -33,7 +33,7 @@ class NoTracker(Tracker):
 
     name: ClassVar[str] = "none"
     source: ClassVar[str] = "positions alone decide"
-    mode: ClassVar[TrackerMode] = "none"
+    mode: ClassVar[ScoreMode] = ScoreMode.NONE
 
     def importance(self, entries: Entries) -> Tensor:
         return torch.zeros_like(entries.scores)
@@ -51,7 +51,7 @@ class SumTracker(ScoringTracker):
 
     name: ClassVar[str] = "sum"
     source: ClassVar[str] = "H2O; ZSMerge eq. 5"
-    mode: ClassVar[TrackerMode] = "sum"
+    mode: ClassVar[ScoreMode] = ScoreMode.SUM
 
     decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor on the accumulated score at each query.")
 
@@ -76,7 +76,7 @@ class MeanTracker(ScoringTracker):
 
     name: ClassVar[str] = "mean"
     source: ClassVar[str] = "WeightedKV algorithm 1"
-    mode: ClassVar[TrackerMode] = "mean"
+    mode: ClassVar[ScoreMode] = ScoreMode.MEAN
 
     def importance(self, entries: Entries) -> Tensor:
         """-inf for an entry that no query has seen."""
@@ -97,7 +97,7 @@ class LogEmaTracker(ScoringTracker):
 
     name: ClassVar[str] = "log_ema"
     source: ClassVar[str] = "KeepKV eq. 8"
-    mode: ClassVar[TrackerMode] = "log_ema"
+    mode: ClassVar[ScoreMode] = ScoreMode.LOG_EMA
 
     # Farther from either end than float32 needs to tell the weights of past and present from 0.
     ema_decay: float = Field(0.9, ge=1e-5, le=1.0 - 1e-5, description="Weight of the past in the moving average.")
@@ -131,7 +131,7 @@ def attention_mass(tracker: Tracker, entries: Entries) -> Tensor:
     Unlike importance this compares between heads and layers. All 0 where the tracker knows nothing.
     """
     importance = tracker.importance(entries).masked_fill(~entries.is_live, -torch.inf)
-    if tracker.mode == "log_ema":
+    if tracker.mode == ScoreMode.LOG_EMA:
         return importance.softmax(dim=1).nan_to_num(nan=0.0)  # NaN: no entry was ever scored
     mass = importance.clamp(min=0.0)
     return mass / mass.sum(dim=1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)

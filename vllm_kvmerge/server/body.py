@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_kvmerge.nesting import MAX_DEPTH, nests_too_deep
+from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 
 SINGLE_HEADERS = (b"authorization", b"content-encoding", b"content-length", b"content-type", b"transfer-encoding")
 """Headers that may come once: of two, one reader takes the first and another the last."""

@@ -8,9 +8,9 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from vllm import envs
 
-from vllm_kvmerge.catalogue import describe_policies
-from vllm_kvmerge.config import EXTRA_ARGS_KEY, request_schema
-from vllm_kvmerge.engine_args import plugin_config
+from vllm_kvmerge.engine.arguments import plugin_config
+from vllm_kvmerge.request.catalogue import describe_policies
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, request_schema
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
 from vllm_kvmerge.server.failures import enforce_limits, name_failures

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import GenerationError
 
-from vllm_kvmerge.cache.usage import ERROR_KEY, REPORT_KEY
-from vllm_kvmerge.config import EXTRA_ARGS_KEY
-from vllm_kvmerge.engine_args import plugin_config, request_limits
+from vllm_kvmerge.engine.arguments import plugin_config, request_limits
+from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
+from vllm_kvmerge.engine.validation import Terms, enforce
 from vllm_kvmerge.policies.cost import Rates
-from vllm_kvmerge.server.validation import Terms, enforce
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

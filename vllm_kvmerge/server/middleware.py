@@ -8,14 +8,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_kvmerge.cache.usage import USAGE_KEY
-from vllm_kvmerge.config import EXTRA_ARGS_KEY as FIELD
-from vllm_kvmerge.config import CompressionError, parse_compression
-from vllm_kvmerge.metrics import count_rejection
+from vllm_kvmerge.engine.metrics import count_rejection
+from vllm_kvmerge.engine.usage import USAGE_KEY
+from vllm_kvmerge.engine.verdict import VERDICT, Verdict
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
+from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 from vllm_kvmerge.server import usage_feed
 from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal
 from vllm_kvmerge.server.usage_feed import FEED, UsageFeed
-from vllm_kvmerge.server.verdict import VERDICT, Verdict
 
 CARRIERS: dict[str, tuple[str, ...]] = {
     "/v1/completions": ("vllm_xargs",),

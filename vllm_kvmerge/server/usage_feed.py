@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Send
 
-from vllm_kvmerge.cache.usage import REPORT_KEY, STEPS_KEY
+from vllm_kvmerge.engine.usage import REPORT_KEY, STEPS_KEY
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
-from vllm_kvmerge.policies.indexing import padded, select
+from vllm_kvmerge.policies.indexing import padded_nonzero, select
 from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
 from vllm_kvmerge.policies.registry import register
 
@@ -37,11 +37,11 @@ class AsymKVMerger(Merger):
 
     name: ClassVar[str] = "asymkv"
     source: ClassVar[str] = "AsymKV, Cui and Xu, arXiv:2506.05410"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"sum"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.SUM})
 
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
+    ) -> CacheUpdate:
         candidates = entries.is_live & ~protected
         num_live = entries.is_live.sum(1, keepdim=True)
         # The selector protects less than the budget, so there is always something left to merge with.
@@ -52,7 +52,7 @@ class AsymKVMerger(Merger):
         index = index[:, : int(candidates.sum(1).max())]
         valid = candidates.gather(1, index)
         scores, log_votes = entries.scores.gather(1, index), entries.log_votes.gather(1, index)
-        outcome = Outcome.unchanged(entries)
+        outcome = CacheUpdate.unchanged(entries)
         into = outcome.kept.clone()  # what each entry was merged into; itself: nothing
         while surplus.any():
             takes = _disjoint_pairs(_pair_costs(scores, log_votes, valid), surplus)
@@ -72,7 +72,7 @@ class AsymKVMerger(Merger):
         outcome.log_votes.scatter_(1, index, log_votes)
         gone = into != outcome.kept
         shares = torch.exp(entries.log_votes - outcome.log_votes.gather(1, into)).masked_fill(~gone, 0.0)
-        members = padded(gone)
+        members = padded_nonzero(gone)
         places, shares = select(into, members).clamp(min=0), shares.gather(1, members.clamp(min=0))
         shares = shares.masked_fill(members < 0, 0.0)
         changed, keys, values = take_in(entries, outcome.kept, members, places, shares)
@@ -88,9 +88,9 @@ class AsymKVMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
+    ) -> CacheUpdate:
         """Nothing is left to leave: live entries are no more than the budget."""
-        return Outcome.of(entries, kept)
+        return CacheUpdate.of(entries, kept)
 
     def cost(self, shape: CostShape) -> Cost:
         m, c, d = shape.num_leaving, shape.num_kept, shape.head_size

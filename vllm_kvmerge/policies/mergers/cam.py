@@ -8,9 +8,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
-from vllm_kvmerge.policies.indexing import complement, padded, select
+from vllm_kvmerge.policies.indexing import complement, padded_nonzero, select
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.registry import register
 
@@ -34,7 +34,7 @@ class CamMerger(Merger):
 
     name: ClassVar[str] = "cam"
     source: ClassVar[str] = "CaM, Zhang et al., ICML 2024"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"sum", "mean"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.SUM, ScoreMode.MEAN})
 
     num_receivers: int = Field(
         32, ge=1, le=4096, description="Entries among which an evicted value is divided, m of CaM."
@@ -43,8 +43,8 @@ class CamMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
-        outcome = Outcome.of(entries, kept)
+    ) -> CacheUpdate:
+        outcome = CacheUpdate.of(entries, kept)
         if context.at_prompt_end and not self.merge_prompt:
             return outcome
         evicted = complement(kept, len(entries))
@@ -65,7 +65,7 @@ class CamMerger(Merger):
         spread = given.new_zeros(*kept.shape, given.shape[2])
         spread.scatter_add_(1, first.unsqueeze(-1).expand_as(given), given)
         num_given = torch.zeros_like(kept).scatter_add_(1, first, merges.long()).cumsum(1)
-        gains = padded(num_given > pad(num_given, (self.num_receivers, 0))[:, : kept.shape[1]])
+        gains = padded_nonzero(num_given > pad(num_given, (self.num_receivers, 0))[:, : kept.shape[1]])
         rows = self._mean_behind(spread, gains.clamp(min=0))
         changed = select(order, gains)
         return replace(

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import DEAD, Entries, Outcome
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, Entries
 from vllm_kvmerge.policies.cost import Cost, gathering
-from vllm_kvmerge.policies.indexing import any_at, inverse, padded, select
+from vllm_kvmerge.policies.indexing import any_at, inverse, padded_nonzero, select
 
 
 def take_in(
@@ -22,7 +22,7 @@ def take_in(
     """
     joins = shares > 0
     is_joined = any_at(places, joins, kept.shape[1])
-    changed = padded(is_joined)
+    changed = padded_nonzero(is_joined)
     row = (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, 0)
     carriers, members = select(kept, changed), members.masked_fill(~joins, DEAD)
 
@@ -50,7 +50,7 @@ def absorbing(num_members: int, num_carriers: int, head_size: int) -> Cost:
 
 def absorb(
     entries: Entries, kept: Tensor, members: Tensor, carriers: Tensor, weights: Tensor, protected: Tensor
-) -> Outcome:
+) -> CacheUpdate:
     """The entries at ``kept``, each with the members that join it taken in (KeepKV eq. 11).
 
     A carrier c with the members M that join it becomes k_r = (k_c + sum over M of w_j k_j) / (1 + sum over M of w_j),
@@ -61,7 +61,7 @@ def absorb(
     keeps its position.
     """
     place = inverse(kept, len(entries)).gather(1, carriers)
-    outcome = Outcome.of(entries, kept)
+    outcome = CacheUpdate.of(entries, kept)
     total = torch.ones_like(outcome.scores).scatter_add_(1, place, weights)
     changed, keys, values = take_in(entries, kept, members, place, weights / total.gather(1, place))
     joining = entries.positions.gather(1, members).masked_fill(weights == 0, DEAD)

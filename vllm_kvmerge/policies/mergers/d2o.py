@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, comparing
 from vllm_kvmerge.policies.indexing import complement
 from vllm_kvmerge.policies.mergers.convex import absorb, absorbing
@@ -32,7 +32,7 @@ class D2OMerger(Merger):
 
     name: ClassVar[str] = "d2o"
     source: ClassVar[str] = "D2O, Wan et al., arXiv:2406.13035"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"sum"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.SUM})
 
     threshold_share: float = Field(
         0.7, ge=0.0, le=1.0, description="Weight of the newest similarities in the threshold's average, beta of D2O."
@@ -40,7 +40,7 @@ class D2OMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
+    ) -> CacheUpdate:
         evicted = complement(kept, len(entries))
         similarity, carriers = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         comparable = entries.is_live.gather(1, evicted) & similarity.isfinite()

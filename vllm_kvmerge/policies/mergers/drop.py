@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
@@ -15,12 +15,14 @@ class DropMerger(Merger):
 
     name: ClassVar[str] = "drop"
     source: ClassVar[str] = "eviction"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "mean", "log_ema"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset(
+        {ScoreMode.NONE, ScoreMode.SUM, ScoreMode.MEAN, ScoreMode.LOG_EMA}
+    )
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
-        return Outcome.of(entries, kept)
+    ) -> CacheUpdate:
+        return CacheUpdate.of(entries, kept)
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost()

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, gathering
 from vllm_kvmerge.policies.indexing import complement
 from vllm_kvmerge.policies.mergers.convex import absorb, absorbing
@@ -30,7 +30,9 @@ class KVMergerMerger(Merger):
 
     name: ClassVar[str] = "kvmerger"
     source: ClassVar[str] = "KVMerger, Wang et al., arXiv:2407.08454"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "mean", "log_ema"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset(
+        {ScoreMode.NONE, ScoreMode.SUM, ScoreMode.MEAN, ScoreMode.LOG_EMA}
+    )
 
     merge_threshold: float = Field(
         0.75, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
@@ -38,7 +40,7 @@ class KVMergerMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
+    ) -> CacheUpdate:
         evicted = complement(kept, len(entries))
         similarity, carriers = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         joins = entries.is_live.gather(1, evicted) & (similarity > self.merge_threshold)

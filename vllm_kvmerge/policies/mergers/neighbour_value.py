@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
-from vllm_kvmerge.policies.indexing import by_position, inverse, mask_of, padded, select
+from vllm_kvmerge.policies.indexing import by_position, inverse, mask_of, padded_nonzero, select
 from vllm_kvmerge.policies.registry import register
 
 
@@ -29,11 +29,11 @@ class NeighbourValueMerger(Merger):
 
     name: ClassVar[str] = "neighbour_value"
     source: ClassVar[str] = "WeightedKV, arXiv:2503.01330"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"mean", "sum"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.MEAN, ScoreMode.SUM})
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
+    ) -> CacheUpdate:
         n = len(entries)
         # Everything below is in order of position; dead entries come first, and never lie between two others.
         order = by_position(entries)
@@ -42,7 +42,7 @@ class NeighbourValueMerger(Merger):
         last = rank.masked_fill(leaves, -1).amax(1, keepdim=True)
         leaves &= rank < last  # what has nobody to its right is lost, and nothing to the others
         # Of the others, only those take part that follow one that leaves: far fewer, but for the prompt's end.
-        column = padded(leaves | pad(leaves, (1, -1)))
+        column = padded_nonzero(leaves | pad(leaves, (1, -1)))
         index = select(order, column)
         leaves = leaves.gather(1, column.clamp(min=0)) & (column >= 0)
         scores = importance.gather(1, index.clamp(min=0)).clamp(min=0.0).masked_fill(index < 0, 0.0)
@@ -51,7 +51,7 @@ class NeighbourValueMerger(Merger):
         target = _next_true(~leaves)  # of what stays itself
         values = torch.zeros_like(given).scatter_add_(1, target.unsqueeze(-1).expand_as(given), given)
         changed = select(inverse(kept, n), index.masked_fill(leaves, DEAD))
-        return replace(Outcome.of(entries, kept), changed=changed, values=values, merged=leaves.sum(1))
+        return replace(CacheUpdate.of(entries, kept), changed=changed, values=values, merged=leaves.sum(1))
 
     def cost(self, shape: CostShape) -> Cost:
         n, m = shape.num_entries, shape.num_leaving

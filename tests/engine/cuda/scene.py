@@ -1,0 +1,125 @@
+"""Batches for the CUDA backend on CPU tensors: a cache, buffers that keep their address, what attention should do."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.ops.conftest import CacheMaker, Sequence
+from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBuilder, CUDAAttentionImpl
+from vllm_kvmerge.engine.attention.rows import BatchRow
+from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, SequenceLayers, reference
+
+HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE = 2, 2, 32, 16
+SCALE = HEAD_SIZE**-0.5
+MAX_ROWS, MAX_TOKENS, MAX_BLOCKS = 6, 256, 32
+
+
+@dataclass(frozen=True)
+class Request:
+    """A row of a batch: its last ``num_tokens`` tokens are computed in this step."""
+
+    sequence: Sequence
+    num_tokens: int
+    row: BatchRow
+
+
+class Scene:
+    """The same cache twice: ``theirs`` for the reference and ``ours``, in the layout of a GPU, for the backend."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self.maker = CacheMaker(seed, HEADS, HEAD_SIZE, BLOCK_SIZE, dtype)
+        self.theirs = self.maker.pages
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=dtype)
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=MAX_ROWS, max_num_batched_tokens=MAX_TOKENS),
+            model_config=SimpleNamespace(get_num_attention_heads=lambda _: HEADS * GROUPS),
+            parallel_config=None,
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
+        self.builder = CUDAAttentionBuilder(MergeableAttentionSpec.of(spec), ["layer"], config, self.device)
+        self.impl = CUDAAttentionImpl(HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS)
+        self.layer = SimpleNamespace(kvmerge_index=0)
+        numbers = {"dtype": torch.int32, "device": self.device}
+        self.starts, self.seq_lens = torch.zeros(MAX_ROWS + 1, **numbers), torch.zeros(MAX_ROWS, **numbers)
+        self.block_table = torch.zeros(MAX_ROWS, MAX_BLOCKS, **numbers)
+        self.query = torch.zeros(MAX_TOKENS, HEADS * GROUPS, HEAD_SIZE, dtype=dtype, device=self.device)
+        self.output = torch.zeros_like(self.query)
+
+    def finish_cache(self) -> None:
+        """All sequences have been made: copies the cache, with scores in it."""
+        generator = self.maker.generator
+        self.theirs.scores.copy_(torch.rand(self.theirs.scores.shape, generator=generator))
+        self.theirs.aux.copy_(torch.randint(1, 9, self.theirs.aux.shape, generator=generator))
+        self.cache = self.maker.cache.clone()
+        self.ours = PagedKVCache.of(self.cache, HEAD_SIZE, row_major_keys=True)
+        self.ours.keys.copy_(self.theirs.keys)
+
+    def common(self, requests: list[Request], num_rows: int | None = None) -> CommonAttentionMetadata:
+        """Fills the buffers as a runner does; ``num_rows``: with rows that pad the batch to so many."""
+        n, lens = len(requests), torch.tensor([request.num_tokens for request in requests], dtype=torch.int32)
+        num_rows = num_rows or n
+        starts = torch.zeros(num_rows + 1, dtype=torch.int32)
+        starts[1 : n + 1] = lens.cumsum(0)
+        starts[n + 1 :] = lens.sum()
+        seq_lens = torch.zeros(num_rows, dtype=torch.int32)
+        seq_lens[:n] = torch.tensor([request.sequence.seq_len for request in requests])
+        table = torch.zeros(num_rows, MAX_BLOCKS, dtype=torch.int32)
+        for row, request in zip(table, requests, strict=False):
+            row[: len(request.sequence.blocks)] = request.sequence.blocks
+        self.starts[: num_rows + 1].copy_(starts)
+        self.seq_lens[:num_rows].copy_(seq_lens)
+        self.block_table[:num_rows].copy_(table)
+        query = self.maker.randn(int(lens.sum()), HEADS * GROUPS, HEAD_SIZE).to(self.query.dtype)
+        self.query[: len(query)].copy_(query)
+        self.output.fill_(torch.nan)
+        self.builder.rows = [request.row for request in requests]
+        is_padded = num_rows > n
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts[: num_rows + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=self.seq_lens[:num_rows],
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=num_rows,
+            num_actual_tokens=num_rows if is_padded else int(lens.sum()),
+            max_query_len=int(lens.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=self.block_table[:num_rows],
+            slot_mapping=torch.zeros(0, dtype=torch.int64),
+        )
+
+    def forward(self, metadata, num_tokens: int) -> None:
+        query, output = self.query[:num_tokens], self.output[:num_tokens]
+        self.impl.forward(self.layer, query, None, None, self.cache, metadata, output)
+
+    def expected(self, requests: list[Request]) -> Tensor:
+        """The reference's output, row by row; it updates the scores of ``theirs``."""
+        output, start = torch.full_like(self.query, torch.nan), 0
+        for request in requests:
+            s, row, count = request.sequence, request.row, request.num_tokens
+            numbers = [[start], [count], [s.seq_len], [row.front], [row.tail]]
+            numbers.append([ScoreMode(row.update.mode).code if row.update else 0])
+            reference.paged_attention(
+                self.query,
+                self.theirs,
+                s.blocks[None],
+                *(torch.tensor(n, dtype=torch.int32) for n in numbers),
+                torch.tensor([row.update.decay if row.update else 1.0]),
+                SCALE,
+                output,
+            )
+            start += count
+        return output[:start]
+
+    def scores(self, pages: PagedKVCache, requests: list[Request]) -> Tensor:
+        """Scores and second statistics of all live entries."""
+        found = []
+        for request in requests:
+            s = request.sequence
+            found += reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len))[1:3]
+        return torch.cat(found, 1)

@@ -1,0 +1,268 @@
+"""The CUDA backend without a GPU: what it asks of one, and what graphs may rely on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+from tests.engine.cuda.gpu import GPU, OnGPU, SimulatedGPU  # noqa: E402
+from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, Request, Scene  # noqa: E402
+from tests.ops.triton_compiler import launches  # noqa: E402
+from vllm_kvmerge.engine.attention import cuda, rows  # noqa: E402
+from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBackend, CUDAAttentionBuilder, CUDAAttentionImpl  # noqa: E402
+from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
+from vllm_kvmerge.engine.support import UnsupportedConfigError  # noqa: E402
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, triton  # noqa: E402
+from vllm_kvmerge.ops.triton.workspace import Workspace  # noqa: E402
+
+SUM = ScoreUpdate(ScoreMode.SUM, 0.9)
+
+
+def test_in_the_interpreter():
+    file = Path(__file__).with_name("test_backend_interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=file.parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Triton's operators, and shapes that are cut into programs as for an H200."""
+    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda, "paged_attention", triton.paged_attention)
+    monkeypatch.setattr(cuda, "write_tokens", triton.write_tokens)
+    monkeypatch.setattr(rows, "score_prompt_queries", triton.score_prompt_queries)
+
+
+def rings(device=GPU) -> QueryRings:
+    return QueryRings(1, 2, 4, HEADS * GROUPS, HEAD_SIZE, torch.float32, device)
+
+
+def batches(scene: Scene, pool: QueryRings) -> dict[str, list[Request]]:
+    """Decoding: all rows have one token. Mixed: chunks and prompts too."""
+    window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90, GPU))
+    own = QueryRing.empty(1, 6, HEADS * GROUPS, HEAD_SIZE, torch.float32, GPU)
+    sequence = scene.maker.sequence
+    decoding = [
+        Request(sequence(37, 64, 99), 1, BatchRow(37, 64, SUM, ring=pool.take(4))),
+        Request(sequence(0, 0, 70), 1, BatchRow()),
+        Request(sequence(20, 50, 77), 1, BatchRow(20, 50, ScoreUpdate(ScoreMode.LOG_EMA, 0.8), ring=pool.take(2))),
+    ]
+    mixed = [
+        *decoding,
+        Request(sequence(0, 0, 90), 40, BatchRow(window=window, ring=own)),
+        Request(sequence(17, 30, 45), 3, BatchRow(17, 30, SUM)),
+    ]
+    return {"decoding": decoding, "mixed": mixed}
+
+
+@pytest.mark.parametrize("kind", ["decoding", "mixed"])
+def test_nothing_waits_for_the_gpu(kind, gpu):
+    """Building metadata, writing the cache, attention: no value is read, no tensor crosses over but as it should."""
+    with SimulatedGPU():
+        scene, pool = Scene(0, device=GPU), rings()
+        scene.builder.rings = pool
+        requests = batches(scene, pool)[kind]
+    scene.finish_cache()
+    common = scene.common(requests)
+    scene.cache = scene.cache.as_subclass(OnGPU)
+    num_tokens = sum(request.num_tokens for request in requests)
+    with SimulatedGPU(), launches() as found:
+        metadata = scene.builder.build(0, common)
+        slots = torch.zeros(num_tokens, dtype=torch.int64, device=GPU)
+        new = torch.zeros(num_tokens, HEADS, HEAD_SIZE, device=GPU)
+        scene.impl.do_kv_cache_update(scene.layer, new, new, scene.cache, slots)
+        scene.forward(metadata, num_tokens)
+    names = {launch.kernel.__name__ for launch in found}
+    assert {"write", "attend", "finish"} <= names
+    assert ("update_columns" in names) == (kind == "mixed")
+
+
+def test_a_gpu_that_is_waited_for_is_noticed():
+    """The test above can fail."""
+    with SimulatedGPU():
+        there, here = torch.zeros(3, device=GPU), torch.zeros(3)
+        for wrong in (
+            lambda: there.tolist(),
+            lambda: int(there[0]),
+            lambda: there.to("cpu"),
+            lambda: here.to(GPU),
+            lambda: there + here,
+            lambda: there[torch.tensor([0])],
+        ):
+            with pytest.raises(AssertionError):
+                wrong()
+        assert (there[:2] + 1).device == GPU
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_is_attended_to_once(seed):
+    """By a part that is told of at least as many queries as it has, and of not many more."""
+    rng = np.random.default_rng(seed)
+    scene = Scene(seed)
+    num_rows = int(rng.integers(1, MAX_ROWS + 1))
+    lens = np.where(rng.random(num_rows) < 0.4, 1, rng.integers(1, 41, num_rows))
+    requests = []
+    for length in lens:
+        seq_len = int(length + rng.integers(0, 60))
+        requests.append(Request(scene.maker.sequence(0, 0, seq_len), int(length), BatchRow(3, 5)))
+    metadata = scene.builder.build(0, scene.common(requests))
+    seen = []
+    for part in metadata.parts:
+        longest = int(part.query_lens.max())
+        least = int(part.query_lens.min())
+        assert longest <= part.num_queries <= max(longest, cuda.shortest_chunk(GROUPS))
+        assert longest <= 2 * least or part.num_queries == cuda.shortest_chunk(GROUPS)
+        assert (part.num_queries == 1) == (longest == 1)
+        for start, count, seq_len, front in zip(
+            part.query_starts.tolist(), part.query_lens.tolist(), part.seq_lens.tolist(), part.fronts.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            seen.append((start, count, seq_len))
+            assert front == 3
+    starts = np.cumsum(lens) - lens
+    wanted = [(int(a), r.num_tokens, r.sequence.seq_len) for a, r in zip(starts, requests, strict=True)]
+    assert sorted(seen) == wanted
+
+
+def test_decoding_is_one_part_at_one_address():
+    """Whatever the rows are, full graphs read the same buffers."""
+    scene, pool = Scene(3), rings(torch.device("cpu"))
+    scene.builder.rings = pool
+    requests = [Request(scene.maker.sequence(9, 20, 30 + i), 1, BatchRow()) for i in range(MAX_ROWS)]
+    captured = scene.builder.build_for_cudagraph_capture(scene.common(requests))
+    assert (scene.seq_lens == 1).all(), "warm-ups must not read max_model_len slots"
+    ring = pool.take(4)
+    for some in ([BatchRow()], [BatchRow(9, 20, SUM, ring=ring)], [BatchRow()] * 3):
+        step = [Request(requests[i].sequence, 1, row) for i, row in enumerate(some)]
+        metadata = scene.builder.build(0, scene.common(step, num_rows=MAX_ROWS))
+        (part,), (first,) = metadata.parts, captured.parts
+        assert part.num_queries == first.num_queries == 1
+        for name, tensor in vars(part).items():
+            if name != "num_queries":
+                assert tensor.data_ptr() == getattr(first, name).data_ptr(), name
+        assert part.query_lens.tolist() == [1] * len(some) + [0] * (MAX_ROWS - len(some))
+        places = [pool.nowhere] * MAX_ROWS
+        if some[0].ring is not None:
+            places[0] = ring.first + (30 - 1) % 4
+        assert captured.ring_places.tolist() == places
+
+
+def test_the_reserved_workspace_is_enough(gpu):
+    """For as many blocks as there could be, then for fewer: captured batches take nothing more."""
+    work = Workspace(torch.device("cpu"))
+    planned = PagedKVCache.planned(600, 2, 16, 64, torch.bfloat16, torch.device("cpu"))
+    work.reserve(planned, num_heads=8, num_queries=1, max_rows=12, max_blocks=64)
+    before = work.num_bytes
+    cache = torch.zeros(512, 2, 16, cell_bytes(64, torch.bfloat16) // 2, dtype=torch.bfloat16)
+    pages = PagedKVCache.of(cache, 64, row_major_keys=True)
+    for count in range(1, 13):
+        query, numbers = torch.zeros(count, 8, 64, dtype=torch.bfloat16), torch.ones(count, dtype=torch.int32)
+        table = torch.zeros(count, 64, dtype=torch.int32)
+        with launches():
+            triton.paged_attention(
+                query, pages, table, *[numbers] * 6, torch.ones(count), 0.1, query, num_queries=1, workspace=work
+            )
+    assert work.num_bytes == before
+
+
+def test_rings_are_lent():
+    pool = rings(torch.device("cpu"))
+    first, second = pool.take(4), pool.take(3)
+    assert {first.first, second.first} == {0, 4} and second.window == 3
+    assert pool.take(1) is None
+    pool.give_back(first)
+    assert pool.take(5) is None, "longer than there is room for"
+    assert pool.take(2).first == first.first
+    pool.give_back(QueryRing.empty(1, 9, 4, HEAD_SIZE, torch.float32))  # was never the pool's
+    assert pool.take(1) is None
+
+
+def cudagraph_support(operators: dict[str, str]) -> AttentionCGSupport:
+    config = SimpleNamespace(additional_config={"kvmerge": {"operators": operators}})
+    return CUDAAttentionBuilder.get_cudagraph_support(config, None)
+
+
+def test_what_vllm_is_told():
+    assert cudagraph_support({}) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert cudagraph_support({"merge_entries": "reference"}) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    for operator in ("paged_attention", "write_tokens"):
+        assert cudagraph_support({operator: "reference"}) == AttentionCGSupport.NEVER
+    assert not CUDAAttentionBackend.forward_includes_kv_cache_update
+    assert AttentionBackendEnum[CUDAAttentionBackend.get_name()] is AttentionBackendEnum.CUSTOM
+    assert [layout.name for layout in CUDAAttentionBackend.supported_kv_cache_layouts()] == ["LBHNC"]
+    common = {"device_capability": (9, 0), "use_mla": False, "use_sparse": False}
+    common |= {"has_sink": False, "use_mm_prefix": False, "use_per_head_quant_scales": False, "attn_type": "decoder"}
+
+    def reasons(**changed) -> list[str]:
+        given = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 32}
+        return CUDAAttentionBackend.validate_configuration(**(common | given | changed))
+
+    assert reasons() == []
+    for changed in (
+        {"head_size": 512},
+        {"kv_cache_dtype": "fp8"},
+        {"block_size": 24},
+        {"use_mla": True},
+        {"has_sink": True},
+        {"has_sliding_window": True},
+        {"use_non_causal": True},
+        {"use_kv_connector": True},
+        {"use_batch_invariant": True},
+    ):
+        assert len(reasons(**changed)) == 1, changed
+
+
+def test_vllms_cuda_platform_takes_the_backend(monkeypatch):
+    """The very function that chooses it in a worker with a GPU."""
+    # Its compiled operators, which a build for the CPU has not, are not needed for this.
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    import vllm_kvmerge.engine.worker.cuda_worker  # noqa: F401  registers it
+
+    monkeypatch.setattr(NonNvmlCudaPlatform, "get_device_capability", lambda device_id=0: DeviceCapability(9, 0))
+    selected = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=32)
+    path = NonNvmlCudaPlatform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, selected)
+    assert path == "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"sliding_window": 64}, "sliding-window attention"),
+        ({"alibi_slopes": [0.5]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "soft cap"),
+        ({"sinks": torch.zeros(4)}, "sinks"),
+        ({"kv_sharing_target_layer_name": "other"}, "sharing KV"),
+        ({"attn_type": "encoder"}, "only decoder attention"),
+        ({"head_size": 300}, "head size 300"),
+    ],
+)
+def test_layers_that_are_refused(changed, said):
+    arguments = {"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2} | changed
+    with pytest.raises(UnsupportedConfigError, match=said):
+        CUDAAttentionImpl(**arguments)
+
+
+def test_memory_is_profiled_without_metadata():
+    impl = CUDAAttentionImpl(4, 64, 0.125, 2)
+    output = torch.full((3, 4, 64), torch.nan)
+    impl.forward(SimpleNamespace(), None, None, None, None, None, output)
+    assert not output.any()

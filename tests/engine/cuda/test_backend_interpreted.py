@@ -1,0 +1,144 @@
+"""The CUDA backend's numbers, with Triton's operators in the interpreter. Run by ``test_backend``."""
+
+import os
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+
+from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, SCALE, Request, Scene  # noqa: E402
+from tests.ops.test_native import relative_error  # noqa: E402
+from vllm_kvmerge import ops  # noqa: E402
+from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
+from vllm_kvmerge.ops import ScoreMode, ScoreUpdate, reference  # noqa: E402
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SUM, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
+
+
+@pytest.fixture(autouse=True)
+def triton_operators():
+    ops.choose("triton")
+    yield
+    ops.choose(None)
+
+
+def rings(num_rings=2, window=4) -> QueryRings:
+    return QueryRings(1, num_rings, window, HEADS * GROUPS, HEAD_SIZE, torch.float32, torch.device("cpu"))
+
+
+def compressed(scene, front, tail, seq_len, num_tokens=1, update=None, ring=None) -> Request:
+    row = BatchRow(front, tail, update, ring=ring)
+    return Request(scene.maker.sequence(front, tail, seq_len), num_tokens, row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_batch_of_everything(dtype):
+    """Decoding, chunks and whole prompts, plain and compressed, scored and kept, in no particular order."""
+    scene = Scene(1, dtype)
+    pool = rings()
+    pool.queries = pool.queries.to(dtype)
+    window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
+    own = QueryRing.empty(1, 6, HEADS * GROUPS, HEAD_SIZE, dtype)
+    pooled, long = pool.take(4), pool.take(3)
+    requests = [
+        compressed(scene, 37, 64, 99, update=SUM),
+        Request(scene.maker.sequence(0, 0, 70), 9, BatchRow()),
+        compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),
+        Request(scene.maker.sequence(0, 0, 90), 40, BatchRow(window=window, ring=pooled)),
+        compressed(scene, 17, 200, 210, update=EMA, ring=long),
+        Request(scene.maker.sequence(0, 0, 30), 30, BatchRow(ring=own)),
+    ]
+    scene.finish_cache()
+    scene.builder.rings = pool
+    metadata = scene.builder.build(0, scene.common(requests))
+    assert [part.num_queries for part in metadata.parts] == [1, 9, 9, 30, 40]  # three tokens count as nine
+    expected = scene.expected(requests)
+    scene.forward(metadata, len(expected))
+    assert relative_error(scene.output[: len(expected)].float(), expected.float()) < TOLERANCE[dtype]
+    assert relative_error(scene.scores(scene.ours, requests), scene.scores(scene.theirs, requests)) < 1e-4
+
+    query = scene.query[1 + 9 + 3 :][:40]
+    statistics = torch.zeros(2, HEADS, 90)
+    reference.score_prompt_queries(query[-5:], scene.theirs, requests[3].sequence.blocks, 90, SUM, SCALE, *statistics)
+    assert relative_error(window.prompt_scores.scores[0], statistics[0]) < 1e-4
+    assert torch.equal(pooled.queries(90)[0], query[-4:])
+    assert torch.equal(long.queries(210)[0, -1], scene.query[1 + 9 + 3 + 40])
+    assert torch.equal(own.queries(30)[0], scene.query[1 + 9 + 3 + 40 + 1 :][24:30])
+
+
+class Graph(TorchDispatchMode):
+    """What a GPU would capture: launches and operations on tensors. ``replay`` does the same to the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function._schema.is_mutable:
+            self.steps.append(lambda: function(*args, **(kwargs or {})))
+        else:  # anything else would leave memory behind that a replay must fill again
+            assert all(returned.alias_info is not None for returned in function._schema.returns), function
+        return result
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+
+def capture(monkeypatch, run) -> Graph:
+    graph, launch = Graph(), InterpretedFunction.run
+
+    def recorded(kernel, *args, **kwargs):
+        graph.steps.append(lambda: launch(kernel, *args, **kwargs))
+
+    with monkeypatch.context() as patch, graph:
+        patch.setattr(InterpretedFunction, "run", recorded)
+        run()
+    return graph
+
+
+def test_a_captured_graph_holds_for_every_batch(monkeypatch):
+    """Captured once with dummies, then replayed for batches of other requests, sizes, fronts, updates and rings."""
+    scene, pool = Scene(2), rings()
+    first, second = pool.take(4), pool.take(2)
+    batches = [
+        [
+            compressed(scene, 37, 64, 99, update=SUM, ring=first),
+            Request(scene.maker.sequence(0, 0, 70), 1, BatchRow()),
+            compressed(scene, 20, 50, 77, update=EMA),
+            compressed(scene, 33, 33, 40, ring=second),
+        ],
+        [Request(scene.maker.sequence(0, 0, 5), 1, BatchRow()) for _ in range(2)],
+        [compressed(scene, 90, 300, 411, update=SUM, ring=second)],
+        [compressed(scene, 16, 20, 20 + n, update=EMA) for n in range(1, MAX_ROWS + 1)],
+    ]
+    scene.finish_cache()
+    scene.builder.rings = pool
+    dummies = [Request(batches[0][1].sequence, 1, BatchRow()) for _ in range(MAX_ROWS)]
+    scene.forward(scene.builder.build_for_cudagraph_capture(scene.common(dummies)), MAX_ROWS)  # allocates
+    metadata = scene.builder.build_for_cudagraph_capture(scene.common(dummies))
+    graph = capture(monkeypatch, lambda: scene.forward(metadata, MAX_ROWS))
+    assert len(graph.steps) >= 3
+    assert not pool.queries[:, : pool.nowhere].any()
+    for requests in batches:
+        pool.queries.zero_()
+        scene.builder.build(0, scene.common(requests, num_rows=MAX_ROWS))
+        expected = scene.expected(requests)
+        graph.replay()
+        n = len(requests)
+        assert relative_error(scene.output[:n], expected) < 1e-5
+        assert scene.output[n:].isnan().all()
+        assert relative_error(scene.scores(scene.ours, requests), scene.scores(scene.theirs, requests)) < 1e-4
+        written = torch.zeros_like(pool.queries[0])
+        for index, request in enumerate(requests):
+            if request.row.ring is not None:
+                seq_len = request.sequence.seq_len
+                written[request.row.ring.places(seq_len - 1, seq_len)] = scene.query[index]
+        assert torch.equal(pool.queries[0, : pool.nowhere], written[: pool.nowhere])

@@ -1,0 +1,98 @@
+"""Compactions of a cache on a GPU: what goes there goes without waiting, and nothing of the CPU's is left over."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+from tests.engine.cuda.gpu import GPU, OnGPU, SimulatedGPU  # noqa: E402
+from tests.engine.worker.test_batches import HEAD_SIZE, Worker  # noqa: E402
+from tests.ops.triton_compiler import launches  # noqa: E402
+from vllm_kvmerge import ops  # noqa: E402
+from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing  # noqa: E402
+from vllm_kvmerge.ops import PagedKVCache, SequenceLayers, triton  # noqa: E402
+from vllm_kvmerge.policies import PRESETS  # noqa: E402
+
+LENGTHS = (150, 150)
+
+DROPPING = ["local", "streaming_llm", "h2o", "snapkv", "criticalkv", "tova", "random", "knorm", "keydiff", "rkv"]
+"""Presets that merge nothing, and give each layer and head the same budget."""
+
+
+def on_gpu(worker: Worker, blocks_on_gpu: bool) -> None:
+    """Makes the worker's cache, and what it keeps of requests, pass for a GPU's."""
+    layers = [PagedKVCache.of(cache.as_subclass(OnGPU), HEAD_SIZE, row_major_keys=True) for cache in worker.caches]
+    weights = worker.compactor.output_weights
+    worker.compactor = replace(
+        worker.compactor, layers=layers, output_weights=lambda layer: weights(layer).as_subclass(OnGPU)
+    )
+
+    def there(compaction):
+        scores, ring, blocks = compaction.prompt_scores, compaction.ring, compaction.source_blocks
+        if scores is not None:
+            scores = PromptScores(scores.scores.as_subclass(OnGPU), scores.aux.as_subclass(OnGPU))
+        if ring is not None:
+            ring = QueryRing(ring._ring.as_subclass(OnGPU))
+        if blocks_on_gpu:
+            blocks = blocks.as_subclass(OnGPU)
+        return replace(compaction, prompt_scores=scores, ring=ring, source_blocks=blocks)
+
+    worker.first, worker.second = [there(one) for one in worker.first], [there(one) for one in worker.second]
+
+
+@pytest.fixture
+def reference_operators():
+    ops.choose("reference")
+    yield
+    ops.choose(None)
+
+
+@pytest.mark.parametrize("blocks_on_gpu", [False, True], ids=["runner-v1", "runner-v2"])
+@pytest.mark.parametrize("policy", PRESETS)
+def test_compactions_by_the_reference(policy, blocks_on_gpu, reference_operators):
+    """Nothing of the CPU's meets what is on the GPU, and what is sent there is sent from pinned memory.
+
+    Where entries are dropped, nothing is waited for either: the forward pass may still run.
+    """
+    with SimulatedGPU(may_wait=policy not in DROPPING, must_pin=True):
+        worker = Worker(policy, LENGTHS)
+        on_gpu(worker, blocks_on_gpu)
+        for step in (worker.first, worker.second):
+            done = worker.compactor.execute(step)
+            assert done.counts.device == GPU and done.counts.shape == (len(LENGTHS), 3) and not done.failures
+
+
+def test_triton_sends_from_pinned_memory(monkeypatch):
+    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.device_name", lambda device: "NVIDIA H200")
+    with SimulatedGPU(must_pin=True), launches() as found:
+        worker = Worker("h2o", LENGTHS)
+        on_gpu(worker, blocks_on_gpu=False)
+        layers = worker.compactor.layers
+        units = SequenceLayers.of(layers[0], worker.first[0].source_blocks, 0, 0, LENGTHS[0])
+        kept = torch.zeros(units.num_heads, 20, dtype=torch.int64, device=GPU)
+        metadata = triton.gather_metadata(units)
+        triton.move_entries(units, torch.tensor([[3, 4]]), kept)
+        triton.write_metadata(units, torch.tensor([[3, 4]]), *(plane[:, :20] for plane in metadata))
+    tensors = [value for launch in found for value in launch.arguments.values() if isinstance(value, torch.Tensor)]
+    assert tensors and all(isinstance(tensor, OnGPU) for tensor in tensors)
+
+
+def test_what_a_gpu_would_not_forgive_is_noticed():
+    with SimulatedGPU(must_pin=True):
+        with pytest.raises(AssertionError, match="may wait"):
+            torch.zeros(3).to(GPU, non_blocking=True)
+        there = torch.zeros(3).pin_memory().to(GPU, non_blocking=True)
+        assert there.device == GPU
+        for waits in (there.sum().item, there.cpu, there.any().__bool__, lambda: there.to("cpu")):
+            with pytest.raises(AssertionError, match="waits for the GPU"):
+                waits()
+        for mixes in (lambda: there + torch.zeros(3), lambda: there[torch.zeros(3, dtype=torch.int64)]):
+            with pytest.raises(AssertionError, match="takes tensors of GPU and CPU|a CPU tensor as index"):
+                mixes()
+    with SimulatedGPU(may_wait=True):
+        assert there.sum().item() == 0.0 and type(there.cpu()) is torch.Tensor

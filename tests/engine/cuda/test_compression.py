@@ -1,0 +1,108 @@
+"""Which batches may run as one captured graph, and what a worker keeps of requests."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS
+from vllm_kvmerge.engine.attention.rows import BatchRow, QueryRings
+from vllm_kvmerge.engine.plan import CompressionStep, PromptWindow
+from vllm_kvmerge.engine.worker import compression as compression_module
+from vllm_kvmerge.engine.worker.compactor import Execution
+from vllm_kvmerge.engine.worker.compression import Compression, RequestState
+from vllm_kvmerge.engine.worker.cuda_runner import CUDARunnerMixin
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def compression() -> Compression:
+    """With one layer, and a single ring of four queries."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32), parallel_config=SimpleNamespace(data_parallel_index=0)
+    )
+    made = Compression(config, CPU)
+    made._compactor = SimpleNamespace(layers=[SimpleNamespace(num_kv_heads=HEADS)])
+    made._query_shape = (HEADS * GROUPS, HEAD_SIZE)
+    made.rings = QueryRings(1, 1, 4, HEADS * GROUPS, HEAD_SIZE, torch.float32, CPU)
+    return made
+
+
+def begin(
+    compression: Compression, windows: dict[str, PromptWindow] | None = None, gone: set[str] | None = None
+) -> None:
+    compression.begin(
+        SimpleNamespace(
+            kvmerge=CompressionStep(windows=windows or {}),
+            finished_req_ids=gone or set(),
+            preempted_req_ids=None,
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+        )
+    )
+
+
+def test_batches_that_python_has_to_see(compression):
+    assert not compression.needs_python([("plain", 1, 9)])
+    assert compression.rows([("plain", 1, 9)]) == []
+    snapkv = PromptWindow(40, '{"policy": "snapkv", "budget": 40}', 0)
+    begin(compression, {"a": snapkv})
+    assert not compression.needs_python([("a", 30, 0)]), "none of these queries is asked for"
+    assert compression.needs_python([("plain", 1, 9), ("a", 1, 49)]), "a prompt's last token, computed like decoding"
+    assert [row.window is not None for row in compression.rows([("plain", 1, 9), ("a", 1, 49)])] == [False, True]
+    compression.states["a"].front, compression.states["a"].tail = 20, 50
+    begin(compression)
+    assert not compression.needs_python([("a", 1, 50)])
+    assert compression.rows([("a", 1, 50)])[0].front == 20
+
+
+def test_rings_of_requests(compression):
+    """The first gets the one that graphs write to, the next its own; what a request had is lent again after it."""
+    text = '{"policy": "morphkv", "budget": 20, "recent_window": 4, "tracker": "none"}'
+    windows = {name: PromptWindow(0, text, 4) for name in ("a", "b")}
+    begin(compression, windows)
+    first, second = compression.rows([("a", 1, 9), ("b", 1, 9)])
+    assert (first.ring.first, second.ring.first) == (0, None)
+    assert not first.needs_python and second.needs_python
+    begin(compression, windows, gone={"a"})
+    assert set(compression.states) == {"b"}
+    assert compression.row("c", 1, 9) == BatchRow()
+    compression.states["c"] = RequestState(ring=compression.rings.take(4))
+    assert compression.states["c"].ring.first == 0
+
+
+def test_runner_v1_keeps_them_out_of_full_graphs(compression, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        GPUModelRunner, "_determine_batch_execution_and_padding", lambda self, *args, **kwargs: seen.append(kwargs)
+    )
+    runner = object.__new__(CUDARunnerMixin)
+    runner.compression = compression
+    runner._scheduled = {"a": 1}
+    runner.input_batch = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=[49])
+    runner._determine_batch_execution_and_padding(num_tokens=1)
+    begin(compression, {"a": PromptWindow(40, '{"policy": "snapkv", "budget": 40}', 0)})
+    runner._determine_batch_execution_and_padding(num_tokens=1)
+    runner._determine_batch_execution_and_padding(num_tokens=1, force_uniform_decode=True)
+    assert [kwargs.get("force_uniform_decode") for kwargs in seen] == [None, False, True]
+
+
+def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypatch):
+    """Four workers, two KV heads: the first and the third have one each, the others hold the same."""
+    config = compression._config
+    config.parallel_config.tensor_parallel_size = 4
+    config.model_config.get_total_num_kv_heads = lambda: 2
+    compression._compactor.execute = lambda compactions: Execution(torch.tensor([[3, 5, 1]]), {})
+    monkeypatch.setattr(compression_module, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: None)
+    plan = SimpleNamespace(request_id="a", compression='{"policy": "h2o", "budget": 40}', new_front=40, num_tokens=50)
+    counted = []
+    for rank in range(4):
+        monkeypatch.setattr(compression_module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(
+            compression_module, "count_entries", lambda *counts, rank=rank: counted.append((rank, counts))
+        )
+        compression.step = CompressionStep(plans=[plan])
+        compression.run_plans(lambda request: torch.tensor([0]))
+    assert counted == [(0, ("h2o", 0, 3, 5, 1)), (2, ("h2o", 0, 3, 5, 1))]

@@ -1,0 +1,117 @@
+"""Processes whose parent is killed: those of vLLM's making end, a user's own do not."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes import end_with_tests
+from vllm_kvmerge import demo
+from vllm_kvmerge.engine.processes import METRICS_DIR, METRICS_PREFIX
+
+PARENT = """
+import json, multiprocessing, os, sys, time
+from vllm_kvmerge.engine.processes import end_with_parent
+
+def live(ready):
+    end_with_parent()
+    ready.set()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    method, names = sys.argv[1], sys.argv[2:]
+    context = multiprocessing.get_context(method)
+    pids = []
+    for name in names:
+        ready = context.Event()
+        process = context.Process(target=live, args=(ready,), name=name)
+        process.start()
+        ready.wait()
+        pids.append(process.pid)
+    print(json.dumps(pids), flush=True)
+    time.sleep(600)
+"""
+
+PROGRAM = """
+import json, os, sys, time
+
+if __name__ == "__main__":
+    import psutil
+    from vllm import LLM
+    from vllm_kvmerge import kvmerge_engine_args
+    arguments = kvmerge_engine_args(enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=8 << 20)
+    engine = LLM(sys.argv[1], **arguments)
+    print("PIDS" + json.dumps([one.pid for one in psutil.Process().children(recursive=True)]), flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def killed(tmp_path: Path, code: str, *arguments: str, **variables: str) -> Iterator[list[psutil.Process]]:
+    """The processes of which a program has printed the ids, after it has been killed."""
+    script = tmp_path / "program.py"
+    script.write_text(code)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path} | variables
+    command = [sys.executable, str(script), *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=end_with_tests
+    ) as program:
+        assert program.stdout is not None
+        line = next((one for one in program.stdout if one.startswith(("PIDS", "["))), None)
+        assert line is not None, "it ended by itself"
+        processes = [psutil.Process(pid) for pid in json.loads(line.removeprefix("PIDS"))]
+        try:
+            program.kill()
+            yield processes
+        finally:
+            for process in processes:
+                if process.is_running():
+                    process.kill()
+
+
+def still_there(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    return [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_processes_end_with_their_parent(tmp_path, method):
+    """Two of them: what is forked later holds what an earlier one watches."""
+    with killed(tmp_path, PARENT, method, "EngineCore_DP0", "VllmWorker-1") as children:
+        assert len(children) == 2
+        assert still_there(children, 60) == []
+
+
+def test_a_process_of_the_users_own_goes_on(tmp_path):
+    with killed(tmp_path, PARENT, "spawn", "Process-1", "EngineCore") as (own, engine):
+        assert still_there([engine], 60) == []
+        assert still_there([own], 3) == [own]
+
+
+def test_a_killed_parents_metrics_folder_is_removed(tmp_path):
+    """By the child that it has started, and not by others."""
+    code = PARENT.replace(
+        "    context =",
+        f"    from vllm_kvmerge.engine import processes\n    os.environ['{METRICS_DIR}'] = processes.make_metrics_folder()\n"
+        "    context =",
+    )
+    other = tmp_path / f"{METRICS_PREFIX}1-other"
+    other.mkdir()
+    with killed(tmp_path, code, "spawn", "EngineCore", TMPDIR=str(tmp_path)) as children:
+        assert still_there(children, 60) == []
+    assert list(tmp_path.glob(f"{METRICS_PREFIX}*")) == [other]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_engine_ends_with_the_program_that_made_it(tmp_path, method):
+    variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with killed(tmp_path, PROGRAM, demo.model_path(), **variables) as children:
+        assert len(children) >= 2
+        assert still_there(children, 120) == []

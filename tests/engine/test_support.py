@@ -1,0 +1,301 @@
+"""What the plugin refuses, and that it says so in one line; on configurations that vLLM builds itself."""
+
+import importlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_kvmerge.engine import support
+from vllm_kvmerge.engine.arguments import CUDA_WORKER_CLS, SCHEDULER_CLS, VALIDATOR, WORKER_CLS, kvmerge_engine_args
+from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_options, check_vllm_version
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
+
+
+def vllm_config(folder: Path, model: dict[str, Any], **engine_args: Any) -> Any:
+    """The configuration that vLLM builds for a model of which only ``config.json`` exists."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    (folder / "config.json").write_text(json.dumps(model))
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, **engine_args).create_engine_config()
+
+
+def refusal(config: Any) -> str:
+    with pytest.raises(UnsupportedConfigError) as caught:
+        check_config(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        LLAMA,
+        QWEN | {"use_sliding_window": False},
+        LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    ],
+)
+def test_full_attention_decoders_pass(tmp_path: Path, model: dict[str, Any]) -> None:
+    check_config(vllm_config(tmp_path, model, **kvmerge_engine_args({"policy": "streaming_llm"})))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "sliding"),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
+        (LLAMA | {"head_dim": 48}, "head size is 48"),
+        (
+            {
+                "architectures": ["BloomForCausalLM"],
+                "model_type": "bloom",
+                "hidden_size": 128,
+                "n_head": 4,
+                "n_layer": 2,
+                "vocab_size": 512,
+            },
+            "ALiBi",
+        ),
+        (
+            LLAMA
+            | {
+                "architectures": ["Gemma2ForCausalLM"],
+                "model_type": "gemma2",
+                "head_dim": 32,
+                "sliding_window": None,
+                "attn_logit_softcapping": 50.0,
+            },
+            "soft-capped",
+        ),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 128}, "no attention"),
+    ],
+    ids=["mistral", "qwen2", "head-size", "bloom", "gemma2", "mamba"],
+)
+def test_other_models_are_refused(tmp_path: Path, model: dict[str, Any], said: str) -> None:
+    message = refusal(vllm_config(tmp_path, model, block_size=32))
+    assert message.startswith(f"model={tmp_path} is not supported: ") and said in message
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "said"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"kv_cache_dtype": "float16"}, "allowed: auto, or the model's own bfloat16"),
+        ({"block_size": 48}, "block_size=48"),
+    ],
+)
+def test_cache_options_are_refused(tmp_path: Path, engine_args: dict[str, Any], said: str) -> None:
+    assert said in refusal(vllm_config(tmp_path, LLAMA, **engine_args))
+
+
+def test_the_models_own_dtype_passes(tmp_path: Path) -> None:
+    check_config(vllm_config(tmp_path, LLAMA, block_size=64, kv_cache_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"speculative_config": "ngram"}, "speculative_config=ngram"),
+        ({"kv_transfer_config": "lmcache"}, "kv_transfer_config=lmcache"),
+        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"parallel_config.decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ({"parallel_config.prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"parallel_config.distributed_executor_backend": "ray"}, "distributed_executor_backend=ray"),
+        ({"parallel_config.data_parallel_backend": "ray"}, "data_parallel_backend=ray"),
+        ({"cache_config.kv_offloading_size": 4.0}, "kv_offloading_size=4.0"),
+        ({"model_config.runner_type": "pooling"}, "runner=pooling"),
+        ({"model_config.is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"model_config.is_hybrid": True}, "Mamba"),
+        ({"model_config.use_mla": True}, "MLA"),
+        ({"model_config.is_diffusion": True}, "diffusion"),
+        ({"model_config.attention_chunk_size": 8192}, "chunked-local"),
+        ({"model_config.rswa_window": 64}, "restricted sliding-window"),
+        ({"model_config.is_mm_prefix_lm": True}, "images"),
+        ({"model_config.hf_text_config": SimpleNamespace(num_kv_shared_layers=2)}, "share one KV cache"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_everything_else_that_is_refused(change: dict[str, Any], said: str) -> None:
+    config = plain_config()
+    check_config(config)
+    ((path, value),) = change.items()
+    *parents, name = path.split(".")
+    target = config
+    for parent in parents:
+        target = getattr(target, parent)
+    setattr(target, name, value)
+    assert said in refusal(config)
+
+
+def plain_config() -> Any:
+    """A supported configuration, as plain attributes that a test can change."""
+    ones = dict.fromkeys(support.ONE_ONLY, 1)
+    model = SimpleNamespace(
+        model="m",
+        dtype="torch.bfloat16",
+        runner_type="generate",
+        hf_text_config=SimpleNamespace(),
+        get_sliding_window=lambda: None,
+        attention_chunk_size=None,
+        rswa_window=None,
+        **dict.fromkeys(("is_encoder_decoder", "is_attention_free", "is_hybrid", "is_diffusion", "use_mla"), False),
+        **dict.fromkeys(("uses_alibi", "is_mm_prefix_lm"), False),
+    )
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=32, kv_offloading_size=None),
+        parallel_config=SimpleNamespace(**ones, **dict.fromkeys(support.RAY_OPTIONS, "mp")),
+        device_config=SimpleNamespace(device_type="none"),  # platforms have checks of their own
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": {"method": "ngram"}},
+        {"kv_transfer_config": {"kv_connector": "X"}},
+        {"decode_context_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+        {"distributed_executor_backend": "ray"},
+        {"data_parallel_backend": "ray"},
+        {"data_parallel_multi_port_external_lb": True},
+        {"kv_cache_dtype": "fp8_e5m2"},
+    ],
+)
+def test_engine_args_refuse_unsupported_overrides(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedConfigError, match=f"^{next(iter(options))}=.* is not supported: "):
+        kvmerge_engine_args(**options)
+
+
+def test_supported_options_pass() -> None:
+    check_options({"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 1})
+    check_options({"kv_cache_dtype": "auto", "speculative_config": None})
+    check_options({"distributed_executor_backend": "mp", "data_parallel_backend": "mp", "enable_expert_parallel": True})
+
+
+def test_ray_where_vllm_has_workers_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(ray_device_key="GPU"))
+    check_options({"distributed_executor_backend": "ray", "data_parallel_backend": "ray"})
+
+
+def test_engine_args_and_overrides() -> None:
+    arguments = kvmerge_engine_args('{"policy": "keepkv"}', block_size=64, additional_config={"other": 1}, seed=3)
+    assert arguments == {
+        "worker_cls": WORKER_CLS,
+        "scheduler_cls": SCHEDULER_CLS,
+        "block_size": 64,
+        "logits_processors": [VALIDATOR],
+        "additional_config": {"other": 1, "kvmerge": {"default": {"policy": "keepkv"}}},
+        "seed": 3,
+    }
+    assert kvmerge_engine_args(logits_processors=["a:B", VALIDATOR])["logits_processors"] == ["a:B", VALIDATOR]
+    assert kvmerge_engine_args()["additional_config"] == {"kvmerge": {"default": None}}
+
+
+@pytest.mark.parametrize("option", [{"query_rings": -1}, {"query_ring_size": 0}, {"rings": 3}])
+def test_engine_args_check_the_plugins_own_options(option: dict[str, int]) -> None:
+    name, value = next(iter(option.items()))
+    said = rf"^additional_config\.kvmerge\.{name}={value} is not supported: "
+    with pytest.raises(UnsupportedConfigError, match=said):
+        kvmerge_engine_args(additional_config={"kvmerge": option})
+
+
+def platform(name: str) -> SimpleNamespace:
+    return SimpleNamespace(is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda", device_name=name)
+
+
+def test_engine_args_by_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", platform("cuda"))
+    arguments = kvmerge_engine_args(block_size=16)
+    assert (arguments["worker_cls"], arguments["attention_backend"]) == (CUDA_WORKER_CLS, "CUSTOM")
+    assert kvmerge_engine_args(worker_cls="mine.Worker")["worker_cls"] == "mine.Worker"
+    monkeypatch.setattr("vllm.platforms.current_platform", platform("tpu"))
+    with pytest.raises(UnsupportedConfigError, match="^vLLM runs on tpu here; allowed: cpu, cuda$"):
+        kvmerge_engine_args()
+
+
+def cuda_config(folder: Path, model: dict[str, Any], **engine_args: Any) -> Any:
+    """As for a GPU, in what is looked at."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = vllm_config(folder, model, **engine_args)
+    config.device_config.device_type = "cuda"
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    return config
+
+
+def test_cuda(tmp_path: Path) -> None:
+    """What vLLM's configuration for CUDA must say, and which models do that CPU does not."""
+    check_config(cuda_config(tmp_path, LLAMA | {"head_dim": 48}, block_size=48))
+    assert refusal(cuda_config(tmp_path, LLAMA | {"head_dim": 264})).endswith("multiples of 8 from 16 to 256")
+    assert "its head size is 12" in refusal(cuda_config(tmp_path, LLAMA | {"head_dim": 12}))
+    config = cuda_config(tmp_path, LLAMA)
+    config.cache_config.block_size = 24
+    assert refusal(config) == "block_size=24 is not supported: allowed on CUDA: multiples of 16"
+    config = cuda_config(tmp_path, LLAMA)
+    config.parallel_config.enable_dbo = True
+    assert refusal(config).startswith("enable_dbo=True is not supported")
+    config = cuda_config(tmp_path, LLAMA)
+    config.attention_config.backend = None
+    assert refusal(config).startswith("attention_backend=None is not supported: allowed on CUDA: CUSTOM")
+
+
+def test_engine_args_check_the_default() -> None:
+    with pytest.raises(ValueError, match="unknown policy 'nope'"):
+        kvmerge_engine_args({"policy": "nope"})
+    given = {"kvmerge": {"default": {"policy": "nope"}}}
+    with pytest.raises(ValueError, match="unknown policy 'nope'"):
+        kvmerge_engine_args(additional_config=given)
+    with pytest.raises(ValueError, match="give one"):
+        kvmerge_engine_args({"policy": "full"}, additional_config=given)
+    with pytest.raises(
+        ValueError, match=r"kv_compression\.context_tokens: 9 cannot be a default.* allowed: in a request"
+    ):
+        kvmerge_engine_args({"policy": "snapkv", "context_tokens": 9})
+
+
+def test_class_names_resolve() -> None:
+    for name in (WORKER_CLS, CUDA_WORKER_CLS, SCHEDULER_CLS, VALIDATOR.replace(":", ".")):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute)
+
+
+def test_installed_vllm_is_supported() -> None:
+    check_vllm_version()
+
+
+@pytest.mark.parametrize("version", ["0.31.3", "0.33.0", "1.32.0", "dev"])
+def test_other_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_vllm_version", lambda: version)
+    with pytest.raises(UnsupportedConfigError, match=f"vllm {version} is not supported; allowed: >=0.32,<0.33"):
+        check_vllm_version()
+
+
+@pytest.mark.parametrize("version", ["0.32.1.dev4+g123", "0.32.0+cpu"])
+def test_builds_of_the_supported_vllm_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_vllm_version", lambda: version)
+    check_vllm_version()
+
+
+def test_version_of_a_build_without_version_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", "dev")
+    check_vllm_version()

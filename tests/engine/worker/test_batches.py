@@ -1,0 +1,159 @@
+"""The plans of one step, executed together, do what each would do alone; and they read no more than they need."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvmerge import ops
+from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
+from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
+from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.parameters import parse_compression
+
+NUM_LAYERS, NUM_HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 2, 16, 16, 128
+INTERVAL = 16
+
+
+class Worker:
+    """A worker's cache with some requests in it, each of them compressed once and grown by an interval since."""
+
+    def __init__(
+        self,
+        policy: str,
+        lengths: tuple[int, ...],
+        dtype: torch.dtype = torch.bfloat16,
+        num_blocks: int = NUM_BLOCKS,
+        **fields: Any,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.text = json.dumps({"policy": policy, "budget": 50, **fields})
+        self.config = parse_compression(self.text)
+        self.capacity = self.config.policy.allocator.capacity(50)
+        elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize
+        self.caches = [
+            torch.randn(num_blocks, NUM_HEADS, BLOCK_SIZE, elements, generator=self.generator).to(dtype)
+            for _ in range(NUM_LAYERS)
+        ]
+        self.layers = [PagedKVCache.of(cache, HEAD_SIZE) for cache in self.caches]
+        for pages in self.layers:
+            pages.scores.copy_(torch.rand(pages.scores.shape, generator=self.generator))
+            pages.aux.copy_(torch.randint(1, 9, pages.aux.shape, generator=self.generator))
+            if self.config.policy.tracker.mode == ScoreMode.SUM:
+                pages.aux.zero_()
+        weights = torch.randn(NUM_LAYERS, NUM_HEADS, GROUPS, 24, HEAD_SIZE, generator=self.generator)
+        self.compactor = Compactor(
+            self.layers, HEAD_SIZE**-0.5, list(range(NUM_HEADS)), output_weights=lambda layer: weights[layer]
+        )
+        free = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
+        self.first, self.second = [], []
+        for index, length in enumerate(lengths):
+            blocks = [free.pop() for _ in range(-(-(length + INTERVAL) // BLOCK_SIZE))]
+            front = blocks[: -(-self.capacity // BLOCK_SIZE)]
+            scores = PromptScores.empty(NUM_LAYERS, NUM_HEADS, length)
+            scores.scores.copy_(torch.rand(scores.scores.shape, generator=self.generator))
+            if self.config.policy.tracker.mode != ScoreMode.SUM:
+                scores.aux.fill_(4.0)
+            self.first.append(self._compaction(index, 0, 0, length, blocks, front, scores))
+            second = self._compaction(index, self.capacity, length, length + INTERVAL, blocks, front, None)
+            self.second.append(second)
+
+    def _compaction(self, index, front, tail, num_tokens, blocks, destination, scores) -> Compaction:
+        window = self.config.policy.query_window
+        ring = None
+        if window:
+            ring = QueryRing.empty(NUM_LAYERS, window, NUM_HEADS * GROUPS, HEAD_SIZE, torch.float32)
+            for layer in range(NUM_LAYERS):
+                queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
+                ring.write(layer, queries, num_tokens)
+        plan = CompressionPlan(str(index), self.text, front, tail, num_tokens, 50, self.capacity, destination)
+        return Compaction(plan, self.config.policy, torch.tensor(blocks), scores, ring)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return torch.stack(self.caches).view(torch.uint8).clone()
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+def test_requests_do_not_depend_on_each_other(policy):
+    lengths = (150, 150, 190, 230)
+    together, alone, split = (Worker(policy, lengths) for _ in range(3))
+    one_by_one_layer = replace(split.compactor, max_bytes=1)
+    for step in ("first", "second"):
+        counts = together.compactor.run(getattr(together, step))
+        one_by_one = [alone.compactor.run([one])[0] for one in reversed(getattr(alone, step))]
+        assert counts == one_by_one[::-1]
+        assert torch.equal(together.bytes, alone.bytes)
+        assert one_by_one_layer.run(getattr(split, step)) == counts
+        assert torch.equal(split.bytes, together.bytes)
+        n = [one.num_entries for one in getattr(together, step)]
+        assert n == (list(lengths) if step == "first" else [together.capacity + INTERVAL] * 4)
+    assert all(sum(count) > 0 for count in counts)
+
+
+def test_plans_of_different_shapes_and_policies_in_one_step():
+    workers = [Worker("h2o", (150, 170, 150)) for _ in range(2)]
+    steps = []
+    for worker in workers:
+        worker.compactor.run(worker.first[:1])
+        streaming = parse_compression({"policy": "streaming_llm", "budget": 50}).policy
+        steps.append([worker.second[0], replace(worker.first[1], policy=streaming), worker.first[2]])
+    together = workers[0].compactor.run(steps[0])
+    assert together == [workers[1].compactor.run([one])[0] for one in steps[1]]
+    assert torch.equal(workers[0].bytes, workers[1].bytes)
+    assert [sum(count) for count in together] == [count * NUM_LAYERS * NUM_HEADS for count in (16, 120, 100)]
+
+
+READS_NOTHING = ("local", "streaming_llm", "h2o", "snapkv", "tova", "random", "pyramidkv", "pyramidinfer", "adakv")
+"""Policies that decide by metadata alone and drop."""
+
+MERGES = ("keepkv", "zsmerge", "weightedkv", "d2o", "kvmerger", "cam", "asymkv")
+"""Policies that also read what leaves and what that goes into."""
+
+
+@pytest.mark.parametrize("policy", [*READS_NOTHING, *MERGES])
+def test_what_is_read_and_written_in_steady_state(policy, monkeypatch):
+    worker = Worker(policy, (150, 150))
+    worker.compactor.run(worker.first)
+    rows, calls = Counter(), Counter()
+    gather_rows, most_similar = ops.gather_rows, ops.most_similar
+    merge_entries = ops.merge_entries
+
+    def count_gather(units, plane, index):
+        rows[plane] += int((index >= 0).sum())
+        return gather_rows(units, plane, index)
+
+    def count_similar(*args):
+        calls["most_similar"] += 1
+        return most_similar(*args)
+
+    def count_writes(units, destination, kept, metadata, merged):
+        rows["moved"] += int(((kept >= 0) & (kept != torch.arange(kept.shape[1]))).sum())
+        if merged.keys is not None or merged.values is not None:
+            rows["written"] += int((merged.places >= 0).sum())
+        return merge_entries(units, destination, kept, metadata, merged)
+
+    monkeypatch.setattr(ops, "gather_rows", count_gather)
+    monkeypatch.setattr(ops, "most_similar", count_similar)
+    monkeypatch.setattr(ops, "merge_entries", count_writes)
+    counts = worker.compactor.run(worker.second)
+    heads = 2 * NUM_LAYERS * NUM_HEADS
+    leaving = sum(merged + evicted for merged, evicted in counts)
+    assert leaving > 0 and rows["moved"] <= INTERVAL * heads
+    if policy in READS_NOTHING:
+        assert not rows["keys"] and not rows["values"] and not calls and not rows["written"]
+        return
+    assert (calls["most_similar"] > 0) == (policy in ("keepkv", "d2o", "kvmerger"))
+    if policy == "cam":  # an entry that leaves goes into up to 32
+        assert not rows["keys"] and 0 < rows["values"] <= leaving + 50 * heads
+        return
+    # What leaves, and one that it goes into; of keys zsmerge compares with all of its slots, an eighth of the budget.
+    assert rows["values"] <= 2 * leaving and rows["written"] <= leaving
+    assert rows["keys"] <= (50 // 8 * heads if policy == "zsmerge" else 0) + 4 * leaving
+    if policy == "weightedkv":
+        assert not rows["keys"]

@@ -1,0 +1,70 @@
+"""Entries in pages against the same entries, dense."""
+
+import pytest
+import torch
+
+from tests.entries import gather_entries
+from tests.ops.conftest import CacheMaker
+from vllm_kvmerge import ops
+from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
+from vllm_kvmerge.ops import SequenceLayers
+from vllm_kvmerge.policies.base import Entries
+
+SEQUENCES = [(0, 0, 60), (20, 100, 140), (37, 64, 87)]
+"""front, tail, seq_len; 60 live entries each."""
+
+
+def sample(dtype: torch.dtype) -> tuple[PagedEntries, Entries]:
+    maker = CacheMaker(1, 2, 16, 32, dtype)
+    maker.pages.scores.copy_(maker.randn(*maker.pages.scores.shape))
+    maker.pages.aux.copy_(maker.randn(*maker.pages.aux.shape))
+    made = [maker.sequence(*shape, num_dead=min(3, shape[0])) for shape in SEQUENCES]
+    units = SequenceLayers(
+        [maker.pages],
+        torch.zeros(len(made), dtype=torch.int64),
+        torch.nn.utils.rnn.pad_sequence([s.blocks for s in made], batch_first=True),
+        torch.tensor([(s.front, s.tail, s.seq_len) for s in made]),
+    )
+    dense = [gather_entries(maker.pages, s.blocks, s.front, s.tail, s.seq_len) for s in made]
+    return PagedEntries.gather(units), Entries.stack_heads(dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [None, [4], [5, 0, 3]])
+def test_reads_are_those_of_the_dense_entries(dtype, heads):
+    paged, dense = sample(dtype)
+    if heads is not None:
+        assert paged.keys is not None  # what has been read of all heads must not be taken for some
+        paged, dense = paged.heads(heads), dense.heads(heads)
+    generator = torch.Generator().manual_seed(2)
+    index = torch.rand(len(dense.positions), 60, generator=generator).argsort(1)
+    some = index[:, :20].masked_fill(torch.rand(len(index), 20, generator=generator) < 0.2, -1)
+    for name in ("keys_at", "values_at"):
+        assert torch.equal(getattr(paged, name)(some), getattr(dense, name)(some))
+    usable = torch.rand(len(index), 40, generator=generator) < 0.8
+    for one, other in zip(
+        paged.most_similar(index[:, :20], index[:, 20:], usable),
+        dense.most_similar(index[:, :20], index[:, 20:], usable),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+    for name in ("keys", "values", "log_votes", "scores", "aux", "positions", "is_live"):
+        assert torch.equal(getattr(paged, name), getattr(dense, name)), name
+    hidden = dense.positions % 3 == 0
+    view, expected = paged.without(hidden), dense.without(hidden)
+    assert torch.equal(view.is_live, expected.is_live) and torch.equal(view.log_votes, expected.log_votes)
+    assert torch.equal(view.keys_at(some), dense.keys_at(some))
+    assert torch.equal(paged.is_live, dense.is_live)
+
+
+def test_nothing_is_read_unasked(monkeypatch):
+    paged, dense = sample(torch.bfloat16)
+    asked = []
+    gather_rows = ops.gather_rows
+    monkeypatch.setattr(ops, "gather_rows", lambda *args: (asked.append(args[-1]), gather_rows(*args))[1])
+    view = paged.without(dense.positions < 20).heads([0, 3])
+    assert view.is_live.any() and len(view) == 60 and not asked
+    rows = view.values_at(torch.tensor([[7, -1], [3, 4]]))
+    assert torch.equal(rows[1], dense.values[3, 3:5])
+    # Heads that are not wanted ask for nothing.
+    assert torch.cat(asked).tolist() == [[7, -1], [-1, -1], [-1, -1], [3, 4], [-1, -1], [-1, -1]]

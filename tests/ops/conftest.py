@@ -1,0 +1,234 @@
+"""Random paged caches and the dense sequences they stand for."""
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.engine.cuda.gpu import GPU, SimulatedGPU
+from tests.entries import write_front
+from tests.ops.on_gpu import OnGPU
+from vllm_kvmerge.ops import (
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    cell_bytes,
+    cpu,
+    reference,
+    write_tokens,
+)
+from vllm_kvmerge.policies.base import DEAD, Entries
+
+
+@dataclass
+class Sequence:
+    """One request: its segments, its blocks, and its live entries in float64 (``[H, n, d]`` and ``[H, n]``)."""
+
+    front: int
+    tail: int
+    seq_len: int
+    blocks: Tensor
+    keys: Tensor
+    values: Tensor
+    log_votes: Tensor
+
+
+class CacheMaker:
+    """Fills a paged cache with random sequences in shuffled blocks; everything else in it is poison."""
+
+    def __init__(self, seed: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.num_kv_heads, self.head_size, self.block_size, self.dtype = num_kv_heads, head_size, block_size, dtype
+        num_blocks = 256
+        elements = cell_bytes(head_size, dtype) // dtype.itemsize
+        self.cache = torch.full((num_blocks, num_kv_heads, block_size, elements), torch.nan, dtype=dtype)
+        self.pages = PagedKVCache.of(self.cache, head_size)
+        self._free = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def sequence(self, front: int, tail: int, seq_len: int, num_dead: int = 0) -> Sequence:
+        bs, heads, d = self.block_size, self.num_kv_heads, self.head_size
+        num_blocks = -(-seq_len // bs)
+        blocks = torch.zeros(num_blocks, dtype=torch.int32)
+        used = set(range(-(-front // bs))) | set(range(tail // bs, num_blocks))
+        for index in used:
+            blocks[index] = self._free.pop()
+        entries = Entries(
+            keys=self.randn(heads, front, d),
+            values=self.randn(heads, front, d),
+            log_votes=self.randn(heads, front).abs(),
+            scores=torch.zeros(heads, front),
+            aux=torch.zeros(heads, front),
+            positions=torch.arange(front).expand(heads, -1).clone(),
+        )
+        dead = torch.zeros(heads, front, dtype=torch.bool)
+        dead[:, :num_dead] = True
+        entries.kill(dead)
+        write_front(self.pages, blocks, entries)
+        key, value = self.randn(seq_len - tail, heads, d), self.randn(seq_len - tail, heads, d)
+        slots = torch.arange(tail, seq_len)
+        write_tokens(self.pages, blocks[slots // bs].long() * bs + slots % bs, key, value)
+        stored_keys = torch.cat([entries.keys, key.transpose(0, 1)], 1).to(self.dtype).double()
+        stored_values = torch.cat([entries.values, value.transpose(0, 1)], 1).to(self.dtype).double()
+        log_votes = torch.cat([entries.log_votes, torch.zeros(heads, seq_len - tail)], 1).double()
+        assert (entries.positions[:, :num_dead] == DEAD).all()
+        return Sequence(front, tail, seq_len, blocks, stored_keys, stored_values, log_votes)
+
+
+class Watch(TorchFunctionMode):
+    """Refuses what waits for a GPU, and tensors made without saying where."""
+
+    WAITS = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu"}
+    MAKES = {"arange", "zeros", "ones", "full", "empty", "tensor"}
+
+    def __init__(self, refused: set[str]) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in self.refused & self.MAKES:
+            assert (kwargs or {}).get("device") is not None, f"{name} without a device"
+        else:
+            assert name not in self.refused, f"{name} waits for the GPU"
+        return function(*args, **(kwargs or {}))
+
+
+def cuda_builder() -> ModuleType:
+    """csrc/cuda/build.py."""
+    path = Path(__file__).parents[2] / "csrc" / "cuda" / "build.py"
+    spec = importlib.util.spec_from_file_location("cuda_builder", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # which dataclasses look up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def emulated_library(request) -> Path:
+    """``--emulated-library``, or the CUDA operators, built for the CPU unless their sources are as they were."""
+    given = request.config.getoption("--emulated-library", default=None)
+    if given is not None:
+        return given.resolve()
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no C++ compiler {compiler!r}")
+    builder = cuda_builder()
+    library = Path(__file__).parents[2] / "build" / "_cuda_emulated.so"
+    changed = max(path.stat().st_mtime for path in builder.SOURCES.iterdir())
+    if not library.exists() or library.stat().st_mtime < changed:
+        builder.build(library, library.parent / "cuda" / "emulated", emulated=True)
+    return library
+
+
+def cuda_on_gpu() -> OnGPU:
+    """CUDA's operators on this machine's GPU; skips a test where there is no GPU or they were not built."""
+    from vllm_kvmerge.ops import cuda
+
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU that PyTorch can use")
+    if not cuda.LIBRARY.exists():
+        pytest.skip("the operators in CUDA C++ are not built: make cuda")
+    cuda.library()  # one that was built and cannot be loaded is a fault
+    return OnGPU(cuda, torch.device("cuda"))
+
+
+@pytest.fixture
+def cuda(emulated_library, monkeypatch):
+    """CUDA's operators, emulated on the CPU, and caches with keys row by row, as on a GPU."""
+    from vllm_kvmerge.ops import cuda
+
+    of = PagedKVCache.of
+    monkeypatch.setattr(
+        PagedKVCache,
+        "of",
+        lambda cache, head_size, row_major_keys=None: of(
+            cache, head_size, True if row_major_keys is None else row_major_keys
+        ),
+    )
+    cuda.use(emulated_library)
+    yield cuda
+    cuda.use(None)
+
+
+def pytest_generate_tests(metafunc):
+    if "operators" in metafunc.fixturenames:
+        own = getattr(metafunc.module, "OPERATORS", None)
+        if own is not None:
+            metafunc.parametrize("operators", own, indirect=True)
+            return
+        levels = cpu.levels() if cpu.LIBRARY.exists() else []
+        interpreted = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
+        on_gpu = ["triton-gpu"] if torch.cuda.is_available() and not interpreted else []
+        metafunc.parametrize("operators", ["plain-torch", *interpreted, *levels, *on_gpu], indirect=True)
+
+
+@pytest.fixture
+def operators(request):
+    """The module of operators: the reference, then the native ones on every level that this machine runs.
+
+    With TRITON_INTERPRET=1 also Triton's, in its interpreter; ``test_triton`` starts a process like that. CUDA's, in
+    the emulation, where a module says so with ``OPERATORS``. Names that end with ``-gpu``: on copies of all tensors on
+    a GPU, where there is one; of these cases, tests/conftest.py takes a sample.
+    """
+    if request.param == "cuda-gpu":
+        yield cuda_on_gpu()
+        return
+    if request.param == "triton-gpu":
+        yield OnGPU(pytest.importorskip("vllm_kvmerge.ops.triton"), torch.device("cuda"))
+        return
+    if request.param == "reference-gpu":  # without a GPU: tensors that cannot be mixed with the CPU's
+        with SimulatedGPU(may_wait=True):
+            yield OnGPU(reference, GPU)
+        return
+    if request.param == "cuda":
+        yield request.getfixturevalue("cuda")
+        return
+    if request.param == "plain-torch":
+        yield reference
+        return
+    if request.param == "triton":
+        yield pytest.importorskip("vllm_kvmerge.ops.triton")
+        return
+    before = cpu.level()
+    cpu.set_level(request.param)
+    yield cpu
+    cpu.set_level(before)
+
+
+@pytest.fixture
+def make_cache():
+    return CacheMaker
+
+
+def block_table(sequences: list[Sequence]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([s.blocks for s in sequences], batch_first=True)
+
+
+def row_tensors(
+    sequences: list[Sequence], query_lens: list[int], updates: list[ScoreUpdate | None]
+) -> dict[str, Tensor]:
+    """What ``paged_attention`` is told of its rows, whose tokens follow one another."""
+    lens = torch.tensor(query_lens, dtype=torch.int32)
+    return {
+        "block_table": block_table(sequences),
+        "query_starts": lens.cumsum(0, dtype=torch.int32) - lens,
+        "query_lens": lens,
+        "seq_lens": torch.tensor([s.seq_len for s in sequences], dtype=torch.int32),
+        "fronts": torch.tensor([s.front for s in sequences], dtype=torch.int32),
+        "tails": torch.tensor([s.tail for s in sequences], dtype=torch.int32),
+        "update_modes": torch.tensor([ScoreMode(u.mode).code if u else 0 for u in updates], dtype=torch.int32),
+        "update_decays": torch.tensor([u.decay if u else 1.0 for u in updates]),
+    }

@@ -1,0 +1,306 @@
+"""The native operators against the reference, on every level of instructions that this machine runs."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.entries import gather_entries
+from tests.ops.conftest import CacheMaker, row_tensors
+from vllm_kvmerge import ops
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cpu, reference, torch_ops
+
+needs_library = pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+UPDATES = [None, ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)]
+
+
+def relative_error(actual, expected):
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def attend(module, maker, query, sequences, lens, updates, scale):
+    """(output, scores, aux) of all live entries, statistics before set to 1 and 2."""
+    pages = PagedKVCache.of(maker.cache.clone(), maker.head_size)
+    pages.scores.fill_(1.0)
+    pages.aux.fill_(2.0)
+    output = torch.full_like(query, torch.nan)
+    rows = row_tensors(sequences, lens, updates)
+    module.paged_attention(query=query, pages=pages, **rows, scale=scale, output=output)
+    live = [
+        reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)) for s in sequences
+    ]
+    dead = [(pages.scores[b] != 1.0).sum() for b in range(pages.keys.shape[0]) if b not in used_blocks(sequences)]
+    assert not any(dead), "scores outside of the sequences were changed"
+    return output, torch.cat([m[1] for m in live], 1), torch.cat([m[2] for m in live], 1)
+
+
+def used_blocks(sequences):
+    return set(torch.cat([s.blocks for s in sequences]).tolist())
+
+
+def check_against_reference(module, maker, sequences, lens, updates, groups):
+    scale = maker.head_size**-0.5
+    query = maker.randn(sum(lens), maker.num_kv_heads * groups, maker.head_size).to(maker.dtype)
+    expected = attend(reference, maker, query, sequences, lens, updates, scale)
+    actual = attend(module, maker, query, sequences, lens, updates, scale)
+    assert relative_error(actual[0], expected[0]) < TOLERANCE[maker.dtype]
+    assert relative_error(actual[1], expected[1]) < 1e-4
+    assert torch.equal(actual[2], expected[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4, 7, 8])
+@pytest.mark.parametrize(("head_size", "block_size"), [(32, 128), (64, 64), (80, 48), (128, 128), (256, 16)])
+def test_attention_is_the_references(operators, dtype, groups, head_size, block_size):
+    maker = CacheMaker(groups, 2, head_size, block_size, dtype)
+    sequences = [
+        maker.sequence(front=129, tail=3 * block_size + 101, seq_len=3 * block_size + 301, num_dead=7),
+        maker.sequence(front=64, tail=64, seq_len=64 + 3, num_dead=64),  # only the tail lives
+        maker.sequence(front=0, tail=0, seq_len=333),
+        maker.sequence(front=17, tail=290, seq_len=291),
+    ]
+    check_against_reference(operators, maker, sequences, [1, 3, 40, 1], UPDATES[1:] + [None], groups)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_any_segments(block_size, data):
+    maker = CacheMaker(data.draw(st.integers(0, 1000)), 2, 32, block_size, torch.float32)
+    sequences, lens = [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        front = data.draw(st.integers(0, 150))
+        tail = front + data.draw(st.integers(0, 150)) if front else 0
+        seq_len = tail + data.draw(st.integers(1, 200))
+        sequences.append(maker.sequence(front, tail, seq_len, data.draw(st.integers(0, front))))
+        lens.append(data.draw(st.integers(1, min(9, seq_len - tail))))
+    updates = [data.draw(st.sampled_from(UPDATES)) for _ in sequences]
+    check_against_reference(ops, maker, sequences, lens, updates, data.draw(st.sampled_from([1, 3, 4])))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("lens", [[1, 1], [1, 70], [70, 1]])
+def test_long_sequences_are_split_over_threads(threads, lens):
+    maker = CacheMaker(5, 1, 64, 32, torch.bfloat16)
+    sequences = [maker.sequence(900, 1000, 3300, num_dead=2), maker.sequence(5, 40, 160)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for update in UPDATES:
+            check_against_reference(ops, maker, sequences, lens, [update, UPDATES[1]], 4)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_huge_logits_do_not_overflow(operators, dtype):
+    maker = CacheMaker(1, 1, 64, 32, dtype)
+    sequence = maker.sequence(70, 100, 150)
+    query = (1e4 * maker.randn(1, 4, 64)).to(dtype)
+    for update in UPDATES:
+        expected = attend(reference, maker, query, [sequence], [1], [update], 1.0)
+        actual = attend(operators, maker, query, [sequence], [1], [update], 1.0)
+        assert all(tensor.isfinite().all() for tensor in actual)
+        assert relative_error(actual[0], expected[0]) < TOLERANCE[dtype]
+        assert relative_error(actual[1], expected[1]) < 1e-4
+
+
+def test_queries_and_outputs_may_be_strided_and_of_other_types(operators):
+    maker = CacheMaker(2, 2, 64, 32, torch.bfloat16)
+    sequence = maker.sequence(40, 64, 99)
+    packed = maker.randn(3, 12, 64)
+    query, output = packed[:, :8], torch.empty(3, 9, 64, dtype=torch.float16)[:, 1:]
+    expected = torch.empty(3, 8, 64)
+    rows = row_tensors([sequence], [3], [None])
+    operators.paged_attention(query=query, pages=maker.pages, **rows, scale=0.125, output=output)
+    reference.paged_attention(query=query, pages=maker.pages, **rows, scale=0.125, output=expected)
+    assert relative_error(output, expected) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tokens_are_written_as_the_reference_does(operators, dtype):
+    maker = CacheMaker(3, 2, 48, 32, dtype)
+    slots = torch.randperm(256 * 32, generator=maker.generator)[:700].masked_fill_(torch.arange(700) % 9 == 0, -1)
+    key, value = (100 * maker.randn(700, 2, 48)).to(dtype), maker.randn(700, 3, 48).to(dtype)[:, 1:]
+    ours, theirs = maker.cache.clone(), maker.cache.clone()
+    operators.write_tokens(PagedKVCache.of(ours, 48), slots, key, value)
+    reference.write_tokens(PagedKVCache.of(theirs, 48), slots, key, value)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(ours.view(bits), theirs.view(bits))
+
+
+def test_float32_is_rounded_as_pytorch_does(operators):
+    special = torch.tensor([0.0, -0.0, 65504.0, 65519.9, 65520.0, 1e-8, 2.0**-25, 6e-8, 1e-5, -3e38, torch.inf])
+    ties = torch.randint(0, 2**31 - 2**24, (48 * 40 - len(special),)).to(torch.int32).view(torch.float32)
+    rows = torch.cat([special, ties]).view(1, 40, 48)
+    for dtype in (torch.bfloat16, torch.float16):
+        maker = CacheMaker(3, 1, 48, 32, dtype)
+        places = torch.arange(40)[None]
+        blocks = torch.tensor([4, 9])
+        units = SequenceLayers.of(maker.pages, blocks, 40, 40, 40)
+        operators.write_rows(units, blocks[None], places, rows, rows)
+        for plane in ("keys", "values"):
+            back = operators.gather_rows(units, plane, places)
+            assert torch.equal(back, rows.to(dtype).float())
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": torch.zeros(1, 3, 32)}, ValueError, "cannot share"),
+        ({"query": torch.zeros(1, 4, 48)}, ValueError, "query must have shape"),
+        ({"query": torch.zeros(1, 4, 32, dtype=torch.float64)}, TypeError, "query must be float32"),
+        ({"query": torch.zeros(1, 4, 64)[..., ::2]}, ValueError, "contiguous in its last"),
+        ({"query": torch.zeros(1, 4, 32, device="meta")}, RuntimeError, "tensors on meta"),
+        ({"output": torch.zeros(0, 4, 32)}, ValueError, "fewer tokens"),
+        ({"seq_lens": torch.tensor([0.5])}, TypeError, "integers"),
+        ({"seq_lens": torch.tensor([5000])}, ValueError, "does not fit"),
+        ({"seq_lens": torch.tensor([60])}, ValueError, "not in order"),
+        ({"fronts": torch.tensor([-1])}, ValueError, "not in order"),
+        ({"fronts": torch.tensor([1, 2])}, ValueError, "fronts must have shape"),
+        ({"query_lens": torch.tensor([2])}, ValueError, "not in the query"),
+        ({"query_starts": torch.tensor([-1])}, ValueError, "not in the query"),
+        ({"update_modes": torch.tensor([4])}, ValueError, "mode 4"),
+        ({"update_decays": torch.tensor([1.0], dtype=torch.float64)}, TypeError, "update_decays must be float32"),
+        ({"block_table": torch.full((1, 4), 256)}, ValueError, "block 256"),
+        ({"block_table": torch.full((1, 4), 1 << 40)}, ValueError, "block -1"),
+        ({"block_table": torch.zeros(4, dtype=torch.int32)}, ValueError, "block_table must have shape"),
+    ],
+)
+def test_bad_arguments_raise(change, error, message):
+    maker = CacheMaker(0, 2, 32, 32, torch.float32)
+    rows = row_tensors([maker.sequence(33, 64, 99)], [1], [None])
+    arguments = {"query": torch.zeros(1, 4, 32), **rows, "output": torch.zeros(1, 4, 32)}
+    cpu.paged_attention(pages=maker.pages, scale=1.0, **arguments)
+    with pytest.raises(error, match=message):
+        cpu.paged_attention(pages=maker.pages, scale=1.0, **{**arguments, **change})
+
+
+@needs_library
+def test_bad_entries_and_slots_raise():
+    maker = CacheMaker(0, 2, 32, 32, torch.float32)
+    pages, blocks, index = maker.pages, torch.tensor([3, 4]), torch.tensor([[0], [64]])
+    units = SequenceLayers.of(pages, blocks, 0, 0, 64)
+    with pytest.raises(IndexError, match="index: there is no entry 64 among 64"):
+        cpu.gather_rows(units, "keys", index)
+    with pytest.raises(IndexError, match="no entry 64"):
+        cpu.move_entries(units, blocks[None], index)
+    with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):
+        cpu.move_entries(units, blocks[None], torch.zeros(2, 65).long())
+    with pytest.raises(IndexError, match="slot 64"):
+        cpu.write_rows(units, blocks[None], index, torch.zeros(2, 1, 32), None)
+    with pytest.raises(IndexError, match="no entry 64"):
+        cpu.most_similar(units, index, index, torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(IndexError, match="no entry -1"):
+        cpu.most_similar(units, index - 1, index, torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):
+        cpu.write_metadata(units, blocks[None], *(torch.zeros(2, 65) for _ in range(3)), torch.zeros(2, 65).long())
+    with pytest.raises(ValueError, match="block 256"):
+        cpu.gather_metadata(SequenceLayers.of(pages, torch.tensor([3, 256]), 0, 0, 64))
+    with pytest.raises(ValueError, match="not in order"):
+        cpu.gather_metadata(SequenceLayers.of(pages, blocks, 9, 7, 64))
+    with pytest.raises(IndexError, match="no layer 1"):
+        cpu.gather_metadata(replace(units, layer=torch.tensor([1])))
+    with pytest.raises(ValueError, match="differ in number of entries"):
+        cpu.gather_metadata(
+            SequenceLayers([pages], torch.tensor([0, 0]), blocks.repeat(2, 1), torch.tensor([[0, 0, 64], [0, 0, 63]]))
+        )
+    with pytest.raises(ValueError, match="layers differ"):
+        cpu.gather_metadata(replace(units, layers=[pages, CacheMaker(0, 2, 64, 32, torch.float32).pages]))
+    with pytest.raises(IndexError, match="slot 8192"):
+        cpu.write_tokens(pages, torch.tensor([8192]), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32))
+    with pytest.raises(TypeError, match="index must hold integers"):
+        cpu.gather_rows(units, "keys", index.int())
+    with pytest.raises(ValueError, match="keys must have shape"):
+        cpu.write_rows(units, blocks[None], torch.zeros(2, 1).long(), torch.zeros(2, 2, 32), None)
+    with pytest.raises(ValueError, match="queries, but 3 tokens"):
+        cpu.score_prompt_queries(torch.zeros(4, 4, 32), pages, blocks, 3, UPDATES[1], 1.0, *torch.zeros(2, 2, 3))
+    with pytest.raises(ValueError, match="not among"):
+        cpu.set_level("sse17")
+
+
+def test_pages_that_do_not_suit_run_on_the_reference():
+    maker = CacheMaker(0, 2, 40, 32, torch.float32)
+    assert "head size 40" in ops.implementation(maker.pages)
+    sequence = maker.sequence(0, 0, 70)
+    rows = row_tensors([sequence], [1], [None])
+    output = torch.empty(1, 4, 40)
+    ops.paged_attention(query=maker.randn(1, 4, 40), pages=maker.pages, **rows, scale=1.0, output=output)
+    assert output.isfinite().all()
+    suiting = CacheMaker(0, 2, 32, 32, torch.float32).pages
+    assert suiting.native_obstacle is None
+    scattered = replace(suiting, values=suiting.values.clone())
+    assert "plane of values" in scattered.native_obstacle
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Forgets what has been loaded, before the test and after it."""
+
+    def forget():
+        for cached in (ops._native_failure, cpu.library, cpu._function):
+            cached.cache_clear()
+
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize("broken", ["missing", "empty"])
+def test_without_the_library_the_reference_runs_after_one_warning(broken, unloaded, monkeypatch, tmp_path, caplog):
+    if broken == "empty":
+        (tmp_path / "_native.so").write_bytes(b"")
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "_native.so")
+    maker = CacheMaker(0, 2, 32, 32, torch.float32)
+    sequence = maker.sequence(0, 0, 70)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            entries = gather_entries(maker.pages, sequence.blocks, 0, 0, 70)
+            assert torch.equal(entries.keys.double(), sequence.keys)
+            assert ops.implementation().startswith("PyTorch reference")
+    assert len(caplog.records) == 1
+
+
+def test_custom_ops_can_be_traced():
+    maker = CacheMaker(0, 2, 32, 32, torch.float32)
+    maker.cache.nan_to_num_(0.0)
+    sequence = maker.sequence(33, 64, 99)
+    rows = row_tensors([sequence], [1], [UPDATES[1]])
+    arguments = (maker.randn(1, 4, 32), maker.cache, *rows.values(), 0.5, torch.zeros(1, 4, 32))
+    torch.library.opcheck(torch_ops.paged_attention, arguments)
+    slots = torch.tensor([40, -1, 99])
+    torch.library.opcheck(torch_ops.write_tokens, (maker.cache, slots, maker.randn(3, 2, 32), maker.randn(3, 2, 32)))
+
+    output, expected = torch.zeros(1, 4, 32), torch.zeros(1, 4, 32)
+    reference.paged_attention(arguments[0], maker.pages, *rows.values(), 0.5, expected)
+    compiled = torch.compile(torch_ops.paged_attention, backend="eager", fullgraph=True)
+    compiled(arguments[0], maker.cache, *rows.values(), 0.5, output)
+    assert relative_error(output, expected) < 1e-5
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_similarity_does_not_depend_on_how_many_members_there_are(dtype):
+    """Padding makes a call's width depend on a request's company, its results must not: bit for bit."""
+    maker = CacheMaker(0, 2, 64, 32, dtype)
+    s = maker.sequence(front=37, tail=200, seq_len=463)
+    units = SequenceLayers.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
+    members = torch.stack([torch.randperm(300, generator=maker.generator)[:100] for _ in range(2)])
+    carriers = torch.arange(300).expand(2, -1)
+    usable = torch.rand(2, 300, generator=maker.generator) < 0.7
+    chosen = cpu.level()
+    try:
+        for level in cpu.levels():
+            cpu.set_level(level)
+            many = cpu.most_similar(units, members, carriers, usable)
+            for count in (1, 16, 33, 64, 65):
+                few = cpu.most_similar(units, members[:, :count], carriers, usable)
+                assert all(torch.equal(a, b[:, :count]) for a, b in zip(few, many, strict=True))
+    finally:
+        cpu.set_level(chosen)

@@ -1,0 +1,567 @@
+"""CUDA's operators without a GPU: the kernels run by an emulation on the CPU, and compiled for GPUs."""
+
+import json
+import logging
+import re
+import subprocess
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_kvmerge.ops.merge import Rows, Sums, Zip
+
+from tests.entries import gather_entries
+from tests.ops.conftest import CacheMaker, Watch, cuda_builder, cuda_on_gpu, row_tensors
+from tests.ops.test_cpu import (
+    UPDATES,
+    check_against_reference,
+    relative_error,
+    test_huge_logits_do_not_overflow,  # noqa: F401
+    test_queries_and_outputs_may_be_strided_and_of_other_types,  # noqa: F401
+)
+from tests.ops.test_operators import test_attention_over_front_and_tail  # noqa: F401
+from vllm_kvmerge import ops
+from vllm_kvmerge.engine.arguments import kvmerge_engine_args
+from vllm_kvmerge.engine.support import UnsupportedConfigError
+from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cell_bytes, choice, reference
+from vllm_kvmerge.ops.cuda.plan import AttentionPlan
+from vllm_kvmerge.ops.workspace import Workspace
+from vllm_kvmerge.policies import CompressionContext
+from vllm_kvmerge.policies.mergers.zip_merge import ZipMerger
+from vllm_kvmerge.request.parameters import parse_compression
+
+OPERATORS = ["cuda", *(["cuda-gpu"] if torch.cuda.is_available() else [])]
+"""What the tests imported above run on."""
+PLACES = ["emulated", *(["on-gpu"] if torch.cuda.is_available() else [])]
+"""Where the kernels run."""
+without_a_gpu = pytest.mark.parametrize("strict", ["emulated"], indirect=True)
+"""For tests that look at what the CPU is told."""
+
+SHAPES = [(129, 200, 530, 9), (0, 0, 333, 0), (17, 290, 301, 2)]
+"""front, tail, seq_len, dead entries: of two splits in the emulation, one, and hardly any."""
+
+
+@pytest.fixture(params=PLACES)
+def strict(request, monkeypatch):
+    """No call may be left to another implementation."""
+    refusal = "vllm_kvmerge.ops.cuda.fallback", lambda device: pytest.fail("the kernels did not run")
+    if request.param == "emulated":
+        cuda = request.getfixturevalue("cuda")
+        monkeypatch.setattr(*refusal)
+        return cuda
+    gpu = cuda_on_gpu()
+    monkeypatch.setattr(*refusal)
+    return gpu
+
+
+@pytest.mark.parametrize("bulk", [False, True], ids=["threads", "bulk"])
+@pytest.mark.parametrize(
+    ("dtype", "groups", "head_size", "lens"),
+    [
+        (torch.bfloat16, 1, 128, [1, 1, 1]),
+        (torch.float16, 2, 80, [1, 1, 1]),
+        (torch.bfloat16, 4, 128, [1, 1, 1]),
+        (torch.bfloat16, 7, 64, [2, 1, 1]),
+        (torch.float16, 5, 256, [3, 2, 1]),
+        (torch.bfloat16, 16, 32, [1, 1, 1]),
+        (torch.float16, 1, 96, [5, 1, 16]),
+        (torch.float32, 4, 64, [1, 1, 1]),
+        (torch.float32, 3, 128, [3, 2, 5]),
+        (torch.float32, 1, 256, [1, 8, 3]),
+        (torch.float32, 1, 160, [1, 4, 1]),
+    ],
+)
+def test_attention_is_the_references(strict, monkeypatch, dtype, groups, head_size, lens, bulk):
+    """Splits, holes, dead entries, several queries; statistics that new tokens' places held count for nothing."""
+    choice.choice.cache_clear()
+    monkeypatch.setattr(choice, "rules", lambda: [{"implementation": "cuda", "bulk": bulk}])
+    maker = CacheMaker(head_size + groups, 2, head_size, 16, dtype)
+    sequences = [maker.sequence(*shape) for shape in SHAPES]
+    for first in range(3):
+        updates = [UPDATES[1 + (first + i) % 3] for i in range(3)]
+        check_against_reference(strict, maker, sequences, lens, updates, groups)
+    choice.choice.cache_clear()
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_segments(emulated_library, data):
+    from vllm_kvmerge.ops import cuda
+
+    cuda.use(emulated_library)
+    block_size, dtype = (
+        data.draw(st.sampled_from([16, 24, 32])),
+        data.draw(st.sampled_from([torch.float32, torch.half])),
+    )
+    maker = CacheMaker(data.draw(st.integers(0, 1000)), 1, 64, block_size, dtype)
+    sequences, lens = [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        front = data.draw(st.integers(0, 150))
+        tail = front + data.draw(st.integers(0, 150)) if front else 0
+        seq_len = tail + data.draw(st.integers(1, 400))
+        sequences.append(maker.sequence(front, tail, seq_len, data.draw(st.integers(0, front))))
+        lens.append(data.draw(st.integers(1, min(4, seq_len - tail))))
+    theirs, ours = row_major_copies(maker)
+    groups = data.draw(st.sampled_from([1, 2, 4]))
+    query = maker.randn(sum(lens), groups, 64).to(dtype)
+    rows = row_tensors(sequences, lens, [data.draw(st.sampled_from(UPDATES)) for _ in sequences])
+    outputs = [torch.full_like(query, torch.nan) for _ in range(2)]
+    for operators, pages, output in ((reference, theirs, outputs[0]), (cuda, ours, outputs[1])):
+        pages.scores.fill_(1.0)
+        pages.aux.fill_(2.0)
+        operators.paged_attention(query=query, pages=pages, **rows, scale=0.125, output=output)
+    cuda.use(None)
+    assert relative_error(outputs[1], outputs[0]) < (1e-5 if dtype is torch.float32 else 2e-3)
+    assert relative_error(ours.scores, theirs.scores) < 1e-4
+    assert torch.equal(ours.aux, theirs.aux)
+
+
+def row_major_copies(maker):
+    """Two caches with the same entries; the second one's keys lie as on a GPU."""
+    theirs, ours = (
+        PagedKVCache.of(maker.cache.clone(), maker.head_size),
+        PagedKVCache.of(maker.cache.clone(), maker.head_size, True),
+    )
+    ours.keys.copy_(maker.pages.keys)
+    return theirs, ours
+
+
+def test_rows_without_queries_are_skipped(strict):
+    """As captured graphs are padded; a larger bound on queries than there are changes nothing. TOVA's decay is 0."""
+    for bound in (1, 4):
+        maker = CacheMaker(3, 2, 64, 16, torch.float32)
+        sequences = [maker.sequence(40, 64, 99), maker.sequence(0, 0, 70)]
+        rows = row_tensors(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.0), None])
+        maker.pages.scores.fill_(0.5)
+        maker.pages.aux.fill_(2.0)
+        theirs, ours = row_major_copies(maker)
+        query = maker.randn(4, 4, 64)
+        expected, output = torch.full((4, 4, 64), torch.nan), torch.full((4, 4, 64), torch.nan)
+        reference.paged_attention(query=query, pages=theirs, **rows, scale=0.2, output=expected)
+        padded = {
+            name: torch.nn.functional.pad(t, (0, 0, 0, 2) if t.dim() == 2 else (0, 2)) for name, t in rows.items()
+        }
+        strict.paged_attention(query=query, pages=ours, **padded, scale=0.2, output=output, num_queries=bound)
+        assert relative_error(output[:2], expected[:2]) < 1e-5 and output[2:].isnan().all()
+        torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-5, atol=1e-7)
+        assert torch.equal(ours.aux, theirs.aux)
+
+
+def test_what_kernels_cannot_do_is_left_to_others(cuda):
+    """Chunks of many queries, and queries of another dtype than the cache's."""
+    maker = CacheMaker(4, 2, 64, 32, torch.bfloat16)
+    sequence = maker.sequence(40, 64, 160)
+    check_against_reference(cuda, maker, [sequence], [30], [ScoreUpdate(ScoreMode.SUM, 0.9)], 4)
+    query, outputs = maker.randn(1, 4, 64), [torch.empty(1, 4, 64) for _ in range(2)]
+    rows = row_tensors([sequence], [1], [None])
+    for operators, output in zip((reference, cuda), outputs, strict=True):
+        operators.paged_attention(query=query, pages=maker.pages, **rows, scale=0.1, output=output)
+    assert torch.equal(*outputs)
+    cuda.paged_attention(query[:0], maker.pages, **{name: t[:0] for name, t in rows.items()}, scale=1, output=query[:0])
+    with pytest.raises(ValueError, match="does not suit"):
+        cuda.paged_attention(query=query[..., :32], pages=maker.pages, **rows, scale=1.0, output=query[..., :32])
+
+
+@without_a_gpu
+def test_blocks_that_a_gpu_has_no_room_for_are_left_to_others(strict, monkeypatch):
+    """Many GPUs have 99 KiB for a block: enough for heads of 64, not for 128."""
+    left = []
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.shared_memory", lambda device: 99 << 10)
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.fallback", lambda device: left.append(device) or reference)
+    for dtype, head_size, fits in (
+        (torch.bfloat16, 64, True),
+        (torch.bfloat16, 128, False),
+        (torch.float32, 80, False),
+    ):
+        maker = CacheMaker(5, 2, head_size, 16, dtype)
+        rows = row_tensors([maker.sequence(40, 64, 100)], [1], [None])
+        query = maker.randn(1, 8, head_size).to(dtype)
+        found, expected = torch.empty_like(query), torch.empty_like(query)
+        strict.paged_attention(query=query, pages=maker.pages, **rows, scale=0.1, output=found)
+        assert len(left) == (not fits)
+        reference.paged_attention(query=query, pages=maker.pages, **rows, scale=0.1, output=expected)
+        assert relative_error(found, expected) < 1e-2
+        left.clear()
+
+
+@without_a_gpu
+def test_arguments_are_checked(strict):
+    maker = CacheMaker(4, 2, 64, 16, torch.bfloat16)
+    rows = row_tensors([maker.sequence(40, 64, 100)], [1], [None])
+    query = maker.randn(1, 4, 64).bfloat16()
+    with pytest.raises(ValueError, match="query_lens is not of the shape"):
+        strict.paged_attention(query, maker.pages, **(rows | {"query_lens": torch.ones(2)}), scale=1.0, output=query)
+    transposed = PagedKVCache.of(maker.cache, 64, row_major_keys=False)
+    with pytest.raises(ValueError, match="row by row"):
+        strict.paged_attention(query=query, pages=transposed, **rows, scale=1.0, output=query)
+    assert transposed.cuda_obstacle == "keys do not lie row by row" and maker.pages.cuda_obstacle is None
+    narrow = CacheMaker(0, 1, 20, 16, torch.bfloat16).pages
+    assert narrow.cuda_obstacle == "rows do not begin at multiples of 16 bytes"
+
+
+@without_a_gpu
+def test_nothing_is_asked_of_the_gpu(strict):
+    """Captured graphs hold for any batch of a shape: values are not looked at, and plans are of shapes alone."""
+    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
+    sequences = [maker.sequence(100, 200, 300), maker.sequence(7, 300, 450)]
+    query = maker.randn(2, 8, 64).bfloat16()
+    rows = row_tensors(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.LOG_EMA, 0.9)])
+    with Watch(Watch.WAITS):
+        strict.paged_attention(query, maker.pages, **rows, scale=0.1, output=query.clone(), num_queries=1)
+    s = sequences[0]
+    units = SequenceLayers.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
+    kept, weights = torch.arange(90).repeat(2, 1), torch.rand(2, 3)
+    units.num_entries  # noqa: B018  from segments on the CPU
+    with Watch(Watch.WAITS):
+        strict.merge_entries(
+            units, s.blocks[None, :6], kept, None, Sums(kept[:, :2], kept[:, :3], kept[:, :3] % 2, *[weights] * 2)
+        )
+
+
+@without_a_gpu
+def test_a_workspace_that_was_reserved_does_not_grow(strict):
+    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
+    work = Workspace(torch.device("cpu"))
+    work.reserve(maker.pages, num_heads=8, num_queries=1, max_rows=9, max_blocks=64)
+    before = work.num_bytes
+    assert before >= 256 * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot"
+    for rows in (1, 2, 9):
+        query = maker.randn(rows, 8, 64).bfloat16()
+        numbers, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
+        maker.pages.keys[0] = 0
+        maker.pages.values[0] = 0
+        zeros = torch.zeros_like(numbers)
+        starts = torch.arange(rows)
+        strict.paged_attention(
+            query, maker.pages, table, starts, numbers, numbers, zeros, zeros, zeros, torch.ones(rows), 0.1, query,
+            num_queries=1, workspace=work,
+        )  # fmt: skip
+        assert not query.any()
+    assert work.num_bytes == before
+
+
+@pytest.mark.parametrize("rows", [1, 8, 33, 35, 40, 64, 256])
+def test_splits_fill_a_gpu(rows, monkeypatch):
+    """132 multiprocessors with 2 blocks each, as on an H200: no split of less than 256 entries. Of 35 and 40 sequences,
+    one split each would leave a second wave of 16 or 56 blocks."""
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.plan.multiprocessors", lambda device: 132)
+    cache = torch.empty(8, 8, 16, cell_bytes(128, torch.bfloat16) // 2, dtype=torch.bfloat16)
+    pages = PagedKVCache.of(cache, 128, row_major_keys=True)
+    others = {33: 1, 64: 1, 256: 1}
+    for entries, expected in (
+        (1024, {1: 4, 8: 4, 35: 2, 40: 2, **others}),
+        (65536, {1: 32, 8: 4, 35: 5, 40: 4, **others}),
+    ):
+        plan = AttentionPlan.of(pages, 32, 1, rows, entries // 16)
+        assert plan.splits == expected[rows] and plan.kept == 4 and plan.least % 64 == 0
+        assert plan.num_combined == (4 if plan.splits > 1 else 0) and plan.num_parts >= 1
+        blocks = rows * 8 * plan.splits
+        least = 0.85 if entries > 1024 and rows != 8 else 0.6 if rows > 1 else 0.1
+        assert blocks / (-(-blocks // 264) * 264) >= least, "of the GPU's room for blocks is in use"
+        assert len(plan.sizes) == 2 + (plan.splits > 1) and plan.sizes["lse"] == 16 * blocks
+    assert AttentionPlan.obstacle(pages, 32, 4) is None
+    assert AttentionPlan.obstacle(pages, 32, 5) == "20 rows of queries of a KV head are not from 1 to 16"
+
+
+def random_merge(maker, sequence, num_places, kind, given):
+    """(kept, metadata, merged) for a sequence: most entries stay, some behind fill gaps, one place is emptied."""
+    g, heads, d, n = maker.generator, maker.num_kv_heads, maker.head_size, sequence.keys.shape[1]
+    order = torch.stack([torch.randperm(n - num_places, generator=g) for _ in range(heads)]) + num_places
+    kept = torch.arange(num_places).repeat(heads, 1)
+    kept[:, ::5] = order[:, : len(kept[0, ::5])]
+    kept[0] = torch.randperm(n, generator=g)[:num_places]  # anything anywhere
+    kept[:, 3] = -1
+    places = torch.tensor([0, 7, -1, 10, 20, num_places - 1, 5]).repeat(heads, 1)
+    carriers = kept.gather(1, places.clamp(min=0)).masked_fill(places < 0, -1)
+    gone = torch.ones(heads, n, dtype=torch.bool)
+    for head in range(heads):
+        gone[head, kept[head][kept[head] >= 0]] = False
+    rest = torch.stack([row.nonzero().flatten()[:12] for row in gone])
+    members = torch.cat([carriers, rest], 1)
+    rows = torch.cat([torch.arange(7).repeat(heads, 1), torch.randint(0, 7, (heads, 12), generator=g)], 1)
+    members = members.masked_fill(rows == 2, -1)
+    shuffled = torch.randperm(members.shape[1], generator=g)
+    members, rows = members[:, shuffled], rows[:, shuffled]
+    weights = torch.rand(2, *members.shape, generator=g).unbind()
+    importance, protected = 2 * maker.randn(heads, n), torch.rand(heads, n, generator=g) < 0.3
+    merged = {
+        "moves": None,
+        "rows": Rows(places, maker.randn(heads, 7, d), maker.randn(heads, 7, d)),
+        "values": Rows(places, None, maker.randn(heads, 7, d)),
+        "sums": Sums(places, members, rows, *weights),
+        "value sums": Sums(places, members, rows, None, weights[1]),
+        **{mode: Zip(places, members, rows, importance, protected, mode) for mode in ("scale", "votes", "auto")},
+    }[kind]
+    planes = [maker.randn(heads, num_places) for _ in range(3)]
+    positions = torch.randint(0, 150, (heads, num_places), generator=g)
+    return kept, (*planes, positions) if given else None, merged
+
+
+KINDS = ["moves", "rows", "values", "sums", "value sums", "scale", "votes", "auto"]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["metadata", "own-metadata"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "block_size", "room"),
+    [(torch.float32, 48, 16, 0), (torch.bfloat16, 128, 32, 48 << 10), (torch.float16, 80, 24, 3 << 10)],
+)
+def test_merges_are_the_references(strict, monkeypatch, dtype, head_size, block_size, room, kind, given):
+    """Overlapping places, whole rows staged or a few columns at a time; two layers, whose sequences differ."""
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.BYTES_STAGED", room)
+    makers = [CacheMaker(seed, 3, head_size, block_size, dtype) for seed in range(2)]
+    sequences = [makers[0].sequence(37, 100, 150), makers[1].sequence(50, 64, 101)]
+    parts = [random_merge(maker, s, 40, kind, given) for maker, s in zip(makers, sequences, strict=True)]
+    kept = torch.cat([part[0] for part in parts])
+    metadata = tuple(map(torch.cat, zip(*(part[1] for part in parts), strict=True))) if given else None
+    merged = parts[0][2]
+    if merged is not None:
+        planes = zip(*(vars(part[2]).values() for part in parts), strict=True)
+        merged = type(merged)(*(torch.cat(p) if torch.is_tensor(p[0]) else p[0] for p in planes))
+    num_blocks = -(-40 // block_size)
+    blocks = torch.nn.utils.rnn.pad_sequence([s.blocks for s in sequences], batch_first=True)
+    destination = torch.stack([s.blocks[:num_blocks] for s in sequences])
+    destination[1] = makers[1].sequence(0, 0, 40).blocks  # copied, not changed in place
+    found = []
+    for operators in (reference, strict):
+        layers = []
+        for maker, s in zip(makers, sequences, strict=True):
+            pages = PagedKVCache.of(maker.cache.clone(), head_size)
+            slots = torch.tensor([*range(s.front), *range(s.tail, s.seq_len)])
+            block, offset = s.blocks[slots // block_size].long(), slots % block_size
+            for number, plane in enumerate((pages.scores, pages.aux)):
+                plane[block, :, offset] = torch.arange(3.0 * len(slots)).view(-1, 3).remainder(7 + number)
+            layers.append(pages)
+        bounds = torch.tensor([[s.front, s.tail, s.seq_len] for s in sequences])
+        before = [layer.values.clone() for layer in layers]
+        operators.merge_entries(
+            SequenceLayers(layers, torch.arange(2), blocks, bounds), destination, kept, metadata, merged
+        )
+        assert all(
+            not torch.equal(one.values.nan_to_num(), other.nan_to_num())
+            for one, other in zip(layers, before, strict=True)
+        )
+        found.append([(field.name, getattr(layer, field.name)) for layer in layers for field in fields(PagedKVCache)])
+    exact = kind not in ("scale", "votes", "auto")
+    tolerance = 0 if exact and dtype is not torch.float32 else 1e-5 if dtype is torch.float32 else 1e-2
+    for (name, one), (_, other) in zip(*found, strict=True):
+        rounding = tolerance if name in ("keys", "values") else 0 if exact else 1e-5
+        torch.testing.assert_close(other.float(), one.float(), rtol=rounding, atol=rounding, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["scale", "votes", "auto"])
+def test_zip_is_what_the_merger_does(strict, mode):
+    """KeepKV's merger on the same entries, carriers and members."""
+    maker = CacheMaker(8, 3, 64, 16, torch.float32)
+    s = maker.sequence(60, 80, 140)
+    kept = torch.arange(60).repeat(3, 1)
+    n = 120
+    joined = torch.randint(0, 40, (3, 25), generator=maker.generator)  # carriers of the members 70 to 94
+    members = torch.arange(70, 95).repeat(3, 1)
+    joins = torch.rand(3, 25, generator=maker.generator) < 0.8
+    importance = (maker.randn(3, n) + 3.0) * (1 if mode == "scale" else 0.3)
+    protected = torch.rand(3, n, generator=maker.generator) < 0.3
+    pages = PagedKVCache.of(maker.cache.clone(), 64)
+    pages.scores.fill_(0.25)
+    pages.aux.fill_(2.0)
+    units = SequenceLayers.of(pages, s.blocks, 60, 80, 140)
+    entries = PagedEntries.gather(units)
+    outcome = ZipMerger(zip_mode=mode)._absorb(entries, kept, importance, members, joined, joins, protected)
+    expected = outcome.apply(entries)
+    places = outcome.changed
+    row_of = torch.full((3, 61), -1).scatter_(
+        1, places.masked_fill(places < 0, 60), torch.arange(places.shape[1]).expand_as(places)
+    )
+    everyone = torch.cat([places, members.masked_fill(~joins, -1)], 1)
+    rows = torch.cat([torch.arange(places.shape[1]).expand_as(places), row_of.gather(1, joined)], 1)
+    zipped = Zip(places, everyone, rows.masked_fill(everyone < 0, 0), importance, protected, mode)
+    strict.merge_entries(units, s.blocks[None, :4], kept, None, zipped)
+    actual = gather_entries(pages, s.blocks, 60, 60, 60)
+    assert int((places >= 0).sum()) > 5
+    for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("policy", ["keepkv", "zsmerge", "weightedkv", "h2o"])
+def test_compactions_of_policies(strict, policy):
+    """What a policy makes of a cache, written in one launch and operator by operator."""
+    found = []
+    for operators in (reference, strict):
+        maker = CacheMaker(1, 2, 64, 16, torch.bfloat16)
+        s = maker.sequence(96, 128, 160)
+        maker.pages.scores.copy_(torch.rand(maker.pages.scores.shape, generator=maker.generator))
+        maker.pages.aux.copy_(torch.ones_like(maker.pages.aux))
+        units = SequenceLayers.of(maker.pages, s.blocks, 96, 128, 160)
+        entries = PagedEntries.gather(units)
+        context = CompressionContext(
+            budget=96, capacity=96, num_tokens=160, at_prompt_end=False, num_heads=2, layers=[0, 0], num_layers=1
+        )
+        everything = {"merge_threshold": -1.0} if policy == "keepkv" else {}
+        config = parse_compression({"policy": policy, "budget": 96, **everything})
+        assert config is not None
+        outcome = config.policy.compress(entries, context).outcome
+        assert bool(outcome.merged.any()) == (policy != "h2o")
+        metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
+        merged = Rows(outcome.changed, outcome.keys, outcome.values)
+        operators.merge_entries(units, s.blocks[None, :6], outcome.kept, metadata, merged)
+        found.append(gather_entries(maker.pages, s.blocks, 96, 96, 96))
+    for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
+        assert torch.equal(getattr(found[1], name), getattr(found[0], name)), name
+
+
+def test_merges_that_kernels_cannot_do_are_left_to_others(cuda, monkeypatch):
+    left = []
+    monkeypatch.setattr(cuda.fallback(torch.device("cpu")), "merge_entries", lambda *args: left.append(args))
+    makers = [CacheMaker(0, 2, 64, 16, torch.float32), CacheMaker(0, 2, 64, 32, torch.float32)]
+    s = makers[0].sequence(0, 0, 40)
+    units = SequenceLayers(
+        [maker.pages for maker in makers], torch.zeros(1, dtype=torch.int64), s.blocks[None], torch.tensor([[0, 0, 40]])
+    )
+    cuda.merge_entries(units, s.blocks[None], torch.arange(40).repeat(2, 1))
+    many = torch.zeros(2, 9000, dtype=torch.int64)
+    cuda.merge_entries(SequenceLayers.of(makers[0].pages, s.blocks, 0, 0, 40), s.blocks[None], many)
+    assert len(left) == 2 and left[1][2] is many
+    places, nobody = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64)
+    sums = Sums(places, nobody, nobody, nobody.float(), nobody.float())
+    cuda.merge_entries(SequenceLayers.of(makers[0].pages, s.blocks, 0, 0, 40), s.blocks[None], many[:, :40], None, sums)
+    assert left[2][4] is sums
+
+
+# The table of choices
+
+
+def test_nothing_was_measured_so_triton_is_chosen():
+    table = json.loads(choice.RULES.read_text())
+    assert table == [{"implementation": "triton"}], "say in docs/gpu.md what was measured"
+    for gpu in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"):
+        assert {choice.choice(operator, gpu, 128).implementation for operator in ops.OPERATORS} == {"triton"}
+
+
+def test_a_rule_of_a_gpu_wins(monkeypatch):
+    rule = {
+        "operator": "paged_attention",
+        "device": "NVIDIA H200",
+        "head_sizes": [128],
+        "implementation": "cuda",
+        "bulk": True,
+    }
+    monkeypatch.setattr(choice, "rules", lambda: [{"implementation": "triton"}, rule])
+    choice.choice.cache_clear()
+    try:
+        assert choice.choice("paged_attention", "NVIDIA H200", 128) == choice.Choice("cuda", bulk=True)
+        for other in (("merge_entries", "NVIDIA H200", 128), ("paged_attention", "NVIDIA H100", 128),
+                      ("paged_attention", "NVIDIA H200", 64)):  # fmt: skip
+            assert choice.choice(*other) == choice.Choice("triton")
+    finally:
+        choice.choice.cache_clear()
+
+
+def test_cuda_can_be_chosen(cuda):
+    maker = CacheMaker(0, 2, 64, 16, torch.float32)
+    before = ops.implementations(maker.pages)
+    assert set(before) == set(ops.OPERATORS) >= {"paged_attention", "merge_entries", "write_tokens"}
+    try:
+        ops.choose("cuda")
+        chosen = ops.implementations(maker.pages)
+        assert {name for name in chosen if chosen[name] == "CUDA C++, emulated"} == set(cuda.OPERATORS)
+        assert ops.implementation(maker.pages).endswith("merge_entries: CUDA C++, emulated")
+        assert "paged_attention: CUDA C++, emulated" in ops.implementation(maker.pages)
+        check_against_reference(ops, maker, [maker.sequence(40, 64, 99)], [1], [UPDATES[1]], 2)
+    finally:
+        ops.choose(None)
+    assert ops.implementations(maker.pages) == before
+
+
+def test_operators_can_be_overridden(cuda):
+    maker = CacheMaker(0, 2, 64, 16, torch.float32)
+    try:
+        ops.override({"merge_entries": "cuda", "gather_rows": "reference"})
+        table = ops.implementations(maker.pages)
+        assert table["merge_entries"] == "CUDA C++, emulated" and table["gather_rows"].endswith("it was chosen")
+        assert not table["paged_attention"].startswith("CUDA")
+        with pytest.raises(
+            ValueError, match="there is no operator 'softmax' to choose; allowed: score_prompt_queries, fused"
+        ):
+            ops.override({"softmax": "cuda"})
+    finally:
+        ops.override({})
+
+
+def test_a_server_may_override_operators():
+    given = {"kvmerge": {"operators": {"paged_attention": "cuda"}}}
+    assert kvmerge_engine_args(additional_config=given)["additional_config"]["kvmerge"]["operators"] == {
+        "paged_attention": "cuda"
+    }
+    for wrong, message in (
+        ({"paged_attention": "rocm"}, "no operators called 'rocm'"),
+        (["cuda"], "valid dictionary"),
+    ):
+        with pytest.raises(UnsupportedConfigError, match=f"additional_config.kvmerge.operators=.*{message}"):
+            kvmerge_engine_args(additional_config={"kvmerge": {"operators": wrong}})
+
+
+def test_a_library_that_is_missing_is_said_once(monkeypatch, caplog, tmp_path):
+    from vllm_kvmerge.ops import cuda
+
+    monkeypatch.setattr(cuda, "_path", tmp_path / "_cuda.so")
+    ops._cuda_failure.cache_clear()
+    maker = CacheMaker(0, 2, 64, 16, torch.float32)
+    try:
+        ops.override({"paged_attention": "cuda"})
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                assert not ops.implementation(maker.pages).startswith("CUDA")
+        assert len([r for r in caplog.records if "csrc/cuda/build.py builds it" in r.message]) == 1
+        with pytest.raises(OSError, match="is missing"):
+            ops.choose("cuda")
+        (tmp_path / "broken.so").write_text("no library")
+        with pytest.raises(OSError, match="cannot be loaded"):
+            cuda.use(tmp_path / "broken.so")
+    finally:
+        ops.override({})
+        ops._cuda_failure.cache_clear()
+
+
+# Compilation
+
+KERNELS = {
+    "Attend<MatrixUnits<Bf16, 128, false>, 4, 3>": ["LDGSTS.E.BYPASS.LTC128B.128", "HMMA.16816.F32.BF16", "LDSM.16.M"],
+    "Attend<MatrixUnits<F16, 256, true>, 4, 2>": ["UBLKCP", "HMMA.16816.F32", "LDSM.16.M"],
+    "Attend<Cores<Bf16, 128, 1, false>, 4, 3>": ["LDGSTS.E.BYPASS.LTC128B.128", "LDS.128"],
+    "Finish<128>": [],
+    "Merge<Bf16>": ["LDG.E.128", "STG.E.128", "LDGSTS.E.BYPASS.LTC128B.128"],
+}
+"""Some of the ops, and instructions that are meant to be in them."""
+
+
+@pytest.mark.parametrize("target", ["80", "90a"])
+def test_kernels_compile_without_spills(target, tmp_path):
+    """Nothing in a thread's stack; the loads, copies and products that were meant, in the machine code."""
+    builder = cuda_builder()
+    compiler = builder.nvcc()
+    if compiler is None:
+        pytest.skip("there is no nvcc")
+    source, binary = tmp_path / "ops.cu", tmp_path / "ops.cubin"
+    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "merge")]
+    instances = [f"template __global__ void run_kernel<{kernel}>(const __grid_constant__ {kernel}::Params);"
+                 for kernel in KERNELS]  # fmt: skip
+    source.write_text("\n".join([*includes, "namespace kvmerge {", *instances, "}"]))
+    code = f"arch=compute_{target},code=sm_{target}"
+    said = builder.run([compiler, *builder.NVCC_FLAGS, "-gencode", code, "-cubin", str(source), "-o", str(binary)])
+    found = builder.usage(said)
+    assert len(found) == len(KERNELS) and {kernel.target for kernel in found} == {f"sm_{target}"}
+    assert all(kernel.stack == 0 and 0 < kernel.registers <= 255 for kernel in found), found
+    tools = pytest.importorskip("tests.ops.triton_compiler", reason="there is no disassembler: Triton brings one")
+    listing = subprocess.run([tools.CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
+    functions = dict(part.split("\n", 1) for part in listing.split("Function : ")[1:])
+    assert len(functions) == len(KERNELS)
+    for kernel, instructions in KERNELS.items():
+        words = re.findall(r"[A-Za-z]+\w*", kernel.replace("Bf16", "nv_bfloat16").replace("F16", "half"))
+        wanted = [word for word in words if word not in ("true", "false")]
+        (code,) = [code for name, code in functions.items() if all(word in name for word in wanted)]
+        for instruction in instructions:
+            assert (instruction in code) == (instruction != "UBLKCP" or target == "90a"), (kernel, instruction)
+        assert not re.search(r"\b(LDL|STL)\b", code), f"{kernel} uses local memory"

@@ -1,0 +1,185 @@
+"""Index arithmetic on every implementation, against plain loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ops.conftest import Watch
+from vllm_kvmerge.ops import cpu, reference
+
+SIZES = [1, 2, 15, 16, 17, 64, 100, 816]
+LAST = torch.iinfo(torch.int64).max
+
+
+def largest_by_sorting(ranking, count):
+    """By Python's sort: larger first, of equal ones the lower index."""
+    mask = torch.zeros(ranking.shape, dtype=torch.bool)
+    for row, values in zip(mask, ranking.tolist(), strict=True):
+        order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+        row[order[: max(0, count)]] = True
+    return mask
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("kind", ["float", "few", "signs", "positions", "wide"])
+def test_the_largest_are_marked(operators, n, kind):
+    generator = torch.Generator().manual_seed(n)
+    ranking = {
+        "float": torch.randn(3, n, generator=generator) * 1e30,
+        "few": torch.randint(-1, 3, (3, n), generator=generator).float(),
+        "signs": torch.randint(-1, 2, (3, n), generator=generator) * torch.tensor(0.0),  # 0 and -0 are equal
+        "positions": torch.randint(-1, 99, (3, n), generator=generator).masked_fill(torch.arange(n) % 5 == 4, LAST),
+        "wide": torch.randint(-(2**50), 2**50, (3, n), generator=generator),
+    }[kind]
+    if kind == "few":
+        ranking[torch.rand(3, n, generator=generator) < 0.2] = torch.inf
+        ranking[torch.rand(3, n, generator=generator) < 0.2] = -torch.inf
+    for count in {-1, 0, 1, n // 2, n - 1, n, n + 1}:
+        assert torch.equal(operators.largest(ranking, count), largest_by_sorting(ranking, count))
+    columns = torch.empty(n, 3, dtype=ranking.dtype).copy_(ranking.T).T  # not contiguous
+    assert torch.equal(operators.largest(columns, n // 2), largest_by_sorting(ranking, n // 2))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_protected_and_dead_entries_are_outside_of_the_ranking(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    ranking = torch.randn(3, n, generator=generator)
+    for special in (torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max):
+        ranking[torch.rand(3, n, generator=generator) < 0.1] = special
+    protected, is_live = torch.rand(3, n, generator=generator) < 0.2, torch.rand(3, n, generator=generator) < 0.8
+    limit = torch.finfo(torch.float32).max
+    order = ranking.double().nan_to_num(nan=-limit, posinf=limit, neginf=-limit)
+    order = order.masked_fill(protected, torch.inf).masked_fill(~is_live, -torch.inf)
+    for count in {0, 1, n // 2, n - 1, n}:
+        assert torch.equal(operators.top(ranking, protected, is_live, count), largest_by_sorting(order, count))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_what_is_kept_stays_in_place(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    for count in {0, 1, n // 2, n}:
+        mask = largest_by_sorting(torch.rand(4, n, generator=generator), count)
+        index = operators.in_place(mask, count)
+        for row, kept in zip(index.tolist(), mask, strict=True):
+            behind = iter(kept.nonzero().flatten().tolist()[int(kept[:count].sum()) :])
+            assert row == [i if kept[i] else next(behind) for i in range(count)]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("largest", [1, 200, 60_000, 2**40])
+def test_order_of_positions(operators, n, largest):
+    positions = torch.randint(-1, largest, (3, n), generator=torch.Generator().manual_seed(n))
+    if largest == 2**40 and operators is not cpu:
+        positions %= 2**31  # a position of a sequence fits in 32 bits; the reference asks for that
+    assert torch.equal(operators.by_position(positions), positions.argsort(dim=1, stable=True))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
+def test_places_of_a_mask_and_inverses(operators, n, share):
+    generator = torch.Generator().manual_seed(n)
+    mask = torch.rand(4, n, generator=generator) < share
+    mask[2] = False
+    rows = [row.nonzero().flatten().tolist() for row in mask]
+    most = max(len(row) for row in rows)
+    for width in (None, most, most + 3):
+        index = operators.padded_nonzero(mask, width)
+        size = most if width is None else width
+        assert index.shape == (4, size) and index.tolist() == [row + [-1] * (size - len(row)) for row in rows]
+    where = operators.inverse(index, n + 2)
+    for row, places in zip(where.tolist(), rows, strict=True):
+        assert row == [places.index(i) if i in places else -1 for i in range(n + 2)]
+    assert (
+        operators.padded_nonzero(mask[:0]).shape == (0, 0)
+        and operators.inverse(index[:, :0], 5).tolist() == [[-1] * 5] * 4
+    )
+
+
+@pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=80), st.integers(0, 80))
+def test_any_ranking(values, count):
+    ranking = torch.tensor([values])
+    assert torch.equal(cpu.largest(ranking, count), largest_by_sorting(ranking, count))
+
+
+@pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
+def test_what_does_not_fit_raises():
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    with pytest.raises(ValueError, match="1 entries in each row"):
+        cpu.in_place(mask, 1)
+    with pytest.raises(ValueError, match="3 entries in each row"):
+        cpu.in_place(mask, 3)
+    with pytest.raises(ValueError, match="4 of 3"):
+        cpu.in_place(mask, 4)
+    with pytest.raises(ValueError, match="more than 1"):
+        cpu.padded_nonzero(mask, 1)
+    with pytest.raises(IndexError, match="not below 2"):
+        cpu.inverse(torch.tensor([[0, 2]]), 2)
+    with pytest.raises(ValueError, match="is_live must have shape"):
+        cpu.top(torch.zeros(2, 3), mask, mask[:1], 1)
+    with pytest.raises(ValueError, match="does not fit in 2 places"):
+        cpu.free_places(torch.tensor([[0, 1, 2]]), 2)
+    with pytest.raises(ValueError, match="does not fit"):
+        cpu.free_places(torch.tensor([[1, 1]]), 2)
+    for bad in (-1, 3):
+        with pytest.raises(IndexError, match="not among 3"):
+            cpu.take(torch.tensor([[0, bad]]), [torch.zeros(1, 3)])
+    with pytest.raises(ValueError, match="there must be a slot"):
+        cpu.join_slots(torch.zeros(1, 2, 0), torch.zeros(1, 2, 2), torch.zeros(1, 2), torch.zeros(1, 0))
+    with pytest.raises(TypeError, match="integers of 64 bits"):
+        cpu.largest(torch.zeros(2, 3, dtype=torch.int32), 1)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_what_has_no_place_gets_a_free_one(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    index = torch.rand(3, 2 * n, generator=generator).argsort(1)[:, :n]
+    index[torch.rand(3, n, generator=generator) < 0.1] = -1
+    for num_places in (n, n + 5):
+        for row, places in zip(index.tolist(), operators.free_places(index, num_places).tolist(), strict=True):
+            free = iter(i for i in range(num_places) if i not in row)
+            assert places == [i if 0 <= i < num_places else next(free) for i in row]
+
+
+def test_a_gpu_is_not_waited_for():
+    """By what each compaction does; how wide a list of unknown length has to be must be read."""
+    mask = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)).argsort(1) < 20
+    with Watch(Watch.WAITS | {"__setitem__"}):
+        kept = reference.in_place(mask, 20)
+        left = reference.padded_nonzero(~mask, 44)
+        reference.free_places(kept, 20)
+    assert torch.equal(kept.sort(1).values, reference.padded_nonzero(mask)) and (left >= 0).all()
+    with pytest.raises(AssertionError, match="waits"), Watch(Watch.WAITS):
+        reference.padded_nonzero(mask)
+
+
+@pytest.mark.parametrize(("members", "slots"), [(0, 3), (1, 1), (5, 3), (16, 100)])
+def test_members_join_the_slots_of_largest_product(operators, members, slots):
+    """Against means of keys, slot by slot, in float64."""
+    generator = torch.Generator().manual_seed(members)
+    keys, means = torch.randn(3, members, 8, generator=generator), torch.randn(3, slots, 8, generator=generator)
+    weights = torch.randint(0, 4, (3, members), generator=generator).float()
+    before = torch.randint(1, 9, (3, slots), generator=generator).float()
+    arguments = keys @ means.transpose(1, 2), keys @ keys.transpose(1, 2), weights, before
+    copies = [tensor.clone() for tensor in arguments]
+    joined, total = operators.join_slots(*arguments)
+    assert all(torch.equal(one, other) for one, other in zip(arguments, copies, strict=True))
+    means, expected = means.double(), before.clone()
+    for head in range(3):
+        for i in range(members):
+            slot = int((means[head] @ keys[head, i].double()).argmax())
+            assert joined[head, i] == slot
+            expected[head, slot] += weights[head, i]
+            means[head, slot] += weights[head, i] / expected[head, slot] * (keys[head, i] - means[head, slot])
+    assert torch.equal(total, expected)
+
+
+def test_planes_are_taken_together(operators):
+    generator = torch.Generator().manual_seed(1)
+    planes = [torch.randn(3, 50, generator=generator), torch.randint(-9, 9, (3, 50), generator=generator)]
+    planes += [torch.randn(50, 3, generator=generator).T, planes[0].double()]
+    index = torch.randint(0, 50, (3, 70), generator=generator)
+    for taken, plane in zip(operators.take(index, planes), planes, strict=True):
+        assert taken.dtype == plane.dtype and torch.equal(taken, plane.gather(1, index))

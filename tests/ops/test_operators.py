@@ -1,0 +1,258 @@
+"""The reference operators against dense attention in float64, and against vLLM's own CPU operators."""
+
+import math
+import subprocess
+import sys
+import zlib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import vllm_library
+from tests.entries import gather_entries, write_front
+from tests.ops.conftest import CacheMaker, row_tensors
+from vllm_kvmerge.ops import (
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    cell_bytes,
+    write_tokens,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SUM, MEAN, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
+
+
+def relative_error(actual, expected):
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def dense_attention(query, sequence, scale):
+    """(output, logits, probabilities) in float64, one query at a time; query ``[q, H * G, d]``."""
+    num_queries, heads = query.shape[0], sequence.keys.shape[0]
+    groups = query.shape[1] // heads
+    outputs, all_logits, all_probabilities = [], [], []
+    for i in range(num_queries):
+        n = sequence.keys.shape[1] - num_queries + i + 1
+        rows = query[i].double().view(heads, groups, -1)
+        logits = scale * torch.einsum("hgd,hnd->hgn", rows, sequence.keys[:, :n])
+        probabilities = torch.softmax(logits + sequence.log_votes[:, None, :n], -1)
+        outputs.append(torch.einsum("hgn,hnd->hgd", probabilities, sequence.values[:, :n]).flatten(0, 1))
+        all_logits.append(logits)
+        all_probabilities.append(probabilities)
+    return torch.stack(outputs), all_logits, all_probabilities
+
+
+def dense_scores(update, all_logits, all_probabilities, scores, aux, num_new):
+    """The statistics after the queries, by the definitions; entries are lists of per-query tensors."""
+    scores, aux = scores.double().clone(), aux.double().clone()
+    scores[:, scores.shape[1] - num_new :] = 0
+    aux[:, aux.shape[1] - num_new :] = 0
+    for logits, probabilities in zip(all_logits, all_probabilities, strict=True):
+        n = logits.shape[2]
+        if update.mode in ("sum", "mean"):
+            scores[:, :n] = update.decay * scores[:, :n] + probabilities.sum(1)
+            aux[:, :n] += update.mode == "mean"
+        else:
+            level = torch.logsumexp(logits, 1) - math.log(logits.shape[1])
+            old = torch.where(aux[:, :n] > 0, scores[:, :n] + math.log(update.decay), -torch.inf)
+            scores[:, :n] = torch.logaddexp(old, level + math.log(1 - update.decay))
+            aux[:, :n] += 1
+    return scores, aux
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("num_kv_heads", "groups", "head_size", "block_size"),
+    [(2, 1, 32, 32), (1, 8, 64, 32), (3, 2, 128, 16), (2, 4, 80, 32), (1, 2, 256, 64)],
+)
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_attention_over_front_and_tail(
+    operators, dtype, num_kv_heads, groups, head_size, block_size, num_queries, request
+):
+    maker = CacheMaker(zlib.crc32(request.node.name.encode()), num_kv_heads, head_size, block_size, dtype)
+    sequences = [
+        maker.sequence(front=0, tail=0, seq_len=77),  # never compressed
+        maker.sequence(front=37, tail=200, seq_len=231),  # a hole, odd lengths
+        maker.sequence(front=32, tail=64, seq_len=64 + num_queries, num_dead=3),  # only new tokens behind the front
+        maker.sequence(front=50, tail=50, seq_len=90),  # no hole
+        maker.sequence(front=1, tail=130, seq_len=160),
+    ]
+    updates = [None, SUM, EMA, MEAN, EMA]
+    scale = head_size**-0.5
+    query = maker.randn(len(sequences) * num_queries, num_kv_heads * groups, head_size).to(dtype)
+    output = torch.full_like(query, torch.nan)
+    before = []
+    for sequence, update in zip(sequences, updates, strict=True):
+        if update is not None:
+            live = gather_entries(maker.pages, sequence.blocks, sequence.front, sequence.tail, sequence.seq_len)
+            live.scores = maker.randn(*live.scores.shape)
+            live.aux = torch.randint(0, 3, live.aux.shape, generator=maker.generator).float()
+            _write_statistics(maker.pages, sequence, live.scores, live.aux)
+            before.append((live.scores, live.aux))
+        else:
+            before.append(None)
+    rows = row_tensors(sequences, [num_queries] * len(sequences), updates)
+    operators.paged_attention(query=query, pages=maker.pages, **rows, scale=scale, output=output)
+    for row, (sequence, update) in enumerate(zip(sequences, updates, strict=True)):
+        rows = slice(row * num_queries, (row + 1) * num_queries)
+        expected, logits, probabilities = dense_attention(query[rows], sequence, scale)
+        assert relative_error(output[rows], expected) < TOLERANCE[dtype]
+        if update is None:
+            continue
+        scores, aux = dense_scores(update, logits, probabilities, *before[row], num_queries)
+        after = gather_entries(maker.pages, sequence.blocks, sequence.front, sequence.tail, sequence.seq_len)
+        assert relative_error(after.scores, scores) < 1e-4
+        assert torch.equal(after.aux.double(), aux)
+
+
+def _write_statistics(pages, sequence, scores, aux):
+    slots = [*range(sequence.front), *range(sequence.tail, sequence.seq_len)]
+    for i, slot in enumerate(slots):
+        block, offset = int(sequence.blocks[slot // pages.block_size]), slot % pages.block_size
+        pages.scores[block, :, offset] = scores[:, i]
+        pages.aux[block, :, offset] = aux[:, i]
+
+
+@pytest.mark.parametrize("update", [SUM, MEAN, EMA], ids=["sum", "mean", "log_ema"])
+@pytest.mark.parametrize("window", [1, 40, 150])
+def test_column_scores_do_not_depend_on_chunks(operators, update, window):
+    maker = CacheMaker(7, 2, 32, 32, torch.float32)
+    sequence = maker.sequence(front=0, tail=0, seq_len=150)
+    query = maker.randn(window, 4, 32)
+    scale = 32**-0.5
+    _, logits, probabilities = dense_attention(query, sequence, scale)
+    expected = dense_scores(update, logits, probabilities, torch.zeros(2, 150), torch.zeros(2, 150), 0)
+    for chunk in (1, 7, 64, 150):
+        scores, aux = torch.zeros(2, 150), torch.zeros(2, 150)
+        for start in range(0, window, chunk):
+            stop = min(start + chunk, window)
+            seq_len = 150 - window + stop
+            operators.score_prompt_queries(
+                query[start:stop],
+                maker.pages,
+                sequence.blocks,
+                seq_len,
+                update,
+                scale,
+                scores[:, :seq_len],
+                aux[:, :seq_len],
+            )
+        assert relative_error(scores, expected[0]) < 1e-5
+        assert torch.equal(aux.double(), expected[1])
+
+
+def test_write_front_leaves_other_slots_alone():
+    maker = CacheMaker(3, 2, 32, 32, torch.bfloat16)
+    sequence = maker.sequence(front=0, tail=0, seq_len=100)
+    entries = gather_entries(maker.pages, sequence.blocks, 0, 0, 40)
+    before = maker.cache.clone()
+    write_front(maker.pages, sequence.blocks, entries)
+    old = PagedKVCache.of(before, 32)
+    second = int(sequence.blocks[1])
+    assert torch.equal(maker.pages.keys[second, ..., 8:], old.keys[second, ..., 8:])
+    assert torch.equal(maker.pages.values[second, :, 8:], old.values[second, :, 8:])
+    untouched = [b for b in range(256) if b not in sequence.blocks[:2].tolist()]
+    for field in fields(PagedKVCache):
+        new, was = (getattr(pages, field.name)[untouched] for pages in (maker.pages, old))
+        assert torch.equal(new.nan_to_num(7.0), was.nan_to_num(7.0))
+    again = gather_entries(maker.pages, sequence.blocks, 40, 40, 100)
+    assert torch.equal(again.keys[:, :40], entries.keys)
+    assert torch.equal(again.positions[:, :40], entries.positions)
+    assert torch.equal(again.keys[:, 40:].double(), sequence.keys[:, 40:])
+
+
+def test_cache_of_another_cell_size_is_refused():
+    with pytest.raises(ValueError, match="contiguous bytes per cell"):
+        PagedKVCache.of(torch.zeros(4, 2, 32, 64), head_size=32)
+
+
+@pytest.fixture
+def vllm_ops():
+    """vLLM's operators for the CPU, loaded as vLLM does: its libraries register the same names, so two abort."""
+    vllm_ops = pytest.importorskip("vllm._custom_ops", reason="vLLM is not installed")
+    if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
+        pytest.skip("this build of vLLM has no operators for the CPU")
+    return vllm_ops
+
+
+def test_vllm_loads_the_library_that_is_asked_for(vllm_ops, request):
+    """This process, and one that it starts."""
+    expected = request.config.getoption("--vllm-library", default=None) or [*vllm_library.runnable(), "_C"][0]
+    assert vllm_library.loaded() == [expected]
+    code = "import vllm._custom_ops; from tests import vllm_library; print('loaded', *vllm_library.loaded())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"loaded {expected}"
+
+
+def test_a_library_for_lesser_processors_can_be_chosen(monkeypatch):
+    """In a process that takes this processor for one that has everything."""
+    if not vllm_library.runnable():
+        pytest.skip("vLLM has one library of CPU operators for this processor")
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    code = """
+import torch
+torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: True
+import vllm._custom_ops
+from tests import vllm_library
+print("loaded", *vllm_library.loaded())"""
+    with vllm_library.choose("_C_AVX2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+        )
+    assert done.stdout.splitlines()[-1] == "loaded _C_AVX2"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
+def test_vllm_operators_work_on_our_pages(operators, vllm_ops, dtype, head_size):
+    """vLLM's operators pack K and V as our pages do, leave the metadata alone and give the same attention."""
+    heads, groups, block_size, seq_len = 2, 3, 32, 75
+    isa = "vec" if head_size % 32 == 0 else "vec16"
+    generator = torch.Generator().manual_seed(head_size)
+    elements = cell_bytes(head_size, dtype) // dtype.itemsize
+    ours = torch.zeros(8, heads, block_size, elements, dtype=dtype)
+    theirs = ours.clone()
+    pages, stock = PagedKVCache.of(ours, head_size), PagedKVCache.of(theirs, head_size)
+    for view in (pages, stock):
+        view.scores.fill_(1.5)
+    blocks = torch.tensor([5, 2, 7], dtype=torch.int32)
+    slots = torch.arange(seq_len)
+    slot_mapping = blocks[slots // block_size].long() * block_size + slots % block_size
+    key, value = (torch.randn(seq_len, heads, head_size, generator=generator).to(dtype) for _ in range(2))
+    write_tokens(pages, slot_mapping, key, value)
+    vllm_ops.cpu_attn_reshape_and_cache(key, value, stock.stock_keys, stock.values, slot_mapping, isa)
+    assert torch.equal(ours, theirs)
+    for num_queries in (1, seq_len):
+        query = torch.randn(num_queries, heads * groups, head_size, generator=generator).to(dtype)
+        start_loc = torch.tensor([0, num_queries], dtype=torch.int32)
+        seq_lens = torch.tensor([seq_len], dtype=torch.int32)
+        scale = head_size**-0.5
+        metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=heads * groups,
+            num_kv_heads=heads,
+            head_dim=head_size,
+            seq_lens=seq_lens,
+            dtype=dtype,
+            query_start_loc=start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=True,
+        )
+        expected, output = torch.empty_like(query), torch.empty_like(query)
+        vllm_ops.cpu_attention_with_kv_cache(
+            query, stock.stock_keys, stock.values, expected, start_loc, seq_lens, scale, True, None, -1,
+            blocks[None], 0, metadata, None,
+        )  # fmt: skip
+        zero, lens = torch.zeros(1, dtype=torch.int32), torch.tensor([num_queries], dtype=torch.int32)
+        operators.paged_attention(
+            query, pages, blocks[None], zero, lens, seq_lens, zero, zero, zero, torch.ones(1), scale, output
+        )
+        assert relative_error(output, expected) < TOLERANCE[dtype]

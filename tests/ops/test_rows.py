@@ -1,0 +1,279 @@
+"""The operators that read and change single entries, against dense arithmetic and slot by slot."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.entries import gather_entries, write_front
+from tests.ops.conftest import CacheMaker, Sequence
+from vllm_kvmerge.ops import (
+    PagedKVCache,
+    SequenceLayers,
+)
+from vllm_kvmerge.policies.base import DEAD, Entries
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(0, 0, 77, 0), (37, 200, 231, 5), (32, 64, 96, 0), (50, 50, 91, 3), (1, 130, 160, 1)]
+"""front, tail, seq_len, dead entries of each head: never compressed, holes, odd lengths, no hole."""
+
+
+def make(dtype: torch.dtype, shape: tuple[int, int, int, int], seed: int = 0) -> tuple[CacheMaker, Sequence]:
+    maker = CacheMaker(seed, 3, 48, 32, dtype)
+    front, tail, seq_len, num_dead = shape
+    sequence = maker.sequence(front, tail, seq_len, num_dead)
+    slots = [*range(front), *range(tail, seq_len)]
+    for slot in slots:
+        block, offset = int(sequence.blocks[slot // 32]), slot % 32
+        maker.pages.scores[block, :, offset] = maker.randn(3)
+        maker.pages.aux[block, :, offset] = maker.randn(3)
+    return maker, sequence
+
+
+def live(maker: CacheMaker, s: Sequence) -> Entries:
+    return gather_entries(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
+
+
+def units(maker: CacheMaker, s: Sequence) -> SequenceLayers:
+    return SequenceLayers.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
+
+
+def random_index(maker: CacheMaker, num_entries: int, count: int, num_negative: int = 0) -> Tensor:
+    """``[3, count]``: different entries for each head, in any order, and -1 in ``num_negative`` places."""
+    ranks = torch.rand(3, num_entries, generator=maker.generator).argsort(1)[:, :count]
+    return ranks.masked_fill(torch.rand(3, count, generator=maker.generator).argsort(1) < num_negative, -1)
+
+
+def by_index(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows of ``[H, n, d]`` at ``[H, m]``; zeros where negative."""
+    rows = [[t[i] if i >= 0 else torch.zeros_like(t[0]) for i in row] for t, row in zip(tensor, index, strict=True)]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_metadata_and_rows_are_those_of_the_dense_sequence(operators, dtype, shape):
+    maker, s = make(dtype, shape)
+    slots = torch.tensor([*range(s.front), *range(s.tail, s.seq_len)])
+    block, offset = s.blocks[slots // 32].long(), slots % 32
+    log_votes, scores, aux, positions = operators.gather_metadata(units(maker, s))
+    assert torch.equal(log_votes.double(), s.log_votes)
+    assert torch.equal(scores, maker.pages.scores[block, :, offset].t())
+    assert torch.equal(aux, maker.pages.aux[block, :, offset].t())
+    expected = torch.cat([torch.arange(s.front), torch.arange(s.tail, s.seq_len)]).repeat(3, 1)
+    expected[:, : shape[3]] = DEAD
+    assert positions.dtype == torch.int64 and torch.equal(positions, expected)
+    for tensor in (log_votes, scores, aux, positions):
+        tensor.fill_(7)  # copies: the pages stay as they are
+    assert torch.equal(live(maker, s).log_votes.double(), s.log_votes)
+
+    index = random_index(maker, len(slots), len(slots) // 2, num_negative=4)
+    for plane, dense in (("keys", s.keys), ("values", s.values)):
+        rows = operators.gather_rows(units(maker, s), plane, index)
+        assert rows.dtype == torch.float32 and torch.equal(rows.double(), by_index(dense, index))
+        assert operators.gather_rows(units(maker, s), plane, index[:, :0]).shape == (3, 0, 48)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_most_similar_against_a_loop(operators, dtype, shape):
+    maker, s = make(dtype, shape)
+    n = s.keys.shape[1]
+    index = random_index(maker, n, n)
+    members, carriers = index[:, : n // 4], index[:, n // 4 :]
+    usable = torch.rand(carriers.shape, generator=maker.generator) < 0.7
+    usable[2] = False
+    similarity, best = operators.most_similar(units(maker, s), members, carriers, usable)
+    for head in range(2):
+        candidates = carriers[head][usable[head]]
+        for j, member in enumerate(members[head]):
+            cosine = torch.cosine_similarity(s.keys[head, candidates], s.keys[head, member], dim=-1)
+            torch.testing.assert_close(similarity[head, j].double(), cosine.max(), rtol=0, atol=1e-6)
+            chosen = (candidates == best[head, j]).nonzero()
+            assert cosine[chosen] >= cosine.max() - 1e-6
+    assert (similarity[2] == -torch.inf).all()
+
+
+def test_of_equally_similar_carriers_the_first_is_taken(operators):
+    maker, s = make(torch.float32, (37, 200, 231, 0))
+    rows = maker.randn(3, 1, 48)
+    operators.write_rows(
+        units(maker, s), s.blocks[None], torch.tensor([[4, 8, 20]]).expand(3, -1), rows.expand(-1, 3, -1), None
+    )
+    members = torch.tensor([[8]]).expand(3, -1)
+    carriers = torch.tensor([[5, 20, 4, 40]]).expand(3, -1)
+    usable = torch.ones(3, 4, dtype=torch.bool)
+    similarity, best = operators.most_similar(units(maker, s), members, carriers, usable)
+    assert (best == 20).all() and (similarity <= 1.0).all() and (similarity > 0.999).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("where", ["same", "shuffled", "fresh"])
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_are_as_if_everything_had_been_read_first(operators, dtype, shape, where, seed):
+    """Destinations among the sequence's own blocks in any order, its hole's, and others; slot by slot."""
+    maker, s = make(dtype, shape, seed)
+    before = live(maker, s)
+    n = len(before)
+    num_kept = int(torch.randint(1, n + 1, (1,), generator=maker.generator))
+    num_blocks = -(-num_kept // 32)
+    if where == "same":
+        destination = s.blocks.clone()[:num_blocks]
+        destination[destination == 0] = maker.sequence(0, 0, 32 * num_blocks).blocks[destination == 0]
+    else:
+        pool = maker.sequence(0, 0, 32 * num_blocks).blocks
+        if where == "shuffled":
+            pool = torch.cat([s.blocks[s.blocks > 0], pool[:1]])
+            pool = pool[torch.randperm(len(pool), generator=maker.generator)]
+            num_kept = min(num_kept, 32 * len(pool))
+            num_blocks = -(-num_kept // 32)
+        destination = pool[:num_blocks]
+    kept = random_index(maker, n, num_kept, num_negative=min(3, num_kept))
+    stays = torch.arange(num_kept) % 3 == 0  # some entries stay in their place
+    kept[0] = torch.where(stays, torch.arange(num_kept), kept[0])
+    untouched = maker.cache.clone()
+    operators.move_entries(units(maker, s), destination[None], kept)
+
+    after, old = maker.pages, PagedKVCache.of(untouched, 48)
+    expected_keys, expected_values = old.keys.clone(), old.values.clone()
+    for head in range(3):
+        for place, entry in enumerate(kept[head].tolist()):
+            to = int(destination[place // 32]), place % 32
+            if entry < 0:
+                expected_keys[to[0], head, :, to[1]] = 0
+                expected_values[to[0], head, to[1]] = 0
+                continue
+            slot = entry if entry < s.front else s.tail + entry - s.front
+            block, offset = int(s.blocks[slot // 32]), slot % 32
+            expected_keys[to[0], head, :, to[1]] = old.keys[block, head, :, offset]
+            expected_values[to[0], head, to[1]] = old.values[block, head, offset]
+    for actual, expected in ((after.keys, expected_keys), (after.values, expected_values)):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    for name in ("log_votes", "scores", "aux", "positions"):
+        torch.testing.assert_close(getattr(after, name), getattr(old, name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_moves_rows_and_metadata_make_a_front(operators, dtype):
+    """The three writing operators give what ``write_front`` gives for the same entries."""
+    maker, s = make(dtype, (37, 200, 231, 5))
+    before = live(maker, s)
+    kept = random_index(maker, len(before), 50, num_negative=4)
+    entries = before.take(kept.clamp(min=0))
+    entries.kill(kept < 0)
+    places = random_index(maker, 50, 7, num_negative=2)
+    rows = maker.randn(3, 7, 48)
+    for head in range(3):
+        for row, place in enumerate(places[head].tolist()):
+            if place >= 0:
+                entries.keys[head, place] = rows[head, row]
+                entries.values[head, place] = -rows[head, row]
+    fresh, again = maker.sequence(0, 0, 64), maker.sequence(0, 0, 64)
+    write_front(maker.pages, fresh.blocks, entries)
+    operators.move_entries(units(maker, s), again.blocks[None], kept)
+    operators.write_rows(units(maker, s), again.blocks[None], places, rows, None)
+    operators.write_rows(units(maker, s), again.blocks[None], places, None, -rows)
+    operators.write_metadata(
+        units(maker, s), again.blocks[None], entries.log_votes, entries.scores, entries.aux, entries.positions
+    )
+    one, other = (gather_entries(maker.pages, q.blocks, 50, 50, 50) for q in (fresh, again))
+    for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_rows_and_metadata_elsewhere_stay(operators):
+    maker, s = make(torch.bfloat16, (37, 200, 231, 0))
+    before = maker.cache.clone()
+    operators.write_rows(
+        units(maker, s), s.blocks[None], torch.full((3, 4), -1), maker.randn(3, 4, 48), maker.randn(3, 4, 48)
+    )
+    assert torch.equal(maker.cache.view(torch.int16), before.view(torch.int16))
+    planes = maker.randn(3, 3, 20).unbind(1)
+    operators.write_metadata(units(maker, s), s.blocks[None], *planes, torch.arange(60).view(3, 20))
+    after = live(maker, s)
+    assert torch.equal(torch.stack([after.log_votes, after.scores, after.aux], 1)[..., :20], torch.stack(planes, 1))
+    assert torch.equal(after.positions[:, :20], torch.arange(60).view(3, 20))
+    maker.cache.copy_(before)
+    assert torch.equal(live(maker, s).scores[:, 20:], after.scores[:, 20:])
+    assert torch.equal(live(maker, s).positions[:, 20:], after.positions[:, 20:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_units_together_are_as_each_alone(operators, dtype):
+    """Layers of several sequences, in any order, some sequences in one layer only; bit for bit."""
+    makers = [CacheMaker(seed, 3, 48, 32, dtype) for seed in range(2)]
+    shapes, layer = [(0, 0, 71, 0), (37, 200, 234, 5), (50, 64, 85, 1), (71, 71, 71, 0)], [1, 0, 1, 1]
+    sequences = [makers[which].sequence(*shape) for which, shape in zip(layer, shapes, strict=True)]
+    alone = [units(makers[which], s) for which, s in zip(layer, sequences, strict=True)]
+    blocks = torch.nn.utils.rnn.pad_sequence([s.blocks for s in sequences], batch_first=True, padding_value=-1)
+    together = SequenceLayers(
+        [maker.pages for maker in makers], torch.tensor(layer), blocks, torch.cat([unit.segments for unit in alone])
+    )
+    assert together.num_entries == 71 and together.num_heads == 12
+    for maker in makers:
+        for plane in (maker.pages.scores, maker.pages.aux):
+            plane.copy_(maker.randn(*plane.shape))
+    for one, others in zip(
+        operators.gather_metadata(together),
+        zip(*(operators.gather_metadata(unit) for unit in alone), strict=True),
+        strict=True,
+    ):
+        assert torch.equal(one, torch.cat(others))
+    index = torch.cat([random_index(makers[0], 71, 60) for _ in alone])
+    usable = torch.rand(12, 40, generator=makers[0].generator) < 0.8
+    found = operators.most_similar(together, index[:, :20], index[:, 20:], usable)
+    parts = (index[:, :20].chunk(4), index[:, 20:].chunk(4), usable.chunk(4))
+    for one, others in zip(
+        found,
+        zip(*(operators.most_similar(*part) for part in zip(alone, *parts, strict=True)), strict=True),
+        strict=True,
+    ):
+        assert torch.equal(one, torch.cat(others))
+    rows = operators.gather_rows(together, "values", index)
+    separate = zip(alone, index.chunk(4), strict=True)
+    assert torch.equal(rows, torch.cat([operators.gather_rows(unit, "values", part) for unit, part in separate]))
+
+    destination = torch.stack([makers[which].sequence(0, 0, 60).blocks for which in layer])
+    kept = index.masked_fill(torch.rand(index.shape, generator=makers[0].generator) < 0.1, -1)
+    metadata = *rows[..., :3].unbind(-1), index
+    places = random_index(makers[0], 60, 9, 2).repeat(4, 1)
+    before = [maker.cache.clone() for maker in makers]
+    operators.move_entries(together, destination, kept)
+    operators.write_rows(together, destination, places, rows[:, :9], None)
+    operators.write_metadata(together, destination, *metadata)
+    after = [maker.cache.clone() for maker in makers]
+    for maker, cache in zip(makers, before, strict=True):
+        maker.cache.copy_(cache)
+    for number, unit in enumerate(alone):
+        part = slice(3 * number, 3 * number + 3)
+        operators.move_entries(unit, destination[[number]], kept[part])
+        operators.write_rows(unit, destination[[number]], places[part], rows[part, :9], None)
+        operators.write_metadata(unit, destination[[number]], *(plane[part] for plane in metadata))
+    for maker, cache in zip(makers, after, strict=True):
+        torch.testing.assert_close(maker.cache, cache, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("num_groups", "num_queries"), [(1, 1), (4, 13), (7, 9), (40, 2)])
+@pytest.mark.parametrize("fusion", ["sum", "max"])
+def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, num_groups, num_queries, fusion):
+    """Holes, dead entries that hold anything, queries that see only some entries or none, votes that pages do not."""
+    maker, s = make(dtype, shape)
+    n = s.keys.shape[1]
+    # As a model has them; in one case queries are not of the cache's dtype.
+    query_dtype = torch.float32 if num_groups == 7 else dtype
+    queries = (2 * maker.randn(3, num_groups, num_queries, 48)).to(query_dtype).float()
+    positions = torch.stack([torch.randperm(n, generator=maker.generator) for _ in range(3)]) + 10
+    positions[torch.rand(3, n, generator=maker.generator) < 0.2] = DEAD
+    query_positions = torch.randint(9, n + 10, (3, num_queries), generator=maker.generator)
+    query_positions[0, 0] = 9
+    log_votes = maker.randn(3, n).masked_fill(positions == DEAD, -torch.inf)
+    scale = 48**-0.5
+    fused = operators.fused_attention(units(maker, s), queries, query_positions, log_votes, positions, scale, fusion)
+    logits = torch.einsum("hgwd,hnd->hgwn", queries.double(), s.keys) * scale + log_votes[:, None, None].double()
+    seen = (positions != DEAD).unsqueeze(1) & (positions.unsqueeze(1) <= query_positions.unsqueeze(2))
+    weights = logits.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).nan_to_num(0.0).sum(1)
+    expected = weights.sum(1) if fusion == "sum" else weights.amax(1)
+    assert fused.dtype == torch.float32
+    torch.testing.assert_close(fused.double(), expected, rtol=2e-5, atol=2e-6)

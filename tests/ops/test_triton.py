@@ -1,0 +1,261 @@
+"""Triton's operators without a GPU: in the interpreter, compiled for GPUs, and what they launch.
+
+The interpreter is chosen when Triton is imported, so it gets a process of its own. It says nothing about whether a
+kernel compiles, so all are compiled too, with the ptxas that comes with Triton.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.entries import gather_entries
+from tests.ops.conftest import CacheMaker, Watch, row_tensors
+from tests.processes import end_with_tests
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cell_bytes, reference
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: E402
+from vllm_kvmerge.ops import triton  # noqa: E402
+from vllm_kvmerge.ops.triton import tuning  # noqa: E402
+from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
+from vllm_kvmerge.ops.triton.workspace import Workspace  # noqa: E402
+
+TESTS = Path(__file__).parent
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
+"""Bytes that a program may have, by kind of GPU (CUDA C++ programming guide, by compute capability)."""
+STACK = 16
+"""Bytes of a thread's stack that are no spill yet: a few, of a scalar."""
+
+
+def test_all_operators_in_the_interpreter():
+    """Some cases of each test of all operators, and those of ``test_triton_interpreted``.
+
+    Left out: 40 query heads, which take the interpreter minutes, and rounding, which it does not do as GPUs do.
+    """
+    files = [f"test_{name}.py" for name in ("operators", "rows", "index", "native", "triton_interpreted")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "23"]
+    command += ["-k", "triton and not 40-2 and not rounded", *(str(TESTS / name) for name in files)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=TESTS.parents[1], capture_output=True, text=True, preexec_fn=end_with_tests
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Shapes are cut into programs as for an H200, though tensors are on the CPU."""
+    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.multiprocessors", lambda device: 132)
+
+
+def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, only_attention: bool) -> None:
+    """Calls every operator once, on a cache as a GPU has it."""
+    heads, rows, width = 8, 4, 512
+    elements = cell_bytes(head_size, dtype) // dtype.itemsize
+    pages = PagedKVCache.of(torch.zeros(512, heads, 16, elements, dtype=dtype), head_size, row_major_keys=True)
+    table = torch.zeros(rows, width, dtype=torch.int32)
+    numbers = torch.full((rows,), 100, dtype=torch.int32)
+    query = torch.zeros(rows * num_queries, heads * groups, head_size, dtype=dtype)
+    triton.paged_attention(
+        query, pages, table, *[numbers] * 6, torch.zeros(rows), 0.1, query.clone(), num_queries=num_queries
+    )
+    if only_attention:
+        return
+    for mode in ("sum", "log_ema"):
+        statistics = torch.zeros(2, heads, 100)
+        triton.score_prompt_queries(query, pages, table[0], 100, ScoreUpdate(mode, 0.9), 0.1, *statistics)
+    tokens = torch.zeros(64, heads, head_size, dtype=dtype)
+    triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
+    units = SequenceLayers((pages, pages), torch.tensor([0, 1]), table[:2], torch.tensor([[50, 60, 110]] * 2))
+    index, planes = torch.zeros(2 * heads, 32, dtype=torch.int64), torch.zeros(3, 2 * heads, 32)
+    newest = torch.zeros(2 * heads, groups, 32, head_size)
+    votes, positions = torch.zeros(2 * heads, 100), torch.zeros(2 * heads, 100, dtype=torch.int64)
+    triton.gather_metadata(units)
+    triton.gather_rows(units, "keys", index)
+    gather_entries(pages, table[0], 50, 60, 110)
+    triton.write_rows(units, table[:2], index, newest[:, 0], newest[:, 0])
+    triton.write_metadata(units, table[:2], *planes, index)
+    triton.move_entries(units, table[:2], index)
+    triton.most_similar(units, index, index, index.bool())
+    for fusion in ("sum", "max"):
+        triton.fused_attention(units, newest, index, votes, positions, 0.1, fusion)
+    triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton has no tools for GPUs")
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "groups", "num_queries", "capabilities"),
+    [
+        (torch.bfloat16, 128, 4, 1, [80, 90]),
+        (torch.bfloat16, 128, 4, 64, [80, 86, 90]),
+        (torch.float16, 80, 7, 1, [90]),
+        (torch.bfloat16, 256, 1, 1, [80]),
+        (torch.bfloat16, 64, 8, 1, [90]),
+        (torch.float32, 128, 2, 1, [80]),
+    ],
+)
+def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, capabilities, tmp_path, gpu):
+    """With the arguments that the operators launch them with; all kernels once, attention for more shapes."""
+    everything = (dtype, head_size, num_queries) == (torch.bfloat16, 128, 1)
+    with launches() as found:
+        run_all(dtype, head_size, groups, num_queries, only_attention=not everything)
+    found = list({launch.key: launch for launch in found}.values())
+    assert len({launch.kernel.__name__ for launch in found}) >= (13 if everything else 2)
+    for launch in found:
+        for capability in capabilities:
+            code = compile_for(launch, capability, tmp_path)
+            told = launch.kernel.__name__, capability, code.registers, code.stack, code.shared
+            assert code.stack <= STACK, told
+            assert code.shared <= SHARED_MEMORY[capability], told
+            if launch.kernel.__name__ == "attend":
+                assert "cp.async" in code.ptx, "keys and values are not loaded ahead"
+                assert ("mma.sync" in code.ptx or "wgmma" in code.ptx) == (dtype is not torch.float32), told
+
+
+@pytest.mark.parametrize("num_queries", [1, 4, 100])
+def test_launches_depend_on_shapes_alone(num_queries, gpu):
+    """So a captured graph holds for any batch of its shape; and nothing asks for a value."""
+    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
+    query = maker.randn(3 * num_queries, 8, 64).bfloat16()
+    seen = []
+    for lengths in ([(0, 0, 900)] * 3, [(100, 200, 300), (7, 300, 450), (1, 1, 120)]):
+        sequences = [maker.sequence(*s) for s in lengths]
+        rows = row_tensors(sequences, [num_queries] * 3, [ScoreUpdate(ScoreMode.SUM, 0.9)] * 3)
+        rows["block_table"] = torch.nn.functional.pad(rows["block_table"], (0, 64 - rows["block_table"].shape[1]))
+        with launches() as found, Watch(Watch.WAITS):
+            triton.write_tokens(maker.pages, torch.arange(len(query)), query[:, :2], query[:, :2])
+            triton.paged_attention(query, maker.pages, **rows, scale=0.1, output=query, num_queries=num_queries)
+        seen.append([(launch.grid, *launch.key) for launch in found])
+    assert seen[0] == seen[1] and len(seen[0]) >= 3
+
+
+@pytest.mark.parametrize("num_queries", [1, 40])
+def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, gpu):
+    """A part begins at any row, so its numbers and block ids at any multiple of 4 bytes."""
+    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
+    query = maker.randn(3 * num_queries, 8, 64).bfloat16()
+    sequences = [maker.sequence(0, 0, 100) for _ in range(3)]
+    rows = row_tensors(sequences, [num_queries] * 3, [ScoreUpdate(ScoreMode.SUM, 0.9)] * 3)
+    with launches() as found:
+        triton.paged_attention(query, maker.pages, **rows, scale=0.1, output=query, num_queries=num_queries)
+    second = "finish" if num_queries == 1 else "update_columns"
+    assert {launch.kernel.__name__ for launch in found} == {"attend", second}
+    numbers = set(rows) | {"modes", "decays"}
+    for launch in found:
+        by_row = {param.name for param in launch.kernel.params if param.name in numbers}
+        assert len(by_row) == 8
+        aligned = {launch.kernel.arg_names[place] for (place,) in launch.source[2]}
+        assert not by_row & aligned and "scores" in aligned, launch.kernel.__name__
+
+
+def test_a_workspace_that_was_reserved_does_not_grow(gpu):
+    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
+    work = Workspace(torch.device("cpu"))
+    work.reserve(maker.pages, num_heads=8, num_queries=1, max_rows=9, max_blocks=64)
+    before = work.num_bytes
+    assert before > 256 * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot, and splits"
+    for rows in range(1, 10):
+        query = maker.randn(rows, 8, 64).bfloat16()
+        numbers, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
+        with launches():
+            triton.paged_attention(
+                query, maker.pages, table, *[numbers] * 6, torch.ones(rows), 0.1, query, num_queries=1, workspace=work
+            )
+    assert work.num_bytes == before
+    old = work.take("kept", 1)
+    assert work.take("kept", old.numel() + 1).numel() == old.numel() + 1
+    assert work.num_bytes > before + 4 * old.numel(), "graphs may still write to the old buffer"
+
+
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_splits_fill_a_gpu(rows, gpu):
+    """132 multiprocessors with 4 programs each, as on an H200: no split of less than 128 entries."""
+    cache = torch.empty(8, 8, 16, cell_bytes(128, torch.bfloat16) // 2, dtype=torch.bfloat16)
+    pages = PagedKVCache.of(cache, 128, row_major_keys=True)
+    for entries in (1024, 65536):
+        plan = AttentionPlan.of(pages, 32, 1, rows, entries // 16)
+        assert plan.tiles == 1 and plan.block_m == 16 and plan.kept == 4
+        assert plan.splits == {1: {1024: 8, 65536: 64}, 8: {1024: 8, 65536: 8}, 256: {1024: 1, 65536: 1}}[rows][entries]
+    long = AttentionPlan.of(pages, 32, 512, 1, 4096)
+    assert long.kept == 0 and long.tiles == 512 // 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [16, 32, 64, 128, 256])
+def test_every_kernel_has_tile_sizes_for_every_shape(dtype, head_size):
+    for kernel in {rule["kernel"] for rule in tuning.rules()}:
+        for device in ("", "NVIDIA H200", "interpreter"):
+            chosen = tuning.settings(kernel, device, head_size, head_size * dtype.itemsize)
+            assert chosen.least % chosen.block_n == 0 or kernel not in ("decode", "prefill")
+    assert not tuning.is_tuned("NVIDIA H200"), "then this table has been measured: say so in docs/gpu.md"
+
+
+def test_a_gpus_own_rules_win(monkeypatch):
+    rule = {"kernel": "decode", "device": "NVIDIA H200", "head_size": [128], "groups": [4], "block_n": 256}
+    before = tuning.rules()
+    monkeypatch.setattr(tuning, "rules", lambda: [*before, rule])
+    tuning.settings.cache_clear()
+    try:
+        sizes = [tuning.settings("decode", gpu, 128, 256, groups).block_n
+                 for gpu, groups in (("NVIDIA H200", 4), ("NVIDIA H200", 1), ("NVIDIA H100", 4))]  # fmt: skip
+        assert sizes == [256, 64, 64]
+        assert tuning.is_tuned("NVIDIA H200") and not tuning.is_tuned("NVIDIA H100")
+    finally:
+        tuning.settings.cache_clear()
+
+
+def test_keys_lie_as_flash_attention_reads_them():
+    """Rows of keys and values of ``[B, bs, H, d]`` lie together, and metadata where it does in the other layout."""
+    cache = torch.zeros(4, 2, 16, 68)
+    pages, transposed = PagedKVCache.of(cache, 32, row_major_keys=True), PagedKVCache.of(cache, 32)
+    keys, values = pages.keys.permute(0, 3, 1, 2), pages.values.transpose(1, 2)
+    assert keys.shape == values.shape == (4, 16, 2, 32) and keys.stride() == values.stride() == (2048, 32, 1024, 1)
+    assert pages.addresses == transposed.addresses
+    assert pages.native_obstacle == "keys are not transposed" and transposed.native_obstacle is None
+    with pytest.raises(RuntimeError):
+        pages.stock_keys  # noqa: B018
+
+
+def test_the_reference_says_where_its_tensors_are():
+    """It runs on any device: nothing may be made on the CPU by default."""
+    maker = CacheMaker(0, 2, 32, 16, torch.float32)
+    s = maker.sequence(20, 40, 90, 2)
+    maker.pages.scores.fill_(0.0)
+    maker.pages.aux.fill_(0.0)
+    units = SequenceLayers.of(maker.pages, s.blocks, 20, 40, 90)
+    rows = row_tensors([s], [3], [ScoreUpdate(ScoreMode.LOG_EMA, 0.9)])
+    query, token = maker.randn(3, 4, 32), maker.randn(3, 2, 32)
+    index = torch.stack([torch.randperm(70, generator=maker.generator) for _ in range(2)])
+    mask, ranking = index < 40, index.float()
+    with Watch(Watch.MAKES):
+        reference.paged_attention(query, maker.pages, **rows, scale=0.1, output=query.clone())
+        statistics = torch.zeros(2, 2, 90, device="cpu")
+        reference.score_prompt_queries(
+            query, maker.pages, s.blocks, 30, ScoreUpdate(ScoreMode.SUM, 0.9), 0.1, *statistics[..., :30]
+        )
+        reference.write_tokens(maker.pages, torch.tensor([0, 1, 2], device="cpu"), token, token)
+        metadata = reference.gather_metadata(units)
+        found = reference.gather_rows(units, "values", index)
+        reference.most_similar(units, index[:, :9], index[:, 9:], mask[:, 9:])
+        reference.fused_attention(
+            units, query.view(2, 1, 3, 64)[..., :32], index[:, :3], metadata[0], index, 0.1, "max"
+        )
+        reference.move_entries(units, s.blocks[None, :2], index[:, :20])
+        reference.write_rows(units, s.blocks[None, :2], index[:, :3] % 20, found[:, :3], None)
+        reference.write_metadata(units, s.blocks[None, :2], *(plane[:, :20] for plane in metadata))
+        reference.top(ranking, mask, mask, 30)
+        reference.in_place(reference.largest(ranking, 30), 30)
+        reference.by_position(index)
+        reference.inverse(reference.padded_nonzero(mask), 70)
+        reference.free_places(index[:, :20], 20)
+        reference.take(index, [ranking])
+        reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])

@@ -1,0 +1,173 @@
+"""Triton's operators in its interpreter: what the tests of all operators leave open. Run by ``test_triton``."""
+
+import os
+
+import pytest
+import torch
+
+from tests.entries import gather_entries
+from tests.ops.conftest import CacheMaker, row_tensors
+from tests.ops.test_cpu import UPDATES, relative_error
+from vllm_kvmerge import ops
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, reference
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
+triton = pytest.importorskip("vllm_kvmerge.ops.triton", reason="Triton is not installed")
+from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def copies(maker, row_major):
+    """Two caches with the same entries: transposed keys, and keys as ``row_major`` says."""
+    theirs = PagedKVCache.of(maker.cache.clone(), maker.head_size)
+    ours = PagedKVCache.of(maker.cache.clone(), maker.head_size, row_major)
+    ours.keys.copy_(theirs.keys)
+    return theirs, ours
+
+
+def live(pages, sequences):
+    """Scores and aux of all live entries."""
+    planes = [
+        reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)) for s in sequences
+    ]
+    return torch.cat([p[1] for p in planes], 1), torch.cat([p[2] for p in planes], 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "head_size", "lens"),
+    [
+        (torch.float32, 4, 64, [1, 1, 1]),
+        (torch.float32, 1, 96, [1, 2, 7]),
+        (torch.float32, 3, 40, [2, 3, 30]),
+        (torch.bfloat16, 8, 128, [1, 1, 1]),
+        (torch.bfloat16, 2, 80, [1, 3, 20]),
+        (torch.float16, 4, 256, [1, 1, 1]),
+        (torch.float16, 40, 32, [1, 1, 1]),
+    ],
+)
+def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
+    """Splits, kept logits, many queries; new tokens' statistics are poison, and so is all that is not written."""
+    maker = CacheMaker(head_size, 2, head_size, 16, dtype)
+    shapes = [(129, 200, 530, 9), (0, 0, 333, 0), (17, 290, 290 + lens[2], 2)]
+    sequences = [maker.sequence(*shape) for shape in shapes]
+    plan = AttentionPlan.of(maker.pages, 2 * groups, max(lens), 3, 34)
+    assert plan.splits > 1 or max(lens) > 1
+    theirs, ours = copies(maker, row_major=True)
+    updates = [UPDATES[1 + (i + groups) % 3] for i in range(3)]
+    for pages in (theirs, ours):
+        for s, length in zip(sequences, lens, strict=True):
+            slots = torch.tensor([*range(s.front), *range(s.tail, s.seq_len)])
+            block, offset = s.blocks[slots // 16].long(), slots % 16
+            values = torch.arange(len(slots)).float().remainder(7) / 7
+            values[-length:] = torch.nan
+            pages.scores[block, :, offset] = values.unsqueeze(1)
+            pages.aux[block, :, offset] = values.unsqueeze(1)
+    query = maker.randn(sum(lens), 2 * groups, head_size).to(dtype)
+    expected, actual = torch.full_like(query, torch.nan), torch.full_like(query, torch.nan)
+    rows = row_tensors(sequences, lens, updates)
+    reference.paged_attention(query=query, pages=theirs, **rows, scale=head_size**-0.5, output=expected)
+    triton.paged_attention(query=query, pages=ours, **rows, scale=head_size**-0.5, output=actual, num_queries=max(lens))
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
+    (scores, aux), (expected_scores, expected_aux) = live(ours, sequences), live(theirs, sequences)
+    assert relative_error(scores, expected_scores) < 1e-4
+    assert torch.equal(aux, expected_aux)
+
+
+@pytest.mark.parametrize("bound", [1, 40])
+def test_triton_skips_rows_without_queries(bound):
+    """As captured graphs are padded; a larger bound on queries than there are changes nothing. TOVA's decay is 0."""
+    maker = CacheMaker(3, 2, 32, 32, torch.float32)
+    sequences = [maker.sequence(40, 64, 99), maker.sequence(0, 0, 70)]
+    rows = row_tensors(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.0), None])
+    maker.pages.scores.fill_(0.5)
+    maker.pages.aux.fill_(2.0)
+    theirs, ours = copies(maker, row_major=True)
+    query = maker.randn(2, 4, 32)
+    expected, actual = torch.full((2, 2, 4, 32), torch.nan)
+    reference.paged_attention(query=query, pages=theirs, **rows, scale=0.2, output=expected)
+    padded = {name: torch.nn.functional.pad(t, (0, 0, 0, 2) if t.dim() == 2 else (0, 2)) for name, t in rows.items()}
+    query, output = (torch.cat([t, torch.full_like(t, torch.nan)]) for t in (query, actual))
+    triton.paged_attention(query=query, pages=ours, **padded, scale=0.2, output=output, num_queries=bound)
+    assert relative_error(output[:2], expected) < 1e-5
+    assert output[2:].isnan().all()
+    for one, other in zip(live(ours, sequences), live(theirs, sequences), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_triton_entries_on_row_major_keys():
+    """All that reads and writes keys, on two layers in the layout that a GPU has."""
+    maker = CacheMaker(5, 2, 48, 16, torch.bfloat16)
+    s = maker.sequence(37, 100, 150, 3)
+    maker.pages.scores.fill_(0.5)
+    maker.pages.aux.fill_(2.0)
+    theirs, ours = copies(maker, row_major=True)
+    n, generator = 87, maker.generator
+    index = torch.stack([torch.randperm(n, generator=generator) for _ in range(2)])
+    results = []
+    for module, pages in ((reference, theirs), (triton, ours)):
+        units = SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)
+        found = [*module.gather_metadata(units), module.gather_rows(units, "keys", index)]
+        found += module.most_similar(units, index[:, :20], index[:, 20:], index[:, 20:] % 3 > 0)
+        queries = torch.randn(2, 3, 5, 48, generator=torch.Generator().manual_seed(1))
+        seen = torch.tensor([[150, 140, 90, 20, 10]]).expand(2, -1)
+        found.append(module.fused_attention(units, queries, seen, found[0], found[3], 0.2, "max"))
+        kept = index[:, :40].masked_fill(index[:, :40] < 4, -1)
+        module.move_entries(units, s.blocks[None, :3], kept)
+        module.write_rows(units, s.blocks[None, :3], index[:, :1] % 40, found[4][:, :1] + 1, -found[4][:, :1])
+        module.write_tokens(pages, torch.tensor([-1, 16 * 40 + 3]), *queries[:, :2].transpose(1, 2).bfloat16()[:, :2])
+        after = gather_entries(pages, s.blocks, 40, 100, 150)
+        results.append(
+            [*found, after.keys, after.values, pages.values[40, :, 3].float(), pages.keys[40, ..., 3].float()]
+        )
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "log_ema"])
+def test_triton_column_scores_on_row_major_keys(mode):
+    maker = CacheMaker(6, 2, 80, 16, torch.float16)
+    s = maker.sequence(0, 0, 200)
+    theirs, ours = copies(maker, row_major=True)
+    query = maker.randn(70, 6, 80).half()
+    found = []
+    for module, pages in ((reference, theirs), (triton, ours)):
+        scores, aux = torch.zeros(2, 256), torch.zeros(2, 256)
+        for stop in (40, 70):
+            part = query[:40] if stop == 40 else query[40:]
+            statistics = (scores[:, : 130 + stop], aux[:, : 130 + stop])
+            module.score_prompt_queries(part, pages, s.blocks, 130 + stop, ScoreUpdate(mode, 0.9), 0.1, *statistics)
+        assert not scores[:, 200:].any()
+        found.append((scores, aux))
+    assert relative_error(found[1][0], found[0][0]) < 1e-5
+    assert torch.equal(found[1][1], found[0][1])
+
+
+def test_triton_can_be_chosen():
+    maker = CacheMaker(0, 2, 32, 32, torch.float32)
+    before = ops.implementation(maker.pages)
+    try:
+        ops.choose("triton")
+        assert ops.implementation(maker.pages).startswith("Triton") and "interpreted" in ops.implementation()
+        sequence = maker.sequence(0, 0, 70)
+        entries = gather_entries(maker.pages, sequence.blocks, 0, 0, 70)
+        assert torch.equal(entries.keys.double(), sequence.keys)
+        small = CacheMaker(0, 1, 8, 16, torch.float32).pages
+        assert ops.implementation(small) == "PyTorch reference: head size 8 is not from 16 to 256"
+        ops.choose("reference")
+        assert ops.implementation().startswith("PyTorch reference")
+    finally:
+        ops.choose(None)
+    assert ops.implementation(maker.pages) == before
+    with pytest.raises(ValueError, match="no operators called 'rocm'"):
+        ops.choose("rocm")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
+def test_triton_join_slots_stays_inside_where_products_are_no_numbers():
+    products, between = torch.rand(2, 5, 3), torch.rand(2, 5, 5)
+    products[1, 3:] = torch.nan
+    joined, weights = triton.join_slots(products, between, torch.ones(2, 5), torch.ones(2, 3))
+    assert joined.min() >= 0 and joined.max() < 3
+    assert weights.sum(1).tolist() == [8.0, 8.0]

@@ -1,0 +1,99 @@
+"""Compiles what Triton's operators would launch, for GPUs that are not there."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and what it would have been given; options: warps and stages."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for launches that need the same machine code."""
+        return self.kernel.__name__, *(str(part) for part in (*self.source, self.options))
+
+    @property
+    def source(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+        """(signature, constants, attributes), specialised as Triton does: ones, and multiples of 16."""
+        signature, constants, attributes = {}, {}, {}
+        constexprs = {param.name for param in self.kernel.params if param.is_constexpr}
+        anywhere = {param.name for param in self.kernel.params if param.do_not_specialize_on_alignment}
+        for place, name in enumerate(self.kernel.arg_names):
+            value = self.arguments[name]
+            if name in constexprs or (type(value) is int and value == 1):
+                signature[name], constants[name] = "constexpr", value
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[name] = TYPES[value.dtype]
+                divisible = name not in anywhere  # as PyTorch allocates on a GPU
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+                divisible = isinstance(value, int) and value % 16 == 0
+            if divisible:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        return signature, constants, attributes
+
+
+@contextmanager
+def launches() -> Iterator[list[Launch]]:
+    """Collects launches instead of running them."""
+    found: list[Launch] = []
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        assert arguments.keys() == set(self.arg_names), arguments.keys() ^ set(self.arg_names)
+        found.append(Launch(self, grid, arguments, options))
+
+    with mock.patch.object(JITFunction, "run", record):
+        yield found
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a GPU would run: PTX, registers of a thread, bytes of stack of a thread, of shared memory of a program."""
+
+    ptx: str
+    registers: int
+    stack: int
+    shared: int
+
+
+def compile_for(launch: Launch, capability: int, scratch: Path) -> Code:
+    """Machine code for one kind of GPU: 80 or 90. Raises what Triton raises where it cannot."""
+    signature, constants, attributes = launch.source
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    binary = scratch / f"{launch.kernel.__name__}.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", binary], capture_output=True, text=True, check=True)
+    figures = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
+    return Code(compiled.asm["ptx"], figures["REG"], figures["STACK"] + figures["LOCAL"], compiled.metadata.shared)

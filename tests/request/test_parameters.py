@@ -1,0 +1,348 @@
+"""A request's ``kv_compression``: what is accepted, and what is said about what is not."""
+
+import json
+from pathlib import Path
+from typing import ClassVar, Self
+
+import jsonschema
+import pytest
+import yaml
+from pydantic import model_validator
+
+from vllm_kvmerge.policies import ALLOCATORS, PARTS, PRESETS, SELECTORS
+from vllm_kvmerge.policies.allocators import Uniform
+from vllm_kvmerge.policies.mergers import ResidualMerger, ZipMerger
+from vllm_kvmerge.policies.registry import COMMON_FIELDS
+from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
+from vllm_kvmerge.policies.trackers import LogEmaTracker, SumTracker
+from vllm_kvmerge.request.parameters import (
+    EXTRA_ARGS_KEY,
+    FULL,
+    CompressionError,
+    compression,
+    parse_compression,
+    request_schema,
+)
+
+
+def part_names(config) -> dict[str, str]:
+    return {kind: getattr(config.policy, kind).name for kind in PARTS}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_policy_alone_gets_its_preset(name):
+    config = parse_compression({"policy": name})
+    preset = PRESETS[name]
+    assert (config.name, config.budget, config.interval, config.decode) == (name, 0.2, None, preset.decode)
+    parts = part_names(config)
+    assert parts == {kind: getattr(preset, kind) for kind in PARTS}
+    for field, value in preset.defaults.items():
+        assert {getattr(part, field) for part in config.policy.parts if field in type(part).model_fields} == {value}
+
+
+def test_none_and_full_compress_nothing():
+    assert parse_compression(None) is None
+    assert parse_compression({"policy": FULL}) is None
+
+
+def test_fields_reach_the_parts():
+    config = parse_compression(
+        {"policy": "keepkv", "budget": 128, "interval": 8, "ema_decay": 0.5, "zip_mode": "votes", "recent_window": 16}
+    )
+    assert (config.budget, config.interval, config.policy.tracker.ema_decay) == (128, 8, 0.5)
+    assert config.policy.selector == HeavyHitter(recent_window=16)
+    assert config.policy.merger == ZipMerger(zip_mode="votes")
+    config = parse_compression({"policy": "zsmerge", "alpha": 1, "residual_share": 0.5})
+    assert config.policy.merger == ResidualMerger(alpha=1.0, residual_share=0.5)
+    assert config.policy.selector == HeavyHitter(num_sink_tokens=0, recent_share=0.25)
+    assert parse_compression({"policy": "snapkv", "window_size": 8}).policy.selector == WindowTopK(window_size=8)
+
+
+@pytest.mark.parametrize(
+    ("request_", "parts"),
+    [
+        ({"policy": "snapkv", "merger": "zip"}, {"tracker": "log_ema", "selector": "snapkv", "merger": "zip"}),
+        ({"policy": "keepkv", "merger": "residual"}, {"tracker": "sum", "selector": "h2o", "merger": "residual"}),
+        ({"policy": "keepkv", "merger": "drop"}, {"tracker": "log_ema", "selector": "h2o", "merger": "drop"}),
+        ({"policy": "streaming_llm", "selector": "h2o"}, {"tracker": "sum", "selector": "h2o", "merger": "drop"}),
+        ({"policy": "h2o", "selector": "local", "tracker": "none"}, {"tracker": "none", "selector": "local"}),
+        ({"policy": "h2o", "merger": "drop", "selector": "h2o", "allocator": "uniform"}, {"tracker": "sum"}),
+    ],
+)
+def test_parts_can_be_replaced(request_, parts):
+    config = parse_compression(request_)
+    assert config.name == request_["policy"]
+    assert config.decode == PRESETS[config.name].decode
+    assert part_names(config) == {kind: getattr(PRESETS[config.name], kind) for kind in PARTS} | parts
+
+
+def test_a_part_brings_its_parameters_and_the_presets_defaults_stay():
+    request = {"policy": "snapkv", "merger": "zip", "zip_mode": "votes", "ema_decay": 0.5, "window_size": 8}
+    policy = parse_compression(request).policy
+    assert policy.merger == ZipMerger(zip_mode="votes")
+    assert policy.selector == WindowTopK(window_size=8)
+    assert policy.tracker == LogEmaTracker(score_window=32, ema_decay=0.5)  # 32 is SnapKV's
+    policy = parse_compression({"policy": "zsmerge", "selector": "streaming_llm"}).policy
+    assert policy.selector == SinkRecent(num_sink_tokens=0)  # as in ZSMerge
+    assert policy.tracker == SumTracker(decay=0.98)
+
+
+def test_snapkv_with_bounded_decoding_goes_on_scoring():
+    assert not parse_compression({"policy": "snapkv"}).tracks_decode
+    assert parse_compression({"policy": "snapkv", "decode": "bounded"}).tracks_decode
+
+
+def test_json_text_is_parsed():
+    value = {"policy": "h2o", "budget": 64, "recent_window": None}
+    assert parse_compression(json.dumps(value)) == parse_compression(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "reason", "said"),
+    [
+        ({"policy": "h3o"}, "policy", "unknown_policy", ["'h3o'", "h2o", "keepkv", "full"]),
+        ({}, "policy", "unknown_policy", ["None", "keepkv"]),
+        ({"policy": ["h2o"]}, "policy", "unknown_policy", ["['h2o']", "h2o"]),
+        ({"policy": "h2o", "bugdet": 5}, "bugdet", "unknown_field", ["h2o", "budget", "recent_window"]),
+        ({"policy": "h2o", "zip_mode": "auto"}, "zip_mode", "unknown_field", ["decay"]),
+        ({"policy": "full", "budget": 5}, "budget", "unknown_field", ["full", "policy"]),
+        ({"policy": "full", "merger": "zip"}, "merger", "unknown_field", ["full", "policy"]),
+        ({"policy": "snapkv", "merger": "zap"}, "merger", "unknown_part", ["'zap'", "drop", "zip"]),
+        ({"policy": "snapkv", "selector": ["h2o"]}, "selector", "unknown_part", ["['h2o']", "h2o", "local"]),
+        ({"policy": "snapkv", "tracker": None}, "tracker", "unknown_part", ["None", "log_ema"]),
+        ({"policy": "snapkv", "allocator": "h2o"}, "allocator", "unknown_part", ["'h2o'", "uniform"]),
+        ({"policy": "h2o", "tracker": "none"}, "tracker", "incompatible_parts", ["selector 'h2o'", "'none'", "sum"]),
+        (
+            {"policy": "keepkv", "tracker": "sum"},
+            "tracker",
+            "incompatible_parts",
+            ["'zip'", "tracker: log_ema"],
+        ),
+        (
+            {"policy": "snapkv", "merger": "zip", "tracker": "sum"},
+            "merger",
+            "incompatible_parts",
+            ["merger 'zip' cannot work from tracker 'sum'", "allowed as merger: ", "drop"],
+        ),
+        (
+            {"policy": "local", "selector": "h2o", "merger": "zip", "tracker": "none"},
+            "tracker",
+            "incompatible_parts",
+            ["selector 'h2o' needs scores", "allowed as tracker: log_ema"],
+        ),
+        (
+            {"policy": "local", "selector": "h2o", "merger": "residual", "tracker": "none", "budget": 0.5, "alpha": 9},
+            "tracker",
+            "incompatible_parts",
+            ["allowed as tracker: sum"],
+        ),
+        (
+            {"policy": "keepkv", "selector": "tova", "allocator": "adaptive", "tracker": "sum"},
+            "",
+            "incompatible_parts",
+            ["merger 'zip' cannot work from tracker 'sum'"],
+        ),
+        (
+            {"policy": "snapkv", "merger": "zip", "decay": 0.9},
+            "decay",
+            "unknown_field",
+            ["policy snapkv with merger zip", "ema_decay", "zip_mode"],
+        ),
+        ({"policy": "keepkv", "merger": "drop", "zip_mode": "auto"}, "zip_mode", "unknown_field", ["with merger drop"]),
+        ({"policy": "snapkv", "merger": "zip", "zip_mode": "zap"}, "zip_mode", "invalid_value", ["'zap'", "votes"]),
+        ({"policy": "local", "selector": "h2o", "budget": 5}, "budget", "budget_too_small", ["selector h2o", ">= 6"]),
+        ({"policy": "h2o", "budget": 0}, "budget", "invalid_value", ["0", "integer from 1 to", "(0, 1]"]),
+        ({"policy": "h2o", "budget": -3}, "budget", "invalid_value", ["-3", "integer from 1 to"]),
+        ({"policy": "h2o", "budget": 0.0}, "budget", "invalid_value", ["0.0", "(0, 1]"]),
+        ({"policy": "h2o", "budget": 1.5}, "budget", "invalid_value", ["1.5", "(0, 1]"]),
+        ({"policy": "h2o", "budget": True}, "budget", "wrong_type", ["True", "integer", "number"]),
+        ({"policy": "h2o", "budget": "0.2"}, "budget", "wrong_type", ["'0.2'", "integer", "number"]),
+        ({"policy": "h2o", "budget": None}, "budget", "wrong_type", ["None", "integer"]),
+        ({"policy": "h2o", "budget": [1]}, "budget", "wrong_type", ["[1]", "integer"]),
+        ({"policy": "h2o", "budget": 5}, "budget", "budget_too_small", ["5 entries", "h2o", ">= 6"]),
+        ({"policy": "snapkv", "budget": 32}, "budget", "budget_too_small", ["32 entries", ">= 33"]),
+        ({"policy": "zsmerge", "budget": 2}, "budget", "budget_too_small", ["2 entries", ">= 3"]),
+        ({"policy": "h2o", "interval": 0}, "interval", "invalid_value", ["0", "equal to 1"]),
+        ({"policy": "h2o", "interval": True}, "interval", "wrong_type", ["True", "integer"]),
+        ({"policy": "h2o", "interval": 1.0}, "interval", "wrong_type", ["1.0", "integer"]),
+        ({"policy": "h2o", "decode": "never"}, "decode", "invalid_value", ["'never'", "bounded", "grow"]),
+        ({"policy": "h2o", "context_tokens": 0}, "context_tokens", "invalid_value", ["0", "equal to 1"]),
+        ({"policy": "h2o", "context_tokens": True}, "context_tokens", "wrong_type", ["True", "integer"]),
+        ({"policy": "h2o", "context_tokens": 0.5}, "context_tokens", "wrong_type", ["0.5", "integer"]),
+        ({"policy": "h2o", "context_tokens": "9"}, "context_tokens", "wrong_type", ["'9'", "integer"]),
+        ({"policy": "full", "context_tokens": 9}, "context_tokens", "unknown_field", ["full", "policy"]),
+        ({"policy": "h2o", "decay": 1.01}, "decay", "invalid_value", ["1.01", "less than or equal to 1"]),
+        ({"policy": "h2o", "decay": "1"}, "decay", "wrong_type", ["'1'", "number"]),
+        ({"policy": "h2o", "score_window": 0}, "score_window", "invalid_value", ["0", "equal to 1", "'all'"]),
+        ({"policy": "h2o", "score_window": "most"}, "score_window", "wrong_type", ["'most'", "integer", "'all'"]),
+        ({"policy": "h2o", "num_sink_tokens": -1}, "num_sink_tokens", "invalid_value", ["-1", "equal to 0"]),
+        (
+            {"policy": "keepkv", "ema_decay": 1.0},
+            "ema_decay",
+            "invalid_value",
+            ["1.0", "less than or equal to 0.99999"],
+        ),
+        ({"policy": "keepkv", "zip_mode": "zap"}, "zip_mode", "invalid_value", ["'zap'", "scale", "votes", "auto"]),
+        ({"policy": "keepkv", "merge_first": 1}, "merge_first", "wrong_type", ["1", "boolean"]),
+        ({"policy": "snapkv", "kernel_size": 4}, "kernel_size", "invalid_value", ["4", "odd"]),
+        (
+            {"policy": "zsmerge", "residual_share": 1.0},
+            "residual_share",
+            "invalid_value",
+            ["1.0", "less than 1"],
+        ),
+        ({"policy": "h2o", "decay": float("nan")}, "", "wrong_type", ["JSON"]),
+        ([1], "", "wrong_type", ["object", "list"]),
+        (7, "", "wrong_type", ["object", "int"]),
+        ('{"policy":', "", "wrong_type", ["JSON"]),
+        ({"policy": "h2o", "budget": object()}, "", "wrong_type", ["JSON"]),
+    ],
+)
+def test_refusals_name_field_value_and_what_is_allowed(value, param, reason, said):
+    with pytest.raises(CompressionError) as caught:
+        parse_compression(value)
+    assert caught.value.param == ".".join(filter(None, [EXTRA_ARGS_KEY, param]))
+    assert caught.value.reason == reason
+    message = str(caught.value)
+    assert message.startswith(f"{caught.value.param}: ")
+    for words in said:
+        assert words in message
+
+
+def test_a_share_is_rounded_up_and_raised_to_what_the_policy_protects():
+    config = parse_compression({"policy": "h2o", "budget": 0.2})
+    assert [config.resolve_budget(n) for n in (1000, 1001, 10, 1)] == [200, 201, 6, 6]
+    assert parse_compression({"policy": "h2o", "budget": 77}).resolve_budget(5) == 77
+    assert parse_compression({"policy": "local", "budget": 1.0}).resolve_budget(9) == 9
+    assert parse_compression({"policy": "local", "budget": 1}).resolve_budget(9) == 1
+
+
+def test_a_context_is_part_of_the_prompt():
+    config = parse_compression({"policy": "h2o", "budget": 0.2, "context_tokens": 1000})
+    assert [config.resolve_context(n) for n in (1000, 1500)] == [1000, 1000]
+    for length in (1000, 1500):
+        config.check_context(length)
+    with pytest.raises(CompressionError, match="1000 tokens are more than the prompt has; allowed: 1 to 999") as caught:
+        config.check_context(999)
+    assert (caught.value.param, caught.value.reason) == ("kv_compression.context_tokens", "context_too_long")
+    everything = parse_compression({"policy": "h2o"})
+    everything.check_context(1)
+    assert (everything.context_tokens, everything.resolve_context(77)) == (None, 77)
+
+
+def test_the_capacity_is_the_allocators(monkeypatch):
+    class Doubling(Uniform):
+        name: ClassVar[str] = "doubling"
+
+        def capacity(self, budget: int) -> int:
+            return 2 * budget
+
+    assert parse_compression({"policy": "h2o", "budget": 0.2}).resolve_capacity(1001) == 201
+    monkeypatch.setitem(ALLOCATORS, "doubling", Doubling)
+    config = parse_compression({"policy": "h2o", "budget": 0.2, "allocator": "doubling"})
+    assert (config.resolve_budget(1001), config.resolve_capacity(1001)) == (201, 402)
+
+
+def test_a_parameter_that_only_its_part_can_judge(monkeypatch):
+    class Picky(Recent):
+        name: ClassVar[str] = "picky"
+        low: int = 1
+        high: int = 2
+
+        @model_validator(mode="after")
+        def _check_order(self) -> Self:
+            if self.low > self.high:
+                raise ValueError("low must not exceed high")
+            return self
+
+    monkeypatch.setitem(SELECTORS, "picky", Picky)
+    assert parse_compression({"policy": "local", "selector": "picky", "low": 2}).policy.selector == Picky(low=2)
+    with pytest.raises(CompressionError, match="kv_compression: low must not exceed high") as caught:
+        parse_compression({"policy": "local", "selector": "picky", "low": 3})
+    assert caught.value.reason == "invalid_value"
+
+
+def test_what_is_tracked():
+    windows = {"local": 0, "streaming_llm": 0, "h2o": 64, "snapkv": 32, "keepkv": 64, "zsmerge": 64}
+    tracked = {name: parse_compression({"policy": name}) for name in windows}
+    assert {name: config.prompt_window for name, config in tracked.items()} == windows
+    assert {name for name, config in tracked.items() if config.tracks_decode} == {"h2o", "keepkv", "zsmerge"}
+    assert parse_compression({"policy": "h2o", "score_window": "all"}).prompt_window == "all"
+
+
+def test_compression_round_trip():
+    extra_args = compression("keepkv", budget=0.1, merge_threshold=0.9)
+    config = parse_compression(extra_args[EXTRA_ARGS_KEY])
+    assert (config.name, config.budget, config.policy.merger) == ("keepkv", 0.1, ZipMerger(merge_threshold=0.9))
+    with pytest.raises(ValueError, match=r"kv_compression\.budget"):
+        compression("keepkv", budget=-1)
+    config = parse_compression(compression("snapkv", merger="zip", budget=0.2)[EXTRA_ARGS_KEY])
+    assert (config.name, config.policy.merger.name, config.policy.tracker.name) == ("snapkv", "zip", "log_ema")
+
+
+def test_request_schema_accepts_what_the_parser_accepts():
+    schema = request_schema()
+    # References point into OpenAPI's components; here they stand beside the schema.
+    text = json.dumps(schema).replace("#/components/schemas/", "#/$defs/")
+    validator = jsonschema.Draft202012Validator(json.loads(text))
+    validator.check_schema(validator.schema)
+    mapping = schema["discriminator"]["mapping"]
+    assert schema["discriminator"]["propertyName"] == "policy"
+    assert set(mapping) == {FULL, *PRESETS}
+    assert {ref.rpartition("/")[2] for ref in mapping.values()} == set(schema["$defs"])
+    for name in mapping:
+        assert validator.is_valid({"policy": name})
+    assert validator.is_valid({"policy": "keepkv", "budget": 64, "score_window": "all", "zip_mode": "votes"})
+    assert validator.is_valid({"policy": "snapkv", "merger": "zip", "zip_mode": "votes", "ema_decay": 0.5})
+    for wrong in (
+        {"policy": "h3o"},
+        {"policy": "full", "merger": "zip"},
+        {"policy": "h2o", "merger": "zap"},
+        {"policy": "h2o", "decay": 2},
+        {},
+    ):
+        assert not validator.is_valid(wrong)
+
+
+def test_common_fields_are_known_to_the_registry():
+    fields = set(request_schema()["$defs"]["LocalRequest"]["properties"])
+    assert fields == {*COMMON_FIELDS, *PARTS, *PARTS["allocator"]["uniform"].model_fields}
+
+
+def test_the_schema_lists_the_parts_that_can_be_named():
+    definitions = request_schema()["$defs"]
+    properties = definitions["SnapkvRequest"]["properties"]
+    for kind, parts in PARTS.items():
+        field = properties[kind]
+        assert field["enum" if len(parts) > 1 else "const"] == (sorted(parts) if len(parts) > 1 else next(iter(parts)))
+        assert field["default"] == getattr(PRESETS["snapkv"], kind)
+    assert "window_size" in properties and "zip_mode" not in properties
+    assert "/kvmerge/policies" in definitions["SnapkvRequest"]["description"]
+
+
+def test_every_field_is_described_in_the_schema():
+    undescribed = [
+        f"{model}.{name}"
+        for model, definition in request_schema()["$defs"].items()
+        for name, field in definition["properties"].items()
+        if name != "policy" and "description" not in field
+    ]
+    assert undescribed == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_shipped_configurations_are_valid(path):
+    config = parse_compression(yaml.safe_load(path.read_text()))
+    assert config.name == path.stem
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_absurdly_nested_values_are_refused(as_text):
+    value: object = {}
+    for _ in range(3000):
+        value = {"policy": value}
+    text = '{"policy": ' * 3000 + "1" + "}" * 3000
+    with pytest.raises(CompressionError):
+        parse_compression(text if as_text else value)

@@ -1,0 +1,5 @@
+"""The command ``vllm-kvmerge``."""
+
+from vllm_kvmerge.cli.serve import main
+
+__all__ = ["main"]

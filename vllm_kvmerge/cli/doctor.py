@@ -1,0 +1,107 @@
+"""What ``vllm-kvmerge doctor`` finds out: versions, devices, operators in use, and what does not work and why."""
+
+import importlib
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+from vllm_kvmerge import __version__
+from vllm_kvmerge.engine.support import (
+    DISTRIBUTIONS,
+    UnsupportedConfigError,
+    check_vllm_version,
+    platform_obstacle,
+    unsupported_features,
+)
+
+LIBRARIES = (*DISTRIBUTIONS, "torch", "transformers", "triton", "apache-tvm-ffi", "numpy")
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Instruction sets, as Linux calls them, that decide which operators run."""
+
+
+def examine() -> dict[str, Any]:
+    """The report, ready for JSON.
+
+    versions: by name; what is not installed is not in it. devices: one line each. operators: which run on the KV cache,
+    and why not others. problems: why no server can start here, one line each. unsupported: engine options that are
+    refused on every machine, and why.
+    """
+    problems = [problem for problem in (_version_problem(), _platform_problem()) if problem]
+    return {
+        "versions": versions(),
+        "devices": devices(),
+        "operators": operators(),
+        "problems": problems,
+        "unsupported": unsupported_features(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"vllm-kvmerge": __version__, "python": platform.python_version(), "system": platform.platform()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def devices() -> list[str]:
+    """The processor, and the GPUs that PyTorch sees."""
+    import torch
+
+    listed = [_processor()]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        listed.append(f"GPU {index}: {gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB")
+    return listed
+
+
+def _processor() -> str:
+    described: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                described.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass  # no Linux
+    flags = described.get("flags", "").split()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = described.get("model name", platform.machine())
+    known = " ".join(flag for flag in FLAGS if flag in flags) or "none of " + " ".join(FLAGS)
+    return f"processor: {name}, {cores} cores, {memory:.0f} GiB, {known}"
+
+
+def operators() -> dict[str, str]:
+    """``in use``: what runs on the CPU. The others: what there is of each implementation, or why there is none."""
+    from vllm_kvmerge import ops
+    from vllm_kvmerge.ops import cpu
+
+    try:
+        in_library = f"{', '.join(cpu.levels())} (best first)"
+    except (OSError, ImportError) as error:
+        in_library = f"none: {error}"
+    try:
+        importlib.import_module("vllm_kvmerge.ops.triton")
+        in_triton = f"Triton {metadata.version('triton')}, for GPUs"
+    except (ImportError, metadata.PackageNotFoundError) as error:
+        in_triton = f"none: {error}"
+    return {"in use": ops.implementation(), "native": in_library, "triton": in_triton}
+
+
+def _version_problem() -> str | None:
+    try:
+        check_vllm_version()
+    except (UnsupportedConfigError, ImportError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def _platform_problem() -> str | None:
+    try:
+        return platform_obstacle()
+    except ImportError:
+        return None  # the other problem says so

@@ -1,0 +1,182 @@
+"""The engine arguments that switch compression on in vLLM."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from vllm_kvmerge.engine.support import UnsupportedConfigError, check_options, platform_obstacle
+from vllm_kvmerge.ops import OPERATORS
+from vllm_kvmerge.ops.choice import check_overrides
+from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.limits import Limits, ModelShape
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from vllm.config import VllmConfig
+
+WORKER_CLS = "vllm_kvmerge.engine.worker.cpu_worker.KVMergeWorker"
+CUDA_WORKER_CLS = "vllm_kvmerge.engine.worker.cuda_worker.KVMergeCUDAWorker"
+SCHEDULER_CLS = "vllm_kvmerge.engine.scheduler.KVMergeScheduler"
+VALIDATOR = "vllm_kvmerge.engine.validation:CompressionValidator"
+CONFIG_KEY = "kvmerge"
+"""The plugin's part of vLLM's ``additional_config``, see ``PluginConfig``."""
+
+BLOCK_SIZE = 32
+
+LEAST_COMPACTION_BYTES = 256 << 20
+LAYERS_AT_ONCE = 3
+"""Sizes of a layer of the longest request that the presets' mergers get by with."""
+
+
+class PluginConfig(BaseModel):
+    """What ``additional_config`` may hold for the plugin."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    default: dict[str, Any] | str | None = Field(None, description="Compression of requests that do not say how.")
+    query_rings: int = Field(
+        16,
+        ge=0,
+        description="On CUDA: how many requests of policies that read queries (such as morphkv and grkv) have room for "
+        "them in captured graphs; more than these run, more slowly.",
+    )
+    query_ring_size: int = Field(32, ge=1, description="On CUDA: queries that there is room for, of each of those.")
+    allowed_policies: list[str] | None = Field(
+        None,
+        description="Policies that requests may name, besides full, and whose parts they may combine. Default: all.",
+    )
+    max_compaction_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] | None = Field(
+        None,
+        description="Memory outside the cache that compressing one request may take, per worker; more is refused. "
+        f"Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times what keys and values of one layer of "
+        "the longest request take in float32, where that is more.",
+    )
+    max_compaction_seconds: float = Field(
+        5.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds, as estimated, that compressing one request may keep all others waiting; during "
+        "generation once per block of tokens. What would take longer is refused.",
+    )
+    api_key_routes: Literal["all", "v1"] = Field(
+        "all",
+        description="Routes that ask for the API key if there is one: all but /health, /ping and /metrics; v1: those "
+        "below /v1, /v2, /inference and /cohere, as in vLLM.",
+    )
+    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of an HTTP request, in bytes.")
+    operators: dict[str, str] = Field(
+        {}, description="Implementations of operators to run instead of those in kernels/choice.json."
+    )
+
+    @field_validator("operators")
+    @classmethod
+    def _check_operators(cls, operators: dict[str, str]) -> dict[str, str]:
+        return check_overrides(operators, OPERATORS)
+
+    @field_validator("allowed_policies")
+    @classmethod
+    def _check_policies(cls, names: list[str] | None) -> list[str] | None:
+        unknown = sorted(set(names or ()) - {*PRESETS, FULL})
+        if unknown:
+            raise ValueError(f"unknown policy {', '.join(unknown)}; allowed: {', '.join(sorted((FULL, *PRESETS)))}")
+        if names is not None and not set(names) - {FULL}:
+            raise ValueError("must name a policy that compresses; leave it out to allow all")
+        return names
+
+
+def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
+    """What the plugin was told in the ``additional_config`` of an engine, or of a server's arguments."""
+    return PluginConfig.model_validate((config.additional_config or {}).get(CONFIG_KEY) or {})
+
+
+def request_limits(vllm_config: "VllmConfig") -> Limits:
+    """What an engine's requests are held to; how fast its workers compute is for them to say."""
+    options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
+    allowed, num_kv_heads = options.allowed_policies, model.get_num_kv_heads(parallel)
+    one_layer = 4 * 2 * num_kv_heads * model.get_head_size() * model.max_model_len
+    return Limits(
+        allowed_policies=None if allowed is None else frozenset(allowed),
+        max_bytes=options.max_compaction_bytes or max(LEAST_COMPACTION_BYTES, LAYERS_AT_ONCE * one_layer),
+        max_seconds=options.max_compaction_seconds,
+        shape=ModelShape(
+            num_layers=model.get_num_layers(parallel),
+            num_kv_heads=num_kv_heads,
+            group_size=model.get_num_attention_heads(parallel) // num_kv_heads,
+            head_size=model.get_head_size(),
+            hidden_size=model.get_hidden_size(),
+            item_size=model.dtype.itemsize,
+        ),
+        block_size=vllm_config.cache_config.block_size,
+        max_model_len=model.max_model_len,
+    )
+
+
+def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **overrides: Any) -> dict[str, Any]:
+    """``LLM(model, **kvmerge_engine_args())``: what vLLM needs to compress per request.
+
+    kv_compression: compression of requests that do not bring their own (an object or its JSON text); default: none.
+    overrides: any other engine argument; what is given here wins over the plugin's own choice.
+
+    Raises:
+        CompressionError: kv_compression is not valid (a ValueError, like the next).
+        UnsupportedConfigError: an override, or this platform, does not work with compression.
+    """
+    check_options(overrides)
+    overrides = _for_platform() | overrides
+    overrides["additional_config"] = _with_default(overrides.get("additional_config"), kv_compression)
+    processors = list(overrides.get("logits_processors") or [])
+    overrides["logits_processors"] = processors if VALIDATOR in processors else [*processors, VALIDATOR]
+    return {"scheduler_cls": SCHEDULER_CLS, "block_size": BLOCK_SIZE} | overrides
+
+
+def _for_platform() -> dict[str, Any]:
+    """The engine arguments that depend on the platform."""
+    from vllm.platforms import current_platform
+
+    if obstacle := platform_obstacle():
+        raise UnsupportedConfigError(obstacle)
+    if current_platform.is_cuda():
+        return {"worker_cls": CUDA_WORKER_CLS, "attention_backend": "CUSTOM"}
+    return {"worker_cls": WORKER_CLS}
+
+
+def _with_default(
+    additional_config: dict[str, Any] | None, kv_compression: dict[str, Any] | str | None
+) -> dict[str, Any]:
+    """``additional_config`` with the validated default in the plugin's part of it."""
+    ours = dict((additional_config or {}).get(CONFIG_KEY) or {})
+    try:
+        PluginConfig.model_validate(ours)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = ".".join(["additional_config", CONFIG_KEY, *map(str, fault["loc"])])
+        raise UnsupportedConfigError(
+            f"{name}={fault['input']} is not supported: {fault['msg'].removeprefix('Value error, ')}"
+        ) from None
+    given = ours.get("default")
+    if given is not None and kv_compression is not None:
+        raise UnsupportedConfigError(
+            f"additional_config.{CONFIG_KEY}.default={given} is not supported together with {EXTRA_ARGS_KEY}; give one"
+        )
+    default = given if kv_compression is None else kv_compression
+    config = parse_compression(default)
+    allowed = ours.get("allowed_policies")
+    if config is not None and allowed is not None and config.name not in allowed:
+        raise CompressionError(
+            f"{EXTRA_ARGS_KEY}.policy",
+            f"{config.name!r} cannot be the default, because it is not among allowed_policies; "
+            f"allowed: {', '.join(sorted({FULL, *allowed}))}",
+            "not_allowed",
+        )
+    if config is not None and config.context_tokens is not None:
+        raise CompressionError(
+            f"{EXTRA_ARGS_KEY}.context_tokens",
+            f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request",
+            "not_a_default",
+        )
+    if isinstance(default, str):
+        default = json.loads(default)
+    return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}

@@ -1,0 +1,70 @@
+"""What the attention backends of all platforms share: what they refuse, and how they see the cache."""
+
+from typing import ClassVar
+
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
+from vllm_kvmerge.engine.support import UnsupportedConfigError
+from vllm_kvmerge.ops import PagedKVCache
+
+
+class MergeableImpl:
+    """One layer's attention over mergeable pages; beside a platform's own ``AttentionImpl``."""
+
+    head_size: int
+    row_major_keys: ClassVar[bool]
+    """How keys lie in a page, see ``PagedKVCache``."""
+
+    _pages: tuple[tuple[int, int], PagedKVCache] | None = None
+
+    def refuse_features(
+        self, attn_type: str, alibi: bool, sliding_window: bool, soft_cap: bool, sinks: bool, shared_cache: bool
+    ) -> None:
+        """Raises UnsupportedConfigError where a layer asks for what compression does not work with."""
+        for feature, wanted in (
+            ("ALiBi", alibi),
+            ("sliding-window attention", sliding_window),
+            ("logits soft cap", soft_cap),
+            ("attention sinks", sinks),
+            ("sharing KV between layers", shared_cache),
+        ):
+            if wanted:
+                raise UnsupportedConfigError(f"model uses {feature}: not supported with KV cache compression")
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedConfigError(f"attention type {attn_type}: only decoder attention is supported")
+
+    def pages(self, kv_cache: Tensor) -> PagedKVCache:
+        """Views of this layer's cache; made once per allocation."""
+        allocation = (kv_cache.data_ptr(), kv_cache.numel())
+        if self._pages is None or self._pages[0] != allocation:
+            self._pages = (allocation, PagedKVCache.of(kv_cache, self.head_size, self.row_major_keys))
+        return self._pages[1]
+
+    def forget_pages(self) -> None:
+        """Lets go of the cache, so that it can be freed."""
+        self._pages = None
+
+
+class MergeableBackend:
+    """What every platform's backend answers; before its ``AttentionBackend`` in the order of bases."""
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+            raise UnsupportedConfigError(f"attention layer of type {type(spec).__name__}: only full attention works")
+        return MergeableAttentionSpec.of(spec)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER

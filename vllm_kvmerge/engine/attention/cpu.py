@@ -1,0 +1,245 @@
+"""The attention backend on the CPU, over pages that carry their own metadata.
+
+Requests without a compressed front run on vLLM's own CPU operators over strided views of our pages; the others on ours.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
+from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader
+from vllm_kvmerge.engine.support import UnsupportedConfigError
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, paged_attention
+
+
+@dataclass
+class CompressedBatch:
+    """The compressed rows of a batch, as ``paged_attention`` takes them: ``[rows, max_blocks]`` and ``[rows]``."""
+
+    block_table: Tensor
+    query_starts: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor
+    fronts: Tensor
+    tails: Tensor
+    update_modes: Tensor
+    update_decays: Tensor
+
+    @classmethod
+    def of(cls, common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> "CompressedBatch":
+        """``rows``: the compressed ones by their place in the batch."""
+        index = torch.tensor(list(rows))
+        starts = common.query_start_loc
+        updates = [row.update for row in rows.values()]
+        return cls(
+            block_table=common.block_table_tensor[index],
+            query_starts=starts[index],
+            query_lens=starts[index + 1] - starts[index],
+            seq_lens=common.seq_lens[index],
+            fronts=torch.tensor([row.front for row in rows.values()], dtype=torch.int32),
+            tails=torch.tensor([row.tail for row in rows.values()], dtype=torch.int32),
+            update_modes=torch.tensor(
+                [(update.mode if update else ScoreMode.NONE).code for update in updates], dtype=torch.int32
+            ),
+            update_decays=torch.tensor([update.decay if update else 1.0 for update in updates]),
+        )
+
+
+@dataclass
+class MergeableAttentionMetadata(CPUAttentionMetadata):
+    """vLLM's metadata for the plain rows, and the others beside it.
+
+    plain_tokens: places of the plain rows' tokens in the batch; None where all rows are plain.
+    """
+
+    plain_tokens: Tensor | None = None
+    compressed: CompressedBatch | None = None
+    readers: list[QueryReader] = field(default_factory=list)
+
+
+def _select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[CommonAttentionMetadata, Tensor]:
+    """The batch's metadata reduced to ``rows``, and the places of their tokens."""
+    index = torch.tensor(rows)
+    starts, lengths = common.query_start_loc[:-1][index], common.query_start_loc.diff()[index]
+    selected = copy.copy(common)
+    selected.num_reqs = len(rows)
+    selected.num_actual_tokens = int(lengths.sum())
+    selected.max_query_len = int(lengths.max())
+    selected.query_start_loc = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    selected.seq_lens = common.seq_lens[index]
+    selected.block_table_tensor = common.block_table_tensor[index]
+    tokens = torch.cat([torch.arange(a, a + n) for a, n in zip(starts.tolist(), lengths.tolist(), strict=True)])
+    selected.slot_mapping = common.slot_mapping[tokens]
+    return selected, tokens
+
+
+class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
+    """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rows: list[BatchRow] = []
+
+    isa: str
+
+    def _set_isa_to_layers(self, layer_names: list[str]) -> None:
+        # "amx" packs K in tiles of its own; the pages hold K as "vec" and "vec16" pack it.
+        if self.isa == "amx":
+            self.isa = "vec"
+        if self.isa not in ("vec", "vec16"):
+            raise UnsupportedConfigError(f"CPU attention kernel {self.isa!r}: its layout of K is not known; x86 only")
+        super()._set_isa_to_layers(layer_names)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MergeableAttentionMetadata:
+        common = common_attn_metadata
+        compressed = {i: row for i, row in enumerate(self.rows) if row.front > 0}
+        plain_tokens = None
+        plain = common
+        if compressed:
+            plain_rows = [i for i in range(common.num_reqs) if i not in compressed]
+            if plain_rows:
+                plain, plain_tokens = _select_rows(common, plain_rows)
+            else:
+                plain_tokens = torch.empty(0, dtype=torch.int64)
+        stock = super().build(common_prefix_len, plain, fast_build)
+        return MergeableAttentionMetadata(
+            **vars(stock),
+            plain_tokens=plain_tokens,
+            compressed=CompressedBatch.of(common, compressed) if compressed else None,
+            readers=[
+                QueryReader.of(common, i, row)
+                for i, row in enumerate(self.rows)
+                if row.window is not None or row.ring is not None
+            ],
+        )
+
+
+class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
+    """Attention over mergeable pages."""
+
+    row_major_keys = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.refuse_features(
+            self.attn_type,
+            alibi=self.alibi_slopes is not None,
+            sliding_window=self.sliding_window != -1,
+            soft_cap=self.logits_soft_cap != 0,
+            sinks=self.sinks is not None,
+            shared_cache=self.kv_sharing_target_layer_name is not None,
+        )
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        pages = self.pages(kv_cache)
+        ops.cpu_attn_reshape_and_cache(
+            key,
+            value,
+            pages.stock_keys,
+            pages.values,
+            slot_mapping,
+            layer.isa,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: MergeableAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantisation is not supported by this backend")
+        if attn_metadata is None:  # warm-up
+            return output
+        pages, metadata = self.pages(kv_cache), attn_metadata
+        for reader in metadata.readers:
+            reader.read(layer.kvmerge_index, query, pages, self.scale)
+        if metadata.plain_tokens is None:
+            num_tokens = metadata.num_actual_tokens
+            self._plain_attention(layer, query[:num_tokens], pages, metadata, output[:num_tokens])
+            return output
+        if len(metadata.plain_tokens):
+            plain_output = torch.empty_like(output[: len(metadata.plain_tokens)])
+            self._plain_attention(layer, query[metadata.plain_tokens], pages, metadata, plain_output)
+            output[metadata.plain_tokens] = plain_output
+        batch = metadata.compressed
+        assert batch is not None
+        paged_attention(
+            query,
+            pages,
+            batch.block_table,
+            batch.query_starts,
+            batch.query_lens,
+            batch.seq_lens,
+            batch.fronts,
+            batch.tails,
+            batch.update_modes,
+            batch.update_decays,
+            self.scale,
+            output,
+        )
+        return output
+
+    def _plain_attention(
+        self, layer: Any, query: Tensor, pages: PagedKVCache, metadata: MergeableAttentionMetadata, output: Tensor
+    ) -> None:
+        """vLLM's own operator over strided views of our pages."""
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=pages.stock_keys,
+            value_cache=pages.values,
+            output=output,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            scale=self.scale,
+            causal=metadata.causal,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=metadata.block_table,
+            softcap=0,
+            scheduler_metadata=metadata.scheduler_metadata,
+            s_aux=None,
+            dynamic_causal=metadata.dynamic_causal,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+class MergeableAttentionBackend(MergeableBackend, CPUAttentionBackend):
+    """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the page."""
+
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
+
+    @staticmethod
+    def get_impl_cls() -> type[MergeableAttentionImpl]:
+        return MergeableAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MergeableAttentionBuilder]:
+        return MergeableAttentionBuilder

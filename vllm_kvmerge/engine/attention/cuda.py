@@ -1,0 +1,347 @@
+"""The attention backend on CUDA, over pages that carry their own metadata.
+
+One operator attends to all rows: a plain one has no front. So what is launched depends on a batch's shape alone, and a
+captured graph holds for any mixture of plain and compressed rows; what differs lies in buffers whose address stays.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from vllm_kvmerge.engine.arguments import plugin_config
+from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
+from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader, QueryRing, QueryRings, seq_len_of
+from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, UnsupportedConfigError
+from vllm_kvmerge.ops import ScoreMode, paged_attention, write_tokens
+from vllm_kvmerge.ops.triton.plan import KEPT_ROWS
+
+
+def shortest_chunk(groups: int) -> int:
+    """The least number of queries that attention is told of a chunk with ``groups`` query heads for a KV head.
+
+    Triton's operator keeps the logits of fewer, and the memory for that is reserved for one query only.
+    """
+    return KEPT_ROWS // groups + 1
+
+
+class GraphBatchBuffers:
+    """What attention is told of each row of a batch, always at the same address: ``[max_rows]`` each."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._numbers = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
+        self.fronts, self.tails, self.modes = self._numbers[:3]
+        self.decays = self._numbers[3].view(torch.float32)
+        self.query_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._is_plain = True
+
+    def fill(self, rows: list[BatchRow], query_start_loc: Tensor) -> None:
+        """``query_start_loc``: ``[rows + 1]`` int32 on the device, with rows that only pad the batch; those are plain
+        and have no queries."""
+        num_rows = len(query_start_loc) - 1
+        torch.sub(query_start_loc[1:], query_start_loc[:-1], out=self.query_lens[:num_rows])
+        is_plain = all(row.front == 0 for row in rows)
+        if is_plain and self._is_plain:
+            return
+        self._is_plain = is_plain
+        numbers = np.zeros(self._numbers.shape, dtype=np.int32)
+        decays = numbers[3].view(np.float32)
+        for index, row in enumerate(rows):
+            if row.front > 0:
+                mode = (row.update.mode if row.update else ScoreMode.NONE).code
+                numbers[:3, index] = row.front, row.tail, mode
+                decays[index] = row.update.decay if row.update else 1.0
+        async_tensor_h2d(numbers, out=self._numbers)
+
+
+@dataclass
+class AttentionPart:
+    """Rows of a batch, as ``paged_attention`` takes them. num_queries: at least as many as any of them has."""
+
+    num_queries: int
+    block_table: Tensor
+    query_starts: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor
+    fronts: Tensor
+    tails: Tensor
+    update_modes: Tensor
+    update_decays: Tensor
+
+    def select(self, rows: np.ndarray, num_queries: int) -> "AttentionPart":
+        """``rows``: places in this part, ascending."""
+        first, last = int(rows[0]), int(rows[-1])
+        names = [name for name in vars(self) if name != "num_queries"]
+        if last - first == len(rows) - 1:
+            return replace(
+                self, num_queries=num_queries, **{name: getattr(self, name)[first : last + 1] for name in names}
+            )
+        index = async_tensor_h2d(rows, device=self.seq_lens.device)
+        return replace(
+            self, num_queries=num_queries, **{name: getattr(self, name).index_select(0, index) for name in names}
+        )
+
+
+@dataclass
+class CUDAAttentionMetadata(AttentionMetadata):
+    """parts: what attention is called for. readers: rows of whose queries Python code keeps something, which no graph
+    does. ring_places: places in ``rings`` of the queries of ``ring_tokens``, or of all tokens; None: none is kept."""
+
+    parts: list[AttentionPart]
+    readers: list[QueryReader] = field(default_factory=list)
+    rings: Tensor | None = None
+    ring_tokens: Tensor | None = None
+    ring_places: Tensor | None = None
+
+
+class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
+    """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before, and ``rings``
+    once. Nothing is asked of the GPU."""
+
+    # Full graphs are captured for batches in which every request computes one token. Others have parts and readers
+    # that depend on the requests.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        operators = plugin_config(vllm_config).operators
+        if "reference" in (operators.get("paged_attention"), operators.get("write_tokens")):
+            return AttentionCGSupport.NEVER  # it waits for the GPU
+        return cls._cudagraph_support
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        scheduler = vllm_config.scheduler_config
+        num_heads = get_num_attention_heads_from_layers(
+            vllm_config, layer_names
+        ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self._shortest_chunk = shortest_chunk(num_heads // kv_cache_spec.num_kv_heads)
+        self.rows: list[BatchRow] = []
+        self.rings: QueryRings | None = None
+        self._numbers = GraphBatchBuffers(scheduler.max_num_seqs, device)
+        self._ring_places = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int64, device=device)
+        self._keeps_nothing = False  # whether all of these places say that
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CUDAAttentionMetadata:
+        return self._build(common_attn_metadata, self.rows, is_captured=False)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CUDAAttentionMetadata:
+        metadata = self._build(common_attn_metadata, [], is_captured=True)
+        # Warm-ups would read as many slots as there can be, of the null block.
+        common_attn_metadata.seq_lens.fill_(1)
+        return metadata
+
+    def _build(self, common: CommonAttentionMetadata, rows: list[BatchRow], is_captured: bool) -> CUDAAttentionMetadata:
+        self._numbers.fill(rows, common.query_start_loc[: common.num_reqs + 1])
+        metadata = CUDAAttentionMetadata(self._parts(common))
+        kept = []
+        for index, row in enumerate(rows):
+            if row.ring is not None and row.ring.first is not None:
+                kept.append((index, row.ring))
+                row = replace(row, ring=None)
+            if row.needs_python:
+                metadata.readers.append(QueryReader.of(common, index, row))
+        if self.rings is not None:
+            self._place_queries(metadata, common, kept, self.rings, is_captured)
+        return metadata
+
+    def _parts(self, common: CommonAttentionMetadata) -> list[AttentionPart]:
+        """The whole batch if each row has one query; else rows of similar length together, since a part is cut into
+        as many programs as if all its rows were as long as the longest."""
+        n, numbers = common.num_reqs, self._numbers
+        batch = AttentionPart(
+            1,
+            common.block_table_tensor[:n],
+            common.query_start_loc[:n],
+            numbers.query_lens[:n],
+            common.seq_lens[:n],
+            numbers.fronts[:n],
+            numbers.tails[:n],
+            numbers.modes[:n],
+            numbers.decays[:n],
+        )
+        if common.max_query_len <= 1:
+            return [batch]
+        lens = np.diff(common.query_start_loc_cpu[: n + 1].numpy())
+        magnitudes = np.ceil(np.log2(np.maximum(lens, 1))).astype(int)
+        parts = []
+        for magnitude in np.unique(magnitudes[lens > 0]):
+            chosen = np.flatnonzero((magnitudes == magnitude) & (lens > 0))
+            longest = int(lens[chosen].max())
+            parts.append(batch.select(chosen, longest if longest == 1 else max(longest, self._shortest_chunk)))
+        return parts
+
+    def _place_queries(
+        self,
+        metadata: CUDAAttentionMetadata,
+        common: CommonAttentionMetadata,
+        kept: list[tuple[int, QueryRing]],
+        rings: QueryRings,
+        is_captured: bool,
+    ) -> None:
+        """Which queries go where in ``rings``. kept: places of rows in the batch, and their rings."""
+        starts = common.query_start_loc_cpu
+        tokens, places = [], []
+        for index, ring in kept:
+            end, seq_len = int(starts[index + 1]), seq_len_of(common, index)
+            count = min(end - int(starts[index]), ring.window)
+            tokens.append(np.arange(end - count, end))
+            places.append(ring.places(seq_len - count, seq_len))
+        metadata.rings = rings.queries
+        if common.max_query_len > 1:
+            if kept:
+                metadata.ring_tokens = async_tensor_h2d(np.concatenate(tokens), device=self.device)
+                metadata.ring_places = async_tensor_h2d(np.concatenate(places), device=self.device)
+            return
+        # Each row has one token: a captured graph may run, which writes all queries where the buffer says.
+        if kept:
+            of_all = np.full(common.num_actual_tokens, rings.nowhere, dtype=np.int64)
+            of_all[np.concatenate(tokens)] = np.concatenate(places)
+            async_tensor_h2d(of_all, out=self._ring_places[: len(of_all)])
+            self._keeps_nothing = False
+        elif not self._keeps_nothing:
+            self._ring_places.fill_(rings.nowhere)
+            self._keeps_nothing = True
+        if kept or is_captured:
+            metadata.ring_places = self._ring_places[: common.num_actual_tokens]
+
+
+class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
+    """Attention over mergeable pages."""
+
+    row_major_keys = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.refuse_features(
+            attn_type,
+            alibi=alibi_slopes is not None,
+            sliding_window=sliding_window is not None,
+            soft_cap=bool(logits_soft_cap),
+            sinks=sinks is not None,
+            shared_cache=kv_sharing_target_layer_name is not None,
+        )
+        if head_size not in CUDA_HEAD_SIZES:
+            raise UnsupportedConfigError(f"head size {head_size}: allowed on CUDA: multiples of 8 from 16 to 256")
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        write_tokens(self.pages(kv_cache), slot_mapping, key, value)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CUDAAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantisation is not supported by this backend")
+        if attn_metadata is None:  # memory is being profiled
+            return output.fill_(0)
+        pages, metadata = self.pages(kv_cache), attn_metadata
+        if metadata.rings is not None and metadata.ring_places is not None:
+            places, tokens = metadata.ring_places, metadata.ring_tokens
+            newest = query[: len(places)] if tokens is None else query.index_select(0, tokens)
+            metadata.rings[layer.kvmerge_index].index_copy_(0, places, newest)
+        for reader in metadata.readers:
+            reader.read(layer.kvmerge_index, query, pages, self.scale)
+        for part in metadata.parts:
+            paged_attention(
+                query,
+                pages,
+                part.block_table,
+                part.query_starts,
+                part.query_lens,
+                part.seq_lens,
+                part.fronts,
+                part.tails,
+                part.update_modes,
+                part.update_decays,
+                self.scale,
+                output,
+                num_queries=part.num_queries,
+            )
+        return output
+
+
+class CUDAAttentionBackend(MergeableBackend, AttentionBackend):
+    """What vLLM calls ``CUSTOM`` on CUDA."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(CUDA_HEAD_SIZES)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # Metadata lie behind all keys and values of a layer, so a layer's cache must lie together.
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False
+
+    @staticmethod
+    def get_impl_cls() -> type[CUDAAttentionImpl]:
+        return CUDAAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CUDAAttentionBuilder]:
+        return CUDAAttentionBuilder

@@ -1,0 +1,187 @@
+"""What a worker tells attention of each request in a batch, and what attention keeps for it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.ops import PagedKVCache, ScoreUpdate, score_prompt_queries
+
+if TYPE_CHECKING:  # compactions can be run without vLLM
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+@dataclass
+class PromptScores:
+    """Statistics of a prompt that is being computed: ``[layers, H, capacity]`` float32 each."""
+
+    scores: Tensor
+    aux: Tensor
+
+    @classmethod
+    def empty(
+        cls, num_layers: int, num_kv_heads: int, capacity: int, device: torch.device | None = None
+    ) -> "PromptScores":
+        return cls(*torch.zeros(2, num_layers, num_kv_heads, capacity, device=device).unbind())
+
+    def grow(self, capacity: int) -> None:
+        missing = capacity - self.scores.shape[2]
+        if missing > 0:
+            self.scores = torch.nn.functional.pad(self.scores, (0, missing))
+            self.aux = torch.nn.functional.pad(self.aux, (0, missing))
+
+
+class QueryRing:
+    """The newest queries of a request, in every layer: ``[layers, window, H * G, d]`` in the model's dtype.
+
+    The query of the token at position ``p`` lies in place ``p % window``.
+    """
+
+    def __init__(self, ring: Tensor, first: int | None = None) -> None:
+        """``first``: its place in the ``QueryRings`` that ``ring`` is a part of; None if it is of none."""
+        self.window, self.num_heads = ring.shape[1:3]
+        self.first = first
+        self._ring = ring
+
+    @classmethod
+    def empty(
+        cls,
+        num_layers: int,
+        window: int,
+        num_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> "QueryRing":
+        return cls(torch.zeros(num_layers, window, num_heads, head_size, dtype=dtype, device=device))
+
+    def write(self, layer: int, query: Tensor, seq_len: int) -> None:
+        """``query``: ``[q, H * G, d]``, ``q <= window``, of the tokens up to position ``seq_len - 1``."""
+        places = torch.arange(seq_len - query.shape[0], seq_len, device=query.device) % self.window
+        self._ring[layer, places] = query
+
+    def places(self, start: int, end: int) -> np.ndarray:
+        """Where in its ``QueryRings`` the queries of tokens ``[start, end)`` go, int64."""
+        assert self.first is not None
+        return self.first + np.arange(start, end) % self.window
+
+    def positions(self, seq_len: int) -> Tensor:
+        """``[w]`` int64: positions of the queries kept once ``seq_len`` tokens have been computed."""
+        return torch.arange(max(0, seq_len - self.window), seq_len, device=self._ring.device)
+
+    def queries(self, seq_len: int, layers: slice = slice(None)) -> Tensor:
+        """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""
+        return self._ring[layers].index_select(1, self.positions(seq_len) % self.window)
+
+
+class QueryRings:
+    """Room for the rings of several requests at one address, so that captured graphs can write to them.
+
+    queries: ``[layers, num_rings * window + 1, H * G, d]``; the last place is for queries that nobody keeps.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_rings: int,
+        window: int,
+        num_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.window = window
+        self.queries = torch.zeros(num_layers, num_rings * window + 1, num_heads, head_size, dtype=dtype, device=device)
+        self._free = [window * index for index in reversed(range(num_rings))]
+
+    @property
+    def nowhere(self) -> int:
+        """The place of queries that nobody keeps."""
+        return self.queries.shape[1] - 1
+
+    def take(self, window: int) -> QueryRing | None:
+        """A ring of ``window`` queries; None if all are taken or these are too short."""
+        if window > self.window or not self._free:
+            return None
+        first = self._free.pop()
+        return QueryRing(self.queries[:, first : first + window], first)
+
+    def give_back(self, ring: QueryRing) -> None:
+        if ring.first is not None:
+            self._free.append(ring.first)
+
+
+@dataclass(frozen=True)
+class ScoreWindow:
+    """The queries of the last ``num_queries`` tokens of a request's share of the batch are scored."""
+
+    num_queries: int
+    update: ScoreUpdate
+    prompt_scores: PromptScores
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """What is special about a request in the batch.
+
+    front, tail: its segments; with ``front == 0`` it has not been compressed, and its entries have no votes.
+    update: how attention keeps the scores in its pages, if it does. window: which queries to score into a buffer
+    instead, before its first compression. ring: where its queries are kept, if its policy reads them.
+    """
+
+    front: int = 0
+    tail: int = 0
+    update: ScoreUpdate | None = None
+    window: ScoreWindow | None = None
+    ring: QueryRing | None = None
+
+    @property
+    def needs_python(self) -> bool:
+        """Whether Python code keeps something of its queries, as no captured graph can."""
+        return self.window is not None or (self.ring is not None and self.ring.first is None)
+
+
+PLAIN = BatchRow()
+
+
+def seq_len_of(common: "CommonAttentionMetadata", index: int) -> int:
+    """Tokens of a row, those of this step included; no GPU is asked."""
+    # vLLM calls it an upper bound because of speculative decoding, which is refused.
+    assert common.seq_lens_cpu_upper_bound is not None
+    return int(common.seq_lens_cpu_upper_bound[index])
+
+
+@dataclass
+class QueryReader:
+    """A row of whose queries something is kept: where its tokens are, and what else ``score_prompt_queries`` needs of it."""
+
+    tokens: slice
+    blocks: Tensor
+    seq_len: int
+    row: BatchRow
+
+    @classmethod
+    def of(cls, common: "CommonAttentionMetadata", index: int, row: BatchRow) -> "QueryReader":
+        """``index``: the row's place in the batch."""
+        start, end = common.query_start_loc_cpu[index : index + 2].tolist()
+        return cls(slice(start, end), common.block_table_tensor[index], seq_len_of(common, index), row)
+
+    def read(self, layer: int, query: Tensor, pages: PagedKVCache, scale: float) -> None:
+        """Keeps and scores of this row's queries what is asked for. ``query``: ``[tokens of the batch, H * G, d]``."""
+        row, query = self.row, query[self.tokens]
+        if row.ring is not None:
+            row.ring.write(layer, query[-row.ring.window :], self.seq_len)
+        if row.window is not None:
+            statistics = row.window.prompt_scores
+            score_prompt_queries(
+                query[-row.window.num_queries :],
+                pages,
+                self.blocks,
+                self.seq_len,
+                row.window.update,
+                scale,
+                statistics.scores[layer, :, : self.seq_len],
+                statistics.aux[layer, :, : self.seq_len],
+            )

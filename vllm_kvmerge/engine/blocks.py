@@ -1,0 +1,131 @@
+"""vLLM's block side: the KV cache spec with metadata in the page, and the manager of two-segment sequences."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
+
+from vllm_kvmerge.ops.types import cell_bytes
+
+
+class MergeableAttentionSpec(FullAttentionSpec):
+    """Full attention whose cells also hold an entry's vote, score, second statistic and position."""
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> "MergeableAttentionSpec":
+        """Widens the cells of a dense spec."""
+        return replace_as(spec, cls, state_content_bytes=cell_bytes(spec.head_size, spec.dtype))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A compressed sequence: entries in slots ``[0, front)``, ordinary tokens from slot ``tail`` on."""
+
+    front: int
+    tail: int
+
+
+@dataclass(frozen=True)
+class Relocation:
+    """Where a compressed front goes. blocks: ids of its blocks. num_freed: blocks the pool gains."""
+
+    blocks: list[int]
+    num_freed: int
+
+
+class MergeableAttentionManager(FullAttentionManager):
+    """Full-attention manager whose requests may own a compressed front, a hole and a tail.
+
+    Blocks that a compression makes superfluous are *retired*: they leave the request's row at once and return to the
+    pool with ``release_retired``, after the last relocation of the step. Whoever is given one writes to it in a later
+    step than the one whose compaction still reads it.
+
+    What a compressed request computed may hold anything that a policy or an overflow made of it. vLLM's CPU operators
+    read slots behind a sequence's end, where a NaN would spread: such blocks are zeroed before another request that is
+    not compressed gets them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "needs_kv_cache_zeroing": True})
+        self.segments: dict[str, Segments] = {}
+        self._retired: list[KVCacheBlock] = []
+        self._unclean: set[int] = set()
+
+    def relocate(self, request_id: str, num_tokens: int, new_front: int) -> Relocation | None:
+        """Gives a request its own blocks for ``new_front`` entries and retires all others before slot ``num_tokens``.
+
+        Shared blocks are never written to, and hashed ones only if there is no other way. In this order it takes
+        blocks that only this request holds and that are not hashed, free blocks of the pool, and blocks that only
+        this request holds but that are hashed: those lose their hash. What it does not take goes back to the pool,
+        with its hash if it has one.
+
+        Returns:
+            None, and changes nothing, if there are not enough of these.
+        """
+        blocks = self.req_to_blocks[request_id]
+        num_front_blocks = cdiv(new_front, self.block_size)
+        num_held = max(num_front_blocks, num_tokens // self.block_size)
+        held = [block for block in blocks[:num_held] if not block.is_null]
+        own = [block for block in held if block.ref_cnt == 1]
+        private = [block for block in own if block.block_hash is None][:num_front_blocks]
+        num_fresh = min(num_front_blocks - len(private), self.block_pool.get_num_free_blocks())
+        num_unhashed = num_front_blocks - len(private) - num_fresh
+        unhashed = [block for block in own if block.block_hash is not None][:num_unhashed]
+        if len(unhashed) < num_unhashed:
+            return None
+        self.block_pool.evict_blocks({block.block_id for block in unhashed})
+        front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
+        taken = {block.block_id for block in front}
+        retired = [block for block in held if block.block_id not in taken]
+        if request_id in self.segments:
+            self._note_unclean(retired)
+        blocks[:num_held] = front + [self._null_block] * (num_held - num_front_blocks)
+        self._retired += retired
+        self.segments[request_id] = Segments(front=new_front, tail=num_tokens)
+        return Relocation([block.block_id for block in front], len(retired) - num_fresh)
+
+    def release_retired(self) -> None:
+        """Returns retired blocks to the pool; call when a step's relocations are all made."""
+        # Last blocks first, as vLLM frees a request: a prefix's tail is evicted before its head.
+        self.block_pool.free_blocks(reversed(self._retired))
+        self._retired = []
+
+    def num_held_blocks(self, request_id: str) -> int:
+        """Blocks of the pool that the request holds now."""
+        return sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        # After a compression keys and values are approximations: they must not be found by hash.
+        if request.request_id not in self.segments:
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        blocks = super().pop_blocks_for_free(request_id)
+        if self.segments.pop(request_id, None) is not None:
+            self._note_unclean(blocks)
+        return blocks
+
+    def _note_unclean(self, blocks: list[KVCacheBlock]) -> None:
+        # A hashed block is from before the first compression: it holds what the model computed.
+        self._unclean |= {block.block_id for block in blocks if block.block_hash is None and not block.is_null}
+
+    def take_new_block_ids(self) -> list[int]:
+        """Ids of the blocks handed out since the last call that must be zeroed before they are written to."""
+        unclean = [block_id for block_id in super().take_new_block_ids() if block_id in self._unclean]
+        self._unclean.difference_update(unclean)
+        return unclean
+
+
+def register_spec() -> None:
+    """Makes vLLM use ``MergeableAttentionManager`` for ``MergeableAttentionSpec``."""
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        MergeableAttentionSpec,
+        manager_class=MergeableAttentionManager,
+        uniform_type_base_spec=FullAttentionSpec,
+    )

@@ -1,0 +1,119 @@
+"""What is counted, under which Prometheus name.
+
+Engine cores, workers and API servers each count what they see; with ``PROMETHEUS_MULTIPROC_DIR`` set (as
+``vllm-kvmerge serve`` does) prometheus_client adds the processes up on ``/metrics``, whichever API server is asked.
+Label ``engine``: the data-parallel rank, as in vLLM's own metrics.
+"""
+
+import os
+from collections import defaultdict
+from contextlib import suppress
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from vllm_kvmerge.engine import metric_files
+
+if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+    # A worker that Ray starts on another machine is given the first one's variables, and would not be seen there.
+    with suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+metric_files.install()
+
+LABELS = ["policy", "engine"]
+
+REQUESTS = Counter("vllm:kvmerge_requests", "Requests received, by policy.", LABELS)
+REJECTED = Counter("vllm:kvmerge_rejected_requests", "Requests refused because of kv_compression.", ["reason"])
+GENERATED = Counter("vllm:kvmerge_generation_tokens", "Tokens generated, by policy.", LABELS)
+COMPRESSIONS = Counter("vllm:kvmerge_compressions", "Compressions of a request's cache.", LABELS)
+BLOCKS_FREED = Counter("vllm:kvmerge_blocks_freed", "Blocks returned to the pool by compressions.", LABELS)
+BYTES_FREED = Counter("vllm:kvmerge_bytes_freed", "Bytes of those blocks, over all layers and ranks.", LABELS)
+MERGED = Counter("vllm:kvmerge_entries_merged", "Cache entries (per layer and KV head) merged into others.", LABELS)
+EVICTED = Counter("vllm:kvmerge_entries_evicted", "Cache entries (per layer and KV head) dropped.", LABELS)
+OVERFLOWS = Counter(
+    "vllm:kvmerge_overflows",
+    "Cache entries (per layer and KV head) left as they were because what was to be merged into them is not finite.",
+    LABELS,
+)
+FAILED = Counter(
+    "vllm:kvmerge_failed_compactions",
+    "Requests ended with an error because a part of their policy failed.",
+    ["policy", "part", "engine"],
+)
+COMPACTION_SECONDS = Histogram(
+    "vllm:kvmerge_compaction_seconds",
+    "Seconds to compress one request's cache, all layers; an equal share where a step compresses several.",
+    LABELS,
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
+_LIVE_ENTRIES = Gauge(
+    "vllm:kvmerge_live_entries",
+    "Entries per KV head and layer held by running requests.",
+    LABELS,
+    multiprocess_mode="livesum",
+)
+_LIVE_BYTES = Gauge(
+    "vllm:kvmerge_live_bytes", "Bytes of the blocks held by running requests.", LABELS, multiprocess_mode="livesum"
+)
+_REPRESENTED_TOKENS = Gauge(
+    "vllm:kvmerge_represented_tokens",
+    "Tokens that the live entries of running requests stand for.",
+    LABELS,
+    multiprocess_mode="livesum",
+)
+
+
+def count_request(policy: str, engine: int) -> None:
+    REQUESTS.labels(policy, engine).inc()
+
+
+def count_rejection(reason: str) -> None:
+    """``reason``: a CompressionError's."""
+    REJECTED.labels(reason).inc()
+
+
+def count_generated(policy: str, engine: int, num_tokens: int) -> None:
+    GENERATED.labels(policy, engine).inc(num_tokens)
+
+
+def count_compression(policy: str, engine: int, num_blocks_freed: int, num_bytes_freed: int) -> None:
+    COMPRESSIONS.labels(policy, engine).inc()
+    BLOCKS_FREED.labels(policy, engine).inc(num_blocks_freed)
+    BYTES_FREED.labels(policy, engine).inc(num_bytes_freed)
+
+
+def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int, num_overflows: int) -> None:
+    """One worker's share: its own KV heads, all layers."""
+    MERGED.labels(policy, engine).inc(num_merged)
+    EVICTED.labels(policy, engine).inc(num_evicted)
+    if num_overflows:
+        OVERFLOWS.labels(policy, engine).inc(num_overflows)
+
+
+def count_failure(policy: str, part: str, engine: int) -> None:
+    """``part``: kind and name of the one that failed."""
+    FAILED.labels(policy, part, engine).inc()
+
+
+def observe_compaction(policy: str, engine: int, seconds: float) -> None:
+    COMPACTION_SECONDS.labels(policy, engine).observe(seconds)
+
+
+class CacheGauges:
+    """Sizes of an engine's running requests' caches, summed by policy."""
+
+    def __init__(self, engine: int, bytes_per_block: int) -> None:
+        self._engine = engine
+        self._bytes_per_block = bytes_per_block
+        self._policies: set[str] = set()
+
+    def update(self, sizes: list[tuple[str, int, int, int]]) -> None:
+        """``sizes``: (policy, live entries, represented tokens, blocks held) of each running request."""
+        totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        for policy, *values in sizes:
+            totals[policy] = [total + value for total, value in zip(totals[policy], values, strict=True)]
+        self._policies |= totals.keys()
+        for policy in self._policies:
+            entries, tokens, blocks = totals[policy]
+            _LIVE_ENTRIES.labels(policy, self._engine).set(entries)
+            _REPRESENTED_TOKENS.labels(policy, self._engine).set(tokens)
+            _LIVE_BYTES.labels(policy, self._engine).set(blocks * self._bytes_per_block)

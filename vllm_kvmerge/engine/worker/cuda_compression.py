@@ -1,0 +1,100 @@
+"""Compression on a GPU: memory that is taken before vLLM measures what is left, and batches that no graph can run."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.block_table import get_block_table_width
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_kvmerge.engine.arguments import plugin_config, request_limits
+from vllm_kvmerge.engine.attention.cuda import shortest_chunk
+from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRings
+from vllm_kvmerge.engine.worker.compression import Compression
+from vllm_kvmerge.ops import PagedKVCache
+from vllm_kvmerge.ops.triton.workspace import Workspace, workspace_of
+
+logger = init_logger(__name__)
+
+
+class CUDACompression(Compression):
+    """The compressed requests of one worker that has a GPU."""
+
+    _num_layers = 0
+    _num_kv_heads = 0
+    _head_size = 0
+
+    def reserve(self, specs: Mapping[str, Any]) -> None:
+        """Takes the memory that is needed from start to end: call it when the model has been loaded.
+
+        ``specs``: the layers' KV cache specs by name. How many blocks there will be is not known yet, so room is made
+        for as many as the memory that vLLM may use could hold.
+        """
+        spec = cast(FullAttentionSpec, next(iter(specs.values())))
+        impl: Any = next(iter(self.layers.values())).impl
+        self._num_layers, self._num_kv_heads, self._head_size = len(specs), spec.num_kv_heads, spec.head_size
+        options = plugin_config(self._config)
+        dtype = self._config.model_config.dtype
+        num_rings = min(options.query_rings, self._config.scheduler_config.max_num_seqs)
+        if num_rings:
+            shape = (len(specs), num_rings, options.query_ring_size, impl.num_heads, spec.head_size)
+            self.rings = QueryRings(*shape, dtype, self._device)
+        num_blocks = self._most_blocks(sum(spec.page_size_bytes for spec in specs.values()))
+        pages = PagedKVCache.planned(
+            num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size, dtype, self._device
+        )
+        work = workspace_of(self._device)
+        width = get_block_table_width(cdiv(self._max_model_len, spec.block_size), spec.block_size)
+        self._reserve_attention(work, pages, impl.num_heads, width)
+        rings = self.rings.queries.nbytes if self.rings is not None else 0
+        logger.info(
+            "Compression holds %.1f MiB for %d query rings of %d and %.1f MiB for attention",
+            rings / 2**20,
+            num_rings,
+            options.query_ring_size,
+            work.num_bytes / 2**20,
+        )
+
+    @property
+    def _max_model_len(self) -> int:
+        return int(self._config.model_config.max_model_len)
+
+    def _most_blocks(self, block_bytes: int) -> int:
+        """A bound on the number of blocks; ``block_bytes``: of one block in all layers."""
+        cache = self._config.cache_config
+        if cache.num_gpu_blocks_override is not None:
+            return int(cache.num_gpu_blocks_override)
+        total = current_platform.get_device_total_memory(self._device.index or 0) * cache.gpu_memory_utilization
+        return int(cache.kv_cache_memory_bytes or total) // block_bytes
+
+    def _reserve_attention(self, work: Workspace, pages: PagedKVCache, num_heads: int, max_blocks: int) -> None:
+        scheduler = self._config.scheduler_config
+        batches = [(rows, 1) for rows in range(1, scheduler.max_num_seqs + 1)]
+        # Prefills are never captured: this is an estimate of what they will ask for, one long chunk or several.
+        num_rows, num_tokens = 1, scheduler.max_num_batched_tokens
+        while num_rows <= scheduler.max_num_seqs and num_tokens >= shortest_chunk(num_heads // pages.num_kv_heads):
+            batches.append((num_rows, num_tokens))
+            num_rows, num_tokens = 2 * num_rows, num_tokens // 2
+        work.reserve_for(pages, num_heads, batches, max_blocks)
+
+    @contextmanager
+    def profiling(self) -> Iterator[None]:
+        """Around vLLM's profiling run: takes and gives back what a prompt's scores and a compaction need for a time."""
+        scores = PromptScores.empty(self._num_layers, self._num_kv_heads, self._max_model_len, self._device)
+        yield
+        torch.empty(request_limits(self._config).max_bytes, dtype=torch.uint8, device=self._device)
+        del scores
+
+    def prepare_attention(self, attn_groups: list[list[AttentionGroup]], block_table_width: int) -> None:
+        """After ``use_cache``: makes metadata builders and workspace ready for it, before graphs are captured."""
+        for groups in attn_groups:
+            for group in groups:
+                group.get_metadata_builder().rings = self.rings  # type: ignore[attr-defined]
+        # Exact now; as a rule all of it has been reserved.
+        pages = self.compactor.layers[0]
+        self._reserve_attention(workspace_of(self._device), pages, self._query_shape[0], block_table_width)

@@ -1,0 +1,101 @@
+"""vLLM's model runner V2 with compression."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
+
+from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.compression import set_batch_rows
+from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
+
+
+class CUDARunnerV2Mixin(GPUModelRunner):
+    """Adds compression to vLLM's model runner V2.
+
+    V2 keeps block tables on the GPU alone. A plan's compaction reads a request's row there, after the forward pass;
+    what the plan makes of the row is staged with the next step's own writes, which follow on the same stream.
+    """
+
+    block_tables: BlockTables
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compression = CUDACompression(self.vllm_config, self.device)
+        self._moves: list[CompressionPlan] = []
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.compression.reserve(self.get_kv_cache_spec())
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        with self.compression.profiling():
+            super().profile_run(*args, **kwargs)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self.compression.release_cache()
+        super().initialize_kv_cache(*args, **kwargs)
+        self.compression.use_cache(self.kv_cache_config, self.model)
+        # vLLM's own knows where a block lies in a cache without metadata.
+        self.kv_block_zeroer = self.compression  # type: ignore[assignment]
+        self.compression.prepare_attention(self.attn_groups, self.block_tables.block_tables[0].gpu.shape[1])
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
+    ) -> Any:
+        if dummy_run:
+            return super().execute_model(scheduler_output, *args, dummy_run=True, **kwargs)
+        self.compression.begin(scheduler_output)
+        result = super().execute_model(scheduler_output, *args, **kwargs)
+        self._moves = self.compression.run_plans(self._blocks_of)
+        return self.compression.reported(result)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compression.reported(super().sample_tokens(*args, **kwargs))
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        # All writes of a step are applied at once, in no order: a request that has left, or whose row is written anew,
+        # must have none of these.
+        begun = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        for plan in self._moves:
+            index = self.req_states.req_id_to_index.get(plan.request_id)
+            if index is not None and plan.request_id not in begun:
+                blocks, hole_end = self.compression.front_and_hole(plan)
+                row = blocks + [0] * (hole_end - len(blocks))
+                self.block_tables.block_tables[0].stage_write(index, 0, row)
+        self._moves = []
+        super().update_requests(scheduler_output)
+
+    def gather_batch_req_state(
+        self, scheduler_output: SchedulerOutput, dummy_run: bool
+    ) -> tuple[BatchReqState | None, int | None]:
+        state, uniform_token_count = super().gather_batch_req_state(scheduler_output, dummy_run)
+        if state is not None and self.compression.needs_python(self._order(state.req_ids, state)):
+            # A full graph runs no Python.
+            state, uniform_token_count = state._replace(decode_graph_eligible=False), None
+        return state, uniform_token_count
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        set_batch_rows(self.attn_groups, self.compression.rows(self._order(input_batch.req_ids, input_batch)))
+        return super().prepare_attn(input_batch)
+
+    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
+        set_batch_rows(self.attn_groups, [])
+        return super().prepare_dummy_attn(*args, **kwargs)
+
+    def _order(self, req_ids: list[str], batch: BatchReqState | InputBatch) -> Iterator[tuple[str, int, int]]:
+        """The batch's requests in order, each with its tokens scheduled and computed before."""
+        computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np].tolist()
+        yield from zip(req_ids, batch.num_scheduled_tokens.tolist(), computed, strict=True)
+
+    def _blocks_of(self, request_id: str) -> torch.Tensor:
+        index = self.req_states.req_id_to_index[request_id]
+        return self.block_tables.block_tables[0].gpu[index, : int(self.block_tables.num_blocks.np[0, index])]
+
+
+class CompressionGPUModelRunnerV2(CUDARunnerV2Mixin, GPUModelRunner):
+    """vLLM's GPU model runner V2 with compression."""

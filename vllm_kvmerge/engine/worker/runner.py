@@ -1,0 +1,92 @@
+"""vLLM's model runner V1 with compression: which rows of a batch are special, and running plans after a step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.compression import Compression, set_batch_rows
+
+
+class CompressionRunnerMixin(GPUModelRunner):
+    """Adds compression to vLLM's model runner V1."""
+
+    compression_class: type[Compression] = Compression
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compression = self.compression_class(self.vllm_config, self.device)
+        self._scheduled: dict[str, int] = {}
+        self._moves: list[CompressionPlan] = []
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self.compression.release_cache()
+        super().initialize_kv_cache(*args, **kwargs)
+        self.compression.use_cache(self.kv_cache_config, self.model)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        self.compression.begin(scheduler_output)
+        self._scheduled = scheduler_output.num_scheduled_tokens
+        result = super().execute_model(scheduler_output, *args, **kwargs)
+        self._moves = self.compression.run_plans(self._blocks_of)
+        return self.compression.reported(result)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compression.reported(super().sample_tokens(*args, **kwargs))
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        # vLLM's own knows where a block lies in a cache without metadata.
+        self.compression.zero_block_ids(block_ids)
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        # Not before: until here vLLM waits for a GPU that may still be copying the last step's rows.
+        for plan in self._moves:
+            self._move_to_front(plan)
+        self._moves = []
+        return super()._update_states(scheduler_output)
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        is_dummy = kwargs.get("num_scheduled_tokens") is None
+        set_batch_rows(self.attn_groups, [] if is_dummy else self.compression.rows(self._order()))
+        return super()._build_attention_metadata(*args, **kwargs)
+
+    def _order(self) -> Iterator[tuple[str, int, int]]:
+        """The batch's requests in order, each with its tokens scheduled and computed before."""
+        computed = self.input_batch.num_computed_tokens_cpu
+        for index, request_id in enumerate(self.input_batch.req_ids):
+            yield request_id, self._scheduled[request_id], int(computed[index])
+
+    def _blocks_of(self, request_id: str) -> torch.Tensor:
+        return torch.tensor(self.requests[request_id].block_ids[0])
+
+    def _move_to_front(self, plan: CompressionPlan) -> None:
+        """The request's row of blocks as the plan leaves it."""
+        # vLLM keeps a request's blocks in two places: the state that rows are made from, and the row of a request that
+        # is in the batch (one that had to wait for room is not).
+        block_ids = self.requests[plan.request_id].block_ids[0]
+        rows = [block_ids]
+        index = self.input_batch.req_id_to_index.get(plan.request_id)
+        if index is not None:
+            rows.append(self.input_batch.block_table[0].block_table.np[index])
+        blocks, hole_end = self.compression.front_and_hole(plan)
+        for row in rows:
+            row[:hole_end] = blocks + [0] * (hole_end - len(blocks))
+
+
+class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
+    """vLLM's CPU model runner with compression."""
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        # After a chunk that is not a prompt's last, vLLM discards what it sampled and winds the generator of a request
+        # with a seed back, which CPU generators cannot do: the worker would die. Such rows sample without theirs. A
+        # runner that skips discarded rows, or restores the generator's state, would make this unnecessary.
+        generators, discarded = self.input_batch.generators, self.discard_request_mask.np
+        kept = {row: generators.pop(row) for row in list(generators) if discarded[row]}
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(kept)

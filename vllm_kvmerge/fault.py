@@ -1,5 +1,0 @@
-"""The error that commands report in one line."""
-
-
-class Fault(Exception):
-    """Something that the user can put right; the message is one line that says how."""

@@ -1,0 +1,75 @@
+"""Attention of given queries to given keys, in groups that fit in a processor's caches."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Fusion = Literal["sum", "max"]
+
+MAX_ATTENTION_BYTES = 1 << 18
+"""Size of one head's matrix of probabilities above which queries are taken in groups."""
+
+PART_BYTES = 1 << 20
+"""Size of a matrix of probabilities above which heads are taken in parts, which a processor's caches can hold."""
+
+
+def attention_to_keys(
+    queries: Tensor, query_positions: Tensor, keys: Tensor, log_votes: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    # The query heads' rows one after the other: a head's keys are not repeated for each.
+    products = (queries * scale).flatten(1, 2) @ keys.transpose(1, 2)
+    logits = products.unflatten(1, queries.shape[1:3]).add_(log_votes[:, None, None])
+    positions = positions.unsqueeze(1)
+    seen = (positions >= 0) & (positions <= query_positions.unsqueeze(-1))  # a dead entry's is negative
+    # Masked rather than added: what a dead entry's key or votes hold must not matter. Most entries are seen by all
+    # queries, and masking takes more time than anything but the products.
+    hidden = (~seen.all(1)).any(0).nonzero().squeeze(1)
+    if len(hidden) > 0:
+        masked = logits[..., hidden].masked_fill_(~seen[..., hidden].unsqueeze(1), -torch.inf)
+        logits[..., hidden] = masked
+    probabilities = logits.softmax(dim=-1)
+    sees = seen.any(-1)
+    return probabilities if sees.all() else probabilities.masked_fill_(~sees[:, None, :, None], 0.0)
+
+
+def fused_attention(
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    log_votes: Tensor,
+    positions: Tensor,
+    scale: float,
+    fusion: Fusion,
+) -> Tensor:
+    """``[H, n]``: attention to each entry, summed over the G query heads, then ``fusion`` over the ``w`` queries
+    (MorphKV eq. 3-4).
+
+    queries: ``[H, G, w, d]``. query_positions: ``[w]`` or ``[H, w]`` int64; a query sees live entries up to its own
+    position. keys: ``[H, n, d]``, log_votes: ``[H, n]``, positions: ``[H, n]`` int64, negative where dead.
+    """
+    fused = torch.zeros_like(log_votes)
+    query_positions = query_positions.expand(len(queries), -1)
+    for some, some_positions in query_groups(queries, query_positions, keys.shape[1]):
+        for heads in head_parts(some, keys.shape[1]):
+            arguments = some[heads], some_positions[heads], keys[heads], log_votes[heads], positions[heads]
+            per_query = attention_to_keys(*arguments, scale).sum(1)
+            if fusion == "sum":
+                fused[heads] += per_query.sum(1)
+            else:
+                fused[heads] = fused[heads].maximum(per_query.amax(1))
+    return fused
+
+
+def head_parts(queries: Tensor, num_entries: int) -> Iterator[slice]:
+    num_heads, num_groups, window, _ = queries.shape
+    size = max(1, PART_BYTES // (num_groups * window * num_entries * queries.element_size()))
+    for start in range(0, num_heads, size):
+        yield slice(start, start + size)
+
+
+def query_groups(queries: Tensor, positions: Tensor, num_entries: int) -> Iterator[tuple[Tensor, Tensor]]:
+    # Groups do not depend on how many heads there are, so that what comes out for a head does not either.
+    size = max(1, MAX_ATTENTION_BYTES // (queries.shape[1] * num_entries * queries.element_size()))
+    yield from zip(queries.split(size, dim=2), positions.split(size, dim=-1), strict=True)

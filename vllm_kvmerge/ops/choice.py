@@ -1,0 +1,61 @@
+"""Which implementation runs an operator on a GPU: rules in ``choice.json``, of which later ones win over earlier ones.
+
+A rule names an ``implementation``: ``cuda``, ``triton`` or ``reference``; where that cannot run, the next of these
+does. It applies where all of these that it names match: ``operator``; ``device``, with which the GPU's name begins;
+``head_sizes``, a list. ``bulk`` is for CUDA's attention (see there). A rule that prefers ``cuda`` is to rest on a
+measurement (benchmarks/gpu_operators.py) on the GPU that it names.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RULES = Path(__file__).with_name("choice.json")
+
+IMPLEMENTATIONS = ("reference", "native", "triton", "cuda")
+
+
+@dataclass(frozen=True)
+class Choice:
+    implementation: str
+    bulk: bool = False
+
+
+@cache
+def rules() -> list[dict[str, Any]]:
+    """The table. Raises OSError or ValueError where it cannot be read."""
+    return list(json.loads(RULES.read_text()))
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+@cache
+def choice(operator: str, device: str, head_size: int = 0) -> Choice:
+    """For an operator on the GPU called ``device``. head_size: 0 for operators on plain tensors."""
+    found: dict[str, Any] = {}
+    for rule in rules():
+        holds = rule.get("operator", operator) == operator and device.startswith(rule.get("device", ""))
+        if holds and head_size in rule.get("head_sizes", [head_size]):
+            found |= {name: value for name, value in rule.items() if name in ("implementation", "bulk")}
+    return Choice(**found)
+
+
+def check_overrides(overrides: object, operators: Collection[str]) -> dict[str, str]:
+    """``{operator: implementation}`` as it is. Raises ValueError where there is no such operator or implementation."""
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f"{overrides!r} does not say which implementation runs which operator")
+    for operator, implementation in overrides.items():
+        if operator not in operators:
+            raise ValueError(f"there is no operator {operator!r} to choose; allowed: {', '.join(sorted(operators))}")
+        if implementation not in IMPLEMENTATIONS:
+            allowed = ", ".join(IMPLEMENTATIONS)
+            raise ValueError(f"there are no operators called {implementation!r}; allowed: {allowed}")
+    return dict(overrides)

@@ -1,0 +1,572 @@
+"""Attention over pages in Triton: what one program does. ``operators`` launches these.
+
+A program's tile has ``BLOCK_M`` rows, the G query heads of a KV head for ``BLOCK_M // G`` queries: row m is head
+``m % G`` of the tile's query ``m // G``. Logits are kept times log2(e), because a GPU has exp2.
+"""
+
+import triton
+import triton.language as tl
+
+SUM = tl.constexpr(1)
+MEAN = tl.constexpr(2)
+LOG_EMA = tl.constexpr(3)
+"""Codes of ``ScoreMode``."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+BY_ROW = ["block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "modes", "decays"]
+"""Numbers and block ids of sequences: single ones are read, from anywhere in a batch. Where they begin is to make no
+kernel of its own, which would be compiled while requests wait."""
+
+
+@triton.jit
+def place_of(entry, live, front, tail, table, BLOCK_SIZE: tl.constexpr):
+    """(block ids int64, offsets) of entries; ``table`` points at the sequence's blocks."""
+    slot = tl.where(entry < front, entry, entry + (tail - front))
+    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    return block, slot % BLOCK_SIZE
+
+
+@triton.jit
+def split_size(num_entries, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Entries of one split: a multiple of BLOCK_N, as LEAST is."""
+    share = (num_entries + SPLITS - 1) // SPLITS
+    return tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, LEAST)
+
+
+@triton.jit
+def log2_sum(values):
+    """log2 of the sum of 2 ** values over axis 0; -inf of nothing but -inf."""
+    top = tl.max(values, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    return safe + tl.log2(tl.sum(tl.exp2(values - safe[None, :]), 0))
+
+
+@triton.jit
+def log2_add(a, b):
+    top = tl.maximum(a, b)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    return safe + tl.log2(tl.exp2(a - safe) + tl.exp2(b - safe))
+
+
+@triton.jit
+def power(decay, age):
+    """decay ** age for age >= 0; 0 ** 0 is 1."""
+    return tl.where(age == 0, 1.0, tl.exp2(tl.maximum(age, 1) * tl.log2(decay)))
+
+
+@triton.jit
+def averaged(level, score, aux, num_queries, counted, decay):
+    """The score that ``log_ema`` gives; level: log2 of the weighted sum of this call's exponentials, -inf if none."""
+    before = tl.where(aux > 0, score * LOG2E + num_queries * tl.log2(decay), float("-inf"))
+    return tl.where(aux + counted > 0, log2_add(before, level) * LN2, 0.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
+def attend(
+    query,
+    keys,
+    values,
+    log_votes,
+    scores,
+    aux,
+    output,
+    block_table,
+    query_starts,
+    query_lens,
+    seq_lens,
+    fronts,
+    tails,
+    modes,
+    decays,
+    partial,
+    lse,
+    kept,
+    scale,
+    tiles_per_row,
+    stride_q_token,
+    stride_q_head,
+    stride_o_token,
+    stride_o_head,
+    stride_table,
+    stride_k_block,
+    stride_k_head,
+    stride_k_dim,
+    stride_k_slot,
+    stride_v_block,
+    stride_v_head,
+    stride_v_slot,
+    stride_m_block,
+    stride_m_head,
+    G: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+    KEEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One split of the entries for one tile of a sequence's queries and one KV head. Grid: tiles, heads, splits.
+
+    VALUES: attend to values too, not only find the log-sum-exp. KEEP: rows of logits that are kept for ``finish``, 0 if
+    none; then all queries of a sequence are one tile, and ``log_ema`` is done here, since it needs no sum over entries.
+    COMPUTE: the type of the products.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tile // tiles_per_row
+    first_query = (tile % tiles_per_row) * (BLOCK_M // G)
+    num_queries = tl.load(query_lens + row).to(tl.int32)
+    if first_query >= num_queries:
+        return
+    front = tl.load(fronts + row).to(tl.int32)
+    tail = tl.load(tails + row).to(tl.int32)
+    old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
+    seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
+    size = split_size(seen, SPLITS, LEAST, BLOCK_N)
+    first = split * size
+    if first >= seen:
+        return
+    end = tl.minimum(first + size, seen)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    number = first_query + rows // G
+    wanted = (rows < BLOCK_M // G * G) & (number < num_queries)
+    in_head = dims < HEAD_SIZE
+    token = tl.load(query_starts + row).to(tl.int64) + number
+    q_head = head * G + rows % G
+    q = tl.load(
+        query + (token * stride_q_token + q_head * stride_q_head)[:, None] + dims[None, :],
+        mask=wanted[:, None] & in_head[None, :],
+        other=0.0,
+    ).to(COMPUTE)
+    mode = 0
+    decay = 1.0
+    if KEEP > 0:
+        mode = tl.load(modes + row).to(tl.int32)
+        decay = tl.load(decays + row).to(tl.float32)
+    kept_end = tl.where((mode == SUM) | (mode == MEAN), end, 0)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table = block_table + row.to(tl.int64) * stride_table
+    for start in range(first, end, BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        live = entry < end
+        block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
+        k = tl.load(
+            keys
+            + (block * stride_k_block + head * stride_k_head + offset * stride_k_slot)[None, :]
+            + (dims * stride_k_dim)[:, None],
+            mask=in_head[:, None] & live[None, :],
+            other=0.0,
+        ).to(COMPUTE)
+        plane = block * stride_m_block + head * stride_m_head + offset
+        votes = tl.load(log_votes + plane, mask=live & (entry < front), other=0.0)
+        plain = tl.dot(q, k, input_precision="ieee") * scale
+        visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
+        logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
+        if KEEP > 0:
+            at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
+            tl.store(
+                kept + at + (rows * BLOCK_SIZE)[:, None], logits, mask=wanted[:, None] & (entry < kept_end)[None, :]
+            )
+            if mode == LOG_EMA:
+                weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
+                level = log2_sum(tl.where(visible, plain + weight[:, None], float("-inf")))
+                # A new token's statistics start from nothing.
+                aux_before = tl.load(aux + plane, mask=live & (entry < old), other=0.0)
+                score = tl.load(scores + plane, mask=live & (entry < old), other=0.0)
+                counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
+                after = averaged(level, score, aux_before, num_queries, counted, decay)
+                tl.store(scores + plane, after, mask=live)
+                tl.store(aux + plane, aux_before + counted, mask=live)
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(logits - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+        if VALUES:
+            v = tl.load(
+                values
+                + (block * stride_v_block + head * stride_v_head + offset * stride_v_slot)[:, None]
+                + dims[None, :],
+                mask=live[:, None] & in_head[None, :],
+                other=0.0,
+            ).to(COMPUTE)
+            sums = sums * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision="ieee")
+
+    at = ((tile.to(tl.int64) * tl.num_programs(1) + head) * SPLITS + split) * BLOCK_M + rows
+    tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=wanted)
+    if VALUES:
+        sums = sums / tl.where(total > 0, total, 1.0)[:, None]
+        if SPLITS == 1:
+            tl.store(
+                output + (token * stride_o_token + q_head * stride_o_head)[:, None] + dims[None, :],
+                sums,
+                mask=wanted[:, None] & in_head[None, :],
+            )
+        else:
+            tl.store(partial + at[:, None] * BLOCK_D + dims[None, :], sums, mask=wanted[:, None])
+
+
+@triton.jit
+def whole_lse(lse, tile, head, num_heads, wanted, num_splits, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``[BLOCK_M]``: log-sum-exp of a tile's rows from those of its splits; 0 where that is -inf."""
+    split = tl.arange(0, SPLITS)
+    at = ((tile.to(tl.int64) * num_heads + head) * SPLITS + split[:, None]) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    live = (split < num_splits)[:, None] & wanted[None, :]
+    level = log2_sum(tl.load(lse + at, mask=live, other=float("-inf")))
+    return tl.where(level == float("-inf"), 0.0, level)
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
+def finish(
+    scores,
+    aux,
+    output,
+    block_table,
+    query_starts,
+    query_lens,
+    seq_lens,
+    fronts,
+    tails,
+    modes,
+    decays,
+    partial,
+    lse,
+    kept,
+    tiles_per_row,
+    num_combined,
+    stride_o_token,
+    stride_o_head,
+    stride_table,
+    stride_m_block,
+    stride_m_head,
+    G: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+):
+    """Puts splits together, and updates scores from the logits that were kept.
+
+    Grid: tiles, heads, ``num_combined`` programs for a row of the tile each, then any number that share the entries.
+    SPLITS, LEAST, BLOCK_M and BLOCK_N: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a time.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    row = tile // tiles_per_row
+    first_query = (tile % tiles_per_row) * (BLOCK_M // G)
+    num_queries = tl.load(query_lens + row).to(tl.int32)
+    if first_query >= num_queries:
+        return
+    front = tl.load(fronts + row).to(tl.int32)
+    tail = tl.load(tails + row).to(tl.int32)
+    old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
+    seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
+    size = split_size(seen, SPLITS, LEAST, BLOCK_N)
+    num_splits = (seen + size - 1) // size
+    if part < num_combined:
+        number = first_query + part // G
+        if number >= num_queries:
+            return
+        dims = tl.arange(0, BLOCK_D)
+        base = (tile.to(tl.int64) * tl.num_programs(1) + head) * SPLITS * BLOCK_M + part
+        top = float("-inf")
+        total = 0.0
+        sums = tl.zeros([BLOCK_D], tl.float32)
+        for start in range(0, num_splits, BLOCK_S):
+            split = start + tl.arange(0, BLOCK_S)
+            at = base + split * BLOCK_M
+            levels = tl.load(lse + at, mask=split < num_splits, other=float("-inf"))
+            new_top = tl.maximum(top, tl.max(levels, 0))
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(levels - safe)
+            shrink = tl.exp2(top - safe)
+            total = total * shrink + tl.sum(weights, 0)
+            found = tl.load(
+                partial + at[:, None] * BLOCK_D + dims[None, :], mask=(split < num_splits)[:, None], other=0.0
+            )
+            sums = sums * shrink + tl.sum(found * weights[:, None], 0)
+            top = new_top
+        token = tl.load(query_starts + row).to(tl.int64) + number
+        at = token * stride_o_token + (head * G + part % G) * stride_o_head
+        tl.store(output + at + dims, sums / tl.where(total > 0, total, 1.0), mask=dims < HEAD_SIZE)
+    elif KEEP > 0:
+        mode = tl.load(modes + row).to(tl.int32)
+        if (mode != SUM) & (mode != MEAN):
+            return
+        decay = tl.load(decays + row).to(tl.float32)
+        rows = tl.arange(0, BLOCK_M)
+        wanted = rows < num_queries * G
+        level = whole_lse(lse, tile, head, tl.num_programs(1), wanted, num_splits, SPLITS, BLOCK_M)
+        weight = tl.where(wanted, power(decay, num_queries - 1 - rows // G), 0.0)
+        table = block_table + row.to(tl.int64) * stride_table
+        num_parts = tl.num_programs(2) - num_combined
+        for start in range((part - num_combined) * BLOCK_U, seen, num_parts * BLOCK_U):
+            entry = start + tl.arange(0, BLOCK_U)
+            live = entry < seen
+            block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
+            at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
+            logits = tl.load(
+                kept + at + (rows * BLOCK_SIZE)[:, None], mask=wanted[:, None] & live[None, :], other=float("-inf")
+            )
+            added = tl.sum(tl.exp2(logits - level[:, None]) * weight[:, None], 0)
+            plane = block * stride_m_block + head * stride_m_head + offset
+            # A new token's statistics start from nothing, whatever its place held.
+            score = tl.load(scores + plane, mask=live & (entry < old), other=0.0)
+            tl.store(scores + plane, score * power(decay, num_queries) + added, mask=live)
+            aux_before = tl.load(aux + plane, mask=live & (entry < old), other=0.0)
+            counted = tl.where(mode == MEAN, num_queries - tl.maximum(entry - old, 0), 0)
+            tl.store(aux + plane, aux_before + counted, mask=live)
+
+
+@triton.jit
+def tile_logits(
+    query,
+    k,
+    votes,
+    entry,
+    live,
+    first_query,
+    num_queries,
+    old,
+    start_token,
+    head,
+    stride_q_token,
+    stride_q_head,
+    scale,
+    G: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """(logits with votes where the row's query sees the entry and -inf elsewhere, its number, whether it is one)."""
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    number = first_query + rows // G
+    wanted = (rows < BLOCK_M // G * G) & (number < num_queries)
+    at = (start_token + number) * stride_q_token + (head * G + rows % G) * stride_q_head
+    q = tl.load(query + at[:, None] + dims[None, :], mask=wanted[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0).to(
+        COMPUTE
+    )
+    visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
+    logits = tl.dot(q, k, input_precision="ieee") * scale + (votes * LOG2E)[None, :]
+    return tl.where(visible, logits, float("-inf")), number, wanted
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
+def update_columns(
+    query,
+    keys,
+    log_votes,
+    scores,
+    aux,
+    block_table,
+    query_starts,
+    query_lens,
+    seq_lens,
+    fronts,
+    tails,
+    modes,
+    decays,
+    lse,
+    scale,
+    tiles_per_row,
+    stride_q_token,
+    stride_q_head,
+    stride_table,
+    stride_k_block,
+    stride_k_head,
+    stride_k_dim,
+    stride_k_slot,
+    stride_m_block,
+    stride_m_head,
+    stride_s_block,
+    stride_s_head,
+    G: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LSE_BLOCK_N: tl.constexpr,
+):
+    """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
+
+    Grid: sequences, heads, any number that share the entries. PAGED: statistics lie in pages, where new tokens' start
+    from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: as ``attend`` had them when it made ``lse``.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    mode = tl.load(modes + row).to(tl.int32)
+    num_queries = tl.load(query_lens + row).to(tl.int32)
+    if (mode == 0) | (num_queries == 0):
+        return
+    decay = tl.load(decays + row).to(tl.float32)
+    front = tl.load(fronts + row).to(tl.int32)
+    tail = tl.load(tails + row).to(tl.int32)
+    num_entries = front + tl.load(seq_lens + row).to(tl.int32) - tail
+    old = num_entries - num_queries
+    start_token = tl.load(query_starts + row).to(tl.int64)
+    table = block_table + row.to(tl.int64) * stride_table
+    dims = tl.arange(0, BLOCK_D)
+    QUERIES: tl.constexpr = BLOCK_M // G
+    for start in range(tl.program_id(2) * BLOCK_N, num_entries, tl.num_programs(2) * BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        live = entry < num_entries
+        block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
+        k = tl.load(
+            keys
+            + (block * stride_k_block + head * stride_k_head + offset * stride_k_slot)[None, :]
+            + (dims * stride_k_dim)[:, None],
+            mask=(dims < HEAD_SIZE)[:, None] & live[None, :],
+            other=0.0,
+        ).to(COMPUTE)
+        first_tile = tl.maximum(start - old, 0) // QUERIES
+        num_tiles = (num_queries + QUERIES - 1) // QUERIES
+        counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
+        if PAGED:
+            at = block * stride_s_block + head * stride_s_head + offset
+            known = live & (entry < old)
+        else:
+            at = head * stride_s_head + entry.to(tl.int64)
+            known = live
+        aux_before = tl.load(aux + at, mask=known, other=0.0)
+        score = tl.load(scores + at, mask=known, other=0.0)
+        if mode == LOG_EMA:
+            level = tl.full([BLOCK_N], float("-inf"), tl.float32)
+            for tile in range(first_tile, num_tiles):
+                logits, number, _ = tile_logits(
+                    query,
+                    k,
+                    tl.zeros([BLOCK_N], tl.float32),
+                    entry,
+                    live,
+                    tile * QUERIES,
+                    num_queries,
+                    old,
+                    start_token,
+                    head,
+                    stride_q_token,
+                    stride_q_head,
+                    scale,
+                    G,
+                    HEAD_SIZE,
+                    COMPUTE,
+                    BLOCK_M,
+                    BLOCK_D,
+                )
+                weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
+                level = log2_add(level, log2_sum(logits + weight[:, None]))
+            after = averaged(level, score, aux_before, num_queries, counted, decay)
+            tl.store(scores + at, after, mask=live)
+            tl.store(aux + at, aux_before + counted, mask=live)
+        else:
+            votes = tl.load(
+                log_votes + block * stride_m_block + head * stride_m_head + offset,
+                mask=live & (entry < front),
+                other=0.0,
+            )
+            added = tl.zeros([BLOCK_N], tl.float32)
+            for tile in range(first_tile, num_tiles):
+                logits, number, wanted = tile_logits(
+                    query,
+                    k,
+                    votes,
+                    entry,
+                    live,
+                    tile * QUERIES,
+                    num_queries,
+                    old,
+                    start_token,
+                    head,
+                    stride_q_token,
+                    stride_q_head,
+                    scale,
+                    G,
+                    HEAD_SIZE,
+                    COMPUTE,
+                    BLOCK_M,
+                    BLOCK_D,
+                )
+                seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
+                size = split_size(seen, SPLITS, LEAST, LSE_BLOCK_N)
+                total = whole_lse(
+                    lse,
+                    row * tiles_per_row + tile,
+                    head,
+                    tl.num_programs(1),
+                    wanted,
+                    (seen + size - 1) // size,
+                    SPLITS,
+                    BLOCK_M,
+                )
+                weight = tl.where(wanted, power(decay, num_queries - 1 - number), 0.0)
+                added += tl.sum(tl.exp2(logits - total[:, None]) * weight[:, None], 0)
+            tl.store(scores + at, score * power(decay, num_queries) + added, mask=live)
+            tl.store(aux + at, aux_before + tl.where(mode == MEAN, counted, 0.0), mask=live)
+
+
+@triton.jit
+def write(
+    slot_mapping,
+    key,
+    value,
+    keys,
+    values,
+    num_heads,
+    stride_slot,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
+    stride_k_block,
+    stride_k_head,
+    stride_k_dim,
+    stride_k_slot,
+    stride_v_block,
+    stride_v_head,
+    stride_v_slot,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Stores one token's keys and values of some heads. Grid: tokens, tiles of heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token * stride_slot).to(tl.int64)
+    if slot < 0:
+        return
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    wanted = (head < num_heads) & (dims < HEAD_SIZE)
+    k = tl.load(key + token * stride_key_token + head * stride_key_head + dims, mask=wanted)
+    v = tl.load(value + token * stride_value_token + head * stride_value_head + dims, mask=wanted)
+    k_at = block * stride_k_block + head * stride_k_head + dims * stride_k_dim + offset * stride_k_slot
+    tl.store(keys + k_at, k, mask=wanted)
+    tl.store(values + block * stride_v_block + head * stride_v_head + offset * stride_v_slot + dims, v, mask=wanted)

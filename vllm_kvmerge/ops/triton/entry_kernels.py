@@ -1,0 +1,625 @@
+"""Single entries of many units in Triton: what one program does. ``operators`` launches these.
+
+A grid's first axis is a head of a unit, ``unit * num_heads + head``. ``addresses`` is ``[layers, 6]`` int64, where each
+layer's planes are in memory; all layers have the same strides. ``segments`` is ``[U, 3]`` int64.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_kvmerge.ops.triton.attention_kernels import LOG2E, place_of
+
+KEYS = tl.constexpr(0)
+VALUES = tl.constexpr(1)
+LOG_VOTES = tl.constexpr(2)
+SCORES = tl.constexpr(3)
+AUX = tl.constexpr(4)
+POSITIONS = tl.constexpr(5)
+"""Places of a layer's planes in ``addresses``."""
+
+
+@triton.jit
+def plane_of(addresses, layer, PLANE: tl.constexpr, ELEMENT: tl.constexpr):
+    """Pointer to a plane of a layer; planes are aligned to 16 bytes."""
+    return tl.multiple_of(tl.load(addresses + layer * 6 + PLANE).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def segments_of(segments, unit):
+    return tl.load(segments + unit * 3).to(tl.int32), tl.load(segments + unit * 3 + 1).to(tl.int32)
+
+
+@triton.jit
+def read_metadata(
+    addresses,
+    layers,
+    blocks,
+    segments,
+    log_votes,
+    scores,
+    aux,
+    positions,
+    num_heads,
+    num_entries,
+    stride_blocks,
+    stride_m_block,
+    stride_m_head,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Copies metadata of some entries. Grid: heads of all units, tiles of entries."""
+    unit = tl.program_id(0) // num_heads
+    head = tl.program_id(0) % num_heads
+    layer = tl.load(layers + unit)
+    front, tail = segments_of(segments, unit)
+    entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = entry < num_entries
+    block, offset = place_of(entry, live, front, tail, blocks + unit.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    plane = block * stride_m_block + head * stride_m_head + offset
+    out = tl.program_id(0).to(tl.int64) * num_entries + entry
+    compressed = live & (entry < front)
+    votes = tl.load(plane_of(addresses, layer, LOG_VOTES, tl.float32) + plane, mask=compressed, other=0.0)
+    tl.store(log_votes + out, votes, mask=live)
+    tl.store(scores + out, tl.load(plane_of(addresses, layer, SCORES, tl.float32) + plane, mask=live), mask=live)
+    tl.store(aux + out, tl.load(plane_of(addresses, layer, AUX, tl.float32) + plane, mask=live), mask=live)
+    position = tl.load(plane_of(addresses, layer, POSITIONS, tl.int32) + plane, mask=compressed, other=0)
+    position = tl.where(entry < front, position, entry + (tail - front))
+    tl.store(positions + out, position.to(tl.int64), mask=live)
+
+
+@triton.jit
+def write_metadata(
+    addresses,
+    layers,
+    blocks,
+    log_votes,
+    scores,
+    aux,
+    positions,
+    num_heads,
+    num_slots,
+    stride_blocks,
+    stride_m_block,
+    stride_m_head,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes metadata of slots from 0 on. Grid: heads of all units, tiles of slots."""
+    unit = tl.program_id(0) // num_heads
+    head = tl.program_id(0) % num_heads
+    layer = tl.load(layers + unit)
+    slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = slot < num_slots
+    block, offset = place_of(slot, live, num_slots, num_slots, blocks + unit.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    plane = block * stride_m_block + head * stride_m_head + offset
+    at = tl.program_id(0).to(tl.int64) * num_slots + slot
+    tl.store(plane_of(addresses, layer, LOG_VOTES, tl.float32) + plane, tl.load(log_votes + at, mask=live), mask=live)
+    tl.store(plane_of(addresses, layer, SCORES, tl.float32) + plane, tl.load(scores + at, mask=live), mask=live)
+    tl.store(plane_of(addresses, layer, AUX, tl.float32) + plane, tl.load(aux + at, mask=live), mask=live)
+    position = tl.load(positions + at, mask=live).to(tl.int32)
+    tl.store(plane_of(addresses, layer, POSITIONS, tl.int32) + plane, position, mask=live)
+
+
+@triton.jit
+def rows_at(
+    plane,
+    index,
+    live,
+    front,
+    tail,
+    table,
+    head,
+    stride_block,
+    stride_head,
+    stride_dim,
+    stride_slot,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """``[n, BLOCK_D]``: keys or values of the entries at ``index``; zeros where not live, and behind the head size."""
+    block, offset = place_of(index, live, front, tail, table, BLOCK_SIZE)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    at = (block * stride_block + head * stride_head + offset * stride_slot)[:, None] + dims * stride_dim
+    return tl.load(plane + at, mask=live[:, None] & (dims < HEAD_SIZE), other=0.0)
+
+
+@triton.jit
+def read_rows(
+    addresses,
+    layers,
+    blocks,
+    segments,
+    index,
+    out,
+    num_heads,
+    num_rows,
+    stride_blocks,
+    stride_block,
+    stride_head,
+    stride_dim,
+    stride_slot,
+    PLANE: tl.constexpr,
+    ALL: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copies keys or values as float32; ALL: of all entries in order, ``index`` is not read. Grid: heads, tiles."""
+    unit = tl.program_id(0) // num_heads
+    front, tail = segments_of(segments, unit)
+    number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = number < num_rows
+    at = tl.program_id(0).to(tl.int64) * num_rows + number
+    entry = number if ALL else tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
+    rows = rows_at(
+        plane_of(addresses, tl.load(layers + unit), PLANE, ELEMENT),
+        entry,
+        wanted & (entry >= 0),
+        front,
+        tail,
+        blocks + unit.to(tl.int64) * stride_blocks,
+        tl.program_id(0) % num_heads,
+        stride_block,
+        stride_head,
+        stride_dim,
+        stride_slot,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        BLOCK_D,
+    )
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(out + at[:, None] * HEAD_SIZE + dims, rows.to(tl.float32), mask=wanted[:, None] & (dims < HEAD_SIZE))
+
+
+@triton.jit
+def write_rows(
+    addresses,
+    layers,
+    blocks,
+    places,
+    rows,
+    num_heads,
+    num_rows,
+    stride_blocks,
+    stride_block,
+    stride_head,
+    stride_dim,
+    stride_slot,
+    PLANE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes keys or values to slots; none where the place is negative. Grid: heads of all units, tiles of rows."""
+    unit = tl.program_id(0) // num_heads
+    head = tl.program_id(0) % num_heads
+    number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.program_id(0).to(tl.int64) * num_rows + number
+    slot = tl.load(places + at, mask=number < num_rows, other=-1).to(tl.int32)
+    live = slot >= 0
+    block, offset = place_of(slot, live, 0, 0, blocks + unit.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    wanted = live[:, None] & (dims < HEAD_SIZE)
+    found = tl.load(rows + at[:, None] * HEAD_SIZE + dims, mask=wanted)
+    to = (block * stride_block + head * stride_head + offset * stride_slot)[:, None] + dims * stride_dim
+    plane = plane_of(addresses, tl.load(layers + unit), PLANE, ELEMENT)
+    tl.store(plane + to, found.to(ELEMENT), mask=wanted)
+
+
+@triton.jit
+def move_rows(
+    addresses,
+    layers,
+    blocks,
+    destination,
+    segments,
+    kept,
+    staging,
+    num_heads,
+    num_slots,
+    stride_blocks,
+    stride_destination,
+    stride_block,
+    stride_head,
+    stride_dim,
+    stride_slot,
+    PLANE: tl.constexpr,
+    WRITE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Half of a move: copies what leaves its place to ``staging``, or (WRITE) from there to where it goes.
+
+    The halves are two launches, so that all is read before anything is written. Grid: heads of all units, tiles of
+    slots.
+    """
+    unit = tl.program_id(0) // num_heads
+    head = tl.program_id(0) % num_heads
+    front, tail = segments_of(segments, unit)
+    slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = slot < num_slots
+    row = tl.program_id(0).to(tl.int64) * num_slots + slot
+    entry = tl.load(kept + row, mask=inside, other=-1).to(tl.int32)
+    live = inside & (entry >= 0)
+    block, offset = place_of(entry, live, front, tail, blocks + unit.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    to_table = destination + unit.to(tl.int64) * stride_destination
+    to_block, to_offset = place_of(slot, inside, 0, 0, to_table, BLOCK_SIZE)
+    moves = live & ((block != to_block) | (offset != to_offset))
+    plane = plane_of(addresses, tl.load(layers + unit), PLANE, ELEMENT)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    at = row[:, None] * HEAD_SIZE + dims
+    moving = moves[:, None] & (dims < HEAD_SIZE)
+    if WRITE:
+        found = tl.load(staging + at, mask=moving, other=0.0)
+        to = (to_block * stride_block + head * stride_head + to_offset * stride_slot)[:, None] + dims * stride_dim
+        tl.store(plane + to, found, mask=(moves | (inside & (entry < 0)))[:, None] & (dims < HEAD_SIZE))
+    else:
+        source = (block * stride_block + head * stride_head + offset * stride_slot)[:, None] + dims * stride_dim
+        tl.store(staging + at, tl.load(plane + source, mask=moving), mask=moving)
+
+
+@triton.jit
+def find_similar(
+    addresses,
+    layers,
+    blocks,
+    segments,
+    members,
+    carriers,
+    usable,
+    similarity,
+    best,
+    num_heads,
+    num_members,
+    num_carriers,
+    stride_blocks,
+    stride_k_block,
+    stride_k_head,
+    stride_k_dim,
+    stride_k_slot,
+    ELEMENT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The most similar carrier of some members. Grid: heads of all units, tiles of members.
+
+    Products of stored keys, in the type that they are stored in, are exact but for the order of the sum; norms are
+    divided by afterwards.
+    """
+    unit = tl.program_id(0) // num_heads
+    head = tl.program_id(0) % num_heads
+    front, tail = segments_of(segments, unit)
+    table = blocks + unit.to(tl.int64) * stride_blocks
+    keys = plane_of(addresses, tl.load(layers + unit), KEYS, ELEMENT)
+    number = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = tl.program_id(0).to(tl.int64) * num_members + number
+    member = tl.load(members + at, mask=number < num_members, other=-1).to(tl.int32)
+    m = rows_at(
+        keys,
+        member,
+        member >= 0,
+        front,
+        tail,
+        table,
+        head,
+        stride_k_block,
+        stride_k_head,
+        stride_k_dim,
+        stride_k_slot,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        BLOCK_D,
+    )
+    m_norm = tl.sqrt(tl.sum(m.to(tl.float32) * m.to(tl.float32), 1))
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    where = tl.zeros([BLOCK_M], tl.int32)
+    base = tl.program_id(0).to(tl.int64) * num_carriers
+    for start in range(0, num_carriers, BLOCK_N):
+        place = start + tl.arange(0, BLOCK_N)
+        live = place < num_carriers
+        carrier = tl.load(carriers + base + place, mask=live, other=-1).to(tl.int32)
+        allowed = tl.load(usable + base + place, mask=live, other=0) != 0
+        c = rows_at(
+            keys,
+            carrier,
+            allowed & (carrier >= 0),
+            front,
+            tail,
+            table,
+            head,
+            stride_k_block,
+            stride_k_head,
+            stride_k_dim,
+            stride_k_slot,
+            HEAD_SIZE,
+            BLOCK_SIZE,
+            BLOCK_D,
+        )
+        c_norm = tl.sqrt(tl.sum(c.to(tl.float32) * c.to(tl.float32), 1))
+        products = tl.dot(m.to(COMPUTE), tl.trans(c.to(COMPUTE)), input_precision="ieee")
+        cosine = products / tl.maximum(m_norm, 1e-12)[:, None] / tl.maximum(c_norm, 1e-12)[None, :]
+        cosine = tl.where(allowed[None, :], cosine, float("-inf"))
+        most = tl.max(cosine, 1)
+        # Of equal ones the first, in this tile and over all.
+        first = tl.min(tl.where(cosine == most[:, None], place[None, :], num_carriers), 1)
+        where = tl.where(most > top, first, where)
+        top = tl.maximum(top, most)
+    tl.store(similarity + at, tl.minimum(top, 1.0), mask=number < num_members)
+    tl.store(best + at, tl.load(carriers + base + where), mask=number < num_members)
+
+
+@triton.jit
+def seen_logits(
+    queries,
+    query_positions,
+    k,
+    votes,
+    position,
+    live,
+    rows,
+    group,
+    window,
+    scale,
+    G: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """``[m, n]``: logits of the queries ``rows`` of a query head, times log2(e); -inf where the entry is not seen."""
+    flat = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    wanted = rows < window
+    at = ((flat * G + group) * window + rows)[:, None] * HEAD_SIZE + dims[None, :]
+    q = tl.load(queries + at, mask=wanted[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
+    own = tl.load(query_positions + flat * window + rows, mask=wanted, other=-1)
+    logits = tl.dot(q, k, input_precision="ieee") * (scale * LOG2E) + (votes * LOG2E)[None, :]
+    seen = live[None, :] & (position >= 0)[None, :] & (position[None, :] <= own[:, None])
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def entries_at(
+    addresses,
+    layers,
+    blocks,
+    segments,
+    log_votes,
+    positions,
+    entry,
+    num_heads,
+    num_entries,
+    stride_blocks,
+    stride_k_block,
+    stride_k_head,
+    stride_k_dim,
+    stride_k_slot,
+    ELEMENT: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """(keys ``[BLOCK_D, n]`` float32, votes, positions, whether there is one) of some entries of a head."""
+    unit = tl.program_id(0) // num_heads
+    front, tail = segments_of(segments, unit)
+    live = entry < num_entries
+    rows = rows_at(
+        plane_of(addresses, tl.load(layers + unit), KEYS, ELEMENT),
+        entry,
+        live,
+        front,
+        tail,
+        blocks + unit.to(tl.int64) * stride_blocks,
+        tl.program_id(0) % num_heads,
+        stride_k_block,
+        stride_k_head,
+        stride_k_dim,
+        stride_k_slot,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        BLOCK_D,
+    )
+    at = tl.program_id(0).to(tl.int64) * num_entries + entry
+    votes = tl.load(log_votes + at, mask=live, other=0.0)
+    position = tl.load(positions + at, mask=live, other=-1)
+    return tl.trans(rows.to(tl.float32)), votes, position, live
+
+
+@triton.jit
+def newest_lse(
+    addresses,
+    layers,
+    blocks,
+    segments,
+    queries,
+    query_positions,
+    log_votes,
+    positions,
+    lse,
+    scale,
+    num_heads,
+    num_entries,
+    window,
+    stride_blocks,
+    stride_k_block,
+    stride_k_head,
+    stride_k_dim,
+    stride_k_slot,
+    G: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Log-sum-exp of some of the newest queries over all entries. Grid: heads of all units, query heads, tiles."""
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, num_entries, BLOCK_N):
+        k, votes, position, live = entries_at(
+            addresses,
+            layers,
+            blocks,
+            segments,
+            log_votes,
+            positions,
+            start + tl.arange(0, BLOCK_N),
+            num_heads,
+            num_entries,
+            stride_blocks,
+            stride_k_block,
+            stride_k_head,
+            stride_k_dim,
+            stride_k_slot,
+            ELEMENT,
+            HEAD_SIZE,
+            BLOCK_SIZE,
+            BLOCK_D,
+        )
+        logits = seen_logits(
+            queries,
+            query_positions,
+            k,
+            votes,
+            position,
+            live,
+            rows,
+            tl.program_id(1),
+            window,
+            scale,
+            G,
+            HEAD_SIZE,
+            BLOCK_D,
+        )
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
+        top = new_top
+    at = (tl.program_id(0).to(tl.int64) * G + tl.program_id(1)) * window + rows
+    # A query that sees nothing gives no weight to anything.
+    tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), 0.0), mask=rows < window)
+
+
+@triton.jit
+def newest_columns(
+    addresses,
+    layers,
+    blocks,
+    segments,
+    queries,
+    query_positions,
+    log_votes,
+    positions,
+    lse,
+    fused,
+    scale,
+    num_heads,
+    num_entries,
+    window,
+    stride_blocks,
+    stride_k_block,
+    stride_k_head,
+    stride_k_dim,
+    stride_k_slot,
+    MAX: tl.constexpr,
+    G: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Attention to some entries, summed over query heads, then sum or largest over queries. Grid: heads, tiles."""
+    entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k, votes, position, live = entries_at(
+        addresses,
+        layers,
+        blocks,
+        segments,
+        log_votes,
+        positions,
+        entry,
+        num_heads,
+        num_entries,
+        stride_blocks,
+        stride_k_block,
+        stride_k_head,
+        stride_k_dim,
+        stride_k_slot,
+        ELEMENT,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        BLOCK_D,
+    )
+    result = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, window, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for group in range(0, G):
+            logits = seen_logits(
+                queries, query_positions, k, votes, position, live, rows, group, window, scale, G, HEAD_SIZE, BLOCK_D
+            )
+            at = (tl.program_id(0).to(tl.int64) * G + group) * window + rows
+            level = tl.load(lse + at, mask=rows < window, other=0.0)
+            weights += tl.exp2(logits - level[:, None])
+        if MAX:
+            result = tl.maximum(result, tl.max(weights, 0))
+        else:
+            result += tl.sum(weights, 0)
+    tl.store(fused + tl.program_id(0).to(tl.int64) * num_entries + entry, result, mask=live)
+
+
+@triton.jit
+def join(
+    products,
+    between,
+    member_weights,
+    totals,
+    joined,
+    num_members,
+    num_slots,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Members of one head join slots, one after the other (``reference.join_slots``). Grid: heads.
+
+    products ``[H, m, s]`` is written to. BLOCK_S: at least ``s``. BLOCK_M: members whose products change at a time.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, BLOCK_S)
+    inside = slots < num_slots
+    total = tl.load(totals + head * num_slots + slots, mask=inside, other=0.0)
+    base = products + head * num_members * num_slots
+    for i in range(0, num_members):
+        row = tl.load(base + i * num_slots + slots, mask=inside, other=float("-inf"))
+        most = tl.max(row, 0)
+        # Of products that are no numbers none is the largest: some slot all the same.
+        slot = tl.min(tl.where((row == most) & inside, slots, num_slots - 1), 0)
+        tl.store(joined + head * num_members + i, slot.to(tl.int64))
+        weight = tl.load(member_weights + head * num_members + i)
+        total = tl.where(slots == slot, total + weight, total)
+        share = weight / tl.maximum(tl.sum(tl.where(slots == slot, total, 0.0), 0), 1.0)
+        # All threads must have read their products before some change them, and see the changes of others after.
+        tl.debug_barrier()
+        for start in range(i + 1, num_members, BLOCK_M):
+            member = start + tl.arange(0, BLOCK_M)
+            later = member < num_members
+            at = base + member * num_slots + slot
+            column = tl.load(at, mask=later, other=0.0)
+            other = tl.load(between + (head * num_members + member) * num_members + i, mask=later, other=0.0)
+            tl.store(at, column + share * (other - column), mask=later)
+        tl.debug_barrier()
+    tl.store(totals + head * num_slots + slots, total, mask=inside)

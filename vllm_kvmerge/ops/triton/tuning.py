@@ -1,0 +1,76 @@
+"""Tile sizes of Triton's kernels, by GPU: rules in ``tuning.json``, of which later ones win over earlier ones.
+
+A rule names its kernel. It applies where all of these that it names match: ``device``, with which the GPU's name
+begins; ``head_size``, the head size rounded up to a power of two, ``row_bytes``, bytes of such a row in the cache, and
+``groups``, query heads for a KV head, each a list of what is allowed. Everything else in it is a setting, but for
+``measured``, what a rule for one GPU rests on (benchmarks/gpu_operators.py --tune). Rules that name no GPU hold on
+all; each kernel has some for every shape.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+RULES = Path(__file__).with_name("tuning.json")
+CONDITIONS = ("kernel", "device", "head_size", "row_bytes", "groups")
+NO_SETTINGS = (*CONDITIONS, "measured")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a kernel runs.
+
+    block_m: rows of a tile, or queries. block_n: entries of a tile, or of ``write`` heads. warps, stages: as Triton
+    takes them. least: entries of the smallest split, a multiple of block_n. programs: how many of them a multiprocessor
+    should have before entries are split further.
+    """
+
+    warps: int
+    stages: int
+    block_n: int = 16
+    block_m: int = 16
+    least: int = 128
+    programs: int = 1
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+@cache
+def rules() -> list[dict[str, Any]]:
+    """The table. Raises OSError or ValueError where it cannot be read."""
+    return list(json.loads(RULES.read_text()))
+
+
+@cache
+def settings(kernel: str, device: str, head_size: int = 32, row_bytes: int = 64, groups: int = 1) -> Settings:
+    """Of a kernel on the GPU called ``device``. head_size: rounded up to a power of two."""
+    chosen: dict[str, int] = {}
+    for rule in rules():
+        shape = {"head_size": head_size, "row_bytes": row_bytes, "groups": groups}
+        holds = rule["kernel"] == kernel and device.startswith(rule.get("device", ""))
+        if holds and all(value in rule.get(name, [value]) for name, value in shape.items()):
+            chosen |= {name: value for name, value in rule.items() if name not in NO_SETTINGS}
+    return Settings(**chosen)
+
+
+@contextmanager
+def trial(rule: dict[str, Any]) -> Iterator[None]:
+    """Within it, a rule that is not in the table wins over all that are."""
+    rules().append(rule)
+    settings.cache_clear()
+    try:
+        yield
+    finally:
+        rules().remove(rule)
+        settings.cache_clear()
+
+
+def is_tuned(device: str) -> bool:
+    """Whether any rule is this GPU's own."""
+    return any("device" in rule and device.startswith(rule["device"]) for rule in rules())

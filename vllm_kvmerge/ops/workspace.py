@@ -1,0 +1,75 @@
+"""Memory that attention writes between its kernels."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.ops.types import PagedKVCache
+
+Sizes = Callable[[PagedKVCache, int, int, int, int], dict[str, int]]
+"""Elements of each buffer for (pages, query heads, queries, rows, blocks of a row)."""
+
+_sizes: list[Sizes] = []
+
+
+def uses_workspace(sizes: Sizes) -> Sizes:
+    """Registers what an implementation's attention needs, so that ``reserve`` makes room for it."""
+    _sizes.append(sizes)
+    return sizes
+
+
+class Workspace:
+    """Float32 buffers of one device, which all layers share: each call overwrites what the last one left.
+
+    They grow as needed, but not while a CUDA graph is captured, whose replays write where they were then: ``reserve``
+    what the largest batch needs, or run it once before. Outgrown buffers are kept for graphs that know them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []
+
+    def take(self, name: str, size: int) -> Tensor:
+        """A buffer of at least ``size`` elements; what it holds is undefined.
+
+        Raises RuntimeError where it would have to grow while a graph is captured.
+        """
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"workspace {name!r} must grow to {4 * size} bytes while a graph is captured")
+            if buffer is not None:
+                self._outgrown.append(buffer)
+            buffer = self._buffers[name] = torch.empty(size, dtype=torch.float32, device=self.device)
+        return buffer
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(4 * buffer.numel() for buffer in (*self._buffers.values(), *self._outgrown))
+
+    def reserve(self, pages: PagedKVCache, num_heads: int, num_queries: int, max_rows: int, max_blocks: int) -> None:
+        """Makes room for attention of up to ``max_rows`` sequences of ``max_blocks`` blocks to layers like ``pages``,
+        by all implementations that have been imported.
+
+        num_heads: query heads. num_queries: the upper bound that ``paged_attention`` will be given.
+        """
+        self.reserve_for(pages, num_heads, [(rows, num_queries) for rows in range(1, max_rows + 1)], max_blocks)
+
+    def reserve_for(self, pages: PagedKVCache, num_heads: int, batches: list[tuple[int, int]], max_blocks: int) -> None:
+        """``reserve`` for any of these ``batches``, pairs of their number of sequences and ``num_queries``."""
+        most: dict[str, int] = {}
+        for rows, num_queries in batches:  # fewer sequences are split more
+            for sizes in _sizes:
+                for name, size in sizes(pages, num_heads, num_queries, rows, max_blocks).items():
+                    most[name] = max(size, most.get(name, 0))
+        for name, size in most.items():
+            self.take(name, size)
+
+
+@cache
+def workspace_of(device: torch.device) -> Workspace:
+    """The device's own."""
+    return Workspace(device)

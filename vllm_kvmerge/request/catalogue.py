@@ -1,0 +1,72 @@
+"""What a request can name: every policy, every part, and their parameters."""
+
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+from vllm_kvmerge.policies import PARTS, PRESETS
+from vllm_kvmerge.policies.base import Part
+from vllm_kvmerge.policies.choice import PartNames
+from vllm_kvmerge.request.parameters import FULL, request_schema
+
+
+def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]:
+    """Everything as JSON: ``presets``, ``parts`` by kind, and the ``schema`` of ``kv_compression``.
+
+    policies: those to describe, besides ``full``; None: all.
+
+    A preset's ``defaults`` are those of all its parameters, budget and interval included; a part's ``fields`` have the
+    defaults that hold where no preset says otherwise, the ``type`` in words, and as JSON ``schema``.
+    """
+    schema = request_schema(policies)
+    references = schema["discriminator"]["mapping"]
+    presets: list[dict[str, Any]] = [
+        {"name": FULL, "source": "vLLM: compresses nothing", "parts": {}, "decode": None, "defaults": {}}
+    ]
+    for preset in (PRESETS[name] for name in PRESETS if policies is None or name in policies):
+        parts = PartNames.of(preset)._asdict()
+        fields = schema["$defs"][references[preset.name].rpartition("/")[2]]["properties"]
+        defaults = {name: fields[name]["default"] for name in fields if name not in ("policy", "decode", *parts)}
+        presets.append(
+            {
+                "name": preset.name,
+                "source": preset.source,
+                "parts": parts,
+                "decode": preset.decode,
+                "defaults": defaults,
+            }
+        )
+    parts_by_kind = {kind: [_describe(part) for part in parts.values()] for kind, parts in PARTS.items()}
+    return {"presets": presets, "parts": parts_by_kind, "schema": schema}
+
+
+def _describe(part: type[Part]) -> dict[str, Any]:
+    properties = part.model_json_schema().get("properties", {})
+    fields = [
+        {
+            "name": name,
+            "type": _type_text(field),
+            "default": field["default"],
+            "description": field.get("description", ""),
+            "schema": {key: value for key, value in field.items() if key not in ("title", "default", "description")},
+        }
+        for name, field in properties.items()
+    ]
+    return {"name": part.name, "source": part.source, "summary": _summary(part), "fields": fields}
+
+
+def _summary(part: type[Part]) -> str:
+    """The first paragraph of the docstring, in one line; a part without one is described by its source."""
+    return " ".join(inspect.cleandoc(part.__doc__ or part.source).partition("\n\n")[0].replace("``", "").split())
+
+
+def _type_text(field: dict[str, Any]) -> str:
+    """What a field's JSON schema allows, in words: ``integer >= 1 or 'all'``."""
+    if "anyOf" in field:
+        return " or ".join(_type_text(choice) for choice in field["anyOf"])
+    if "const" in field or "enum" in field:
+        return " or ".join(repr(value) for value in field.get("enum", [field.get("const")]))
+    bounds = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
+    # Whole numbers in full, others as short as they are exact.
+    limits = [f"{sign} {field[key]:.8g}" for sign, key in bounds.items() if key in field]
+    return " ".join([field.get("type", "object"), ", ".join(limits)]).strip()

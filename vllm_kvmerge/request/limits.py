@@ -1,0 +1,215 @@
+"""What one request's compression may cost the others: memory outside the pool, and time in which nobody computes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies.base import Part
+from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
+from vllm_kvmerge.policies.failure import label
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of one worker's part of the model. item_size: bytes of a number in the cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    group_size: int
+    head_size: int
+    hidden_size: int
+    item_size: int
+
+
+@dataclass(frozen=True)
+class Compression:
+    """One compression that a request will go through. num_entries: per KV head, before it. budget: per KV head, after
+    it, on average. interval: tokens from one to the next; None: it is the only one of its kind."""
+
+    num_entries: int
+    budget: int
+    at_prompt_end: bool
+    interval: int | None = None
+
+
+def compressions(
+    config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, block_size: int
+) -> Iterator[Compression]:
+    """The largest compressions of each kind that a request can go through."""
+    total = num_prompt_tokens + max_tokens
+    context = config.resolve_context(num_prompt_tokens)
+    budget, interval = config.resolve_budget(context), config.interval or block_size
+    capacity = config.resolve_capacity(context)
+    most = total if capacity is None else capacity
+    if context > budget:
+        yield Compression(context, budget, at_prompt_end=True)
+    if config.decode == "bounded":
+        # A question is read whole before anything of it is dropped.
+        question = min(context, most) + num_prompt_tokens - context
+        num_entries = min(max(most + interval, question), total)
+        if num_entries > budget:
+            first = context <= budget and not config.tracks_decode
+            yield Compression(num_entries, budget, first, interval)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests are held to.
+
+    allowed_policies: None: all. max_bytes: of working memory for one compression, and of what a request has kept
+    outside the pool. max_seconds: of one compression, as estimated; of those during generation, for each block of
+    tokens. block_size: in tokens. max_model_len: most tokens of a request. rates: how fast workers compute; None: not
+    known yet, so time is not limited.
+    """
+
+    allowed_policies: frozenset[str] | None
+    max_bytes: int
+    max_seconds: float
+    shape: ModelShape
+    block_size: int
+    max_model_len: int
+    rates: Rates | None = None
+
+    def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Refuses what would cost too much for a prompt of this length and at most ``max_tokens`` tokens generated.
+
+        Raises:
+            CompressionError: says what would be allowed.
+        """
+        self._check_allowed(config)
+        if max_tokens is None:
+            max_tokens = max(0, self.max_model_len - num_prompt_tokens)
+        if config.never_compresses(num_prompt_tokens, max_tokens):
+            return
+        excess = self._excess(config, num_prompt_tokens, max_tokens)
+        if excess is not None:
+            remedies = list(self._remedies(config, num_prompt_tokens, max_tokens))
+            raise CompressionError(EXTRA_ARGS_KEY, f"{excess}; allowed: {' or '.join(remedies)}", "too_expensive")
+
+    def _check_allowed(self, config: CompressionConfig) -> None:
+        """Refuses policies that the server's operator has not allowed, and parts that none of those is made of."""
+        if self.allowed_policies is None:
+            return
+        if config.name not in self.allowed_policies:
+            allowed = ", ".join(sorted(self.allowed_policies | {FULL}))
+            message = f"{config.name!r} is not allowed on this server; allowed: {allowed}"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", message, "not_allowed")
+        # Trackers follow from the other parts.
+        for kind in ("selector", "merger", "allocator"):
+            name = getattr(config.policy, kind).name
+            parts = {getattr(PRESETS[policy], kind) for policy in self.allowed_policies - {FULL}}
+            if name not in parts:
+                message = f"{name!r} is not allowed on this server; allowed: {', '.join(sorted(parts))}"
+                raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
+
+    def cost(self, config: CompressionConfig, compression: Compression) -> Cost:
+        """Of one KV head of one layer."""
+        return config.policy.cost(self._cost_shape(compression))
+
+    def seconds(self, config: CompressionConfig, compression: Compression) -> float:
+        """Estimated time of one compression of all layers; 0 where rates are not known."""
+        if self.rates is None:
+            return 0.0
+        return self._num_heads * self.cost(config, compression).seconds(self.rates)
+
+    @property
+    def _num_heads(self) -> int:
+        return self.shape.num_layers * self.shape.num_kv_heads
+
+    def _cost_shape(self, compression: Compression) -> CostShape:
+        return CostShape(
+            num_entries=compression.num_entries,
+            budget=compression.budget,
+            head_size=self.shape.head_size,
+            group_size=self.shape.group_size,
+            hidden_size=self.shape.hidden_size,
+            at_prompt_end=compression.at_prompt_end,
+        )
+
+    def _excess(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> str | None:
+        """What is too much, in words; None: nothing."""
+        rings = self.ring_bytes(config.policy.query_window, num_prompt_tokens + max_tokens)
+        if rings > self.max_bytes:
+            return f"its newest queries would take {_mebibytes(rings)}, more than {_mebibytes(self.max_bytes)}"
+        for one in compressions(config, num_prompt_tokens, max_tokens, self.block_size):
+            what = f"compressing {one.num_entries} entries per KV head"
+            num_bytes = 4 * self.shape.num_kv_heads * self.cost(config, one).numbers
+            if num_bytes > self.max_bytes:
+                part = label(self._largest(config, one, lambda cost: cost.numbers))
+                allowed_bytes = _mebibytes(self.max_bytes)
+                return f"{what} would take {_mebibytes(num_bytes)}, most of it {part}, more than {allowed_bytes}"
+            seconds, allowed = self.seconds(config, one), self._allowed_seconds(one)
+            if seconds > allowed:
+                part = label(self._largest(config, one, lambda cost: cost.seconds(self.rates)))  # type: ignore[arg-type]
+                every = f" every {one.interval} tokens" if one.interval else ""
+                return f"{what}{every} would take about {seconds:.3g} s, most of it {part}, more than {allowed:.3g} s"
+        return None
+
+    def ring_bytes(self, query_window: int, num_tokens: int) -> int:
+        """Of the newest queries of a request of so many tokens, which are kept from step to step."""
+        window = min(query_window, num_tokens)
+        return window * self._num_heads * self.shape.group_size * self.shape.head_size * self.shape.item_size
+
+    def prompt_score_bytes(self, num_tokens: int) -> int:
+        """Of the two statistics of each token of a prompt that is scored while it is computed."""
+        return 2 * 4 * self._num_heads * num_tokens
+
+    def _allowed_seconds(self, one: Compression) -> float:
+        return self.max_seconds * min(1.0, (one.interval or self.block_size) / self.block_size)
+
+    def _largest(self, config: CompressionConfig, one: Compression, of: Callable[[Cost], float]) -> Part:
+        return max(config.policy.parts, key=lambda part: of(part.cost(self._cost_shape(one))))
+
+    def _remedies(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> Iterator[str]:
+        """What would do, one at a time: a smaller parameter, a longer interval, a shorter prompt."""
+
+        def fits(config: CompressionConfig, num_prompt_tokens: int = num_prompt_tokens) -> bool:
+            return self._excess(config, num_prompt_tokens, max_tokens) is None
+
+        for kind in type(config.policy).model_fields:
+            for name, value, least in _integers(getattr(config.policy, kind)):
+                lowered = partial(_with_value, config, kind, name)
+                most = _most(least, value, lambda new, lowered=lowered: fits(lowered(new)))  # type: ignore[misc]
+                if most is not None:
+                    yield f"{name} up to {most}"
+        interval = config.interval or self.block_size
+        at_ease = config.model_copy(update={"interval": self.block_size})
+        if config.decode == "bounded" and interval < self.block_size and fits(at_ease):
+            yield f"an interval of {self.block_size}"
+        longest = _most(1, num_prompt_tokens, lambda length: fits(config, length))
+        # Prompts so short that nothing is compressed are no answer.
+        if longest is not None and config.context_tokens is None and not config.never_compresses(longest, max_tokens):
+            yield f"prompts of up to {longest} tokens"
+        yield "another policy"
+        yield "more by the server's options --max-compaction-bytes and --max-compaction-seconds"
+
+
+def _integers(part: Part) -> Iterator[tuple[str, int, int]]:
+    """Name, value and least value of the part's parameters that are whole numbers."""
+    for name, schema in type(part).model_json_schema().get("properties", {}).items():
+        value = getattr(part, name)
+        if schema.get("type") == "integer" and isinstance(value, int):
+            yield name, value, schema.get("minimum", 0)
+
+
+def _with_value(config: CompressionConfig, kind: str, name: str, value: int) -> CompressionConfig:
+    """The configuration with another value of a parameter of the part of this kind."""
+    part = getattr(config.policy, kind).model_copy(update={name: value})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={kind: part})})
+
+
+def _most(least: int, value: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest number below ``value``, and at least ``least``, that fits; None: none does."""
+    if least >= value or not fits(least):
+        return None
+    low, high = least, value
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _mebibytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.4g} MiB"

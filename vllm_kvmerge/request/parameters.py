@@ -1,0 +1,352 @@
+"""A request's compression parameters: the field ``kv_compression``, validated and resolved into parts."""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+)
+
+from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
+from vllm_kvmerge.policies.base import MAX_TOKENS
+from vllm_kvmerge.policies.choice import PartNames, choose
+from vllm_kvmerge.policies.failure import PartError
+from vllm_kvmerge.policies.registry import DecodeMode
+from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
+
+M = TypeVar("M", bound=BaseModel)
+
+EXTRA_ARGS_KEY = "kv_compression"
+"""Name of the body field, and of the entry in ``SamplingParams.extra_args`` that carries it."""
+
+FULL = "full"
+"""The policy that compresses nothing."""
+
+
+class CompressionError(ValueError):
+    """A request's ``kv_compression`` cannot be honoured.
+
+    param: dotted name of the offending field, such as ``kv_compression.budget``. reason: a short label for metrics.
+    status: the HTTP status that says so; 500 where a part is to blame, and not the request.
+    """
+
+    def __init__(self, param: str, message: str, reason: str, status: int = 400) -> None:
+        super().__init__(f"{param}: {message}")
+        self.param = param
+        self.reason = reason
+        self.status = status
+
+
+def _check_budget(budget: int | float) -> int | float:
+    if 1 <= budget <= MAX_TOKENS if isinstance(budget, int) else 0.0 < budget <= 1.0:
+        return budget
+    raise ValueError(
+        f"must be an integer from 1 to {MAX_TOKENS} (entries per KV head) or a float in (0, 1] (share of the prompt's "
+        "tokens)"
+    )
+
+
+TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
+
+Budget = Annotated[
+    StrictInt | StrictFloat,
+    AfterValidator(_check_budget),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
+                {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
+            ],
+            "description": "Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its "
+            "context where context_tokens says how long that is, rounded up.",
+        }
+    ),
+]
+
+
+MAX_SHOWN = 80
+"""Characters of a request's value that an error message repeats."""
+
+DECODE_TEXT = (
+    "bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's (or context's) end "
+    "only."
+)
+CONTEXT_TEXT = (
+    "Compress the prompt's first so many tokens as if they were the whole prompt, before the rest of it, such as a "
+    "question, is read; at most the prompt's tokens. Default: the whole prompt."
+)
+
+
+class FullRequest(BaseModel):
+    """No compression."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    policy: Literal["full"]
+
+
+@lru_cache(maxsize=256)
+def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
+    """The pydantic model of ``kv_compression`` for a policy made of these parts: the common fields and the parts'."""
+    preset = PRESETS[policy]
+    fields: dict[str, Any] = {
+        "policy": Literal[policy],  # type: ignore[valid-type]
+        "budget": (Budget, 0.2),
+        "interval": (
+            TokenCount | None,
+            Field(None, description="Live entries above the budget that trigger a compression; default: one block."),
+        ),
+        "decode": (DecodeMode, Field(preset.decode, description=DECODE_TEXT)),
+        "context_tokens": (TokenCount | None, Field(None, description=CONTEXT_TEXT)),
+    }
+    for kind, name in names._asdict().items():
+        own = f"The policy's own is {getattr(preset, kind)}"
+        if kind == "tracker":
+            own += "; where it does not suit the other parts, the first that does is taken"
+        fields[kind] = (Literal[*sorted(PARTS[kind])], Field(name, description=f"Part to use as {kind}. {own}."))
+    for part in names.classes.values():
+        for field, info in part.model_fields.items():
+            default = preset.defaults.get(field, info.default)
+            description = Field(description=info.description)
+            fields[field] = (Annotated[info.annotation, *info.metadata, description], default)  # type: ignore[valid-type]
+    return create_model(
+        "".join(word.capitalize() for word in policy.split("_")) + "Request",
+        __config__=ConfigDict(extra="forbid", frozen=True, strict=True),
+        __doc__=f"{preset.source}. Another {', '.join(names._fields[:-1])} or {names._fields[-1]} brings its own "
+        "parameters, which are then fields of this object too: GET /kvmerge/policies lists them.",
+        **fields,
+    )
+
+
+class CompressionConfig(BaseModel):
+    """One request's compression, resolved: what to run, how large, how often.
+
+    context_tokens: how many of the prompt's tokens are compressed before the others are read; None: all, at its end.
+    text: the request's ``kv_compression`` as canonical JSON.
+    """
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    name: str
+    budget: int | float
+    interval: int | None
+    decode: DecodeMode
+    policy: CompressionPolicy
+    context_tokens: int | None = None
+    text: str = ""
+
+    @property
+    def tracks_decode(self) -> bool:
+        """Whether attention must update scores while the request generates."""
+        return self.decode == "bounded" and self.policy.needs_scores
+
+    @property
+    def prompt_window(self) -> int | Literal["all"]:
+        """How many of the context's last tokens must be scored as queries; 0 where the policy needs no scores."""
+        return self.policy.tracker.prompt_window
+
+    def check_context(self, num_prompt_tokens: int) -> None:
+        """Raises CompressionError if the context is longer than a prompt of this length."""
+        if self.context_tokens is not None and self.context_tokens > num_prompt_tokens:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.context_tokens",
+                f"{self.context_tokens} tokens are more than the prompt has; allowed: 1 to {num_prompt_tokens}",
+                "context_too_long",
+            )
+
+    def resolve_context(self, num_prompt_tokens: int) -> int:
+        """How many of a prompt's tokens are compressed first; all of them where the request does not say."""
+        return min(self.context_tokens or num_prompt_tokens, num_prompt_tokens)
+
+    def resolve_budget(self, num_context_tokens: int) -> int:
+        """Entries per KV head for a prompt, or the context in one, of this length.
+
+        A share that comes out smaller than what the policy protects (sinks, recent window) is raised to it.
+        """
+        if isinstance(self.budget, int):
+            return self.budget
+        # The small term undoes float noise: 0.7 * 10 is 7 entries, not 8.
+        return max(math.ceil(self.budget * num_context_tokens - 1e-9), self.policy.min_budget)
+
+    def never_compresses(self, num_prompt_tokens: int, max_tokens: int) -> bool:
+        """Whether the cache can never hold more entries than the budget, so that plain attention is exact."""
+        budget = self.resolve_budget(self.resolve_context(num_prompt_tokens))
+        return budget >= num_prompt_tokens + max_tokens
+
+    def resolve_capacity(self, num_context_tokens: int) -> int | None:
+        """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget.
+        None: all there are."""
+        return self.policy.allocator.capacity(self.resolve_budget(num_context_tokens))
+
+
+@lru_cache(maxsize=4096)
+def _parse_canonical(text: str) -> CompressionConfig | None:
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise CompressionError(EXTRA_ARGS_KEY, f"must be an object, got {type(data).__name__}", "wrong_type")
+    name = data.get("policy")
+    if not isinstance(name, str) or name not in (FULL, *PRESETS):
+        allowed = ", ".join(sorted((FULL, *PRESETS)))
+        raise CompressionError(
+            f"{EXTRA_ARGS_KEY}.policy", f"unknown policy {_shown(name)}; allowed: {allowed}", "unknown_policy"
+        )
+    if name == FULL:
+        _validated(FullRequest, data, FULL)
+        return None
+    overrides = _read_overrides(data)
+    names = _choose_parts(name, overrides)
+    what = name + (" with " + ", ".join(f"{kind} {part}" for kind, part in overrides.items()) if overrides else "")
+    request = _validated(_request_model(name, names), data, what)
+    parts = {
+        kind: _validated(part, {field: getattr(request, field) for field in part.model_fields}, what)
+        for kind, part in names.classes.items()
+    }
+    policy = CompressionPolicy(**parts)  # type: ignore[arg-type]
+    try:
+        policy.check_constants()
+    except PartError as error:
+        raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
+    common = {field: getattr(request, field) for field in ("budget", "interval", "decode", "context_tokens")}
+    config = CompressionConfig(name=name, policy=policy, text=text, **common)
+    if isinstance(config.budget, int) and config.budget < policy.min_budget:
+        raise CompressionError(
+            f"{EXTRA_ARGS_KEY}.budget",
+            f"{config.budget} entries are too few: {what} protects {policy.min_budget - 1} (sinks and recent window); "
+            f"allowed: >= {policy.min_budget}",
+            "budget_too_small",
+        )
+    return config
+
+
+def _read_overrides(data: Mapping[str, Any]) -> dict[str, str]:
+    """The parts that a request names, by kind."""
+    overrides = {kind: data[kind] for kind in PARTS if kind in data}
+    for kind, name in overrides.items():
+        if not isinstance(name, str) or name not in PARTS[kind]:
+            allowed = ", ".join(sorted(PARTS[kind]))
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.{kind}", f"unknown {kind} {_shown(name)}; allowed: {allowed}", "unknown_part"
+            )
+    return overrides
+
+
+def _choose_parts(policy: str, overrides: Mapping[str, str]) -> PartNames:
+    preset = PRESETS[policy]
+    try:
+        return choose(preset, overrides)
+    except ValueError as error:
+        misfit = str(error)
+    # At fault is what could be replaced so that the rest fits.
+    for kind in ("merger", "selector", "allocator", "tracker"):
+        fitting = [name for name in PARTS[kind] if _fit(policy, {**overrides, kind: name})] if kind in overrides else []
+        if fitting:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.{kind}",
+                f"{misfit}; allowed as {kind}: {', '.join(sorted(fitting))}",
+                "incompatible_parts",
+            )
+    raise CompressionError(EXTRA_ARGS_KEY, misfit, "incompatible_parts")
+
+
+def _fit(policy: str, overrides: Mapping[str, str]) -> bool:
+    try:
+        choose(PRESETS[policy], overrides)
+    except ValueError:
+        return False
+    return True
+
+
+def _validated(model: type[M], data: Mapping[str, Any], what: str) -> M:
+    """``data`` as a ``model``; ``what`` names the policy for the message."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _as_compression_error(error, model, what) from None
+
+
+def _as_compression_error(error: ValidationError, model: type[BaseModel], what: str) -> CompressionError:
+    first = error.errors()[0]
+    field = str(first["loc"][0])[:MAX_SHOWN] if first["loc"] else ""
+    param = f"{EXTRA_ARGS_KEY}.{field}" if field else EXTRA_ARGS_KEY
+    if first["type"] == "extra_forbidden":
+        allowed = ", ".join(model.model_fields)
+        return CompressionError(param, f"unknown field for policy {what}; allowed: {allowed}", "unknown_field")
+    # A field of several types has one error for each: together they say what is allowed.
+    messages = [e["msg"].removeprefix("Value error, ") for e in error.errors() if e["loc"][:1] == first["loc"][:1]]
+    message = " or ".join(dict.fromkeys(messages))
+    reason = "wrong_type" if first["type"].endswith("_type") else "invalid_value"
+    return CompressionError(param, f"{message}, got {_shown(first['input'])}", reason)
+
+
+def _shown(value: Any) -> str:
+    """The value in an error message, which a request must not make longer than itself."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def parse_compression(value: Any) -> CompressionConfig | None:
+    """Resolves a ``kv_compression`` value (object, or its JSON text); None stands for full attention.
+
+    Raises:
+        CompressionError: names the field, the value and what is allowed.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        _check_depth(value)
+        try:
+            value = json.loads(value)
+        except ValueError as error:  # also a number of more digits than Python reads
+            raise CompressionError(EXTRA_ARGS_KEY, f"is not valid JSON: {error}", "wrong_type") from None
+    try:
+        text = json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CompressionError(EXTRA_ARGS_KEY, f"is not JSON: {error}", "wrong_type") from None
+    _check_depth(text)
+    return _parse_canonical(text)
+
+
+def _check_depth(text: str) -> None:
+    if nests_too_deep(text.encode("utf-8", "surrogatepass")):
+        raise CompressionError(EXTRA_ARGS_KEY, f"nests too deep; allowed: {MAX_DEPTH} levels", "too_deep")
+
+
+def compression(policy: str, **parameters: Any) -> dict[str, Any]:
+    """``SamplingParams(extra_args=compression("keepkv", budget=0.2))``: checked parameters for offline use.
+
+    Raises:
+        CompressionError: (a ValueError) as for a request to the server.
+    """
+    value = {"policy": policy, **parameters}
+    parse_compression(value)
+    return {EXTRA_ARGS_KEY: json.dumps(value)}
+
+
+def request_schema(policies: Collection[str] | None = None) -> dict[str, Any]:
+    """JSON schema of the body field ``kv_compression``: one object per policy, told apart by ``policy``.
+
+    policies: those to describe, besides ``full``; None: all.
+
+    An object lists the fields of the policy's own parts. It does not forbid others, because a request may name other
+    parts, and those bring theirs; ``parse_compression`` refuses what the parts do not know.
+    """
+    described = [name for name in PRESETS if policies is None or name in policies]
+    models = [FullRequest, *(_request_model(name, PartNames.of(PRESETS[name])) for name in described)]
+    union: Any = Annotated[reduce(or_, models), Field(discriminator="policy")]
+    schema = TypeAdapter(union).json_schema(ref_template="#/components/schemas/{model}")
+    for name, reference in schema["discriminator"]["mapping"].items():
+        if name != FULL:
+            del schema["$defs"][reference.rpartition("/")[2]]["additionalProperties"]
+    return schema
