@@ -1,24 +1,18 @@
-"""``vllm-kvmerge doctor``: what it reports, and what it makes of a machine that cannot serve."""
+"""``vllm-kvmerge doctor``: its report, also on machines that cannot serve."""
 
 import json
 
 import pytest
 
-from tests.cli.test_serve import LLAMA
-from vllm_kvmerge import __version__, doctor, ops, support
-from vllm_kvmerge.cli import serve as cli
-from vllm_kvmerge.ops import cpu
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch, tmp_path):
-    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
-    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+from tests.cli.commands import LLAMA
+from vllm_kvmerge import __version__, ops
+from vllm_kvmerge.cli import doctor, main
+from vllm_kvmerge.engine import support
+from vllm_kvmerge.ops import cpu, dispatch
 
 
 def report(capsys, *argv: str) -> tuple[int, dict]:
-    status = cli.main(["doctor", "--json", *argv])
+    status = main(["doctor", "--json", *argv])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -42,7 +36,7 @@ def test_what_is_unsupported_is_listed_with_reasons(capsys):
 
 def test_for_people(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    assert cli.main(["doctor"]) == 0
+    assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert ops.implementation() in printed
     assert "speculative decoding does not work with compression" in " ".join(printed.split())
@@ -79,11 +73,11 @@ def test_a_machine_that_cannot_serve(capsys, monkeypatch, target, value, said):
 def test_operators_that_are_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "none.so")
     cpu.library.cache_clear()
-    ops._native_failure.cache_clear()
+    dispatch._native_failure.cache_clear()
     try:
         found = doctor.operators()
     finally:
         cpu.library.cache_clear()
-        ops._native_failure.cache_clear()
+        dispatch._native_failure.cache_clear()
     assert found["in use"].startswith("PyTorch reference: ")
     assert "none.so is missing" in found["native"]

@@ -1,4 +1,4 @@
-"""The command line: every fault is one line and status 2, and no engine is started for it."""
+"""``vllm-kvmerge serve``: what is refused before an engine starts, and the arguments of those that start."""
 
 import argparse
 import json
@@ -14,35 +14,19 @@ import httpx
 import pytest
 from vllm.envs import disable_envs_cache
 
-from vllm_kvmerge import __version__
-from vllm_kvmerge.cli import serve as cli
+from tests.cli.commands import LLAMA, refusal
+from vllm_kvmerge.cli import arguments, main, serve
 from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, VALIDATOR, WORKER_CLS
-from vllm_kvmerge.policies import PARTS
-from vllm_kvmerge.request.catalogue import describe_policies
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
+from vllm_kvmerge.engine.processes import METRICS_DIR
 
 
 @pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[argparse.Namespace]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[argparse.Namespace]]:
     """The arguments of servers that would have been started; the process's own state is put back."""
     from vllm.entrypoints.cli import serve as vllm_serve
 
     monkeypatch.setattr(vllm_serve, "run_server", vllm_serve.run_server)  # the command replaces it
-    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
-    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setattr(cli, "_announce", lambda args: None)
+    monkeypatch.setattr(serve, "_announce", lambda args: None)
     calls: list[argparse.Namespace] = []
     monkeypatch.setattr(vllm_serve.ServeSubcommand, "cmd", staticmethod(calls.append))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -66,90 +50,20 @@ def port() -> str:
         return str(probe.getsockname()[1])
 
 
-def fault(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What the command says on stderr when it refuses to run."""
-    capsys.readouterr()
-    assert cli.main(list(argv)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("vllm-kvmerge: ")
-    return lines[0]
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"vllm-kvmerge {__version__}\n"
-
-
-def test_policies_names_them_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main(["policies"]) == 0
-    printed = capsys.readouterr().out
-    for preset in describe_policies()["presets"]:
-        assert f"│ {preset['name']} " in printed
-    for kind, parts in PARTS.items():
-        heading = printed.index(f" {kind.capitalize()}s ")
-        for name, part in parts.items():
-            row = printed.index(f"│ {name} ", heading)
-            for field in part.model_fields:
-                assert f"{field}=" in printed[row:]
-
-
-def test_policies_fit_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["policies"]) == 0
-    printed = capsys.readouterr().out
-    assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
-    for preset in describe_policies()["presets"]:
-        assert f"│ {preset['name']} " in printed
-
-
-def test_policies_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["policies", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == describe_policies()
-
-
-def test_policies_need_no_vllm() -> None:
-    code = (
-        "import sys; from vllm_kvmerge.cli import serve as cli; cli.main(['policies']); sys.exit('vllm' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
-
-
-def test_command_alone_needs_no_vllm() -> None:
-    code = "import sys; from vllm_kvmerge.cli import serve as cli; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_unknown_command(capsys: pytest.CaptureFixture[str], started: list[argparse.Namespace]) -> None:
-    assert "invalid choice: 'sevre'" in fault(capsys, "sevre")
-    assert "required: COMMAND" in fault(capsys)
-
-
 def test_unknown_option(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert "unrecognized arguments: --prot 1" in fault(capsys, "serve", model, "--prot", "1")
+    assert "unrecognized arguments: --prot 1" in refusal(capsys, "serve", model, "--prot", "1")
 
 
 def test_no_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "vllm-kvmerge serve demo" in fault(capsys, "serve")
+    assert "vllm-kvmerge serve demo" in refusal(capsys, "serve")
 
 
 def test_missing_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "/no/such/model" in fault(capsys, "serve", "/no/such/model")
-
-
-def test_fault_of_a_process_of_its_own() -> None:
-    """Nothing but the one line: what vLLM logs while it is imported is held back."""
-    command = [sys.executable, "-m", "vllm_kvmerge.cli.serve", "serve", "/no/such/model"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "vllm-kvmerge: no model in /no/such/model: there is no such folder\n"
+    assert "/no/such/model" in refusal(capsys, "serve", "/no/such/model")
 
 
 def test_folder_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: str) -> None:
-    assert str(tmp_path) in fault(capsys, "serve", str(tmp_path), "--port", port)
+    assert str(tmp_path) in refusal(capsys, "serve", str(tmp_path), "--port", port)
 
 
 def test_taken_port(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -157,12 +71,12 @@ def test_taken_port(capsys: pytest.CaptureFixture[str], model: str) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        assert f"127.0.0.1:{port}" in fault(capsys, "serve", model, "--port", port)
+        assert f"127.0.0.1:{port}" in refusal(capsys, "serve", model, "--port", port)
 
 
 def test_bad_host_and_port(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert "cannot listen on" in fault(capsys, "serve", model, "--port", "123456")
-    assert "cannot listen on" in fault(capsys, "serve", model, "--host", "203.0.113.1")
+    assert "cannot listen on" in refusal(capsys, "serve", model, "--port", "123456")
+    assert "cannot listen on" in refusal(capsys, "serve", model, "--host", "203.0.113.1")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +90,7 @@ def test_bad_host_and_port(capsys: pytest.CaptureFixture[str], model: str) -> No
     ],
 )
 def test_bad_compression(capsys: pytest.CaptureFixture[str], model: str, port: str, value: str, said: str) -> None:
-    assert said in fault(capsys, "serve", model, "--port", port, "--kv-compression", value)
+    assert said in refusal(capsys, "serve", model, "--port", port, "--kv-compression", value)
 
 
 @pytest.mark.parametrize(("name", "text"), [("list.json", "[1]"), ("text.yaml", "keepkv"), ("broken.yaml", "a: [1")])
@@ -184,7 +98,7 @@ def test_bad_compression_file(
     capsys: pytest.CaptureFixture[str], model: str, port: str, tmp_path: Path, name: str, text: str
 ) -> None:
     (tmp_path / name).write_text(text)
-    assert name in fault(capsys, "serve", model, "--port", port, "--kv-compression", str(tmp_path / name))
+    assert name in refusal(capsys, "serve", model, "--port", port, "--kv-compression", str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -212,13 +126,13 @@ def test_bad_compression_file(
 def test_unsupported_option(
     capsys: pytest.CaptureFixture[str], model: str, port: str, options: list[str], said: str
 ) -> None:
-    assert said in fault(capsys, "serve", model, "--port", port, *options)
+    assert said in refusal(capsys, "serve", model, "--port", port, *options)
 
 
 def test_rust_front_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     disable_envs_cache()  # an engine that was started in this process has made vLLM remember its environment
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    assert "VLLM_USE_RUST_FRONTEND=1 is not supported: " in fault(capsys, "serve", model)
+    assert "VLLM_USE_RUST_FRONTEND=1 is not supported: " in refusal(capsys, "serve", model)
 
 
 def test_node_without_a_server_has_metrics(
@@ -226,16 +140,16 @@ def test_node_without_a_server_has_metrics(
 ) -> None:
     node = ["serve", model, "--headless", "--data-parallel-size", "2", "--data-parallel-size-local", "1"]
     node += ["--data-parallel-start-rank", "1", "--metrics-port", port]
-    assert cli.main(node) == 0
+    assert main(node) == 0
     (args,) = started
     assert args.headless and not hasattr(args, "metrics_port")
     assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 200
-    assert f"cannot listen on 127.0.0.1:{port}" in fault(capsys, *node)
+    assert f"cannot listen on 127.0.0.1:{port}" in refusal(capsys, *node)
 
 
 def test_vllm_that_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_kvmerge.engine.support._vllm_version", lambda: "0.31.0")
-    assert "vllm 0.31.0 is not supported" in fault(capsys, "serve", "demo")
+    assert "vllm 0.31.0 is not supported" in refusal(capsys, "serve", "demo")
 
 
 def test_server_is_started_with_the_plugin(
@@ -243,24 +157,24 @@ def test_server_is_started_with_the_plugin(
 ) -> None:
     (tmp_path / "default.yaml").write_text("policy: streaming_llm\nbudget: 64\n")
     compression = str(tmp_path / "default.yaml")
-    assert cli.main(["serve", model, "--port", port, "--seed", "5", "--kv-compression", compression]) == 0
+    assert main(["serve", model, "--port", port, "--seed", "5", "--kv-compression", compression]) == 0
     (args,) = started
     assert (args.model, args.host, args.port, args.seed) == (model, "127.0.0.1", int(port), 5)
     assert (args.worker_cls, args.scheduler_cls, args.block_size) == (WORKER_CLS, SCHEDULER_CLS, 32)
     assert args.logits_processors == [VALIDATOR]
     assert args.additional_config == {"kvmerge": {"default": {"policy": "streaming_llm", "budget": 64}}}
     assert not hasattr(args, "kv_compression")
-    assert "kvmerge" in os.environ[cli.ALLOWED_PLUGINS].split(",")
-    assert (args.shutdown_timeout, args.middleware) == (cli.DRAIN_SECONDS, [cli.REQUEST_ID_MIDDLEWARE])
+    assert "kvmerge" in os.environ[arguments.ALLOWED_PLUGINS].split(",")
+    assert (args.shutdown_timeout, args.middleware) == (arguments.DRAIN_SECONDS, [serve.REQUEST_ID_MIDDLEWARE])
 
 
 def test_users_options_win(started: list[argparse.Namespace], model: str, port: str) -> None:
     options = ["--block-size", "64", "--host", "localhost", "--additional-config", '{"other": 1}']
     options += ["--shutdown-timeout", "0", "--middleware", "my.Middleware"]
-    assert cli.main(["serve", model, "--port", port, "--kv-compression.policy", "full", *options]) == 0
+    assert main(["serve", model, "--port", port, "--kv-compression.policy", "full", *options]) == 0
     (args,) = started
     assert (args.block_size, args.host, args.shutdown_timeout) == (64, "localhost", 0)
-    assert args.middleware == ["my.Middleware", cli.REQUEST_ID_MIDDLEWARE]
+    assert args.middleware == ["my.Middleware", serve.REQUEST_ID_MIDDLEWARE]
     assert args.additional_config == {"other": 1, "kvmerge": {"default": {"policy": "full"}}}
 
 
@@ -271,15 +185,15 @@ def test_runner_and_rings(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(cli.V2_MODEL_RUNNER, "1")
+    monkeypatch.setenv(arguments.V2_MODEL_RUNNER, "1")
     options = ["--query-rings", "3", "--additional-config", '{"kvmerge": {"query_ring_size": 64}}']
-    assert cli.main(["serve", model, "--port", port, "--model-runner", "v1", *options]) == 0
-    assert os.environ[cli.V2_MODEL_RUNNER] == "0"
+    assert main(["serve", model, "--port", port, "--model-runner", "v1", *options]) == 0
+    assert os.environ[arguments.V2_MODEL_RUNNER] == "0"
     (args,) = started
     assert args.additional_config == {"kvmerge": {"query_rings": 3, "query_ring_size": 64, "default": None}}
     assert not {"model_runner", "query_rings", "query_ring_size"} & vars(args).keys()
-    assert "CPU has v1 alone" in fault(capsys, "serve", model, "--port", port, "--model-runner", "v2")
-    said = fault(capsys, "serve", model, "--port", port, "--query-rings", "-1")
+    assert "CPU has v1 alone" in refusal(capsys, "serve", model, "--port", port, "--model-runner", "v2")
+    said = refusal(capsys, "serve", model, "--port", port, "--query-rings", "-1")
     assert "additional_config.kvmerge.query_rings=-1 is not supported" in said
 
 
@@ -287,20 +201,20 @@ def test_options_of_the_front_door(
     started: list[argparse.Namespace], model: str, port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["serve", model, "--port", port]
-    assert cli.main([*command, "--api-key-routes", "v1", "--max-body-bytes", "2048"]) == 0
+    assert main([*command, "--api-key-routes", "v1", "--max-body-bytes", "2048"]) == 0
     (args,) = started
     assert args.additional_config["kvmerge"] == {"api_key_routes": "v1", "max_body_bytes": 2048, "default": None}
     assert not {"api_key_routes", "max_body_bytes"} & vars(args).keys()
-    assert "invalid choice: 'v2' (choose from 'all', 'v1')" in fault(capsys, *command, "--api-key-routes", "v2")
-    said = fault(capsys, *command, "--max-body-bytes", "1023")
+    assert "invalid choice: 'v2' (choose from 'all', 'v1')" in refusal(capsys, *command, "--api-key-routes", "v2")
+    said = refusal(capsys, *command, "--max-body-bytes", "1023")
     assert "additional_config.kvmerge.max_body_bytes=1023 is not supported" in said and "1024" in said
 
 
 def test_workers_share_the_cores_where_vllm_knows_no_way() -> None:
-    assert cli._thread_binding(2, 2, [0, 1, 2, 3]) is None
-    assert cli._thread_binding(2, 1, [0, 1]) == "0|1"
-    assert cli._thread_binding(2, 1, [0, 1, 4, 5, 6, 7, 8]) == "0,1|5,6"
-    assert cli._thread_binding(3, 1, [0, 1]) == "nobind"
+    assert serve.thread_binding(2, 2, [0, 1, 2, 3]) is None
+    assert serve.thread_binding(2, 1, [0, 1]) == "0|1"
+    assert serve.thread_binding(2, 1, [0, 1, 4, 5, 6, 7, 8]) == "0,1|5,6"
+    assert serve.thread_binding(3, 1, [0, 1]) == "nobind"
 
 
 def test_users_binding_wins(
@@ -309,24 +223,27 @@ def test_users_binding_wins(
     monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_visible_memory_node", lambda: [0])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 2})
     for given, used in (("nobind", "nobind"), (None, "2|3")):
-        monkeypatch.setenv(cli.THREAD_BINDING, "")  # so that it is put back
-        monkeypatch.delenv(cli.THREAD_BINDING)
+        monkeypatch.setenv(serve.THREAD_BINDING, "")  # so that it is put back
+        monkeypatch.delenv(serve.THREAD_BINDING)
         if given:
-            monkeypatch.setenv(cli.THREAD_BINDING, given)
-        assert cli.main(["serve", model, "--port", port, "--data-parallel-size", "2"]) == 0
-        assert os.environ[cli.THREAD_BINDING] == used
+            monkeypatch.setenv(serve.THREAD_BINDING, given)
+        assert main(["serve", model, "--port", port, "--data-parallel-size", "2"]) == 0
+        assert os.environ[serve.THREAD_BINDING] == used
 
 
 def test_allowed_plugins() -> None:
-    unset = cli._allowed_plugins(None)
+    unset = arguments.allowed_plugins(None)
     assert "kvmerge" in unset and "lora_filesystem_resolver" in unset  # one of vLLM's own general plugins
-    assert cli._allowed_plugins("mine,kvmerge") == ["mine", "kvmerge"]
-    assert cli._allowed_plugins("mine") == ["mine", "kvmerge"]
+    assert arguments.allowed_plugins("mine,kvmerge") == ["mine", "kvmerge"]
+    assert arguments.allowed_plugins("mine") == ["mine", "kvmerge"]
 
 
 def test_metrics_folder_goes_with_the_process(tmp_path: Path) -> None:
-    code = "from vllm_kvmerge.cli import serve as cli; cli._set_environment(); import os; print(os.environ[cli.METRICS_DIR])"
-    environment = {name: value for name, value in os.environ.items() if name != cli.METRICS_DIR}
+    code = (
+        "import os; from vllm_kvmerge.cli import arguments; arguments.set_environment(); "
+        f"print(os.environ['{METRICS_DIR}'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != METRICS_DIR}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True
     )

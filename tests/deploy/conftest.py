@@ -24,3 +24,16 @@ def node_modules(repository: Path) -> Path:
         command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder / "node_modules"
+
+
+@pytest.fixture
+def parse(monkeypatch, tmp_path):
+    """A command line of ``vllm-kvmerge serve`` -> its arguments, through the command's own parser."""
+    from vllm_kvmerge.cli import arguments
+    from vllm_kvmerge.engine.processes import METRICS_DIR
+
+    monkeypatch.setenv(METRICS_DIR, str(tmp_path))
+    monkeypatch.setenv(arguments.ALLOWED_PLUGINS, "")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
+    return lambda argv: arguments.parse(argv)[0]

@@ -168,20 +168,14 @@ def test_pods_outlive_their_drain(render):
     assert pod["terminationGracePeriodSeconds"] >= 200 + pause + 20
 
 
-def test_serve_takes_the_arguments(render, monkeypatch, tmp_path):
+def test_serve_takes_the_arguments(render, parse):
     """The chart's arguments, as they are, through the command's own parser."""
-    from vllm_kvmerge.cli import serve as cli
+    from vllm_kvmerge.cli.arguments import read_compression
 
-    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
-    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    arguments = container(render(EVERYTHING))["args"]
-    parser, _ = cli._serve_parser()
-    monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
-    args = cli._parse(parser, ["serve", *arguments])
+    args = parse(["serve", *container(render(EVERYTHING))["args"]])
     assert (args.model_tag, args.host, args.port, args.max_num_seqs) == ("demo", "0.0.0.0", 8000, 8)
     assert (args.shutdown_timeout, args.ssl_certfile) == (60, "/tls/tls.crt")
-    assert cli._read_compression(args.kv_compression) == {"policy": "keepkv", "budget": 0.2}
+    assert read_compression(args.kv_compression) == {"policy": "keepkv", "budget": 0.2}
 
 
 def test_scaling_follows_the_queue(render):

@@ -92,26 +92,19 @@ def test_the_context_holds_what_is_copied_and_no_builds(dockerfile, repository):
     assert not ignored.covers("vllm_kvmerge/ops/cpu.py")
 
 
-def test_serve_takes_the_images_options(repository, monkeypatch, tmp_path):
+def test_serve_takes_the_images_options(repository, parse, monkeypatch, tmp_path):
     """The CPU image's file and command line, through the command's own parser; the command line wins."""
-    from vllm_kvmerge.cli import serve as cli
-
-    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
-    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
     steps = dict(last_stage(repository / "docker/Dockerfile.cpu"))
     command = ["serve", *json.loads(steps["CMD"])]
-    parser, _ = cli._serve_parser()
-    assert cli._parse(parser, cli._with_system_config(command)).host == "127.0.0.1"
-    monkeypatch.setattr(cli, "SYSTEM_CONFIG", repository / "docker/serve-cpu.yaml")
-    args = cli._parse(parser, cli._with_system_config(command))
+    assert parse(command).host == "127.0.0.1"
+    monkeypatch.setattr("vllm_kvmerge.cli.arguments.SYSTEM_CONFIG", repository / "docker/serve-cpu.yaml")
+    args = parse(command)
     assert (args.model_tag, args.host, args.enforce_eager, args.max_model_len) == ("demo", "0.0.0.0", True, 4096)
-    args = cli._parse(parser, cli._with_system_config([*command, "--host", "127.0.0.2"]))
+    args = parse([*command, "--host", "127.0.0.2"])
     assert args.host == "127.0.0.2"
     own = tmp_path / "own.yaml"
     own.write_text("port: 8001\n")
-    args = cli._parse(parser, cli._with_system_config([*command, "--config", str(own)]))
+    args = parse([*command, "--config", str(own)])
     assert (args.host, args.port) == ("127.0.0.1", 8001)
     cuda = yaml.safe_load((repository / "docker/serve-cuda.yaml").read_text())
     assert cuda == {"host": "0.0.0.0"}

@@ -38,21 +38,14 @@ def test_pods_are_valid(objects, templates):
     assert selector.items() <= leader.items() and not selector.items() <= worker.items()
 
 
-def test_serve_takes_the_arguments(templates, monkeypatch, tmp_path):
-    from vllm_kvmerge.cli import serve as cli
-
-    monkeypatch.setenv(cli.METRICS_DIR, str(tmp_path))
-    monkeypatch.setenv(cli.ALLOWED_PLUGINS, "")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
-    parser, _ = cli._serve_parser()
+def test_serve_takes_the_arguments(templates, parse):
     parsed = {}
     for role, template in templates.items():
         words = template["spec"]["containers"][0]["args"]
         for name, value in VALUES.items():
             words = [word.replace(f"$({name})", value) for word in words]
         assert not any("$(" in word for word in words)
-        parsed[role] = cli._parse(parser, ["serve", *words])
+        parsed[role] = parse(["serve", *words])
     shared = ("data_parallel_size", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port")
     for name in (*shared, "max_model_len", "shutdown_timeout"):
         assert getattr(parsed["leader"], name) == getattr(parsed["worker"], name), name

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.evaluation.runs import Forced, Refused, assert_measured, write_config
 from tests.processes import end_with_tests
 from vllm_kvmerge import demo
-from vllm_kvmerge.cli import serve as cli
+from vllm_kvmerge.cli import main
 from vllm_kvmerge.evaluation.config import read_config
 from vllm_kvmerge.evaluation.runner import draw_prompts
 from vllm_kvmerge.evaluation.tasks.base import TASKS
@@ -26,16 +26,16 @@ COMMAND = """
 import sys
 from tests.evaluation.runs import Forced, Refused
 from vllm_kvmerge.evaluation.tasks.base import register
-from vllm_kvmerge.cli import serve as cli
+from vllm_kvmerge.cli import main
 if __name__ == "__main__":
     register(Forced)
     register(Refused)
-    sys.exit(cli.main(["eval", *sys.argv[1:]]))
+    sys.exit(main(["eval", *sys.argv[1:]]))
 """
 
 
 def fault(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert cli.main(["eval", *map(str, argv)]) == 2
+    assert main(["eval", *map(str, argv)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -66,14 +66,14 @@ def test_without_matplotlib(
 @pytest.mark.parametrize("argv", [["list"], ["--list"]])
 def test_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert cli.main(["eval", *argv]) == 0
+    assert main(["eval", *argv]) == 0
     printed = capsys.readouterr().out
     for text in ("demo_recall", "length=1024: Tokens of the prompt.", "facts=16", "exact match", "vllm_kvmerge.demo."):
         assert text in printed
 
 
 def test_list_needs_no_vllm() -> None:
-    code = "import sys; from vllm_kvmerge.cli import serve as cli; cli.main(['eval', 'list']); " + (
+    code = "import sys; from vllm_kvmerge.cli import main; main(['eval', 'list']); " + (
         "sys.exit(bool({'vllm', 'torch', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
@@ -82,7 +82,7 @@ def test_list_needs_no_vllm() -> None:
 def test_attention_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
     monkeypatch.setitem(sys.modules, "vllm_kvmerge.evaluation.attention", SimpleNamespace(main=given.append))
-    assert cli.main(["eval", "attention", "--queries", "8"]) == 0
+    assert main(["eval", "attention", "--queries", "8"]) == 0
     assert given == [["--queries", "8"]]
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.policies.packages import install, run
 
 DATA = Path(__file__).parents[1] / "data"
-LIST = ("-m", "vllm_kvmerge.cli.serve", "policies", "--json")
+LIST = ("-m", "vllm_kvmerge.cli", "policies", "--json")
 PARSE = """
 import sys
 from vllm_kvmerge.request.parameters import parse_compression

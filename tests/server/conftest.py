@@ -80,7 +80,7 @@ def running(
 
     prefix: a command that it is run by. variables: more of its environment.
     """
-    command = [*prefix, sys.executable, "-m", "vllm_kvmerge.cli.serve", "serve", "demo", *OPTIONS, *options]
+    command = [*prefix, sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", *OPTIONS, *options]
     # Several of them share this machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
     # What an engine inside this process, or a command tried in it, has left: servers would count in one folder.

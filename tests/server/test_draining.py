@@ -118,7 +118,7 @@ def stopped(certificate, tmp_path_factory):
 
     port, log = free_port(), tmp_path_factory.mktemp("log") / "server.log"
     command = [
-        sys.executable, "-m", "vllm_kvmerge.cli.serve", "serve", "demo", "--port", str(port), "--dtype", "float32",
+        sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", "--port", str(port), "--dtype", "float32",
         "--max-model-len", "4096", "--enforce-eager", "--kv-cache-memory-bytes", str(20 << 20),
         "--api-key", KEY, "--ssl-keyfile", str(certificate / "key.pem"),
         "--ssl-certfile", str(certificate / "certificate.pem"),

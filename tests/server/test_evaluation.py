@@ -11,7 +11,7 @@ import pytest
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.evaluation.runs import assert_measured, write_config
 from vllm_kvmerge import demo
-from vllm_kvmerge.cli import serve as cli
+from vllm_kvmerge.cli import main
 
 CELLS, SAMPLES = 2, 6
 
@@ -28,7 +28,7 @@ def config(tmp_path: Path) -> str:
 def test_the_real_server(server, config: str, tmp_path: Path, options: list[str]) -> None:
     before = server.metric("vllm:kvmerge_requests_total", policy="snapkv")
     out = tmp_path / "out"
-    assert cli.main(["eval", config, "--endpoint", f"{server.url}/v1", "--output", str(out), *options]) == 0
+    assert main(["eval", config, "--endpoint", f"{server.url}/v1", "--output", str(out), *options]) == 0
     assert server.metric("vllm:kvmerge_requests_total", policy="snapkv") == before + SAMPLES
     results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert len(results) == CELLS * SAMPLES
@@ -53,7 +53,7 @@ def test_report_of_a_request_that_asks(server, path: str) -> None:
 def test_what_the_server_cannot_do(server, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*options: str) -> str:
         capsys.readouterr()
-        assert cli.main(["eval", config, "--endpoint", server.url, "--output", str(tmp_path / "out"), *options]) == 2
+        assert main(["eval", config, "--endpoint", server.url, "--output", str(tmp_path / "out"), *options]) == 2
         return capsys.readouterr().err
 
     assert "model: the server has no 'other'; allowed: demo" in said("--model", "other")
@@ -114,7 +114,7 @@ def url_of() -> Iterator[Callable[[type[Stock]], str]]:
 def test_a_server_that_would_ignore_the_policy(
     url_of, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["eval", config, "--endpoint", url_of(Stock), "--output", str(tmp_path / "out")]) == 2
+    assert main(["eval", config, "--endpoint", url_of(Stock), "--output", str(tmp_path / "out")]) == 2
     assert "does not run vllm-kvmerge: it would ignore kv_compression" in capsys.readouterr().err
 
 
@@ -123,7 +123,7 @@ def test_a_server_that_fails(
 ) -> None:
     monkeypatch.setenv("KEY_OF_MINE", "secret")
     options = ["--endpoint", url_of(Failing), "--tokenizer", demo.model_path(), "--api-key-env", "KEY_OF_MINE"]
-    assert cli.main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
+    assert main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
     printed = capsys.readouterr()
     assert f"facts=4 | snapkv | 64, sample {SAMPLES - 1}: HTTP 500: overheated" in printed.err
     assert f"facts=4 | snapkv | 64: 0 of {SAMPLES} samples, {SAMPLES} failed" in printed.err
@@ -144,7 +144,7 @@ def test_a_server_that_goes_away(url_of, config: str, tmp_path: Path, capsys: py
                 super().do_POST()
 
     options = ["--endpoint", url_of(Leaving), "--tokenizer", demo.model_path(), "--concurrency", "1"]
-    assert cli.main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
+    assert main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
     printed = capsys.readouterr().err
     assert "cannot be reached" in printed
     assert "| full: 1 of 6 samples" in printed and "| snapkv | 64: 0 of 6 samples" in printed

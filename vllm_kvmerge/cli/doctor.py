@@ -1,12 +1,16 @@
-"""What ``vllm-kvmerge doctor`` finds out: versions, devices, operators in use, and what does not work and why."""
+"""``vllm-kvmerge doctor``: versions, devices, operators in use, and what does not work and why."""
 
+import argparse
 import importlib
+import json
 import os
 import platform
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvmerge import __version__
+from vllm_kvmerge.cli.arguments import read_arguments, set_environment
+from vllm_kvmerge.cli.common import CommandParser, quiet, table_of
 from vllm_kvmerge.engine.support import (
     DISTRIBUTIONS,
     UnsupportedConfigError,
@@ -14,10 +18,67 @@ from vllm_kvmerge.engine.support import (
     platform_obstacle,
     unsupported_features,
 )
+from vllm_kvmerge.errors import CommandError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LIBRARIES = (*DISTRIBUTIONS, "torch", "transformers", "triton", "apache-tvm-ffi", "numpy")
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Instruction sets, as Linux calls them, that decide which operators run."""
+
+
+def doctor(argv: list[str]) -> int:
+    """Prints the report. Status 1: no server can start here, or not the one that the arguments describe."""
+    from rich.console import Console
+
+    parser = CommandParser(
+        prog="vllm-kvmerge doctor",
+        description="Prints what is installed and works here. Exit status 1: no server can start, or not that one.",
+    )
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    parser.add_argument(
+        "server", nargs=argparse.REMAINDER, metavar="MODEL [OPTION...]", help="would vllm-kvmerge serve take these?"
+    )
+    args = parser.parse_args(argv)
+    with quiet():
+        report = examine()
+        if args.server:
+            reason = _refusal(args.server)
+            report["server"] = {"arguments": args.server, "fault": reason}
+            report["problems"] += [reason] if reason else []
+    status = 1 if report["problems"] else 0
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return status
+    tables = [_pairs(name, report[name]) for name in ("versions", "operators", "unsupported")]
+    tables.insert(1, _pairs("devices", dict(line.split(": ", 1) for line in report["devices"])))
+    console = Console(markup=False)
+    console.print(*tables, sep="\n")
+    for problem in report["problems"]:
+        console.print(f"Problem: {problem}", soft_wrap=True)
+    if not report["problems"]:
+        console.print("vllm-kvmerge serve", *args.server, "can start here." if args.server else "MODEL can start here.")
+    return status
+
+
+def _refusal(arguments: list[str]) -> str | None:
+    """The reason why ``serve`` would refuse these arguments before it starts an engine; None if it would not."""
+    set_environment()
+    try:
+        read_arguments(["serve", *arguments], needs_port=False)
+    except CommandError as error:
+        return str(error)
+    return None
+
+
+def _pairs(title: str, rows: dict[str, str]) -> "Table":
+    """A table of names and their texts."""
+    table = table_of(title.capitalize(), "name", "")
+    table.show_header = False
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
 
 
 def examine() -> dict[str, Any]:

@@ -1,0 +1,15 @@
+"""The environment of commands that run in the tests' process: it is put back afterwards."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_kvmerge.cli.arguments import ALLOWED_PLUGINS
+from vllm_kvmerge.engine.processes import METRICS_DIR
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(METRICS_DIR, str(tmp_path))
+    monkeypatch.setenv(ALLOWED_PLUGINS, "")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -1,0 +1,281 @@
+"""Arguments of ``vllm-kvmerge serve``: vLLM's own and the plugin's, read and checked before an engine starts."""
+
+import argparse
+import atexit
+import importlib
+import json
+import os
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+
+import yaml
+
+from vllm_kvmerge.cli.common import one_line, quiet
+from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
+from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version
+from vllm_kvmerge.errors import CommandError
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+DEMO = "demo"
+DEFAULT_HOST = "127.0.0.1"
+DRAIN_SECONDS = 30
+"""Default of --shutdown-timeout: how long a server that is told to stop goes on with the requests that it has."""
+
+SYSTEM_CONFIG = Path("/etc/vllm-kvmerge/serve.yaml")
+"""Options of ``serve`` for a whole machine or image; read where --config names no other file."""
+
+PLUGIN = "kvmerge"
+ALLOWED_PLUGINS = "VLLM_PLUGINS"
+V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+LISTED_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Entry point groups of which vLLM loads everything as long as VLLM_PLUGINS is unset."""
+
+PLUGIN_OPTIONS = (
+    "query_rings",
+    "query_ring_size",
+    "allowed_policies",
+    "max_compaction_bytes",
+    "max_compaction_seconds",
+    "api_key_routes",
+    "max_body_bytes",
+)
+"""Fields of PluginConfig that are options too."""
+
+
+def set_environment() -> None:
+    """Sets the variables that vLLM and prometheus_client read when they are imported."""
+    if METRICS_DIR not in os.environ:
+        try:
+            os.environ[METRICS_DIR] = make_metrics_folder()
+        except OSError as error:
+            raise CommandError(f"no folder for metrics ({error}): set TMPDIR or {METRICS_DIR}") from None
+        # Processes that this one spawns inherit the variable and leave the folder alone.
+        atexit.register(shutil.rmtree, os.environ[METRICS_DIR], ignore_errors=True)
+    os.environ[ALLOWED_PLUGINS] = ",".join(allowed_plugins(os.environ.get(ALLOWED_PLUGINS)))
+
+
+def allowed_plugins(given: str | None) -> list[str]:
+    """VLLM_PLUGINS with this plugin: vLLM loads endpoint plugins that it names, and nothing that it does not name."""
+    if given is None:
+        names = [entry.name for group in LISTED_GROUPS for entry in metadata.entry_points(group=group)]
+    else:
+        names = given.split(",")
+    return list(dict.fromkeys([*names, PLUGIN]))
+
+
+def read_arguments(argv: list[str], needs_port: bool) -> tuple[argparse.Namespace, int | None]:
+    """Arguments for vLLM's ``serve`` with the plugin's engine arguments, and the value of --metrics-port.
+
+    argv: starts with the word ``serve``. needs_port: whether a port that is taken is an error.
+
+    Raises:
+        CommandError: the server cannot be started like this.
+    """
+    args, options = parse(argv)
+    _check_front_end(args)
+    _check_model(args)
+    if needs_port:
+        _check_port(args)
+    metrics_port = args.metrics_port
+    _set_engine_args(args, options)
+    _check_engine_config(args)
+    return args, metrics_port
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"]:
+    """Arguments as vLLM validates them, the system's configuration included, and the parser of ``serve``'s options."""
+    parser, options = _serve_parser()
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
+
+    from vllm_kvmerge.server.request_id import log_as_vllm
+
+    try:
+        args = parser.parse_args(_with_system_config(argv))
+        configure_logging_from_args(args)
+        log_as_vllm()
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise CommandError(one_line(error)) from error
+    return args, options
+
+
+def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]:
+    """The whole parser and that of ``serve``, which has vLLM's options and the plugin's."""
+    try:
+        with quiet():
+            check_vllm_version()
+            from vllm_kvmerge.engine.arguments import PluginConfig
+
+            vllm_serve = importlib.import_module("vllm.entrypoints.cli.serve")
+            api_utils = importlib.import_module("vllm.entrypoints.serve.utils.api_utils")
+            argparse_utils = importlib.import_module("vllm.utils.argparse_utils")
+    except UnsupportedConfigError as error:
+        raise CommandError(str(error)) from None
+    except Exception as error:
+        raise CommandError(
+            f"vLLM cannot be imported ({one_line(error)}): pip install 'vllm-kvmerge[cpu]', or [cuda]; with a CPU "
+            "build also pip uninstall torchvision torchaudio torchcodec"
+        ) from error
+    api_utils.cli_env_setup()
+
+    class ServeParser(argparse_utils.FlexibleArgumentParser):  # type: ignore[misc,name-defined]
+        def error(self, message: str) -> NoReturn:
+            raise CommandError(f"{message}; see vllm-kvmerge serve --help")
+
+    parser = ServeParser(prog="vllm-kvmerge")
+    options = vllm_serve.ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    options.usage = "vllm-kvmerge serve MODEL [options]"
+    options.description = "Serves MODEL (the word demo: the model that comes with vllm-kvmerge) as vllm serve does."
+    options.epilog = options.epilog.replace("vllm serve", "vllm-kvmerge serve")
+    group = options.add_argument_group("KV compression")
+    group.add_argument(
+        "--kv-compression",
+        metavar="JSON|FILE",
+        help="Compression of requests that do not bring their own: an object such as "
+        '{"policy": "keepkv", "budget": 0.2}, or a .json or .yaml file that holds one.',
+    )
+    group.add_argument(
+        "--model-runner",
+        choices=["v1", "v2"],
+        help="Which of vLLM's model runners computes; default: the one that vLLM chooses, v2 on CUDA. On CPU: v1.",
+    )
+    for name in PLUGIN_OPTIONS:
+        field = PluginConfig.model_fields[name]
+        kind: dict[str, Any] = {"type": int, "metavar": "N"}
+        if get_origin(field.annotation) is Literal:
+            kind = {"choices": get_args(field.annotation)}
+        elif field.annotation is float:
+            kind = {"type": float, "metavar": "SECONDS"}
+        elif field.annotation == list[str] | None:
+            kind = {"nargs": "+", "metavar": "NAME"}
+        help_text = str(field.description) + ("" if field.default is None else f" Default: {field.default}.")
+        group.add_argument("--" + name.replace("_", "-"), help=help_text, **kind)
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="With --headless: where what this node's engines count is served, on --host. Default: nowhere.",
+    )
+    options.set_defaults(host=DEFAULT_HOST, shutdown_timeout=DRAIN_SECONDS)
+    return parser, options
+
+
+def _with_system_config(argv: list[str]) -> list[str]:
+    """``argv`` with ``--config SYSTEM_CONFIG``, whose options vLLM puts under those of the command line."""
+    has_config = any(word.split("=")[0] == "--config" for word in argv)
+    return argv if has_config or not SYSTEM_CONFIG.exists() else [*argv, "--config", str(SYSTEM_CONFIG)]
+
+
+def _check_front_end(args: argparse.Namespace) -> None:
+    """Refuses servers that would ignore a request's field, and options that would have no effect."""
+    from vllm import envs
+
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise CommandError("VLLM_USE_RUST_FRONTEND=1 is not supported: that server knows no kv_compression; allowed: 0")
+    if args.grpc:
+        raise CommandError("--grpc is not supported: its requests cannot say kv_compression; leave it out")
+    if args.metrics_port is not None and not args.headless:
+        raise CommandError("--metrics-port is for --headless alone: other servers have /metrics at --port")
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Resolves the word ``demo``, and refuses a folder that is not there before vLLM asks the Hugging Face hub."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_kvmerge.demo import model_path
+
+    model = args.model_tag or args.model
+    if args.model_tag is None and model == EngineArgs.model:
+        raise CommandError("name a model: vllm-kvmerge serve demo, or a folder, or a name on the Hugging Face hub")
+    if model == DEMO:
+        model, args.served_model_name = model_path(), args.served_model_name or [DEMO]
+    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    if is_path and "://" not in model and not Path(model).exists():
+        raise CommandError(f"no model in {model}: there is no such folder")
+    args.model = args.model_tag = model
+
+
+def _check_port(args: argparse.Namespace) -> None:
+    if args.uds or args.headless:
+        return
+    from vllm.entrypoints.launchers.launcher import create_server_socket
+
+    try:
+        create_server_socket((args.host or "", args.port), reuse_port=False).close()
+    except (OSError, OverflowError) as error:
+        raise CommandError(
+            f"cannot listen on {args.host}:{args.port} ({one_line(error)}): choose another with --port"
+        ) from None
+
+
+def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser") -> None:
+    """Puts the plugin's engine arguments under what the command line says."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
+
+    if args.model_runner is not None:
+        if args.model_runner == "v2" and current_platform.is_cpu():
+            raise CommandError("--model-runner v2: CPU has v1 alone")
+        os.environ[V2_MODEL_RUNNER] = str(int(args.model_runner == "v2"))
+    ours = {name: getattr(args, name) for name in PLUGIN_OPTIONS if getattr(args, name) is not None}
+    if ours:
+        additional = args.additional_config or {}
+        args.additional_config = {**additional, CONFIG_KEY: {**(additional.get(CONFIG_KEY) or {}), **ours}}
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name in AsyncEngineArgs.__dataclass_fields__ and value != options.get_default(name)
+    }
+    try:
+        engine_args = kvmerge_engine_args(read_compression(args.kv_compression), **given)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    for name in ("kv_compression", "model_runner", "metrics_port", *PLUGIN_OPTIONS):
+        delattr(args, name)  # vLLM takes the other attributes for its own
+    for name, value in engine_args.items():
+        setattr(args, name, value)
+
+
+def read_compression(text: str | None) -> dict[str, Any] | None:
+    """The object that ``--kv-compression`` gives or names."""
+    if text is None:
+        return None
+    try:
+        if text.lstrip().startswith("{"):
+            value = json.loads(text)
+        elif text.endswith(".json"):
+            value = json.loads(Path(text).read_text())
+        elif text.endswith((".yaml", ".yml")):
+            value = yaml.safe_load(Path(text).read_text())
+        else:
+            raise ValueError("neither a JSON object nor the name of a .json or .yaml file")
+    except FileNotFoundError:
+        raise CommandError(f"--kv-compression {text}: no such file") from None
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise CommandError(f"--kv-compression {text}: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise CommandError(f"--kv-compression {text}: must be an object, got {type(value).__name__}")
+    return value
+
+
+def _check_engine_config(args: argparse.Namespace) -> None:
+    """Builds the engine's configuration here first: what is wrong with it would surface in a child process."""
+    from vllm import AsyncEngineArgs
+
+    try:
+        with quiet():  # vLLM logs all of it when it builds the configuration itself
+            check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=args.headless))
+    except Exception as error:
+        raise CommandError(one_line(error)) from error

@@ -1,0 +1,13 @@
+"""``vllm-kvmerge eval``: hands over to the evaluations."""
+
+
+def evaluate(argv: list[str]) -> int:
+    """Runs a configuration or, after the word ``attention``, the measurement of attention's error."""
+    if argv[:1] == ["attention"]:
+        from vllm_kvmerge.evaluation.attention import main as measure_attention
+
+        measure_attention(argv[1:])
+        return 0
+    from vllm_kvmerge.evaluation.command import main as run_configuration
+
+    return run_configuration(argv)
