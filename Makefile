@@ -1,6 +1,6 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   the demo model on http://127.0.0.1:$(PORT)
-# make test    all tests                         make lint   ruff and mypy
+# make test    all tests                         make lint   ruff, mypy and import-linter
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
@@ -109,3 +109,4 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
