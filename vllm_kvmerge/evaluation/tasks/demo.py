@@ -1,6 +1,5 @@
-"""What the demo model learnt to answer: made-up facts, lists and text, drawn afresh."""
+"""Questions that the demo model learnt to answer, about made-up facts, lists and text that are drawn afresh."""
 
-from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -9,24 +8,6 @@ from pydantic import Field
 from vllm_kvmerge.demo import documents
 from vllm_kvmerge.demo.language import NUM_KEYS, NUMBER_WORDS, plain_text, words_of
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
-
-
-def share_right(given: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """Share of ``wanted`` that ``given`` has at the same place."""
-    return sum(a == b for a, b in zip(given, wanted, strict=False)) / len(wanted)
-
-
-def exact_match(answer: list[str], reference: list[str]) -> float:
-    return float(answer == reference)
-
-
-def _drawn(count: int, seed: int, draw: Callable[[np.random.Generator], documents.Prompt]) -> list[Sample]:
-    """One more token than the answer has may be generated, so that an answer that goes on is wrong."""
-    prompts = [draw(np.random.default_rng((seed, index))) for index in range(count)]
-    return [
-        Sample(prompt.context, prompt.question, [prompt.answer], max_tokens=len(prompt.answer.split()) + 1)
-        for prompt in prompts
-    ]
 
 
 class DemoTask(Task):
@@ -38,15 +19,22 @@ class DemoTask(Task):
     def draw(self, rng: np.random.Generator) -> documents.Prompt:
         raise NotImplementedError
 
-    def grade(self, answer: list[str], reference: list[str]) -> float:
-        """The score of an answer, both as words."""
-        raise NotImplementedError
+    def parts(self, words: list[str]) -> list[Any]:
+        """An answer's parts, each of which counts alone. Default: it counts as a whole."""
+        return [words]
 
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
-        return _drawn(count, seed, self.draw)
+        """One more token than the answer has may be generated, so that an answer that goes on is wrong."""
+        prompts = [self.draw(np.random.default_rng((seed, index))) for index in range(count)]
+        return [
+            Sample(prompt.context, prompt.question, [prompt.answer], max_tokens=len(prompt.answer.split()) + 1)
+            for prompt in prompts
+        ]
 
     def score(self, sample: Sample, completion: Completion) -> float:
-        return self.grade(completion.text.split(), sample.references[0].split())
+        """Share of the reference's parts that the completion has at the same place."""
+        given, wanted = (self.parts(text.split()) for text in (completion.text, sample.references[0]))
+        return sum(a == b for a, b in zip(given, wanted, strict=False)) / len(wanted)
 
 
 @register
@@ -59,9 +47,6 @@ class DemoRecall(DemoTask):
 
     def draw(self, rng: np.random.Generator) -> documents.Prompt:
         return documents.draw_prompt(rng, "recall", self.length, self.facts)
-
-    def grade(self, answer: list[str], reference: list[str]) -> float:
-        return exact_match(answer, reference)
 
 
 @register
@@ -79,10 +64,9 @@ class DemoMultikey(DemoTask):
         others = self.facts - self.asked
         return documents.draw_prompt(rng, "multikey", self.length, distractors=others, asked=self.asked)
 
-    def grade(self, answer: list[str], reference: list[str]) -> float:
+    def parts(self, words: list[str]) -> list[Any]:
         size = 1 + documents.DIGITS_PER_ANSWER
-        parts = [[words[i : i + size] for i in range(0, len(reference), size)] for words in (answer, reference)]
-        return share_right(*parts)
+        return [words[i : i + size] for i in range(0, len(words), size)]
 
 
 @register
@@ -97,8 +81,8 @@ class DemoMultivalue(DemoTask):
     def draw(self, rng: np.random.Generator) -> documents.Prompt:
         return documents.draw_prompt(rng, "multivalue", self.length, self.keys, values=self.values)
 
-    def grade(self, answer: list[str], reference: list[str]) -> float:
-        return share_right(*([part.split()[-1:] for part in " ".join(w).split(",")] for w in (answer, reference)))
+    def parts(self, words: list[str]) -> list[Any]:
+        return [part.split()[-1:] for part in " ".join(words).split(",")]
 
 
 @register
@@ -113,13 +97,13 @@ class DemoVariables(DemoTask):
     def draw(self, rng: np.random.Generator) -> documents.Prompt:
         return documents.draw_prompt(rng, "variables", self.length, self.chains, hops=self.hops)
 
-    def grade(self, answer: list[str], reference: list[str]) -> float:
-        return share_right(answer, reference)
+    def parts(self, words: list[str]) -> list[Any]:
+        return words
 
 
 @register
 class DemoCounting(DemoTask):
-    """How often a word is marked, or which word is marked most."""
+    """The number of times that a word is marked, or the word that is marked most."""
 
     name = "demo_counting"
     metric = "exact match"
@@ -131,9 +115,6 @@ class DemoCounting(DemoTask):
         if self.asks == "count":
             return documents.draw_prompt(rng, "counting", self.length, words=self.words)
         return documents.draw_prompt(rng, "most", self.length, words=self.words, margin=self.margin)
-
-    def grade(self, answer: list[str], reference: list[str]) -> float:
-        return exact_match(answer, reference)
 
 
 @register
@@ -148,8 +129,8 @@ class DemoCopying(DemoTask):
     def draw(self, rng: np.random.Generator) -> documents.Prompt:
         return documents.draw_prompt(rng, "copying", self.length, self.spans, span=self.span)
 
-    def grade(self, answer: list[str], reference: list[str]) -> float:
-        return share_right(answer, reference)
+    def parts(self, words: list[str]) -> list[Any]:
+        return words
 
 
 @register
@@ -164,14 +145,13 @@ class DemoLists(DemoTask):
     def draw(self, rng: np.random.Generator) -> documents.Prompt:
         return documents.draw_prompt(rng, "lists", self.length, period=self.period, items=self.items, first=1)
 
-    def grade(self, answer: list[str], reference: list[str]) -> float:
-        given, wanted = ([part.split() for part in " ".join(words).split(".")] for words in (answer, reference))
-        return share_right(given, wanted[:-1])  # after the last full stop there is nothing
+    def parts(self, words: list[str]) -> list[Any]:
+        return [item.split() for item in " ".join(words).removesuffix(".").split(".")]
 
 
 @register
 class DemoText(Task):
-    """How well plain text is foretold that goes on for a while."""
+    """Prediction of plain text that goes on for a while."""
 
     name = "demo_text"
     source = "vllm_kvmerge.demo.language"

@@ -1,14 +1,13 @@
 """A user's own questions, from a file."""
 
-import json
 import random
 import string
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.data import choose, read_rows
 
 
 @register
@@ -30,23 +29,10 @@ class JsonLines(Task):
 
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
         """All lines, or ``count`` of them drawn at random, in their order."""
-        path = Path(self.path).expanduser()
-        try:
-            lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"path: cannot read {path}: {error}") from error
-        samples = [self._sample(f"path: {path}, line {number}", line) for number, line in enumerate(lines, 1)]
-        if count < len(samples):
-            samples = [samples[i] for i in sorted(random.Random(seed).sample(range(len(samples)), count))]
-        return samples
+        samples = [self._sample(place, row) for place, row in read_rows("path", self.path)]
+        return choose(samples, count, random.Random(seed))
 
-    def _sample(self, place: str, line: str) -> Sample:
-        try:
-            data: Any = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{place}: must be an object, got {type(data).__name__}")
+    def _sample(self, place: str, data: dict[str, Any]) -> Sample:
         if unknown := set(data) - {"context", "question", "references"}:
             raise ValueError(f"{place}: unknown field {sorted(unknown)[0]}; allowed: context, question, references")
         context, question, references = data.get("context", ""), data.get("question"), data.get("references")

@@ -5,7 +5,6 @@ Prompts, lengths of answers and metrics are those of github.com/THUDM/LongBench 
 """
 
 import difflib
-import json
 import random
 import re
 import string
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.data import choose, parse_rows, read_text
 
 Metric = Callable[[str, str, list[str]], float]
 """(prediction, reference, all classes) -> 0..1."""
@@ -249,10 +249,7 @@ class LongBench(Task):
         """All, in their order, or ``count`` of them drawn at random."""
         if DATASETS[self.dataset].metric is rouge_l:
             _rouge()  # it should not be missed only after the model has answered
-        rows = self._rows()
-        if count < len(rows):
-            rows = [rows[place] for place in sorted(random.Random(seed).sample(range(len(rows)), count))]
-        return [self._sample(row, tokenizer) for row in rows]
+        return [self._sample(row, tokenizer) for row in choose(self._rows(), count, random.Random(seed))]
 
     def score(self, sample: Sample, completion: Completion) -> float:
         dataset = DATASETS[self.dataset]
@@ -274,16 +271,12 @@ class LongBench(Task):
     def _rows(self) -> list[dict[str, Any]]:
         file = f"{self.dataset}.jsonl"
         if self.data_file is not None:
-            field, path = "data_file", Path(self.data_file)
+            field, path = "data_file", self.data_file
         elif self.data_dir is not None:
-            field, path = "data_dir", Path(self.data_dir, file)
+            field, path = "data_dir", str(Path(self.data_dir, file))
         else:
             return _parse(f"{file} of THUDM/LongBench", _download(f"data/{file}"))
-        path = path.expanduser()
-        try:
-            return _parse(f"{field}: {path}", path.read_text(encoding="utf-8").split("\n"))
-        except OSError as error:
-            raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from error
+        return _parse(f"{field}: {Path(path).expanduser()}", read_text(field, path).split("\n"))
 
 
 def split_template(prompt: str) -> tuple[str, str]:
@@ -316,16 +309,9 @@ def truncate_middle(context: str, question: str, max_length: int, tokenizer: Tok
 
 def _parse(origin: str, lines: Iterable[str]) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            missing = {"input", "context", "answers", "all_classes"} - row.keys()
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{origin}, line {number}: is not a JSON object") from error
-        if missing:
-            raise ValueError(f"{origin}, line {number}: lacks {', '.join(sorted(missing))}")
+    for place, row in parse_rows(origin, lines):
+        if missing := {"input", "context", "answers", "all_classes"} - row.keys():
+            raise ValueError(f"{place}: lacks {', '.join(sorted(missing))}")
         rows.append(row)
     if not rows:
         raise ValueError(f"{origin}: has no samples")

@@ -16,12 +16,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.data import choose, read_text
 
 SEPARATOR = "#*#"
 STARTED = "*** started ***"
@@ -142,9 +142,7 @@ class LongGen(Task):
         if self.data_file is None:
             assignments = [self._draw(rng) for _ in range(count)]
         else:
-            assignments = self._read(Path(self.data_file).expanduser())
-            if count < len(assignments):
-                assignments = [assignments[place] for place in sorted(rng.sample(range(len(assignments)), count))]
+            assignments = choose(self._read(self.data_file), count, rng)
         return [self._sample(assignment) for assignment in assignments]
 
     def score(self, sample: Sample, completion: Completion) -> float:
@@ -166,16 +164,14 @@ class LongGen(Task):
         data = {"heading": assignment.heading, "number": assignment.number, **checks}
         return Sample(demands, started + rest, [], self.max_tokens, data=data)
 
-    def _read(self, path: Path) -> list[Assignment]:
+    def _read(self, path: str) -> list[Assignment]:
+        text = read_text("data_file", path)
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
             return [
                 Assignment(row["prompt"], row["prefix"], row["number"], {kind: _numbered(row, kind) for kind in KINDS})
-                for row in rows
+                for row in json.loads(text)
                 if row["type"] == self.unit
             ]
-        except OSError as error:
-            raise ValueError(f"data_file: cannot read {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"data_file: {path} is not a data set of LongGenBench: {error!r}") from error
 

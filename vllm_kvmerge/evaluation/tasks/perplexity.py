@@ -1,6 +1,5 @@
 """Perplexity of long texts whose tokens are read one by one, in a cache that may be limited."""
 
-import json
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.data import choose, read_rows, read_text
 
 TRIES = 256
 """How many tokens a window may be moved by to where its text is read as the same tokens again."""
@@ -72,9 +72,7 @@ class Perplexity(Task):
         samples = [sample for text in self._texts(rng) for sample in self._windows(text, tokenizer)]
         if not samples:
             raise ValueError(f"length: no text has {self.length} tokens; allowed: shorter windows, or a separator")
-        if count < len(samples):
-            samples = [samples[place] for place in sorted(rng.sample(range(len(samples)), count))]
-        return samples
+        return choose(samples, count, rng)
 
     def score(self, sample: Sample, completion: Completion) -> float:
         """Mean of -ln p over the scored tokens."""
@@ -119,28 +117,17 @@ class Perplexity(Task):
 
     def _texts(self, rng: random.Random) -> list[str]:
         texts = self._read_file(self.text_file) if self.text_file is not None else self._load_dataset(str(self.dataset))
-        if self.documents is not None and self.documents < len(texts):
-            texts = [texts[place] for place in sorted(rng.sample(range(len(texts)), self.documents))]
-        return list(texts) if self.separator is None else [self.separator.join(texts)]
+        chosen = choose(texts, self.documents, rng)
+        return chosen if self.separator is None else [self.separator.join(chosen)]
 
     def _read_file(self, name: str) -> Sequence[str]:
-        path = Path(name).expanduser()
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"text_file: cannot read {path}: {error}") from error
-        if path.suffix != ".jsonl":
-            return [text]
+        if Path(name).suffix != ".jsonl":
+            return [read_text("text_file", name)]
         texts = []
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"text_file: {path}, line {number}: {error}") from error
-                if not (isinstance(row, dict) and isinstance(row.get(self.field), str)):
-                    raise ValueError(f"text_file: {path}, line {number}: no object with a text in {self.field}")
-                texts.append(row[self.field])
+        for place, row in read_rows("text_file", name):
+            if not isinstance(row.get(self.field), str):
+                raise ValueError(f"{place}: no object with a text in {self.field}")
+            texts.append(row[self.field])
         return texts
 
     def _load_dataset(self, name: str) -> Sequence[str]:

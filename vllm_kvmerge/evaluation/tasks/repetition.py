@@ -1,13 +1,12 @@
 """How much a long text repeats itself: MorphKV's measure of degeneration (arXiv 2503.00979, section 7.2)."""
 
-import json
 import random
 import re
-from pathlib import Path
 
 from pydantic import Field
 
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.data import choose, read_rows
 
 _KINDS = ("story", "travel report", "essay", "radio play", "biography", "handbook")
 _SUBJECTS = (
@@ -59,11 +58,8 @@ class NgramRepetition(Task):
 
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
         """``count`` of all prompts, drawn at random."""
-        prompts = self._own() if self.data_file is None else self._read(Path(self.data_file).expanduser())
-        if count < len(prompts):
-            places = random.Random(seed).sample(range(len(prompts)), count)
-            prompts = [prompts[place] for place in sorted(places)]
-        return [Sample("", prompt, [], self.max_tokens) for prompt in prompts]
+        prompts = self._own() if self.data_file is None else self._read(self.data_file)
+        return [Sample("", prompt, [], self.max_tokens) for prompt in choose(prompts, count, random.Random(seed))]
 
     def score(self, sample: Sample, completion: Completion) -> float:
         return repetition(completion.text, self.n)
@@ -75,16 +71,10 @@ class NgramRepetition(Task):
             for subject in _SUBJECTS
         ]
 
-    def _read(self, path: Path) -> list[str]:
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"data_file: cannot read {path}: {error}") from error
+    def _read(self, path: str) -> list[str]:
         prompts = []
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    prompts.append(str(json.loads(line)["prompt"]))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"data_file: {path}, line {number}: no object with the field prompt") from error
+        for place, row in read_rows("data_file", path):
+            if "prompt" not in row:
+                raise ValueError(f"{place}: no object with the field prompt")
+            prompts.append(str(row["prompt"]))
         return prompts

@@ -8,9 +8,10 @@ from typing import ClassVar
 from pydantic import Field
 
 from vllm_kvmerge.evaluation.tasks.base import Sample, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.data import read_text
 from vllm_kvmerge.evaluation.tasks.ruler.fitting import Draw
 from vllm_kvmerge.evaluation.tasks.ruler.task import SHORT, Synthetic
-from vllm_kvmerge.evaluation.tasks.ruler.text import compound_word, english_words, read_text
+from vllm_kvmerge.evaluation.tasks.ruler.text import compound_word, english_words
 
 
 @register

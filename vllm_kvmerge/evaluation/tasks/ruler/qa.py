@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from vllm_kvmerge.evaluation.tasks.base import Sample, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.data import read_text
 from vllm_kvmerge.evaluation.tasks.ruler.fitting import NoRoomError, draw_fitting
 from vllm_kvmerge.evaluation.tasks.ruler.task import Ruler, string_match_part
-from vllm_kvmerge.evaluation.tasks.ruler.text import read_text
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ import random
 import re
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
+
+from vllm_kvmerge.evaluation.tasks.data import read_text
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -22,13 +23,6 @@ def english_words(*kinds: str) -> list[str]:
 
 def compound_word(rng: random.Random) -> str:
     return f"{rng.choice(english_words('ADJECTIVES'))}-{rng.choice(english_words('NOUNS'))}"
-
-
-def read_text(field: str, path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from error
 
 
 def essay_words(path: str | None) -> list[str]:
