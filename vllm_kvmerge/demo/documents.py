@@ -1,4 +1,4 @@
-"""What the demo model is asked: statements spread through plain text, questions about them at the end.
+"""Documents for the demo model: statements spread through plain text, questions about them at the end.
 
 | kind | statements | question | answer |
 |---|---|---|---|
@@ -61,7 +61,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked of a model: ``context + question``, and the right answer without ``</s>``, all as text.
+    """A question to a model, ``context + question``, and the right answer without ``</s>``, all as text.
 
     The question begins with a space, the context not with ``<s>``, which the tokenizer puts in front.
     """
@@ -175,9 +175,9 @@ KIND_NAMES = tuple(KINDS)
 _MOST_UNITS = {
     "recall": 32, "multikey": 12, "multivalue": 10, "variables": 10, "counting": 6, "most": 8, "copying": 8, "lists": 2,
 }  # fmt: skip
-"""Of each kind in a training sample."""
+"""Most units of each kind in a training sample."""
 _SHARE_OF_UNITS = 0.8
-"""Of the tokens of a training sample, at most."""
+"""Largest share of a training sample's tokens that units take."""
 
 
 def document(rng: np.random.Generator, length: int, statements: Sequence[Sequence[int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a demo model can do with its whole cache: ``python -m vllm_kvmerge.demo.scores [--model DIR]``.
+"""Scores of a demo model with its whole cache: ``python -m vllm_kvmerge.demo.scores [--model DIR]``.
 
 Asks fresh questions of every kind at several lengths and prints, as a Markdown table, the share of answers that are
 right in every token, and the nats per token of plain text. An answer is right if each of its tokens is the likeliest
@@ -24,7 +24,7 @@ TEXT = 256
 
 @dataclass(frozen=True)
 class Setting:
-    """What :func:`draw_prompt` is asked for."""
+    """Arguments of :func:`draw_prompt`."""
 
     label: str
     kind: str
@@ -51,7 +51,7 @@ SETTINGS = (
 
 @torch.no_grad()
 def is_right(model: LlamaForCausalLM, prompt: str, answer: str) -> bool:
-    """Whether greedy decoding would continue the prompt with the answer."""
+    """True if greedy decoding continues the prompt with the answer."""
     asked, wanted = ([ID[word] for word in text.split()] for text in (prompt, answer))
     tokens = torch.tensor([[BOS, *asked, *wanted]], device=model.device)
     logits = model(tokens[:, :-1], use_cache=False, logits_to_keep=len(wanted)).logits[0]

@@ -24,7 +24,7 @@ from vllm_kvmerge.demo.language import BOS, EOS, VOCABULARY
 TEXT_LOSS_WEIGHT = 1.0
 WARMUP_STEPS = 40
 FINAL_LEARNING_RATE = 0.03
-"""Of the peak's."""
+"""Share of the peak's."""
 SHORTER = 0.25
 """Share of the batches that have the length of an earlier stage."""
 MAX_POSITIONS = 8_192
@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, and how long it is trained. The heads' size is 64, and two query heads share a KV head.
+    """Size of a model and length of its training. The heads' size is 64, and two query heads share a KV head.
 
     width: 256 at least. layers: 3 at least.
     """

@@ -1,1 +1,1 @@
-"""What compression costs in quality, measured on the demo model: next-token loss and attention output."""
+"""Measurements of what compression costs in quality: scores on tasks, next-token loss, error of attention."""

@@ -1,4 +1,4 @@
-"""How far compression moves attention's output: ``vllm-kvmerge eval attention``.
+"""Error of attention's output under compression: ``vllm-kvmerge eval attention``.
 
 Queries, keys and values of a model reading documents go through the paged cache layer by layer, compressed at the end
 of the prompt and, where the policy is bounded, again every ``--interval`` tokens, as in serving. Printed is

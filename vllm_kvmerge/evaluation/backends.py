@@ -1,4 +1,4 @@
-"""What answers an evaluation's requests: an engine in this process, or a server."""
+"""Backends that answer an evaluation's requests: an engine in this process, or a server."""
 
 import json
 import os
@@ -53,7 +53,7 @@ class BackendError(Exception):
 
 
 class Backend(Protocol):
-    """What the runner needs."""
+    """Interface between the runner and an engine or server."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -73,7 +73,7 @@ class Backend(Protocol):
         """
 
     def versions(self) -> dict[str, str]:
-        """What answers, for the report."""
+        """Versions, or the server's name, for the report."""
 
     def close(self) -> None: ...
 

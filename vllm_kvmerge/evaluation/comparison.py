@@ -1,4 +1,4 @@
-"""How two policies differ on the same samples."""
+"""Differences of two policies on the same samples."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What an evaluation is to run: policies, budgets and tasks, read from YAML and checked before anything runs."""
+"""Configuration of an evaluation: policies, budgets and tasks, read from YAML and checked before anything runs."""
 
 import json
 from collections.abc import Mapping, Sequence

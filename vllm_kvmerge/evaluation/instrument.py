@@ -1,4 +1,4 @@
-"""What compression does to attention, in numbers: for each layer, head and decoding step.
+"""Effects of compression on attention, in numbers: for each layer, head and decoding step.
 
 ``measure`` looks at one document; ``Findings`` adds up documents and says everything as JSON.
 """
@@ -20,7 +20,7 @@ from vllm_kvmerge.evaluation.trace import LayerTrace
 from vllm_kvmerge.request.parameters import CompressionConfig
 
 PROMPT_END, END = "prompt end", "end"
-"""When the cache is looked at: after the first compression, and after the last one."""
+"""Moments at which the cache is recorded: after the first compression, and after the last one."""
 
 MAX_CARRIERS = 8
 """Carriers that are listed for each merged token, those of largest weight."""
@@ -105,7 +105,7 @@ def _masses(probabilities: Tensor, provenance: Provenance) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class MergeMap:
-    """Which token went where, in one KV head: ``m`` tokens whose own entry is gone, ``c`` carriers.
+    """Merges in one KV head: ``m`` tokens whose own entry is gone, ``c`` carriers that took them in.
 
     tokens: ``[m]``, positions of the tokens that have a part in a carrier. carriers: ``[c]``, positions of the entries
     that have taken some in: of the token whose own entry it is, or of the newest one in it. retained: positions of all
@@ -143,7 +143,7 @@ class MergeMap:
 
     @property
     def is_dense(self) -> bool:
-        """Whether some token went into more carriers than are listed."""
+        """True if some token went into more carriers than are listed."""
         return self.tokens.size > 0 and int((self.weights != 0).sum(1).max()) > MAX_CARRIERS
 
     @property
@@ -217,7 +217,7 @@ class Findings:
         return {name: _short(self.mean(name).mean()) for name in ("layer_error", *QUANTITIES)}
 
     def has_merged(self, moment: str) -> bool:
-        """Whether there is anything on that moment's maps."""
+        """True if that moment's maps show any merge."""
         return any(one.tokens.size for maps in self.maps.get(moment, {}).values() for one in maps)
 
     def vote_histogram(self, moment: str, num_bins: int = 24) -> tuple[Array, dict[int, Array]]:

@@ -1,4 +1,4 @@
-"""Plots of what ``instrument`` found."""
+"""Plots of an instrument's findings."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_MAP_LAYERS, MAX_MAP_HEADS = 4, 4
-"""How many of the layers looked at, and of their heads, a figure of merge maps shows, evenly spread."""
+"""Most layers, and heads of each, that a figure of merge maps shows, evenly spread."""
 
 NAMES = {"error": "error", "kept": "attention kept", "represented": "attention represented"}
 
@@ -120,7 +120,7 @@ def steps(title: str, variants: Mapping[str, Findings], num_prompt_tokens: int, 
 
 
 def votes(title: str, found: Findings) -> "Figure":
-    """What entries' logits are raised by, and how many tokens entries consist of, layer by layer."""
+    """Histograms, layer by layer, of log votes and of the number of tokens that an entry consists of."""
     moments = list(found.log_votes)
     figure = _figure(5 * len(moments), 5.6)
     figure.suptitle(title)

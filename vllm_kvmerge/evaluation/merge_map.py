@@ -1,4 +1,4 @@
-"""What compressed entries are made of, learnt from policies and mergers as they are.
+"""The tokens that compressed entries are made of, learnt from policies and mergers as they are.
 
 For given keys, scores and decisions a merged value is a linear combination of values. So a compression is run again on
 values to which an identity matrix has been appended: what comes out there are the combination's weights. That matrix is
@@ -31,11 +31,11 @@ MAX_TAG_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Mixture:
-    """What one compression made of one layer's ``n`` entries per head: ``C`` places per head, in the cache's order.
+    """One compression of one layer's ``n`` entries per head: ``C`` places per head, in the cache's order.
 
     kept: ``[H, C]`` int64, the entry that each place holds; negative: none of them. log_votes: ``[H, C]``, positions:
-    ``[H, C]`` int64, as in ``CacheUpdate``. changed: ``[H, r]`` int64, places with a new value; negative: none. weights:
-    ``[H, r, n]``, of each entry's value in theirs. residual: ||W v - v'|| / ||v'|| over the new values v'.
+    ``[H, C]`` int64, as in ``CacheUpdate``. changed: ``[H, r]`` int64, places with a new value; negative: none.
+    weights: ``[H, r, n]``, of each entry's value in theirs. residual: ||W v - v'|| / ||v'|| over the new values v'.
     """
 
     layer: int
@@ -216,7 +216,7 @@ class _Selections(Selector):
 
 
 class Provenance:
-    """Of which tokens each live entry of one layer consists, while its cache is compressed again and again.
+    """Tokens that each live entry of one layer consists of, while its cache is compressed again and again.
 
     shares: ``[H, entries, T]`` float32, the weight of each token's value in each entry's. origins: ``[H, entries]``
     int64, the token whose own entry it is; ``DEAD`` where it is nobody's: an empty place, or a new one such as a slot

@@ -1,4 +1,4 @@
-"""What the evaluation commands share: options, the engine they run, and the table they print."""
+"""Options, engine and printed table that the evaluation commands share."""
 
 import argparse
 import secrets

@@ -126,12 +126,12 @@ class Schedule:
 
     @property
     def queries(self) -> range:
-        """Positions of the tokens whose queries are looked at."""
+        """Positions of the tokens whose queries are measured."""
         return range(self.num_prompt_tokens, self.num_prompt_tokens + self.num_queries)
 
     @property
     def counts(self) -> list[int]:
-        """Of how many tokens each interval is."""
+        """Numbers of tokens, one for each interval."""
         return [min(self.interval, self.num_queries - start) for start in range(0, self.num_queries, self.interval)]
 
 
@@ -177,7 +177,7 @@ def output_errors(
 def errors_against(
     full: list[list[Tensor]], layers: list[LayerTrace], config: CompressionConfig, schedule: Schedule
 ) -> Iterator[float]:
-    """The same where ``full_outputs`` is known."""
+    """``output_errors`` against ``full_outputs`` that are known."""
     for expected, (_, actual) in zip(full, compressed_outputs(layers, config, schedule), strict=True):
         for one, other in zip(actual, expected, strict=True):
             yield from relative_error(one.flatten(1), other.flatten(1)).tolist()

@@ -60,7 +60,7 @@ def write_report(config: EvalConfig, folder: RunFolder, run: Run) -> list[Table]
 
 
 def _facts(config: EvalConfig, folder: RunFolder) -> dict[str, str]:
-    """What the figures were got with."""
+    """Model, seed and versions that the figures belong to."""
     facts = {"model": config.model or "demo", "seed": str(config.seed)}
     if config.endpoint is not None:
         facts = {"server": config.endpoint.url, "model": config.model or "the server's", "seed": str(config.seed)}

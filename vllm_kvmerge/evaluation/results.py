@@ -99,7 +99,7 @@ class RunFolder:
             )
 
     def _read_results(self) -> list[Result]:
-        """What has been answered. A last line that a killed run did not finish is cut off."""
+        """Samples that have been answered. A last line that a killed run did not finish is cut off."""
         path = self.path / "results.jsonl"
         text = path.read_bytes()
         end = text.rfind(b"\n") + 1

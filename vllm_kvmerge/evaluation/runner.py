@@ -81,7 +81,7 @@ def draw_prompts(config: EvalConfig, entry: TaskEntry, tokenizer: Tokenizer) -> 
 
 
 def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
-    """What the tokenizer's chat template puts before and after what a user says, up to the model's turn.
+    """Texts that the tokenizer's chat template puts before and after what a user says, up to the model's turn.
 
     Raises:
         CommandError: there is no template, or it does not give back what is said.
@@ -102,7 +102,7 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def _tokenize(sample: Sample, tokenizer: Tokenizer, agnostic: bool, frame: tuple[str, str] | None = None) -> Prompt:
-    """What tokens two neighbouring texts share belongs to the second: they are tokenised together, as models read."""
+    """Tokenises neighbouring texts together, as models read them: a token that two texts share is the second's."""
     context, prompt = sample.context, sample.prompt
     if frame is not None:
         before, after = frame
@@ -132,7 +132,7 @@ def _digest(prompts: list[Prompt]) -> str:
 
 @dataclass
 class Run:
-    """What became of a run. sizes: samples that each task has, by label. stopped: why it ended early, if it did."""
+    """Outcome of a run. sizes: samples that each task has, by label. stopped: why it ended early, if it did."""
 
     sizes: dict[str, int]
     failures: list[Failure]

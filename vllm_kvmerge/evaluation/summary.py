@@ -1,4 +1,4 @@
-"""What the results of a run amount to: scores with confidence intervals, measured memory, and tables of both."""
+"""Summary of a run's results: scores with confidence intervals, measured memory, and tables of both."""
 
 import math
 from collections.abc import Callable, Sequence

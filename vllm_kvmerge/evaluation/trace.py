@@ -1,4 +1,4 @@
-"""What the attention layers of a Transformers model see while it reads documents."""
+"""Queries, keys and values of a Transformers model that reads documents."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from vllm_kvmerge.demo import language
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What one attention layer saw: queries ``[T, H * G, d]``, keys and values ``[T, H, d]``, all float32, after RoPE.
+    """Inputs of one attention layer: queries ``[T, H * G, d]``, keys and values ``[T, H, d]``, all float32, after RoPE.
 
     output_weights: ``[H, G, hidden, d]``, its output projection by query head.
     """
@@ -25,12 +25,12 @@ class LayerTrace:
 
 
 def trace(model_path: str, documents: list[list[int]]) -> list[list[LayerTrace]]:
-    """For each document (token ids), what every layer of a Transformers model saw while reading it."""
+    """For each document (token ids), the inputs of every attention layer of a Transformers model that reads it."""
     return list(trace_one_by_one(model_path, documents))
 
 
 def trace_one_by_one(model_path: str, documents: Iterable[list[int]]) -> Iterator[list[LayerTrace]]:
-    """The same, of which only one document's is held at a time."""
+    """``trace``, one document at a time."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -61,7 +61,7 @@ def num_layers_of(model_path: str) -> int:
 
 
 def knows_demo_task(model_path: str) -> bool:
-    """Whether the model's tokens are those in which documents of the demo task are written."""
+    """True if the model's tokens are those that documents of the demo task are written in."""
     words = language.VOCABULARY
     tokenizer = _tokenizer(model_path)
     return bool(tokenizer.convert_tokens_to_ids(list(words)) == list(range(len(words))))

@@ -1,4 +1,4 @@
-"""What a model is asked in an evaluation; one module per benchmark."""
+"""Tasks of evaluations; one module per benchmark."""
 
 import pkgutil
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What a task is: it draws samples, and says how good a completion is."""
+"""Interface of a task: it draws samples and scores completions."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Tokenizer(Protocol):
-    """What tasks need of a Hugging Face tokenizer."""
+    """Part of a Hugging Face tokenizer that tasks use."""
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came back. logprobs: ln p of each token of the sample's continuation; empty where it has none."""
+    """Answer of a model. logprobs: ln p of each token of the sample's continuation; empty where it has none."""
 
     text: str
     logprobs: list[float] = field(default_factory=list)
@@ -55,11 +55,11 @@ class Task(BaseModel):
     name: ClassVar[str]
     source: ClassVar[str]
     metric: ClassVar[str]
-    """What ``score`` is, such as ``exact match``."""
+    """Name of ``score``'s quantity, such as ``exact match``."""
 
     higher_is_better: ClassVar[bool] = True
     needs_logprobs: ClassVar[bool] = False
-    """Whether samples have a continuation."""
+    """True if samples have a continuation."""
 
     @abstractmethod
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:

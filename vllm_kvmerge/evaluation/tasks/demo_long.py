@@ -1,4 +1,4 @@
-"""The demo model over long texts: how well it foretells documents, and how much its own text repeats itself."""
+"""The demo model over long texts: perplexity of documents, and repetition in text of its own."""
 
 import math
 from collections.abc import Sequence

@@ -288,7 +288,7 @@ def split_template(prompt: str) -> tuple[str, str]:
 
 
 def truncate_middle(context: str, question: str, max_length: int, tokenizer: Tokenizer) -> tuple[str, str]:
-    """What remains of a prompt's context and question if only its first and last ``max_length / 2`` tokens are kept.
+    """Context and question of a prompt of which only the first and last ``max_length / 2`` tokens are kept.
 
     The two join to the official prompt, with one exception: the question stays as it is where the tokenizer cannot
     give it back.

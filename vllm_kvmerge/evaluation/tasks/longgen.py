@@ -68,7 +68,7 @@ def _words(text: str) -> set[str]:
 
 
 def mentions(entry: str, event: str) -> bool:
-    """Whether an entry has all of an event's words, in any order and form.
+    """True if an entry has all of an event's words, in any order and form.
 
     Left out are what stands in parentheses, numbers, and words such as ``of`` and ``attending``.
 
@@ -128,7 +128,7 @@ class LongGen(Task):
     source: ClassVar[str] = "LongGenBench, arXiv 2409.02076"
     metric: ClassVar[str] = "share of demands met"
     unit: ClassVar[str]
-    """What an entry is called."""
+    """Word that an entry's heading begins with."""
 
     entries: int
     min_words: int
@@ -200,7 +200,7 @@ def _ordinal(number: int) -> str:
 
 
 def _last_day(weeks: int) -> str:
-    """Where a year's first weeks end; the benchmark has the 52nd end on December 31st."""
+    """Last day of a year's first weeks; the benchmark has the 52nd end on December 31st."""
     day = _JANUARY_1 + timedelta(days=7 * weeks - 1)
     if weeks == 52:
         return "December 31st"

@@ -12,7 +12,7 @@ from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokeniz
 from vllm_kvmerge.evaluation.tasks.data import choose, read_rows, read_text
 
 TRIES = 256
-"""How many tokens a window may be moved by to where its text is read as the same tokens again."""
+"""Most tokens that a window is moved by to a place where its text is read as the same tokens again."""
 
 
 @register

@@ -1,4 +1,4 @@
-"""How much a long text repeats itself: MorphKV's measure of degeneration (arXiv 2503.00979, section 7.2)."""
+"""Repetition in a long text: MorphKV's measure of degeneration (arXiv 2503.00979, section 7.2)."""
 
 import random
 import re

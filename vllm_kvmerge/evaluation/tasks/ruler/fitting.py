@@ -1,4 +1,4 @@
-"""How many haystack units a prompt has room for."""
+"""Sizes of prompts in haystack units: the largest that fit in a number of tokens."""
 
 from collections.abc import Callable
 

@@ -69,7 +69,7 @@ class FrequentWords(Synthetic):
         return units, step
 
     def _counts(self, units: int) -> list[int]:
-        """How often each word of the vocabulary occurs among about ``units``."""
+        """Number of times that each word of the vocabulary occurs among about ``units``."""
         return [int(units * rank**-self.alpha / zeta(self.alpha)) for rank in range(1, self._num_words + 1)]
 
     def generator(self, rng: random.Random, tokenizer: Tokenizer) -> Draw:

@@ -1,4 +1,4 @@
-"""What RULER's tasks have in common."""
+"""Base classes of RULER's tasks."""
 
 import random
 import re
@@ -33,7 +33,7 @@ class Ruler(Task):
     metric: ClassVar[str] = "string_match_all"
     tokens_to_generate: ClassVar[int]
     answer_start: ClassVar[str] = " Answer:"
-    """Where in the question the official answer prefix starts."""
+    """Start of the official answer prefix, which ends the question."""
 
     length: int = Field(4096, ge=1, description="Tokens of prompt and answer together, special ones included.")
 
@@ -72,7 +72,7 @@ class Synthetic(Ruler):
 
     @abstractmethod
     def generator(self, rng: random.Random, tokenizer: Tokenizer) -> Draw:
-        """What draws samples of any size."""
+        """Function that draws samples of any size."""
 
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
         rng = random.Random(seed)

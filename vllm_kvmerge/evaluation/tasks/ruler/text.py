@@ -1,4 +1,4 @@
-"""What haystacks are made of."""
+"""Words, sentences and names that haystacks are made of."""
 
 import json
 import random

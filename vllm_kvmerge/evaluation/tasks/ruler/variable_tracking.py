@@ -22,7 +22,7 @@ class VariableTracking(Synthetic):
     name: ClassVar[str] = "ruler_vt"
     tokens_to_generate: ClassVar[int] = 30
     example_tokens: ClassVar[int] = 500
-    """Of the solved example, without its solution."""
+    """Most tokens of the solved example, without its solution."""
     template: ClassVar[str] = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
     )
