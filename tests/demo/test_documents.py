@@ -192,8 +192,9 @@ def test_plain_text_walks_the_graph_with_habits(rng):
 def test_the_recall_format(rng):
     prompt = draw_recall(rng, 400, 8)
     words = prompt.text.split()
-    assert len(words) == 399 and words[-2:] == ["recall", prompt.key]
-    assert facts(prompt.text.rsplit(" recall", 1)[0])[prompt.key] == prompt.answer.split()
+    key = words[-1]
+    assert len(words) == 399 and words[-2] == "recall"
+    assert facts(prompt.text.rsplit(" recall", 1)[0])[key] == prompt.answer.split()
     tokens, is_answer = recall_sample(rng, 380, 6, 7)
     assert len(tokens) == len(is_answer) == 380 and is_answer.sum() == 7 * 5
     for start, end, _ in runs(is_answer.astype(int)):

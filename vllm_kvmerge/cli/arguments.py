@@ -31,12 +31,7 @@ SYSTEM_CONFIG = Path("/etc/vllm-kvmerge/serve.yaml")
 PLUGIN = "kvmerge"
 ALLOWED_PLUGINS = "VLLM_PLUGINS"
 V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-LISTED_GROUPS = (
-    "vllm.general_plugins",
-    "vllm.platform_plugins",
-    "vllm.io_processor_plugins",
-    "vllm.stat_logger_plugins",
-)
+LISTED_GROUPS = ("general_plugins", "platform_plugins", "io_processor_plugins", "stat_logger_plugins")
 """Entry point groups of which vLLM loads everything as long as VLLM_PLUGINS is unset."""
 
 PLUGIN_OPTIONS = (
@@ -66,7 +61,7 @@ def set_environment() -> None:
 def allowed_plugins(given: str | None) -> list[str]:
     """VLLM_PLUGINS with this plugin: vLLM loads endpoint plugins that it names, and nothing that it does not name."""
     if given is None:
-        names = [entry.name for group in LISTED_GROUPS for entry in metadata.entry_points(group=group)]
+        names = [entry.name for group in LISTED_GROUPS for entry in metadata.entry_points(group=f"vllm.{group}")]
     else:
         names = given.split(",")
     return list(dict.fromkeys([*names, PLUGIN]))

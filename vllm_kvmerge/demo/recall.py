@@ -6,7 +6,6 @@
 
 import argparse
 import sys
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,16 +13,7 @@ from vllm_kvmerge.demo import documents
 from vllm_kvmerge.demo.documents import DIGITS_PER_ANSWER
 from vllm_kvmerge.demo.language import BOS, distinct_keys
 
-__all__ = ["DIGITS_PER_ANSWER", "RecallPrompt", "draw_prompt", "training_sample"]
-
-
-@dataclass(frozen=True)
-class RecallPrompt:
-    """One prompt: its text (without ``<s>``), the asked key and the digits expected after it."""
-
-    text: str
-    key: str
-    answer: str
+__all__ = ["DIGITS_PER_ANSWER", "draw_prompt", "training_sample"]
 
 
 def training_sample(
@@ -42,10 +32,9 @@ def training_sample(
     return np.array([BOS, *body, *asked]), np.array([False] * (1 + len(body)) + is_answer)
 
 
-def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> RecallPrompt:
+def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> documents.Prompt:
     """A prompt of exactly ``length`` tokens (``<s>`` included) that asks for one of its facts."""
-    prompt = documents.draw_prompt(rng, "recall", length, num_facts)
-    return RecallPrompt(text=prompt.text, key=prompt.question.split()[-1], answer=prompt.answer)
+    return documents.draw_prompt(rng, "recall", length, num_facts)
 
 
 def main() -> None:

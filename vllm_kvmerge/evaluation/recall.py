@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_kvmerge.demo import recall
+from vllm_kvmerge.demo.documents import Prompt
 from vllm_kvmerge.evaluation.options import make_engine, parser_of, print_table, seed_of
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import FULL, compression
@@ -27,7 +28,7 @@ class Score:
     digits: float
 
 
-def score(answers: list[str], prompts: list[recall.RecallPrompt], policy: str) -> Score:
+def score(answers: list[str], prompts: list[Prompt], policy: str) -> Score:
     pairs = [(answer.split(), prompt.answer.split()) for answer, prompt in zip(answers, prompts, strict=True)]
     digits = [a == b for given, wanted in pairs for a, b in zip(given, wanted, strict=False)]
     return Score(
@@ -37,7 +38,7 @@ def score(answers: list[str], prompts: list[recall.RecallPrompt], policy: str) -
     )
 
 
-def evaluate(llm: "LLM", prompts: list[recall.RecallPrompt], policies: list[str], budget: int | float) -> list[Score]:
+def evaluate(llm: "LLM", prompts: list[Prompt], policies: list[str], budget: int | float) -> list[Score]:
     """Scores of ``policies`` (``full`` for none) on ``prompts`` with an engine made with ``kvmerge_engine_args``."""
     from vllm import SamplingParams
 

@@ -1,12 +1,13 @@
 """Summary of a run's results: scores with confidence intervals, measured memory, and tables of both."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_kvmerge.evaluation.config import EvalConfig
+from vllm_kvmerge.evaluation.config import EvalConfig, TaskEntry
 from vllm_kvmerge.evaluation.results import Result
 from vllm_kvmerge.evaluation.runner import Run, cells_of
 from vllm_kvmerge.evaluation.tasks.base import Task
@@ -99,78 +100,59 @@ class Table:
 
 def summarize(config: EvalConfig, results: list[Result], run: Run) -> list[TaskSummary]:
     by_cell: dict[str, list[Result]] = {}
-    for result in results:
+    for result in sorted(results, key=lambda result: result.sample):
         by_cell.setdefault(result.cell, []).append(result)
-    failed: dict[str, int] = {}
-    for failure in run.failures:
-        failed[failure.cell] = failed.get(failure.cell, 0) + 1
+    failed = Counter(failure.cell for failure in run.failures)
     summaries = []
     for entry in config.tasks:
-        cells = [cell for cell in cells_of(config) if cell.entry is entry and cell.key in by_cell]
-        scores = [result.score for cell in cells for result in by_cell[cell.key]]
-        is_mean = type(entry.task).summary is Task.summary
-        is_share = is_mean and all(score in (0, 1) for score in scores)
-        full = {result.sample: result.score for cell in cells if cell.budget is None for result in by_cell[cell.key]}
-
-        def interval(
-            scores: list[float], task: Task = entry.task, is_share: bool = is_share, is_mean: bool = is_mean
-        ) -> tuple[float, float]:
-            if is_share:
-                return wilson_interval(int(sum(scores)), len(scores))
-            return bootstrap_interval(scores, None if is_mean else task.summary)
-
-        summaries.append(
-            TaskSummary(
-                label=entry.label,
-                metric=entry.task.metric,
-                higher_is_better=entry.task.higher_is_better,
-                interval="Wilson" if is_share else f"bootstrap, {RESAMPLES} resamples",
-                cells=[
-                    _summarize_cell(
-                        by_cell[cell.key],
-                        full,
-                        entry.task,
-                        interval,
-                        expected=run.sizes[entry.label],
-                        failed=failed.get(cell.key, 0),
-                    )
-                    for cell in cells
-                ],
-            )
-        )
+        keys = [cell.key for cell in cells_of(config) if cell.entry is entry and cell.key in by_cell]
+        answered = {key: by_cell[key] for key in keys}
+        summaries.append(_summarize_task(entry, answered, run.sizes[entry.label], failed))
     return summaries
 
 
-def _summarize_cell(
-    results: list[Result],
-    full: dict[int, float],
-    task: Task,
-    interval: Callable[[list[float]], tuple[float, float]],
-    expected: int,
-    failed: int,
-) -> CellSummary:
-    """full: scores of ``full`` by sample."""
-    results = sorted(results, key=lambda result: result.sample)
-    scores = [result.score for result in results]
-    low, high = interval(scores)
-    changes = [result.score - full[result.sample] for result in results if result.sample in full]
-    is_compressed = results[0].budget is not None
-    return CellSummary(
-        task=results[0].task,
-        policy=results[0].policy,
-        budget=results[0].budget,
-        count=len(results),
-        expected=expected,
-        failed=failed,
-        score=task.summary(scores),
-        low=low,
-        high=high,
-        mean_entries=_mean([result.mean_entries for result in results]),
-        mean_bytes=_mean([result.mean_bytes for result in results]),
-        peak_bytes=_mean([result.peak_bytes for result in results]),
-        prompt_tokens=sum(result.prompt_tokens for result in results) / len(results),
-        seconds=sum(result.seconds for result in results) / len(results),
-        change=(float(np.mean(changes)), *bootstrap_interval(changes)) if changes and is_compressed else None,
+def _summarize_task(
+    entry: TaskEntry, by_cell: dict[str, list[Result]], expected: int, failed: Mapping[str, int]
+) -> TaskSummary:
+    """by_cell: results in the order of their samples. expected: samples of each cell."""
+    task = entry.task
+    every = [result for results in by_cell.values() for result in results]
+    full = {result.sample: result.score for result in every if result.budget is None}
+    is_mean = type(task).summary is Task.summary
+    is_share = is_mean and all(result.score in (0, 1) for result in every)
+
+    def summary_of(results: list[Result]) -> CellSummary:
+        scores = [result.score for result in results]
+        if is_share:
+            low, high = wilson_interval(int(sum(scores)), len(scores))
+        else:
+            low, high = bootstrap_interval(scores, None if is_mean else task.summary)
+        changes = [result.score - full[result.sample] for result in results if result.sample in full]
+        first = results[0]
+        return CellSummary(
+            task=first.task,
+            policy=first.policy,
+            budget=first.budget,
+            count=len(results),
+            expected=expected,
+            failed=failed[first.cell],
+            score=task.summary(scores),
+            low=low,
+            high=high,
+            mean_entries=_mean([result.mean_entries for result in results]),
+            mean_bytes=_mean([result.mean_bytes for result in results]),
+            peak_bytes=_mean([result.peak_bytes for result in results]),
+            prompt_tokens=sum(result.prompt_tokens for result in results) / len(results),
+            seconds=sum(result.seconds for result in results) / len(results),
+            change=(float(np.mean(changes)), *bootstrap_interval(changes)) if changes and first.budget else None,
+        )
+
+    return TaskSummary(
+        label=entry.label,
+        metric=task.metric,
+        higher_is_better=task.higher_is_better,
+        interval="Wilson" if is_share else f"bootstrap, {RESAMPLES} resamples",
+        cells=[summary_of(results) for results in by_cell.values()],
     )
 
 
@@ -181,14 +163,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def incomplete_cells(config: EvalConfig, results: list[Result], run: Run) -> list[str]:
     """``cell: 3 of 10 samples, 2 failed``, for each that lacks some."""
-    counts: dict[str, int] = {}
-    for result in results:
-        counts[result.cell] = counts.get(result.cell, 0) + 1
+    counts = Counter(result.cell for result in results)
+    failures = Counter(failure.cell for failure in run.failures)
     texts = []
     for cell in cells_of(config):
-        expected, count = run.sizes[cell.entry.label], counts.get(cell.key, 0)
+        expected, count, failed = run.sizes[cell.entry.label], counts[cell.key], failures[cell.key]
         if count < expected:
-            failed = sum(failure.cell == cell.key for failure in run.failures)
             texts.append(f"{cell.key}: {count} of {expected} samples" + (f", {failed} failed" if failed else ""))
     return texts
 

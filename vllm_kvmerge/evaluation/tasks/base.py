@@ -1,7 +1,7 @@
 """Interface of a task: it draws samples and scores completions."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -88,7 +88,3 @@ def register(task: type[Task]) -> type[Task]:
         raise ValueError(f"two tasks are called {task.name!r}")
     TASKS[task.name] = task
     return task
-
-
-Scorer = Callable[[str, list[str]], float]
-"""(prediction, references) -> 0..1."""
