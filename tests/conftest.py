@@ -58,10 +58,39 @@ def pytest_report_header(config):
     ]
 
 
-@pytest.hookimpl(trylast=True)
+SHARED = ("server", "engine")
+"""Session fixtures that take long to set up, in the order in which the tests that use them begin."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    thin, seen = config.getoption("--thin", default=None), defaultdict(int)
+    _group(items)
+    result = yield
     # After -k has chosen: what is counted is the cases that would run.
+    _thin(config, items)
+    return result
+
+
+def _group(items):
+    """Tests that share an engine or a server run in one process; the others by file (``--dist loadgroup``)."""
+    begins = {}
+    for item in items:
+        if set(SHARED) & set(item.fixturenames):
+            item.add_marker(pytest.mark.engine)
+        shared = next((name for name in SHARED if _is_shared(item, name)), None)
+        item.add_marker(pytest.mark.xdist_group(shared or item.location[0]))
+        begins[item] = SHARED.index(shared) if shared else len(SHARED)
+    items.sort(key=begins.__getitem__)
+
+
+def _is_shared(item, name):
+    """Whether the test uses the fixture of that name that is everybody's; some modules have their own."""
+    definitions = item._fixtureinfo.name2fixturedefs.get(name, ())
+    return bool(definitions) and definitions[-1].baseid == f"tests/{name}"
+
+
+def _thin(config, items):
+    thin, seen = config.getoption("--thin", default=None), defaultdict(int)
     kept, dropped = [], []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}

@@ -9,6 +9,8 @@ import pytest
 
 from tests.processes import end_with_tests
 
+pytestmark = pytest.mark.engine
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 

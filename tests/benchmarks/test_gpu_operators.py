@@ -13,6 +13,8 @@ import torch
 
 from tests.processes import end_with_tests
 
+pytestmark = pytest.mark.engine
+
 pytest.importorskip("triton", reason="Triton is not installed")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu_operators.py"

@@ -12,6 +12,8 @@ import torch
 
 from tests.processes import end_with_tests
 
+pytestmark = pytest.mark.engine
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = FOLDER / "gpu_serving.py"
 

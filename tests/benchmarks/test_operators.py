@@ -12,6 +12,8 @@ from tests.processes import end_with_tests
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import cpu
 
+pytestmark = pytest.mark.engine
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "operators.py"
 TOLERANCE = 1e-2
 

@@ -14,7 +14,10 @@ from vllm_kvmerge import compression
 COMPILED = """
 import json, sys
 from vllm import LLM, SamplingParams
+import pytest
 from vllm_kvmerge import kvmerge_engine_args
+
+pytestmark = pytest.mark.engine
 arguments, prompts, extras, max_tokens = json.load(sys.stdin)
 llm = LLM(**kvmerge_engine_args(**arguments))
 assert llm.llm_engine.vllm_config.compilation_config.mode.name == "DYNAMO_TRACE_ONCE"

@@ -10,10 +10,13 @@ import psutil
 
 from tests.processes import end_with_tests
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 ABORTS = """
+import pytest
 import os
+
+pytestmark = pytest.mark.engine
 
 def test_before():
     pass

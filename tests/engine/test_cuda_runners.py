@@ -14,6 +14,8 @@ from tests.engine.full_graphs import SIZES
 from tests.processes import end_with_tests
 from vllm_kvmerge import compression
 
+pytestmark = pytest.mark.engine
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 NUM_RINGS = 1
@@ -54,22 +56,19 @@ def jobs() -> list:
     return found
 
 
-@pytest.mark.parametrize(
-    ("is_v2", "is_async", "has_graphs"),
-    [(False, False, False), (False, True, True), (True, True, True)],
-    ids=["v1-sync-eager", "v1", "v2"],
-)
-def test_tokens_of_the_cpu_runner(is_v2, is_async, has_graphs, engine):
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+def test_tokens_of_the_cpu_runner(is_v2, engine):
+    """With asynchronous scheduling and full graphs; ``tests/gpu`` runs V1 without either."""
     arguments = engine_arguments() | {
-        "async_scheduling": is_async,
-        "enforce_eager": not has_graphs,
+        "async_scheduling": True,
+        "enforce_eager": False,
         "max_model_len": 256,
         "max_num_seqs": 4,
         "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": 11 * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
-    environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": str(int(has_graphs))}
+    environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
         input=json.dumps([arguments, jobs()]),
@@ -85,11 +84,10 @@ def test_tokens_of_the_cpu_runner(is_v2, is_async, has_graphs, engine):
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
     assert result.pop("preempted") > 0
     graphs = result.pop("graphs")
-    if has_graphs:
-        assert graphs["captured"] == len(SIZES) and graphs["replayed"] > 20
+    assert graphs["captured"] == len(SIZES) and graphs["replayed"] > 20
     assert result == {
         "is_v2": is_v2,
-        "is_async": is_async,
+        "is_async": True,
         "reserved": True,
         "free_rings": NUM_RINGS,
         "states": [],

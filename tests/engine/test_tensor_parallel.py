@@ -18,6 +18,8 @@ from vllm_kvmerge.policies import PRESETS
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.engine
 if __name__ == "__main__":
     arguments, jobs = json.load(sys.stdin)
     llm = LLM(**arguments)

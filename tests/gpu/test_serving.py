@@ -21,6 +21,8 @@ from tests.processes import end_with_tests
 from tests.random_model import write_llama
 from vllm_kvmerge import demo
 
+pytestmark = pytest.mark.engine
+
 CHECKS = Path(__file__).with_name("serving_checks.py")
 ROOT = CHECKS.parents[2]
 LLAMA_128 = {
@@ -31,11 +33,8 @@ LLAMA_128 = {
     "head_dim": 128,
     "initializer_range": 0.06,
 }
-ON_CPU = {
-    "v1": "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]",
-    "v2": "asked_for or references[together] or nothing[3]",  # its kernels are interpreted
-}
-"""Of ``serving_checks``."""
+ON_CPU = "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
+"""Those of ``serving_checks`` that run on the CPU, with V1; ``tests/engine/test_cuda_runners.py`` has V2."""
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that PyTorch can use")
 
@@ -109,9 +108,6 @@ def test_on_a_gpu(runner, model, dtype, models, with_expected, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_the_checks_without_a_gpu(runner, with_expected, tmp_path):
-    if runner == "v2":
-        pytest.importorskip("triton", reason="Triton is not installed")
-    setting = with_expected(Setting(runner, demo.model_path(), "float32", is_on_gpu=False))
-    check(setting, tmp_path, "-k", ON_CPU[runner])
+def test_the_checks_without_a_gpu(with_expected, tmp_path):
+    setting = with_expected(Setting("v1", demo.model_path(), "float32", is_on_gpu=False))
+    check(setting, tmp_path, "-k", ON_CPU)

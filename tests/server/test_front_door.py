@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from tests.server.conftest import Server, serving
+from tests.server.deaths import kill
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.request.nesting import MAX_DEPTH
+
+pytestmark = pytest.mark.engine
 
 KEY = "open sesame"
 MAX_BODY = 1 << 20
@@ -218,3 +221,10 @@ def test_a_default_has_no_effect_on_beam_search(client: httpx.Client) -> None:
         "/v1/completions", json=body | {"use_beam_search": True, "kv_compression": {"policy": "full"}}
     )
     assert refused.json()["error"]["param"] == "kv_compression"
+
+
+def test_nothing_is_left_of_a_server_that_is_killed(guarded: Server) -> None:
+    """The last test here."""
+    kill(guarded, "main")
+    with socket.create_server(("127.0.0.1", httpx.URL(guarded.url).port or 0)):
+        pass

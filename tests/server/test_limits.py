@@ -9,7 +9,10 @@ import pytest
 
 from tests.policies import failing
 from tests.server.conftest import Server, serving
+from tests.server.deaths import ask_for_long, kill
 from vllm_kvmerge.policies import PRESETS
+
+pytestmark = pytest.mark.engine
 
 ALLOWED = sorted({*PRESETS, failing.PRESET} - {"tova"})
 PROMPT = " ".join(f"remember fiso {1000 + i}." for i in range(300)) + " recall fiso"
@@ -100,3 +103,11 @@ def test_failing_parts_among_other_requests(strict: Server) -> None:
         assert strict.metric("vllm:kvmerge_failed_compactions_total", **labels) == count
     assert strict.metric("vllm:kvmerge_live_bytes") == 0
     assert answer(strict, {"policy": "keepkv", "budget": 64}).json()["choices"][0]["text"] == good
+
+
+def test_a_worker_is_killed_while_it_answers(strict: Server) -> None:
+    """The last test here."""
+    asker = ask_for_long(strict)
+    kill(strict, "Worker")
+    asker.join(120)
+    assert not asker.is_alive()

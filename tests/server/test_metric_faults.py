@@ -7,6 +7,8 @@ import pytest
 
 from tests.server.conftest import serving, wait_until
 
+pytestmark = pytest.mark.engine
+
 ERRORS = "vllm:kvmerge_metrics_write_errors"
 
 

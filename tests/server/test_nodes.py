@@ -12,6 +12,9 @@ import pytest
 import yaml
 
 from tests.server.conftest import Server, free_port, running, serving, wait_until
+from tests.server.deaths import kill
+
+pytestmark = pytest.mark.engine
 
 MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes/leaderworkerset.yaml"
 ENGINES = ("0", "1")
@@ -91,3 +94,8 @@ def test_the_balancer_reaches_both_and_sums_are_right(nodes):
     for engine in ENGINES:
         wait_until(lambda e=engine: nodes.metric("vllm:kvmerge_live_bytes", engine=e) == 0)
         wait_until(lambda e=engine: nodes.first.metric("vllm:kv_cache_usage_perc", engine=e) == 0)
+
+
+def test_the_engine_of_the_second_node_is_killed(nodes):
+    """The last test here."""
+    kill(nodes.second, "EngineCore")

@@ -10,6 +10,8 @@ import pytest
 
 from tests.processes import end_with_tests
 
+pytestmark = pytest.mark.engine
+
 ONLY_AFTER_TROUBLE = {"vllm:kvmerge_overflows_total", "vllm:kvmerge_failed_compactions_total"}
 """Metrics without a sample as long as nothing has gone wrong."""
 

@@ -18,6 +18,8 @@ import pytest
 
 from tests.server.conftest import Server, serving, wait_until
 
+pytestmark = pytest.mark.engine
+
 ENGINES = ("0", "1")
 ENGINE_HEADER = "X-data-parallel-rank"
 """With it, a request names its engine; without, vLLM's balancer chooses."""

@@ -23,6 +23,8 @@ from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 from vllm_kvmerge.evaluation.loss import continuation_loss
 
+pytestmark = pytest.mark.engine
+
 model, prompts, continuations = json.load(open(sys.argv[1]))
 llm = LLM(model, **kvmerge_engine_args(
     dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=32 << 20,
