@@ -1,4 +1,4 @@
-"""The README's commands, as they stand, against the real server."""
+"""The commands of README and quickstart, as they stand, against the real server."""
 
 import json
 import re
@@ -15,9 +15,15 @@ pytestmark = pytest.mark.engine
 ONLY_AFTER_TROUBLE = {"vllm:kvmerge_overflows_total", "vllm:kvmerge_failed_compactions_total"}
 """Metrics without a sample as long as nothing has gone wrong."""
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BASH = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
-PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
+REQUEST_FIELD = (ROOT / "docs" / "request-field.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
 def run(command: list[str], **options) -> str:
@@ -26,15 +32,31 @@ def run(command: list[str], **options) -> str:
     return done.stdout
 
 
+def run_here(server, scripts: list[str]) -> list[str]:
+    """What each script prints; they are run by one shell, so that later ones see the variables of earlier ones."""
+    mark = "\n=====\n"
+    script = "set -e -o pipefail\n" + f"printf '{mark}'\n".join(scripts)
+    script = script.replace("http://127.0.0.1:8000", server.url).replace(".venv/bin/python", sys.executable)
+    return run(["bash", "-c", script]).split(mark)
+
+
 @pytest.fixture(scope="module")
 def outputs(server) -> list[str]:
-    """What each curl printed; the first block only draws the prompt that they share."""
-    here = [
-        block.replace("http://127.0.0.1:8000", server.url).replace(".venv/bin/python", sys.executable) for block in BASH
-    ]
-    mark = "\n=====\n"
-    script = f"set -e -o pipefail\n{here[0]}" + "".join(f"printf '{mark}'\n{block}" for block in here[1:])
-    return run(["bash", "-c", script]).split(mark)[1:]
+    """What each curl of the quickstart printed; the first block only draws the prompt that they share."""
+    return run_here(server, blocks(QUICKSTART, "bash"))[1:]
+
+
+def test_the_request_of_the_readme(server):
+    (answer,) = map(json.loads, run_here(server, blocks(README, "bash")))
+    (shown,) = map(json.loads, blocks(README, "json"))
+    assert shown["choices"][0].items() <= answer["choices"][0].items()
+    assert shown["usage"].items() <= answer["usage"].items()
+    told, held = shown["kv_transfer_params"]["kvmerge"], answer["kv_transfer_params"]["kvmerge"]
+    assert {name: held[name] for name in ("mean_entries", "peak_entries")} == {
+        name: told[name] for name in ("mean_entries", "peak_entries")
+    }
+    # The server of these tests has float32, which takes other bytes beside the same metadata.
+    assert held["mean_bytes"] / held["peak_bytes"] == pytest.approx(told["mean_bytes"] / told["peak_bytes"])
 
 
 def test_completions_with_and_without_a_policy(outputs):
@@ -55,10 +77,14 @@ def test_a_mistake_is_named(outputs):
     error = json.loads(outputs[3])["error"]
     assert error["param"] == "kv_compression.budget"
     assert error["code"] == 400
+    documented = next(
+        text for text in blocks((ROOT / "docs" / "request-field.md").read_text(), "json") if "error" in text
+    )
+    assert json.loads(documented)["error"] == error
 
 
 def test_metrics_are_all_there(outputs):
-    rows = re.findall(r"^\| (`vllm:kvmerge.*?) \|", README, re.M)
+    rows = re.findall(r"^\| (`vllm:kvmerge.*?) \|", OPERATIONS, re.M)
     named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
     assert len(named) == 15
     printed = {line.split("{")[0].split(" ")[0] for line in outputs[4].splitlines() if not line.startswith("#")}
@@ -79,18 +105,11 @@ def test_a_document_before_its_question(outputs):
 
 
 def test_the_official_client(server):
-    client, _ = PYTHON
+    client, _ = blocks(QUICKSTART, "python")
     assert run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).strip()
 
 
 def test_offline(tmp_path):
     script = tmp_path / "offline.py"
-    script.write_text(PYTHON[1])
+    script.write_text(blocks(QUICKSTART, "python")[1])
     assert run([sys.executable, str(script)]).strip()
-
-
-def test_every_policy_is_in_the_table():
-    from vllm_kvmerge.policies import PRESETS
-
-    first_cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", README, re.M)
-    assert {name for cell in first_cells for name in re.findall(r"\w+", cell)} == {"full", *PRESETS}
