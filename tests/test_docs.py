@@ -59,6 +59,17 @@ def test_readme_is_short():
     assert words(README) <= 900
 
 
+def test_the_figure_of_the_readme_is_measured():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "memory_pressure.json").read_text())["rows"]
+    by_case = {row["case"]: row for row in rows}
+    stock, ours = by_case["stock vLLM"], by_case["keepkv"]
+    text = " ".join(README.split())
+    assert f"completes {stock['requests_per_minute']['median']:.1f} requests per minute" in text
+    assert f"up to {stock['most_preemptions']} preemptions" in text
+    assert f"it completes {ours['requests_per_minute']['median']:.1f}, with none" in text
+    assert ours["most_preemptions"] == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_somewhere(page):
     assert dead_links(page) == []
