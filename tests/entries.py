@@ -6,20 +6,22 @@ from vllm_kvmerge.ops import PagedKVCache, SequenceLayers, reference
 from vllm_kvmerge.policies import Entries
 
 
-def gather_entries(pages: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> Entries:
+def gather_entries(cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> Entries:
     """Float32 copies; statistics as attention left them in the cache. ``blocks``: ``[blocks]``."""
-    units = SequenceLayers.of(pages, blocks, front, tail, seq_len)
-    index = _all(units.num_heads, units.num_entries, blocks)
-    keys, values = (reference.gather_rows(units, plane, index) for plane in ("keys", "values"))
-    return Entries(keys, values, *reference.gather_metadata(units))
+    seq_layers = SequenceLayers.of(cache, blocks, front, tail, seq_len)
+    index = _all(seq_layers.num_heads, seq_layers.num_entries, blocks)
+    keys, values = (reference.gather_rows(seq_layers, plane, index) for plane in ("keys", "values"))
+    return Entries(keys, values, *reference.gather_metadata(seq_layers))
 
 
-def write_front(pages: PagedKVCache, blocks: Tensor, entries: Entries) -> None:
+def write_front(cache: PagedKVCache, blocks: Tensor, entries: Entries) -> None:
     """Writes entries to slots ``[0, len(entries))`` of ``blocks``; other slots of the last block stay as they are."""
-    units = SequenceLayers.of(pages, blocks, 0, 0, len(entries))
-    places = _all(units.num_heads, len(entries), blocks)
-    reference.write_rows(units, blocks[None], places, entries.keys, entries.values)
-    reference.write_metadata(units, blocks[None], entries.log_votes, entries.scores, entries.aux, entries.positions)
+    seq_layers = SequenceLayers.of(cache, blocks, 0, 0, len(entries))
+    places = _all(seq_layers.num_heads, len(entries), blocks)
+    reference.write_rows(seq_layers, blocks[None], places, entries.keys, entries.values)
+    reference.write_metadata(
+        seq_layers, blocks[None], entries.log_votes, entries.scores, entries.aux, entries.positions
+    )
 
 
 def _all(num_heads: int, num_entries: int, like: Tensor) -> Tensor:

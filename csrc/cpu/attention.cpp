@@ -1,10 +1,13 @@
-#include "attention.h"
+// Attention over many sequences: how the work is cut into pieces and spread over threads.
+#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <vector>
 
 #include "parallel.h"
+#include "tensors.h"
 
 namespace kvmerge {
 namespace {
@@ -17,6 +20,16 @@ constexpr int64_t kMinPieceEntries = 512;      // shorter pieces cost more to co
 constexpr int64_t kMinParallelBytes = 64 << 10;
 
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+struct AttentionRow {
+  Segments segments;
+  Rows query, output;  // of the row's first token
+  int64_t num_queries;
+  ScoreMode mode;
+  float decay;
+  float *scores, *aux;   // [heads, entries] for the statistics, or null: the planes of the cache
+  int64_t score_stride;  // between heads
+};
 
 // One (sequence, KV head). Its queries are taken in rounds, a few at a time, so that scores see them in order.
 struct Unit {
@@ -39,11 +52,17 @@ struct Layout {
   }
 };
 
+// with_values: otherwise only the statistics are wanted, and output is not used.
 class Driver {
  public:
-  Driver(const Kernels& kernels, const PagedKVCache& pages, const std::vector<AttentionRow>& rows, int group, float scale,
-         bool with_values, bool new_start_empty)
-      : kernels_(kernels), pages_(pages), rows_(rows), group_(group), scale_(scale), with_values_(with_values),
+  Driver(const Kernels& kernels, const PagedKVCache& cache, const std::vector<AttentionRow>& rows, int group,
+         float scale, bool with_values, bool new_start_empty)
+      : kernels_(kernels),
+        cache_(cache),
+        rows_(rows),
+        group_(group),
+        scale_(scale),
+        with_values_(with_values),
         new_start_empty_(new_start_empty) {}
 
   void run() {
@@ -94,7 +113,7 @@ class Driver {
 
  private:
   Layout layout(const Unit& u) const {
-    return Layout(u, group_, pages_.head_size, with_values_, rows_[u.row].mode != ScoreMode::none);
+    return Layout(u, group_, cache_.head_size, with_values_, rows_[u.row].mode != ScoreMode::none);
   }
 
   void plan(int threads) {
@@ -105,11 +124,11 @@ class Driver {
     int64_t total = 0;
     for (int64_t i = 0; i < static_cast<int64_t>(rows_.size()); ++i) {
       if (rows_[i].num_queries == 0) continue;
-      const int64_t tiles = Tiles(rows_[i].segments, pages_.block_size).count;
+      const int64_t tiles = Tiles(rows_[i].segments, cache_.block_size).count;
       costs.push_back({i, tiles, tiles * rows_[i].num_queries});
-      total += costs.back().work * pages_.num_heads;
+      total += costs.back().work * cache_.num_heads;
     }
-    const int64_t bytes = total * kTile * pages_.head_size * pages_.item_size * 2;
+    const int64_t bytes = total * kTile * cache_.head_size * cache_.item_size * 2;
     threads_ = bytes < kMinParallelBytes ? 1 : threads;
     std::stable_sort(costs.begin(), costs.end(), [](const Cost& a, const Cost& b) { return a.work > b.work; });
     const int64_t share = std::max<int64_t>(1, total / (3 * threads_));
@@ -126,7 +145,7 @@ class Driver {
         pieces = std::clamp<int64_t>(c.work / share, 1, std::max<int64_t>(1, c.tiles * kTile / kMinPieceEntries));
       const int64_t per_piece = (chunks + pieces - 1) / pieces;
       pieces = (chunks + per_piece - 1) / per_piece;
-      for (int64_t head = 0; head < pages_.num_heads; ++head) {
+      for (int64_t head = 0; head < cache_.num_heads; ++head) {
         Unit u{c.row, head, c.tiles, at_once, pieces, per_piece, (row.num_queries + at_once - 1) / at_once};
         if (pieces > 1) shared += layout(u).total;
         units_.push_back(u);
@@ -159,7 +178,7 @@ class Driver {
     float* mine = partial + piece * l.piece;
     float* stored = partial + u.num_pieces * l.piece;
     Attend a{};
-    a.pages = &pages_;
+    a.cache = &cache_;
     a.segments = row.segments;
     a.head = static_cast<int32_t>(u.head);
     a.group = group_;
@@ -179,7 +198,7 @@ class Driver {
     a.maximum = mine;
     a.sum = mine + l.rows;
     a.accumulator = mine + l.piece - l.acc;
-    a.scratch = scratch.floats(kernels_.attend_scratch(l.rows, pages_.head_size));
+    a.scratch = scratch.floats(kernels_.attend_scratch(l.rows, cache_.head_size));
     kernels_.attend(a);
   }
 
@@ -187,7 +206,7 @@ class Driver {
     const AttentionRow& row = rows_[u.row];
     const Layout l = layout(u);
     Finish f{};
-    f.pages = &pages_;
+    f.cache = &cache_;
     f.head = static_cast<int32_t>(u.head);
     f.group = group_;
     f.num_queries = static_cast<int32_t>(num_queries(u, round));
@@ -209,7 +228,7 @@ class Driver {
     thread_local Scratch scratch;
     const float* stored = partial + u.num_pieces * l.piece;
     Update x{};
-    x.pages = &pages_;
+    x.cache = &cache_;
     x.segments = row.segments;
     x.head = static_cast<int32_t>(u.head);
     x.group = group_;
@@ -237,7 +256,7 @@ class Driver {
   }
 
   const Kernels& kernels_;
-  const PagedKVCache& pages_;
+  const PagedKVCache& cache_;
   const std::vector<AttentionRow>& rows_;
   const int group_;
   const float scale_;
@@ -246,11 +265,92 @@ class Driver {
   std::vector<Unit> units_;
 };
 
-}  // namespace
+// The operators as apache-tvm-ffi functions.
 
-void attend_rows(const Kernels& kernels, const PagedKVCache& pages, const std::vector<AttentionRow>& rows, int group,
-                 float scale, bool with_values, bool new_start_empty) {
-  Driver(kernels, pages, rows, group, scale, with_values, new_start_empty).run();
+ScoreMode mode_of(int64_t mode) {
+  KVM_CHECK(0 <= mode && mode <= 3, ValueError) << "score update mode " << mode << " is not 0, 1, 2 or 3";
+  return static_cast<ScoreMode>(mode);
 }
 
+// Query heads per KV head.
+int64_t group_of(const PagedKVCache& cache, const TensorView& query) {
+  KVM_CHECK(query.ndim() == 3, ValueError) << "query must have shape [tokens, heads, head_size]";
+  KVM_CHECK(cache.num_heads > 0 && query.size(1) > 0 && query.size(1) % cache.num_heads == 0, ValueError)
+      << query.size(1) << " query heads cannot share " << cache.num_heads << " KV heads";
+  return query.size(1) / cache.num_heads;
+}
+
+void call_paged_attention(TensorView query, TensorView keys, TensorView block_table, TensorView query_starts,
+                          TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
+                          TensorView score_modes, TensorView score_decays, double scale, TensorView output) {
+  const PagedKVCache cache = cache_of(keys);
+  const int64_t group = group_of(cache, query), heads = query.size(1), d = cache.head_size;
+  const Rows q = Argument("query", query).rows(heads, d), out = Argument("output", output).rows(heads, d);
+  const Argument table("block_table", block_table), decays("score_decays", score_decays);
+  table.check_shape({-1, -1});
+  const std::vector<int32_t> blocks = table.block_ids();
+  const int64_t num_rows = table.size(0), num_tokens = query.size(0);
+  decays.check_shape({num_rows});
+  const std::vector<int64_t> starts = Argument("query_starts", query_starts).integers(num_rows),
+                             lens = Argument("query_lens", query_lens).integers(num_rows),
+                             ends = Argument("seq_lens", seq_lens).integers(num_rows),
+                             front = Argument("fronts", fronts).integers(num_rows),
+                             tail = Argument("tails", tails).integers(num_rows),
+                             modes = Argument("score_modes", score_modes).integers(num_rows);
+  KVM_CHECK(output.size(0) >= num_tokens, ValueError) << "output has fewer tokens than query";
+  std::vector<AttentionRow> rows(num_rows);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    KVM_CHECK(0 <= starts[r] && 0 <= lens[r] && starts[r] + lens[r] <= num_tokens, ValueError)
+        << "row " << r << ": tokens [" << starts[r] << ", " << starts[r] + lens[r] << ") are not in the query";
+    AttentionRow& row = rows[r];
+    row.segments = segments_of(cache, blocks.data() + r * table.size(1), table.size(1), front[r], tail[r], ends[r]);
+    const int64_t entries = front[r] + ends[r] - tail[r];
+    KVM_CHECK(lens[r] <= entries, ValueError)
+        << "row " << r << ": " << lens[r] << " queries, " << entries << " entries";
+    const int64_t bytes = q.dtype == DType::f32 ? 4 : 2, out_bytes = out.dtype == DType::f32 ? 4 : 2;
+    row.query = q;
+    row.query.data = static_cast<char*>(q.data) + starts[r] * q.token_stride * bytes;
+    row.output = out;
+    row.output.data = static_cast<char*>(out.data) + starts[r] * out.token_stride * out_bytes;
+    row.num_queries = lens[r];
+    row.mode = mode_of(modes[r]);
+    row.decay = decays.f32()[r * decays.stride(0)];
+    row.scores = row.aux = nullptr;
+    row.score_stride = 0;
+  }
+  Driver(current(), cache, rows, static_cast<int>(group), static_cast<float>(scale), true, true).run();
+}
+
+void call_score_prompt_queries(TensorView query, TensorView keys, TensorView blocks, int64_t mode, double decay,
+                               double scale, TensorView scores, TensorView aux) {
+  const PagedKVCache cache = cache_of(keys);
+  const int64_t group = group_of(cache, query), heads = query.size(1);
+  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
+  const Argument s("scores", scores), x("aux", aux);
+  s.check_shape({cache.num_heads, -1});
+  const int64_t seq_len = s.size(1);
+  for (const Argument* a : {&s, &x}) {
+    a->check_shape({cache.num_heads, seq_len});
+    a->check_rows();
+    a->f32();
+  }
+  KVM_CHECK(s.stride(0) == x.stride(0), ValueError) << "scores and aux must have the same strides";
+  KVM_CHECK(query.size(0) <= seq_len, ValueError) << query.size(0) << " queries, but " << seq_len << " tokens";
+  AttentionRow row{};
+  row.segments = segments_of(cache, ids.data(), static_cast<int64_t>(ids.size()), 0, 0, seq_len);
+  row.query = Argument("query", query).rows(heads, cache.head_size);
+  row.num_queries = query.size(0);
+  row.mode = mode_of(mode);
+  row.decay = static_cast<float>(decay);
+  row.scores = s.f32();
+  row.aux = x.f32();
+  row.score_stride = s.stride(0);
+  if (row.mode == ScoreMode::none) return;
+  Driver(current(), cache, {row}, static_cast<int>(group), static_cast<float>(scale), false, false).run();
+}
+
+}  // namespace
 }  // namespace kvmerge
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_attention, kvmerge::call_paged_attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_prompt_queries, kvmerge::call_score_prompt_queries);

@@ -1,11 +1,18 @@
-#include "entries.h"
+// Reading and writing single entries of layers. Entry i of a sequence is slot i where i < front, else tail + i - front.
+//
+// A sequence layer is one layer of one sequence; all of a call have equally many heads and entries, and what operators
+// take and give is [sequence layers * heads, ...].
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "parallel.h"
+#include "tensors.h"
 
 namespace kvmerge {
 namespace {
@@ -13,23 +20,30 @@ namespace {
 #include "simd.h"
 #include "tiles.h"
 
+struct SequenceLayer {
+  PagedKVCache cache;
+  Segments segments;
+};
+typedef std::vector<SequenceLayer> SequenceLayers;
+
 constexpr int64_t kEntriesPerTask = 256;
 constexpr int64_t kMinParallelEntries = 512;  // below, waking threads costs more than it gains
 
-inline int threads_for(const SequenceLayers& units, int64_t count) {
-  const int64_t entries = static_cast<int64_t>(units.size()) * units[0].pages.num_heads * count;
+inline int threads_for(const SequenceLayers& seq_layers, int64_t count) {
+  const int64_t entries = static_cast<int64_t>(seq_layers.size()) * seq_layers[0].cache.num_heads * count;
   return entries < kMinParallelEntries ? 1 : max_threads();
 }
 
-// Calls task(unit, head, row, first, last) for ranges of `count` items of every head; row: unit * heads + head.
+// Calls task(one, head, row, first, last) for ranges of `count` items of every head; row: its number * heads + head.
 template <class F>
-void for_ranges(const SequenceLayers& units, int64_t count, int64_t per_task, const F& task) {
-  if (units.empty()) return;
-  const int64_t ranges = (count + per_task - 1) / per_task, heads = units[0].pages.num_heads;
-  parallel_for(static_cast<int64_t>(units.size()) * heads * ranges, threads_for(units, count), [&](int64_t i) {
-    const int64_t row = i / ranges, first = i % ranges * per_task;
-    task(units[row / heads], row % heads, row, first, std::min(count, first + per_task));
-  });
+void for_ranges(const SequenceLayers& seq_layers, int64_t count, int64_t per_task, const F& task) {
+  if (seq_layers.empty()) return;
+  const int64_t ranges = (count + per_task - 1) / per_task, heads = seq_layers[0].cache.num_heads;
+  parallel_for(static_cast<int64_t>(seq_layers.size()) * heads * ranges, threads_for(seq_layers, count),
+               [&](int64_t i) {
+                 const int64_t row = i / ranges, first = i % ranges * per_task;
+                 task(seq_layers[row / heads], row % heads, row, first, std::min(count, first + per_task));
+               });
 }
 
 // Calls f with a null pointer to the cache's element type.
@@ -46,45 +60,39 @@ struct Place {
   bool operator==(const Place& other) const { return block == other.block && offset == other.offset; }
 };
 
-inline Place place_of_slot(const PagedKVCache& pages, const int32_t* blocks, int64_t slot) {
-  return {blocks[slot / pages.block_size], slot % pages.block_size};
+inline Place place_of_slot(const PagedKVCache& cache, const int32_t* blocks, int64_t slot) {
+  return {blocks[slot / cache.block_size], slot % cache.block_size};
 }
 
-inline Place place_of_entry(const PagedKVCache& pages, const Segments& s, int64_t entry) {
-  return place_of_slot(pages, s.blocks, entry < s.front ? entry : s.tail + entry - s.front);
+inline Place place_of_entry(const PagedKVCache& cache, const Segments& s, int64_t entry) {
+  return place_of_slot(cache, s.blocks, entry < s.front ? entry : s.tail + entry - s.front);
 }
 
 // The key at a place: elements block_size apart.
 template <class T>
-inline T* key_at(const PagedKVCache& pages, int64_t head, Place at) {
-  return reinterpret_cast<T*>(region(pages, at.block, head)) + at.offset;
+inline T* key_at(const PagedKVCache& cache, int64_t head, Place at) {
+  return reinterpret_cast<T*>(region(cache, at.block, head)) + at.offset;
 }
 
 template <class T>
-inline T* value_at(const PagedKVCache& pages, int64_t head, Place at) {
-  return reinterpret_cast<T*>(region(pages, at.block, head)) +
-         (static_cast<int64_t>(pages.block_size) + at.offset) * pages.head_size;
+inline T* value_at(const PagedKVCache& cache, int64_t head, Place at) {
+  return reinterpret_cast<T*>(region(cache, at.block, head)) +
+         (static_cast<int64_t>(cache.block_size) + at.offset) * cache.head_size;
 }
 
 template <class T>
-inline void read_key(const PagedKVCache& pages, int64_t head, Place at, float* out) {
-  const T* key = key_at<T>(pages, head, at);
-  for (int64_t e = 0; e < pages.head_size; ++e) out[e] = to_float(key[e * pages.block_size]);
-}
-
-template <class T>
-inline void read_value(const PagedKVCache& pages, int64_t head, Place at, float* out) {
-  const T* value = value_at<T>(pages, head, at);
-  for (int64_t e = 0; e < pages.head_size; ++e) out[e] = to_float(value[e]);
+inline void read_value(const PagedKVCache& cache, int64_t head, Place at, float* out) {
+  const T* value = value_at<T>(cache, head, at);
+  for (int64_t e = 0; e < cache.head_size; ++e) out[e] = to_float(value[e]);
 }
 
 inline int64_t num_entries(const Segments& s) { return s.front + s.seq_len - s.tail; }
 
 // Calls f(block, offset, count, entry) for the pieces of the entries [first, last) that lie in one block each.
 template <class F>
-void for_pieces(const Unit& unit, int64_t first, int64_t last, const F& f) {
-  const Segments& s = unit.segments;
-  const int64_t bs = unit.pages.block_size;
+void for_pieces(const SequenceLayer& one, int64_t first, int64_t last, const F& f) {
+  const Segments& s = one.segments;
+  const int64_t bs = one.cache.block_size;
   for (int64_t i = first; i < last;) {
     const int64_t slot = i < s.front ? i : s.tail + i - s.front, offset = slot % bs;
     const int64_t count = std::min({bs - offset, last - i, i < s.front ? s.front - i : last - i});
@@ -93,51 +101,51 @@ void for_pieces(const Unit& unit, int64_t first, int64_t last, const F& f) {
   }
 }
 
-}  // namespace
-
-void gather_metadata(const SequenceLayers& units, float* log_votes, float* scores, float* aux, int64_t* positions) {
-  if (units.empty()) return;
-  const int64_t n = num_entries(units[0].segments);
-  for_ranges(units, n, kEntriesPerTask, [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
-    const Segments& s = unit.segments;
-    for_pieces(unit, first, last, [&](int64_t block, int64_t offset, int64_t count, int64_t entry) {
-      const int64_t to = row * n + entry;
-      const auto copy = [&](float* out, Plane which) {
-        std::memcpy(out + to, plane(unit.pages, block, head, which) + offset, count * sizeof(float));
-      };
-      copy(scores, kScores);
-      copy(aux, kAux);
-      if (entry < s.front) {
-        copy(log_votes, kLogVotes);
-        const int32_t* from = reinterpret_cast<int32_t*>(plane(unit.pages, block, head, kPositions)) + offset;
-        for (int64_t k = 0; k < count; ++k) positions[to + k] = from[k];
-      } else {
-        std::fill_n(log_votes + to, count, 0.0f);
-        for (int64_t k = 0; k < count; ++k) positions[to + k] = s.tail + entry - s.front + k;
-      }
-    });
-  });
+// log_votes, scores, aux: [rows, n] float32; positions: [rows, n] int64. Votes and positions behind the front are
+// implied. All seq_layers have n entries.
+void gather_metadata(const SequenceLayers& seq_layers, float* log_votes, float* scores, float* aux,
+                     int64_t* positions) {
+  if (seq_layers.empty()) return;
+  const int64_t n = num_entries(seq_layers[0].segments);
+  for_ranges(seq_layers, n, kEntriesPerTask,
+             [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
+               const Segments& s = one.segments;
+               for_pieces(one, first, last, [&](int64_t block, int64_t offset, int64_t count, int64_t entry) {
+                 const int64_t to = row * n + entry;
+                 const auto copy = [&](float* out, Plane which) {
+                   std::memcpy(out + to, plane(one.cache, block, head, which) + offset, count * sizeof(float));
+                 };
+                 copy(scores, kScores);
+                 copy(aux, kAux);
+                 if (entry < s.front) {
+                   copy(log_votes, kLogVotes);
+                   const int32_t* from = reinterpret_cast<int32_t*>(plane(one.cache, block, head, kPositions)) + offset;
+                   for (int64_t k = 0; k < count; ++k) positions[to + k] = from[k];
+                 } else {
+                   std::fill_n(log_votes + to, count, 0.0f);
+                   for (int64_t k = 0; k < count; ++k) positions[to + k] = s.tail + entry - s.front + k;
+                 }
+               });
+             });
 }
 
-namespace {
-
-// Keys of the entries at index, [count, head_size]. Where many lie in one block one after the other they are read together:
-// an element's neighbours share its cache line.
+// Keys of the entries at index, [count, head_size]. Where many lie in one block one after the other they are read
+// together: an element's neighbours share its cache line.
 template <class T>
-void gather_keys(const Unit& unit, int64_t head, const int64_t* index, int64_t count, float* rows) {
-  const int64_t d = unit.pages.head_size, bs = unit.pages.block_size;
+void gather_keys(const SequenceLayer& one, int64_t head, const int64_t* index, int64_t count, float* rows) {
+  const int64_t d = one.cache.head_size, bs = one.cache.block_size;
   constexpr int64_t kMany = 8;
   for (int64_t first = 0; first < count;) {
     if (index[first] < 0) {
       std::fill_n(rows + first++ * d, d, 0.0f);
       continue;
     }
-    const Place start = place_of_entry(unit.pages, unit.segments, index[first]);
+    const Place start = place_of_entry(one.cache, one.segments, index[first]);
     int64_t some = 1;
     while (first + some < count && index[first + some] == index[first] + some &&
-           place_of_entry(unit.pages, unit.segments, index[first + some]) == Place{start.block, start.offset + some})
+           place_of_entry(one.cache, one.segments, index[first + some]) == Place{start.block, start.offset + some})
       ++some;
-    const T* keys = key_at<T>(unit.pages, head, start);
+    const T* keys = key_at<T>(one.cache, head, start);
     float* out = rows + first * d;
     if (some < kMany) {
       for (int64_t i = 0; i < some; ++i)
@@ -150,55 +158,38 @@ void gather_keys(const Unit& unit, int64_t head, const int64_t* index, int64_t c
   }
 }
 
-}  // namespace
-
-void gather_rows(const SequenceLayers& units, bool keys, const int64_t* index, int64_t count, float* rows) {
-  if (units.empty()) return;
-  with_type(units[0].pages.dtype, [&](auto* type) {
+// rows: [rows, count, head_size] float32, of the entries index[row * count + i]; zeros where negative.
+void gather_rows(const SequenceLayers& seq_layers, bool keys, const int64_t* index, int64_t count, float* rows) {
+  if (seq_layers.empty()) return;
+  with_type(seq_layers[0].cache.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
-    for_ranges(units, count, kEntriesPerTask,
-               [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
-                 const int64_t d = unit.pages.head_size;
+    for_ranges(seq_layers, count, kEntriesPerTask,
+               [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
+                 const int64_t d = one.cache.head_size;
                  const int64_t* entries = index + row * count;
                  float* out = rows + row * count * d;
-                 if (keys) return gather_keys<T>(unit, head, entries + first, last - first, out + first * d);
+                 if (keys) return gather_keys<T>(one, head, entries + first, last - first, out + first * d);
                  for (int64_t i = first; i < last; ++i) {
                    if (entries[i] < 0) std::fill_n(out + i * d, d, 0.0f);
                    else
-                     read_value<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, entries[i]), out + i * d);
+                     read_value<T>(one.cache, head, place_of_entry(one.cache, one.segments, entries[i]), out + i * d);
                  }
                });
   });
 }
 
-void gather_all(const SequenceLayers& units, float* keys, float* values) {
-  if (units.empty()) return;
-  const int64_t n = num_entries(units[0].segments), d = units[0].pages.head_size;
-  with_type(units[0].pages.dtype, [&](auto* type) {
-    typedef std::remove_pointer_t<decltype(type)> T;
-    for_ranges(units, n, kEntriesPerTask, [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const Place at = place_of_entry(unit.pages, unit.segments, i);
-        read_key<T>(unit.pages, head, at, keys + (row * n + i) * d);
-        read_value<T>(unit.pages, head, at, values + (row * n + i) * d);
-      }
-    });
-  });
-}
-
-namespace {
-
 inline float inverse_length(float squares) { return 1.0f / std::max(std::sqrt(squares), 1e-12f); }
 
 // keys: [count, head_size], those of the entries, and one over the length of each.
 template <class T, class Q>
-void read_members(const Unit& unit, int64_t head, const int64_t* entries, int64_t count, Q* keys, float* lengths) {
-  const int64_t d = unit.pages.head_size;
+void read_sources(const SequenceLayer& one, int64_t head, const int64_t* entries, int64_t count, Q* keys,
+                  float* lengths) {
+  const int64_t d = one.cache.head_size;
   for (int64_t r = 0; r < count; ++r) {
-    const T* key = key_at<T>(unit.pages, head, place_of_entry(unit.pages, unit.segments, entries[r]));
+    const T* key = key_at<T>(one.cache, head, place_of_entry(one.cache, one.segments, entries[r]));
     typename SumOfSquares<T>::type squares = 0;
     for (int64_t e = 0; e < d; ++e) {
-      const float x = to_float(key[e * unit.pages.block_size]);
+      const float x = to_float(key[e * one.cache.block_size]);
       squares += static_cast<decltype(squares)>(x) * x;
       keys[r * d + e] = from_float<Q>(x);
     }
@@ -206,130 +197,132 @@ void read_members(const Unit& unit, int64_t head, const int64_t* entries, int64_
   }
 }
 
-// Members and carriers of all heads, as the kernel multiplies them.
+// Sources and targets of all heads, as the kernel multiplies them.
 template <class T, class Q>
-void find_most_similar(const Kernels& kernels, const SequenceLayers& units, const int64_t* members, int64_t num_members,
-                       const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
-                       int64_t* best) {
-  const int64_t d = units[0].pages.head_size, heads = static_cast<int64_t>(units.size()) * units[0].pages.num_heads;
-  const int64_t num_tiles = (num_carriers + kTile - 1) / kTile;
-  // Usable carriers side by side: tiles [d, kTile], the length of each, which carrier it is.
+void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers, const int64_t* sources,
+                       int64_t num_sources, const int64_t* targets, int64_t num_targets, const uint8_t* usable,
+                       float* similarity, int64_t* best) {
+  const int64_t d = seq_layers[0].cache.head_size,
+                heads = static_cast<int64_t>(seq_layers.size()) * seq_layers[0].cache.num_heads;
+  const int64_t num_tiles = (num_targets + kTile - 1) / kTile;
+  // Usable targets side by side: tiles [d, kTile], the length of each, which target it is.
   std::vector<Q> packed(heads * num_tiles * kTile * d);
   std::vector<float> inverse(heads * num_tiles * kTile);
   std::vector<int32_t> names(heads * num_tiles * kTile), counts(heads);
   for (int64_t h = 0; h < heads; ++h)
-    for (int64_t i = 0; i < num_carriers; ++i)
-      if (usable[h * num_carriers + i]) names[h * num_tiles * kTile + counts[h]++] = static_cast<int32_t>(i);
+    for (int64_t i = 0; i < num_targets; ++i)
+      if (usable[h * num_targets + i]) names[h * num_tiles * kTile + counts[h]++] = static_cast<int32_t>(i);
 
-  for_ranges(units, num_tiles, kEntriesPerTask / kTile,
-             [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
-    const PagedKVCache& pages = unit.pages;
-    for (int64_t tile = first; tile < last; ++tile) {
-      const int64_t at = row * num_tiles + tile;
-      for (int64_t lane = 0; lane < kTile && tile * kTile + lane < counts[row]; ++lane) {
-        const int64_t carrier = names[at * kTile + lane];
-        const int64_t entry = carriers[row * num_carriers + carrier];
-        const T* key = key_at<T>(pages, head, place_of_entry(pages, unit.segments, entry));
-        typename SumOfSquares<T>::type squares = 0;
-        for (int64_t e = 0; e < d; ++e) {
-          const float x = to_float(key[e * pages.block_size]);
-          squares += static_cast<decltype(squares)>(x) * x;
-          packed[(at * d + e) * kTile + lane] = from_float<Q>(x);
-        }
-        inverse[at * kTile + lane] = inverse_length(static_cast<float>(squares));
-      }
-    }
-  });
+  for_ranges(seq_layers, num_tiles, kEntriesPerTask / kTile,
+             [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
+               const PagedKVCache& cache = one.cache;
+               for (int64_t tile = first; tile < last; ++tile) {
+                 const int64_t at = row * num_tiles + tile;
+                 for (int64_t lane = 0; lane < kTile && tile * kTile + lane < counts[row]; ++lane) {
+                   const int64_t target = names[at * kTile + lane];
+                   const int64_t entry = targets[row * num_targets + target];
+                   const T* key = key_at<T>(cache, head, place_of_entry(cache, one.segments, entry));
+                   typename SumOfSquares<T>::type squares = 0;
+                   for (int64_t e = 0; e < d; ++e) {
+                     const float x = to_float(key[e * cache.block_size]);
+                     squares += static_cast<decltype(squares)>(x) * x;
+                     packed[(at * d + e) * kTile + lane] = from_float<Q>(x);
+                   }
+                   inverse[at * kTile + lane] = inverse_length(static_cast<float>(squares));
+                 }
+               }
+             });
 
-  constexpr int64_t kMembersPerTask = 64;
-  for_ranges(units, num_members, kMembersPerTask,
-             [&](const Unit& unit, int64_t kv_head, int64_t head, int64_t first, int64_t last) {
-    thread_local Scratch scratch;
-    const int64_t rows = last - first;
-    float* lengths = scratch.floats(kMembersPerTask * (d + 2) + kernels.similar_scratch(kMembersPerTask));
-    float* found = lengths + kMembersPerTask;
-    Q* keys = reinterpret_cast<Q*>(found + kMembersPerTask);
-    int32_t where[kMembersPerTask];
-    read_members<T>(unit, kv_head, members + head * num_members + first, rows, keys, lengths);
-    Similar x{};
-    x.in_pairs = sizeof(Q) == 2;
-    x.head_size = static_cast<int32_t>(d);
-    x.num_members = static_cast<int32_t>(rows);
-    x.num_carriers = counts[head];
-    x.members = keys;
-    x.carriers = packed.data() + head * num_tiles * kTile * d;
-    x.inverse = inverse.data() + head * num_tiles * kTile;
-    x.best = found;
-    x.where = where;
-    x.scratch = found + kMembersPerTask + kMembersPerTask * d;
-    kernels.similar(x);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t to = head * num_members + first + r;
-      const bool none = counts[head] == 0;
-      similarity[to] = none ? -std::numeric_limits<float>::infinity() : std::min(1.0f, found[r] * lengths[r]);
-      best[to] = carriers[head * num_carriers + (none ? 0 : names[head * num_tiles * kTile + where[r]])];
-    }
-  });
+  constexpr int64_t kSourcesPerTask = 64;
+  for_ranges(seq_layers, num_sources, kSourcesPerTask,
+             [&](const SequenceLayer& one, int64_t kv_head, int64_t head, int64_t first, int64_t last) {
+               thread_local Scratch scratch;
+               const int64_t rows = last - first;
+               float* lengths = scratch.floats(kSourcesPerTask * (d + 2) + kernels.similar_scratch(kSourcesPerTask));
+               float* found = lengths + kSourcesPerTask;
+               Q* keys = reinterpret_cast<Q*>(found + kSourcesPerTask);
+               int32_t where[kSourcesPerTask];
+               read_sources<T>(one, kv_head, sources + head * num_sources + first, rows, keys, lengths);
+               Similar x{};
+               x.in_pairs = sizeof(Q) == 2;
+               x.head_size = static_cast<int32_t>(d);
+               x.num_sources = static_cast<int32_t>(rows);
+               x.num_targets = counts[head];
+               x.sources = keys;
+               x.targets = packed.data() + head * num_tiles * kTile * d;
+               x.inverse = inverse.data() + head * num_tiles * kTile;
+               x.best = found;
+               x.where = where;
+               x.scratch = found + kSourcesPerTask + kSourcesPerTask * d;
+               kernels.similar(x);
+               for (int64_t r = 0; r < rows; ++r) {
+                 const int64_t to = head * num_sources + first + r;
+                 const bool none = counts[head] == 0;
+                 similarity[to] =
+                     none ? -std::numeric_limits<float>::infinity() : std::min(1.0f, found[r] * lengths[r]);
+                 best[to] = targets[head * num_targets + (none ? 0 : names[head * num_tiles * kTile + where[r]])];
+               }
+             });
 }
 
-// The same where members are few and most entries are carriers: keys are multiplied where they lie.
+// The same where sources are few and most entries are targets: keys are multiplied where they lie.
 template <class T, class Q>
-void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& units, const int64_t* members, int64_t num_members,
-                               const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
-                               int64_t* best) {
-  const int64_t d = units[0].pages.head_size, heads = units[0].pages.num_heads, n = num_entries(units[0].segments);
-  parallel_for(static_cast<int64_t>(units.size()) * heads, threads_for(units, n), [&](int64_t row) {
-    const Unit& unit = units[row / heads];
-    const int64_t head = row % heads, *own = carriers + row * num_carriers;
+void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& seq_layers, const int64_t* sources,
+                               int64_t num_sources, const int64_t* targets, int64_t num_targets, const uint8_t* usable,
+                               float* similarity, int64_t* best) {
+  const int64_t d = seq_layers[0].cache.head_size, heads = seq_layers[0].cache.num_heads,
+                n = num_entries(seq_layers[0].segments);
+  parallel_for(static_cast<int64_t>(seq_layers.size()) * heads, threads_for(seq_layers, n), [&](int64_t row) {
+    const SequenceLayer& one = seq_layers[row / heads];
+    const int64_t head = row % heads, *own = targets + row * num_targets;
     thread_local Scratch scratch;
-    float* lengths = scratch.floats(num_members * (d + 3) + n + kernels.similar_entries_scratch(num_members));
-    float* found = lengths + num_members;
-    int32_t *where = reinterpret_cast<int32_t*>(found + num_members), *ranks = where + num_members;
+    float* lengths = scratch.floats(num_sources * (d + 3) + n + kernels.similar_entries_scratch(num_sources));
+    float* found = lengths + num_sources;
+    int32_t *where = reinterpret_cast<int32_t*>(found + num_sources), *ranks = where + num_sources;
     Q* keys = reinterpret_cast<Q*>(ranks + n);
-    read_members<T>(unit, head, members + row * num_members, num_members, keys, lengths);
+    read_sources<T>(one, head, sources + row * num_sources, num_sources, keys, lengths);
     std::fill_n(ranks, n, INT32_MAX);
-    for (int64_t i = num_carriers - 1; i >= 0; --i)
-      if (usable[row * num_carriers + i]) ranks[own[i]] = static_cast<int32_t>(i);
+    for (int64_t i = num_targets - 1; i >= 0; --i)
+      if (usable[row * num_targets + i]) ranks[own[i]] = static_cast<int32_t>(i);
     SimilarEntries x{};
-    x.pages = &unit.pages;
-    x.segments = unit.segments;
+    x.cache = &one.cache;
+    x.segments = one.segments;
     x.head = static_cast<int32_t>(head);
-    x.num_members = static_cast<int32_t>(num_members);
+    x.num_sources = static_cast<int32_t>(num_sources);
     x.in_pairs = sizeof(Q) == 2;
-    x.members = keys;
+    x.sources = keys;
     x.ranks = ranks;
     x.best = found;
     x.where = where;
-    x.scratch = reinterpret_cast<float*>(ranks + n) + num_members * d;
+    x.scratch = reinterpret_cast<float*>(ranks + n) + num_sources * d;
     kernels.similar_entries(x);
-    for (int64_t r = 0; r < num_members; ++r) {
+    for (int64_t r = 0; r < num_sources; ++r) {
       const bool none = where[r] == INT32_MAX;
-      similarity[row * num_members + r] =
+      similarity[row * num_sources + r] =
           none ? -std::numeric_limits<float>::infinity() : std::min(1.0f, found[r] * lengths[r]);
-      best[row * num_members + r] = own[none ? 0 : where[r]];
+      best[row * num_sources + r] = own[none ? 0 : where[r]];
     }
   });
 }
 
 template <class T, class Q>
-void find(const Kernels& kernels, const SequenceLayers& units, const int64_t* members, int64_t num_members,
-          const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity, int64_t* best) {
-  constexpr int64_t kFewMembers = 64;
-  const bool in_place = num_members <= kFewMembers && 2 * num_carriers >= num_entries(units[0].segments);
+void find(const Kernels& kernels, const SequenceLayers& seq_layers, const int64_t* sources, int64_t num_sources,
+          const int64_t* targets, int64_t num_targets, const uint8_t* usable, float* similarity, int64_t* best) {
+  constexpr int64_t kFewSources = 64;
+  const bool in_place = num_sources <= kFewSources && 2 * num_targets >= num_entries(seq_layers[0].segments);
   const auto run = in_place ? find_most_similar_entries<T, Q> : find_most_similar<T, Q>;
-  run(kernels, units, members, num_members, carriers, num_carriers, usable, similarity, best);
+  run(kernels, seq_layers, sources, num_sources, targets, num_targets, usable, similarity, best);
 }
 
-}  // namespace
-
-void most_similar(const Kernels& kernels, const SequenceLayers& units, const int64_t* members, int64_t num_members,
-                  const int64_t* carriers, int64_t num_carriers, const uint8_t* usable, float* similarity,
+// similarity, best: [rows, num_sources].
+void most_similar(const Kernels& kernels, const SequenceLayers& seq_layers, const int64_t* sources, int64_t num_sources,
+                  const int64_t* targets, int64_t num_targets, const uint8_t* usable, float* similarity,
                   int64_t* best) {
-  if (units.empty() || num_members == 0) return;
+  if (seq_layers.empty() || num_sources == 0) return;
   const auto run = [&](auto find) {
-    find(kernels, units, members, num_members, carriers, num_carriers, usable, similarity, best);
+    find(kernels, seq_layers, sources, num_sources, targets, num_targets, usable, similarity, best);
   };
-  const DType dtype = units[0].pages.dtype;
+  const DType dtype = seq_layers[0].cache.dtype;
   // Products of bfloat16 are exact in float32, so pairs lose nothing.
   if (dtype == DType::f32) run(find<float, float>);
   else if (dtype == DType::f16) run(find<F16, float>);
@@ -337,19 +330,21 @@ void most_similar(const Kernels& kernels, const SequenceLayers& units, const int
   else run(find<BF16, float>);
 }
 
-void fused_attention(const Kernels& kernels, const SequenceLayers& units, const float* queries, int64_t group,
+// fused: [rows, n], see Fuse. queries: [rows, group, num_queries, head_size]; query_positions: [rows, num_queries];
+// log_votes, positions: [rows, n].
+void fused_attention(const Kernels& kernels, const SequenceLayers& seq_layers, const float* queries, int64_t group,
                      const int64_t* query_positions, int64_t num_queries, const float* log_votes,
                      const int64_t* positions, float scale, bool largest, float* fused) {
-  if (units.empty()) return;
-  const int64_t heads = units[0].pages.num_heads, d = units[0].pages.head_size;
-  const int64_t n = num_entries(units[0].segments);
-  parallel_for(static_cast<int64_t>(units.size()) * heads, threads_for(units, n), [&](int64_t row) {
-    const Unit& unit = units[row / heads];
-    const int64_t num_tiles = Tiles(unit.segments, unit.pages.block_size).count;
+  if (seq_layers.empty()) return;
+  const int64_t heads = seq_layers[0].cache.num_heads, d = seq_layers[0].cache.head_size;
+  const int64_t n = num_entries(seq_layers[0].segments);
+  parallel_for(static_cast<int64_t>(seq_layers.size()) * heads, threads_for(seq_layers, n), [&](int64_t row) {
+    const SequenceLayer& one = seq_layers[row / heads];
+    const int64_t num_tiles = Tiles(one.segments, one.cache.block_size).count;
     thread_local Scratch scratch;
     Fuse f{};
-    f.pages = &unit.pages;
-    f.segments = unit.segments;
+    f.cache = &one.cache;
+    f.segments = one.segments;
     f.head = static_cast<int32_t>(row % heads);
     f.group = static_cast<int32_t>(group);
     f.num_queries = static_cast<int32_t>(num_queries);
@@ -365,16 +360,18 @@ void fused_attention(const Kernels& kernels, const SequenceLayers& units, const 
   });
 }
 
-void move_entries(const SequenceLayers& units, const std::vector<const int32_t*>& destinations, const int64_t* kept,
-                  int64_t count) {
-  if (units.empty()) return;
-  with_type(units[0].pages.dtype, [&](auto* type) {
+// destination: per one the blocks of the places; kept: [rows, count].
+void move_entries(const SequenceLayers& seq_layers, const std::vector<const int32_t*>& destinations,
+                  const int64_t* kept, int64_t count) {
+  if (seq_layers.empty()) return;
+  with_type(seq_layers[0].cache.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
-    const int64_t heads = units[0].pages.num_heads, d = units[0].pages.head_size, bs = units[0].pages.block_size;
+    const int64_t heads = seq_layers[0].cache.num_heads, d = seq_layers[0].cache.head_size,
+                  bs = seq_layers[0].cache.block_size;
     // A head's moves are in one buffer before the first is written, because places may overlap.
-    parallel_for(static_cast<int64_t>(units.size()) * heads, threads_for(units, count), [&](int64_t row) {
-      const PagedKVCache& pages = units[row / heads].pages;
-      const Segments& s = units[row / heads].segments;
+    parallel_for(static_cast<int64_t>(seq_layers.size()) * heads, threads_for(seq_layers, count), [&](int64_t row) {
+      const PagedKVCache& cache = seq_layers[row / heads].cache;
+      const Segments& s = seq_layers[row / heads].segments;
       const int32_t* destination = destinations[row / heads];
       const int64_t *from = kept + row * count, head = row % heads;
       thread_local std::vector<int64_t> moving, empty;
@@ -387,24 +384,24 @@ void move_entries(const SequenceLayers& units, const std::vector<const int32_t*>
         for (int64_t i = first; i < last; ++i) {
           if (from[i] == i && i < stays) continue;
           if (from[i] < 0) empty.push_back(i);
-          else if (!(place_of_entry(pages, s, from[i]) == place_of_slot(pages, destination, i))) moving.push_back(i);
+          else if (!(place_of_entry(cache, s, from[i]) == place_of_slot(cache, destination, i))) moving.push_back(i);
         }
       }
       thread_local Scratch scratch;
       T* buffer = reinterpret_cast<T*>(scratch.floats(static_cast<int64_t>(moving.size() + 1) * 2 * d));
       T* next = buffer;
       for (int64_t i : moving) {
-        const Place at = place_of_entry(pages, s, from[i]);
-        const T* key = key_at<T>(pages, head, at);
+        const Place at = place_of_entry(cache, s, from[i]);
+        const T* key = key_at<T>(cache, head, at);
         for (int64_t e = 0; e < d; ++e) next[e] = key[e * bs];
-        std::memcpy(next + d, value_at<T>(pages, head, at), d * sizeof(T));
+        std::memcpy(next + d, value_at<T>(cache, head, at), d * sizeof(T));
         next += 2 * d;
       }
       const auto write = [&](int64_t slot, const T* values) {
-        const Place to = place_of_slot(pages, destination, slot);
-        T* key = key_at<T>(pages, head, to);
+        const Place to = place_of_slot(cache, destination, slot);
+        T* key = key_at<T>(cache, head, to);
         for (int64_t e = 0; e < d; ++e) key[e * bs] = values[e];
-        std::memcpy(value_at<T>(pages, head, to), values + d, d * sizeof(T));
+        std::memcpy(value_at<T>(cache, head, to), values + d, d * sizeof(T));
       };
       std::memset(next, 0, 2 * d * sizeof(T));
       for (int64_t i : empty) write(i, next);
@@ -417,22 +414,24 @@ void move_entries(const SequenceLayers& units, const std::vector<const int32_t*>
   });
 }
 
-void write_rows(const SequenceLayers& units, const int64_t* places, int64_t count, const float* keys, const float* values) {
-  if (units.empty()) return;
-  with_type(units[0].pages.dtype, [&](auto* type) {
+// places: [rows, count] slots of each one's segments.blocks. keys, values: [rows, count, head_size] or null.
+void write_rows(const SequenceLayers& seq_layers, const int64_t* places, int64_t count, const float* keys,
+                const float* values) {
+  if (seq_layers.empty()) return;
+  with_type(seq_layers[0].cache.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
-    for_ranges(units, count, kEntriesPerTask,
-               [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
-                 const int64_t d = unit.pages.head_size, bs = unit.pages.block_size;
+    for_ranges(seq_layers, count, kEntriesPerTask,
+               [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
+                 const int64_t d = one.cache.head_size, bs = one.cache.block_size;
                  for (int64_t i = row * count + first; i < row * count + last; ++i) {
                    if (places[i] < 0) continue;
-                   const Place to = place_of_slot(unit.pages, unit.segments.blocks, places[i]);
+                   const Place to = place_of_slot(one.cache, one.segments.blocks, places[i]);
                    if (keys) {
-                     T* key = key_at<T>(unit.pages, head, to);
+                     T* key = key_at<T>(one.cache, head, to);
                      for (int64_t e = 0; e < d; ++e) key[e * bs] = from_float<T>(keys[i * d + e]);
                    }
                    if (values) {
-                     T* value = value_at<T>(unit.pages, head, to);
+                     T* value = value_at<T>(one.cache, head, to);
                      for (int64_t e = 0; e < d; ++e) value[e] = from_float<T>(values[i * d + e]);
                    }
                  }
@@ -440,43 +439,45 @@ void write_rows(const SequenceLayers& units, const int64_t* places, int64_t coun
   });
 }
 
-void write_metadata(const SequenceLayers& units, int64_t count, const float* log_votes, const float* scores, const float* aux,
-                    const int64_t* positions) {
-  for_ranges(units, count, kEntriesPerTask,
-             [&](const Unit& unit, int64_t head, int64_t row, int64_t first, int64_t last) {
-               const int64_t bs = unit.pages.block_size;
+// [rows, count] each, to slots [0, count) of each one's segments.blocks.
+void write_metadata(const SequenceLayers& seq_layers, int64_t count, const float* log_votes, const float* scores,
+                    const float* aux, const int64_t* positions) {
+  for_ranges(seq_layers, count, kEntriesPerTask,
+             [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
+               const int64_t bs = one.cache.block_size;
                for (int64_t slot = first; slot < last;) {
                  const int64_t offset = slot % bs, some = std::min(bs - offset, last - slot);
-                 const int64_t block = unit.segments.blocks[slot / bs], from = row * count + slot;
+                 const int64_t block = one.segments.blocks[slot / bs], from = row * count + slot;
                  const auto copy = [&](const float* in, Plane which) {
-                   std::memcpy(plane(unit.pages, block, head, which) + offset, in + from, some * sizeof(float));
+                   std::memcpy(plane(one.cache, block, head, which) + offset, in + from, some * sizeof(float));
                  };
                  copy(log_votes, kLogVotes);
                  copy(scores, kScores);
                  copy(aux, kAux);
-                 int32_t* to = reinterpret_cast<int32_t*>(plane(unit.pages, block, head, kPositions)) + offset;
+                 int32_t* to = reinterpret_cast<int32_t*>(plane(one.cache, block, head, kPositions)) + offset;
                  for (int64_t k = 0; k < some; ++k) to[k] = static_cast<int32_t>(positions[from + k]);
                  slot += some;
                }
              });
 }
 
-void write_tokens(const PagedKVCache& pages, const std::vector<int64_t>& slots, const Rows& keys, const Rows& values) {
-  with_type(pages.dtype, [&](auto* type) {
+// slots: block * block_size + offset, negative: none.
+void write_tokens(const PagedKVCache& cache, const std::vector<int64_t>& slots, const Rows& keys, const Rows& values) {
+  with_type(cache.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
     with_type(keys.dtype, [&](auto* from) {
       typedef std::remove_pointer_t<decltype(from)> U;
-      for_ranges({Unit{pages, {}}}, static_cast<int64_t>(slots.size()), kEntriesPerTask,
-                 [&](const Unit&, int64_t head, int64_t, int64_t first, int64_t last) {
+      for_ranges({SequenceLayer{cache, {}}}, static_cast<int64_t>(slots.size()), kEntriesPerTask,
+                 [&](const SequenceLayer&, int64_t head, int64_t, int64_t first, int64_t last) {
                    for (int64_t i = first; i < last; ++i) {
                      if (slots[i] < 0) continue;
-                     const Place to{slots[i] / pages.block_size, slots[i] % pages.block_size};
+                     const Place to{slots[i] / cache.block_size, slots[i] % cache.block_size};
                      const U* k = static_cast<const U*>(keys.data) + i * keys.token_stride + head * keys.head_stride;
                      const U* v =
                          static_cast<const U*>(values.data) + i * values.token_stride + head * values.head_stride;
-                     T *key = key_at<T>(pages, head, to), *value = value_at<T>(pages, head, to);
-                     for (int64_t e = 0; e < pages.head_size; ++e) {
-                       key[e * pages.block_size] = from_float<T>(to_float(k[e]));
+                     T *key = key_at<T>(cache, head, to), *value = value_at<T>(cache, head, to);
+                     for (int64_t e = 0; e < cache.head_size; ++e) {
+                       key[e * cache.block_size] = from_float<T>(to_float(k[e]));
                        value[e] = from_float<T>(to_float(v[e]));
                      }
                    }
@@ -485,4 +486,180 @@ void write_tokens(const PagedKVCache& pages, const std::vector<int64_t>& slots, 
   });
 }
 
+// The operators as apache-tvm-ffi functions.
+
+// Sequence layers: number u lies in the cache of layer[u], in row u of `blocks`.
+struct Batch {
+  std::vector<int32_t> blocks;
+  int64_t num_blocks = 0, num_rows = 0, num_entries = 0, head_size = 0;
+  SequenceLayers seq_layers;
+
+  Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids) {
+    const int64_t num_units = layer.ndim() == 1 ? layer.size(0) : 0;
+    const std::vector<int64_t> which = Argument("layer", layer).integers(num_units);
+    const Argument table("blocks", ids);
+    table.check_shape({num_units, -1});
+    blocks = table.block_ids();
+    num_blocks = table.size(1);
+    std::vector<PagedKVCache> cache;
+    for (const tvm::ffi::Tensor& keys : layers) {
+      cache.push_back(cache_of(TensorView(keys)));
+      const PagedKVCache &first = cache.front(), &last = cache.back();
+      KVM_CHECK(last.dtype == first.dtype && last.num_heads == first.num_heads && last.head_size == first.head_size &&
+                    last.block_size == first.block_size,
+                ValueError)
+          << "layers differ in dtype, heads or block size";
+    }
+    for (int64_t u = 0; u < num_units; ++u) {
+      KVM_CHECK(0 <= which[u] && which[u] < static_cast<int64_t>(cache.size()), IndexError) << "no layer " << which[u];
+      seq_layers.push_back(SequenceLayer{cache[which[u]], Segments{blocks.data() + u * num_blocks, 0, 0, 0}});
+    }
+    if (seq_layers.empty()) return;
+    num_rows = num_units * cache.front().num_heads;
+    head_size = cache.front().head_size;
+  }
+
+  // With the segments that the seq_layers' live entries are in, equally many each.
+  Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids, const TensorView& segments)
+      : Batch(layers, layer, ids) {
+    const Argument s("segments", segments);
+    const int64_t* bounds = s.contiguous({static_cast<int64_t>(seq_layers.size()), 3}).i64();
+    for (SequenceLayer& one : seq_layers) {
+      one.segments = segments_of(one.cache, one.segments.blocks, num_blocks, bounds[0], bounds[1], bounds[2]);
+      const int64_t count = bounds[0] + bounds[2] - bounds[1];
+      KVM_CHECK(&one == &seq_layers.front() || count == num_entries, ValueError)
+          << "seq_layers differ in number of entries";
+      num_entries = count;
+      bounds += 3;
+    }
+  }
+
+  // [rows, count] indices of entries, or negative where that is allowed.
+  const int64_t* entries(const char* name, const TensorView& index, bool negative) const {
+    const Argument a(name, index);
+    const int64_t *values = a.contiguous({num_rows, -1}).i64(), lowest = negative ? INT64_MIN : 0;
+    const int64_t count = a.size(0) * a.size(1);
+    bool valid = true;
+    for (int64_t i = 0; i < count; ++i) valid &= lowest <= values[i] && values[i] < num_entries;
+    for (int64_t i = 0; !valid && i < count; ++i)
+      KVM_CHECK(lowest <= values[i] && values[i] < num_entries, IndexError)
+          << name << ": there is no entry " << values[i] << " among " << num_entries;
+    return values;
+  }
+
+  // Checks that slots [0, count) of the blocks exist.
+  void check_slots(int64_t count) const {
+    for (const SequenceLayer& one : seq_layers) segments_of(one.cache, one.segments.blocks, num_blocks, 0, 0, count);
+  }
+};
+
+void call_gather_metadata(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
+                          TensorView log_votes, TensorView scores, TensorView aux, TensorView positions) {
+  const Batch batch(layers, layer, blocks, segments);
+  const std::vector<int64_t> shape = {batch.num_rows, batch.num_entries};
+  gather_metadata(batch.seq_layers, Argument("log_votes", log_votes).contiguous(shape).f32(),
+                  Argument("scores", scores).contiguous(shape).f32(), Argument("aux", aux).contiguous(shape).f32(),
+                  Argument("positions", positions).contiguous(shape).i64());
+}
+
+void call_gather_rows(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, bool of_keys,
+                      TensorView index, TensorView rows) {
+  const Batch batch(layers, layer, blocks, segments);
+  const int64_t* entries = batch.entries("index", index, true);
+  float* out = Argument("rows", rows).contiguous({batch.num_rows, index.size(1), batch.head_size}).f32();
+  gather_rows(batch.seq_layers, of_keys, entries, index.size(1), out);
+}
+
+void call_most_similar(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, TensorView sources,
+                       TensorView targets, TensorView usable, TensorView similarity, TensorView best) {
+  const Batch batch(layers, layer, blocks, segments);
+  const int64_t *m = batch.entries("sources", sources, false), *c = batch.entries("targets", targets, false);
+  const int64_t num_sources = sources.size(1), num_targets = targets.size(1);
+  KVM_CHECK(num_targets > 0 || num_sources == 0, ValueError) << "there must be a target";
+  const uint8_t* use = Argument("usable", usable).contiguous({batch.num_rows, num_targets}).boolean();
+  float* found = Argument("similarity", similarity).contiguous({batch.num_rows, num_sources}).f32();
+  int64_t* names = Argument("best", best).contiguous({batch.num_rows, num_sources}).i64();
+  most_similar(current(), batch.seq_layers, m, num_sources, c, num_targets, use, found, names);
+}
+
+void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, TensorView queries,
+                          TensorView query_positions, TensorView log_votes, TensorView positions, double scale,
+                          bool largest, TensorView fused) {
+  const Batch batch(layers, layer, blocks, segments);
+  const Argument q("queries", queries);
+  const float* values = q.contiguous({batch.num_rows, -1, -1, batch.head_size}).f32();
+  const int64_t group = q.size(1), num_queries = q.size(2);
+  KVM_CHECK(group > 0 && num_queries > 0, ValueError) << "there must be a query";
+  const std::vector<int64_t> shape = {batch.num_rows, batch.num_entries};
+  fused_attention(current(), batch.seq_layers, values, group,
+                  Argument("query_positions", query_positions).contiguous({batch.num_rows, num_queries}).i64(),
+                  num_queries, Argument("log_votes", log_votes).contiguous(shape).f32(),
+                  Argument("positions", positions).contiguous(shape).i64(), static_cast<float>(scale), largest,
+                  Argument("fused", fused).contiguous(shape).f32());
+}
+
+void call_move_entries(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
+                       TensorView destination_blocks, TensorView kept) {
+  const Batch batch(layers, layer, blocks, segments), to(layers, layer, destination_blocks);
+  const int64_t* entries = batch.entries("kept", kept, true);
+  to.check_slots(kept.size(1));
+  std::vector<const int32_t*> destinations;
+  for (const SequenceLayer& one : to.seq_layers) destinations.push_back(one.segments.blocks);
+  move_entries(batch.seq_layers, destinations, entries, kept.size(1));
+}
+
+void call_write_rows(Tensors layers, TensorView layer, TensorView blocks, TensorView places,
+                     tvm::ffi::Optional<TensorView> keys, tvm::ffi::Optional<TensorView> values) {
+  const Batch batch(layers, layer, blocks);
+  const int64_t* slots = Argument("places", places).contiguous({batch.num_rows, -1}).i64();
+  const int64_t count = places.size(1), heads = batch.seq_layers.empty() ? 1 : batch.seq_layers[0].cache.num_heads;
+  for (int64_t i = 0; i < batch.num_rows * count; ++i) {
+    const SequenceLayer& one = batch.seq_layers[i / count / heads];
+    if (slots[i] >= 0) check_slot(one.cache, one.segments.blocks, batch.num_blocks, slots[i]);
+  }
+  const std::vector<int64_t> shape = {batch.num_rows, count, batch.head_size};
+  const auto rows = [&](const char* name, const tvm::ffi::Optional<TensorView>& t) -> const float* {
+    if (!t.has_value()) return nullptr;
+    const TensorView view = t.value();
+    return Argument(name, view).contiguous(shape).f32();
+  };
+  write_rows(batch.seq_layers, slots, count, rows("keys", keys), rows("values", values));
+}
+
+void call_write_metadata(Tensors layers, TensorView layer, TensorView blocks, TensorView log_votes, TensorView scores,
+                         TensorView aux, TensorView positions) {
+  const Batch batch(layers, layer, blocks);
+  const float* votes = Argument("log_votes", log_votes).contiguous({batch.num_rows, -1}).f32();
+  const int64_t count = log_votes.size(1);
+  batch.check_slots(count);
+  const std::vector<int64_t> shape = {batch.num_rows, count};
+  write_metadata(batch.seq_layers, count, votes, Argument("scores", scores).contiguous(shape).f32(),
+                 Argument("aux", aux).contiguous(shape).f32(),
+                 Argument("positions", positions).contiguous(shape).i64());
+}
+
+void call_write_tokens(TensorView cache_keys, TensorView slot_mapping, TensorView key, TensorView value) {
+  const PagedKVCache cache = cache_of(cache_keys);
+  KVM_CHECK(slot_mapping.ndim() == 1, ValueError) << "slot_mapping must have one dimension";
+  const std::vector<int64_t> slots = Argument("slot_mapping", slot_mapping).integers(slot_mapping.size(0));
+  for (int64_t slot : slots)
+    KVM_CHECK(slot < cache.num_blocks * cache.block_size, IndexError) << "slot " << slot << " is not in the cache";
+  const Rows keys = Argument("key", key).rows(cache.num_heads, cache.head_size),
+             values = Argument("value", value).rows(cache.num_heads, cache.head_size);
+  KVM_CHECK(key.size(0) >= slot_mapping.size(0) && value.size(0) >= slot_mapping.size(0), ValueError)
+      << "fewer tokens than slots";
+  KVM_CHECK(keys.dtype == values.dtype, TypeError) << "key and value must have the same dtype";
+  write_tokens(cache, slots, keys, values);
+}
+
+}  // namespace
 }  // namespace kvmerge
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_metadata, kvmerge::call_gather_metadata);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, kvmerge::call_gather_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_similar, kvmerge::call_most_similar);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_attention, kvmerge::call_fused_attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_entries, kvmerge::call_move_entries);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, kvmerge::call_write_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_metadata, kvmerge::call_write_metadata);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_tokens, kvmerge::call_write_tokens);

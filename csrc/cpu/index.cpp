@@ -1,4 +1,5 @@
-#include "index.h"
+// Index arithmetic over the entries of each head: what policies/indexing.py does in every compression. All [rows, n].
+#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <atomic>
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "tensors.h"
 
 namespace kvmerge {
 namespace {
@@ -45,8 +47,7 @@ void mark(const Kernels& kernels, const Ranking& ranking, int64_t rows) {
   });
 }
 
-}  // namespace
-
+// mask: the `count` of largest ranking in each row; of equal ones those of lower index. No NaN.
 void largest(const Kernels& kernels, const float* ranking, int64_t rows, int64_t n, int64_t count, uint8_t* mask) {
   mark(kernels, Ranking{ranking, nullptr, nullptr, nullptr, n, count, nullptr, mask}, rows);
 }
@@ -55,11 +56,14 @@ void largest(const Kernels& kernels, const int64_t* ranking, int64_t rows, int64
   mark(kernels, Ranking{nullptr, ranking, nullptr, nullptr, n, count, nullptr, mask}, rows);
 }
 
-void top(const Kernels& kernels, const float* ranking, const uint8_t* is_protected, const uint8_t* is_live, int64_t rows,
-         int64_t n, int64_t count, uint8_t* mask) {
+// The same where what is not live ranks below everything, and what is live and protected above. Any ranking.
+void top(const Kernels& kernels, const float* ranking, const uint8_t* is_protected, const uint8_t* is_live,
+         int64_t rows, int64_t n, int64_t count, uint8_t* mask) {
   mark(kernels, Ranking{ranking, nullptr, is_protected, is_live, n, count, nullptr, mask}, rows);
 }
 
+// index: [rows, count], the entries in mask, of which each row has `count`; entry i at i where i < count, the others in
+// order where there is room. False where a row has more or fewer.
 bool in_place(const uint8_t* mask, int64_t rows, int64_t n, int64_t count, int64_t* index) {
   std::atomic<bool> valid{true};
   for_rows(rows, n, [&](int64_t row) {
@@ -78,6 +82,7 @@ bool in_place(const uint8_t* mask, int64_t rows, int64_t n, int64_t count, int64
   return valid;
 }
 
+// order: the entries by ascending position, which is at least -1, equal ones as they lie.
 void by_position(const int64_t* positions, int64_t rows, int64_t n, int64_t* order) {
   for_rows(rows, n, [&](int64_t row) {
     // Radix sort by bytes, as many of them as the largest position has.
@@ -106,6 +111,7 @@ void by_position(const int64_t* positions, int64_t rows, int64_t n, int64_t* ord
   });
 }
 
+// The most true elements of any row.
 int64_t most_true(const uint8_t* mask, int64_t rows, int64_t n) {
   int64_t most = 0;
   for (int64_t row = 0; row < rows; ++row) {
@@ -116,6 +122,7 @@ int64_t most_true(const uint8_t* mask, int64_t rows, int64_t n) {
   return most;
 }
 
+// index: [rows, width], where mask is true, ascending, then -1. False where a row has more.
 bool padded_nonzero(const uint8_t* mask, int64_t rows, int64_t n, int64_t width, int64_t* index) {
   std::atomic<bool> valid{true};
   for_rows(rows, n, [&](int64_t row) {
@@ -139,6 +146,8 @@ bool padded_nonzero(const uint8_t* mask, int64_t rows, int64_t n, int64_t width,
   return valid;
 }
 
+// where: [rows, size], the place in index ([rows, count]) of each number below `size`, else -1. Negative ones are
+// nowhere. False where one is too large.
 bool inverse(const int64_t* index, int64_t rows, int64_t count, int64_t size, int64_t* where) {
   std::atomic<bool> valid{true};
   for_rows(rows, std::max(count, size), [&](int64_t row) {
@@ -153,6 +162,8 @@ bool inverse(const int64_t* index, int64_t rows, int64_t count, int64_t size, in
   return valid;
 }
 
+// taken: [rows, count], elements of plane, [rows, n], at index, [rows, count]. False where one is not below n, or
+// negative.
 template <class T>
 bool take(const T* plane, const int64_t* index, int64_t rows, int64_t n, int64_t count, T* taken) {
   std::atomic<bool> valid{true};
@@ -167,9 +178,8 @@ bool take(const T* plane, const int64_t* index, int64_t rows, int64_t n, int64_t
   return valid;
 }
 
-template bool take(const float*, const int64_t*, int64_t, int64_t, int64_t, float*);
-template bool take(const int64_t*, const int64_t*, int64_t, int64_t, int64_t, int64_t*);
-
+// place: [rows, count]: index itself where 0 <= index < places, the others in order where there is room. False where a
+// row has several of one index, or too many.
 bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t places, int64_t* place) {
   std::atomic<bool> valid{true};
   for_rows(rows, std::max(count, places), [&](int64_t row) {
@@ -195,25 +205,137 @@ bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t plac
   return valid;
 }
 
-void join_slots(float* products, const float* between, const float* member_weights, float* slot_weights, int64_t rows,
-                int64_t members, int64_t slots, int64_t* joined) {
-  for_rows(rows, members * slots, [&](int64_t row) {
-    float *p = products + row * members * slots, *weights = slot_weights + row * slots;
-    const float* b = between + row * members * members;
-    for (int64_t i = 0; i < members; ++i) {
-      const float *own = p + i * slots, weight = member_weights[row * members + i];
+// Sources join slots one after the other, each that of largest product, which is then that of a mean.
+// products: [rows, sources, slots] and between: [rows, sources, sources], of keys; products change. source_weights:
+// [rows, sources]. slot_weights: [rows, slots], which grow. joined: [rows, sources], which slot.
+void join_slots(float* products, const float* between, const float* source_weights, float* slot_weights, int64_t rows,
+                int64_t sources, int64_t slots, int64_t* joined) {
+  for_rows(rows, sources * slots, [&](int64_t row) {
+    float *p = products + row * sources * slots, *weights = slot_weights + row * slots;
+    const float* b = between + row * sources * sources;
+    for (int64_t i = 0; i < sources; ++i) {
+      const float *own = p + i * slots, weight = source_weights[row * sources + i];
       int64_t best = 0;
       for (int64_t s = 1; s < slots; ++s)
         if (own[s] > own[best] || (own[s] != own[s] && own[best] == own[best])) best = s;  // the first NaN, as argmax
-      joined[row * members + i] = best;
+      joined[row * sources + i] = best;
       weights[best] += weight;
       const float share = weight / std::max(weights[best], 1.0f);
-      for (int64_t j = 0; j < members; ++j) {
+      for (int64_t j = 0; j < sources; ++j) {
         float& product = p[j * slots + best];
-        product += share * (b[i * members + j] - product);
+        product += share * (b[i * sources + j] - product);
       }
     }
   });
 }
 
+// The operators as apache-tvm-ffi functions.
+
+// [rows, n]
+const uint8_t* mask_of(const char* name, const TensorView& mask, int64_t rows, int64_t n) {
+  return Argument(name, mask).contiguous({rows, n}).boolean();
+}
+
+void call_largest(TensorView ranking, int64_t count, TensorView mask) {
+  const Argument a("ranking", ranking);
+  a.contiguous({-1, -1});
+  uint8_t* out = Argument("mask", mask).contiguous({a.size(0), a.size(1)}).boolean();
+  if (a.is(kDLFloat, 32)) largest(current(), a.f32(), a.size(0), a.size(1), count, out);
+  else largest(current(), a.i64(), a.size(0), a.size(1), count, out);
+}
+
+void call_top(TensorView ranking, TensorView is_protected, TensorView is_live, int64_t count, TensorView mask) {
+  const Argument a("ranking", ranking);
+  const float* values = a.contiguous({-1, -1}).f32();
+  const int64_t rows = a.size(0), n = a.size(1);
+  uint8_t* out = Argument("mask", mask).contiguous({rows, n}).boolean();
+  top(current(), values, mask_of("protected", is_protected, rows, n), mask_of("is_live", is_live, rows, n), rows, n,
+      count, out);
+}
+
+void call_in_place(TensorView mask, TensorView index) {
+  const Argument a("index", index);
+  int64_t* out = a.contiguous({mask.ndim() == 2 ? mask.size(0) : -1, -1}).i64();
+  const int64_t rows = a.size(0), n = mask.size(1), count = a.size(1);
+  KVM_CHECK(count <= n, ValueError) << count << " of " << n << " entries";
+  KVM_CHECK(in_place(mask_of("mask", mask, rows, n), rows, n, count, out), ValueError)
+      << "mask must have " << count << " entries in each row";
+}
+
+void call_by_position(TensorView positions, TensorView order) {
+  const Argument a("positions", positions);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  by_position(values, a.size(0), a.size(1), Argument("order", order).contiguous({a.size(0), a.size(1)}).i64());
+}
+
+int64_t call_most_true(TensorView mask) {
+  const Argument a("mask", mask);
+  const uint8_t* values = a.contiguous({-1, -1}).boolean();
+  return most_true(values, a.size(0), a.size(1));
+}
+
+void call_padded_nonzero(TensorView mask, TensorView index) {
+  const Argument a("mask", mask), b("index", index);
+  const uint8_t* values = a.contiguous({-1, -1}).boolean();
+  int64_t* out = b.contiguous({a.size(0), -1}).i64();
+  KVM_CHECK(padded_nonzero(values, a.size(0), a.size(1), b.size(1), out), ValueError)
+      << "mask has more than " << b.size(1) << " entries in a row";
+}
+
+void call_inverse(TensorView index, TensorView where) {
+  const Argument a("index", index), b("where", where);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  int64_t* out = b.contiguous({a.size(0), -1}).i64();
+  KVM_CHECK(inverse(values, a.size(0), a.size(1), b.size(1), out), IndexError)
+      << "index has elements that are not below " << b.size(1);
+}
+
+void call_take(Tensors planes, TensorView index, Tensors taken) {
+  const Argument a("index", index);
+  const int64_t *values = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
+  KVM_CHECK(planes.size() == taken.size(), ValueError) << "as many planes must be given as taken";
+  for (size_t i = 0; i < planes.size(); ++i) {
+    const TensorView from = planes[i], to = taken[i];
+    const Argument plane("plane", from), out("taken", to);
+    plane.contiguous({rows, -1});
+    out.contiguous({rows, count});
+    const int64_t n = plane.size(1);
+    const bool fits = plane.is(kDLFloat, 32) ? take(plane.f32(), values, rows, n, count, out.f32())
+                                             : take(plane.i64(), values, rows, n, count, out.i64());
+    KVM_CHECK(fits, IndexError) << "index has elements that are not among " << n;
+  }
+}
+
+void call_free_places(TensorView index, int64_t places, TensorView place) {
+  const Argument a("index", index);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  int64_t* out = Argument("place", place).contiguous({a.size(0), a.size(1)}).i64();
+  KVM_CHECK(places >= 0 && free_places(values, a.size(0), a.size(1), places, out), ValueError)
+      << "index does not fit in " << places << " places";
+}
+
+void call_join_slots(TensorView products, TensorView between, TensorView source_weights, TensorView slot_weights,
+                     TensorView joined) {
+  const Argument a("products", products);
+  float* values = a.contiguous({-1, -1, -1}).f32();
+  const int64_t rows = a.size(0), sources = a.size(1), slots = a.size(2);
+  KVM_CHECK(slots > 0 || sources == 0, ValueError) << "there must be a slot";
+  join_slots(values, Argument("between", between).contiguous({rows, sources, sources}).f32(),
+             Argument("source_weights", source_weights).contiguous({rows, sources}).f32(),
+             Argument("slot_weights", slot_weights).contiguous({rows, slots}).f32(), rows, sources, slots,
+             Argument("joined", joined).contiguous({rows, sources}).i64());
+}
+
+}  // namespace
 }  // namespace kvmerge
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(largest, kvmerge::call_largest);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(top, kvmerge::call_top);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(in_place, kvmerge::call_in_place);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(by_position, kvmerge::call_by_position);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded_nonzero, kvmerge::call_padded_nonzero);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, kvmerge::call_take);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);

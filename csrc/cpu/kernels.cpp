@@ -41,8 +41,8 @@ class Prefetcher {
     count_ -= current_;
     current_ = 0;
   }
-  // Where the next `lines` lines begin: the caller touches them one by one. At the end of a range some of the next one's
-  // are touched twice.
+  // Where the next `lines` lines begin: the caller touches them one by one. At the end of a range some of the next
+  // one's are touched twice.
   inline const char* claim(int64_t lines) {
     const char* start = next_;
     while (lines > left_ && current_ < count_) {
@@ -188,14 +188,14 @@ void chunk_values(const Chunk<T, float>& c) {
     }
 }
 
-// ---- Kernels with AVX512_BF16's dot products of pairs ----------------------------------------------------------------
+// ---- Kernels with AVX512_BF16's dot products of pairs ---------------------------------------------------------------
 //
 // Two rows are interleaved in registers, so that each 32-bit lane holds the pair that belongs together. Interleaving
 // works within 128 bits: of 32 columns, the low half of the result has 0-3, 8-11, 16-19, 24-27, the high half the rest.
 // Accumulators stay in that order until the end.
 //
-// Memory is fastest when read as it lies, row after row. Registers hold W groups of 32 columns for N queries, W * N <= 8;
-// wider rows are taken a few at a time, 16 KiB together, so that what is left of them comes from the first-level cache.
+// Memory is fastest when read as it lies, row after row. Registers hold W groups of 32 columns for N queries, W * N
+// <= 8; wider rows are taken a few at a time, 16 KiB together, so that what is left of them comes from the first-level cache.
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
@@ -401,23 +401,23 @@ int find_runs(const Tiles& tiles, int64_t begin, int64_t end, Run* runs) {
 }
 
 void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) {
-  const PagedKVCache& pages = *a.pages;
-  const int64_t row_bytes = static_cast<int64_t>(pages.head_size) * pages.item_size;
+  const PagedKVCache& cache = *a.cache;
+  const int64_t row_bytes = static_cast<int64_t>(cache.head_size) * cache.item_size;
   for (int i = 0; i < count; ++i)
-    ahead.add(region(pages, runs[i].block, a.head) + runs[i].offset * row_bytes, runs[i].count * kTile * row_bytes);
+    ahead.add(region(cache, runs[i].block, a.head) + runs[i].offset * row_bytes, runs[i].count * kTile * row_bytes);
   if (!a.with_values) return;
   for (int i = 0; i < count; ++i)
-    ahead.add(region(pages, runs[i].block, a.head) + (pages.block_size + runs[i].offset + runs[i].lo) * row_bytes,
+    ahead.add(region(cache, runs[i].block, a.head) + (cache.block_size + runs[i].offset + runs[i].lo) * row_bytes,
               (runs[i].hi - runs[i].lo) * row_bytes);
 }
 
 template <class T, bool kPairs>
 void attend_as(const Attend& a) {
   typedef typename Operand<T, kPairs>::type Q;
-  const PagedKVCache& pages = *a.pages;
-  const Tiles tiles(a.segments, pages.block_size);
-  const int d = pages.head_size, rows = a.num_queries * a.group;
-  const int64_t acc_stride = padded_nonzero(d), bs = pages.block_size, num_entries = tiles.num_entries();
+  const PagedKVCache& cache = *a.cache;
+  const Tiles tiles(a.segments, cache.block_size);
+  const int d = cache.head_size, rows = a.num_queries * a.group;
+  const int64_t acc_stride = padded_nonzero(d), bs = cache.block_size, num_entries = tiles.num_entries();
   const bool softmax = a.mode != ScoreMode::log_ema || a.with_values;
   if (a.with_values)
     for (int64_t i = 0; i < rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
@@ -455,7 +455,7 @@ void attend_as(const Attend& a) {
     Chunk<T, Q> c{runs, num_runs, rows, d, static_cast<int>(bs), {}, {}, q, a.scale, logits, weights, a.accumulator,
                   acc_stride, &ahead};
     for (int i = 0; i < num_runs; ++i) {
-      const T* start = reinterpret_cast<const T*>(region(pages, runs[i].block, a.head));
+      const T* start = reinterpret_cast<const T*>(region(cache, runs[i].block, a.head));
       c.keys[i] = start + runs[i].offset;
       c.values[i] = start + (bs + runs[i].offset) * d;
     }
@@ -468,7 +468,7 @@ void attend_as(const Attend& a) {
       const Run& run = runs[i];
       float* of_run = logits + run.first * kTile;
       if (run.front) {
-        const float* votes = plane(pages, run.block, a.head, kLogVotes) + run.offset;
+        const float* votes = plane(cache, run.block, a.head, kLogVotes) + run.offset;
         for (int v = 0; v < run.hi; v += kLanes) {
           const VF vote = load(votes + v);
           const VI dead = vote == broadcast(-kInfinity);
@@ -520,19 +520,19 @@ void attend_as(const Attend& a) {
 }
 
 // Whether pairs are used; they need bfloat16 queries, because others would lose bits.
-inline bool uses_pairs(const PagedKVCache& pages, DType query) {
-  return kHasPairs && pages.dtype == DType::bf16 && query == DType::bf16;
+inline bool uses_pairs(const PagedKVCache& cache, DType query) {
+  return kHasPairs && cache.dtype == DType::bf16 && query == DType::bf16;
 }
 
 void attend(const Attend& a) {
-  if (a.pages->dtype == DType::f32) return attend_as<float, false>(a);
-  if (a.pages->dtype == DType::f16) return attend_as<F16, false>(a);
-  if (uses_pairs(*a.pages, a.query.dtype)) return attend_as<BF16, kHasPairs>(a);
+  if (a.cache->dtype == DType::f32) return attend_as<float, false>(a);
+  if (a.cache->dtype == DType::f16) return attend_as<F16, false>(a);
+  if (uses_pairs(*a.cache, a.query.dtype)) return attend_as<BF16, kHasPairs>(a);
   return attend_as<BF16, false>(a);
 }
 
 void finish(const Finish& f) {
-  const int rows = f.num_queries * f.group, d = f.pages->head_size;
+  const int rows = f.num_queries * f.group, d = f.cache->head_size;
   const int64_t acc_stride = padded_nonzero(d);
   for (int r = 0; r < rows; ++r) {
     float top = f.maximum[r], total = 0.0f;
@@ -554,7 +554,7 @@ void finish(const Finish& f) {
     const float inverse = total > 0.0f ? 1.0f / total : (total == 0.0f ? 0.0f : total);
     const int64_t token = r / f.group, head = static_cast<int64_t>(f.head) * f.group + r % f.group;
     const int64_t start = token * f.output.token_stride + head * f.output.head_stride;
-    const bool in_pairs = uses_pairs(*f.pages, f.query_dtype);
+    const bool in_pairs = uses_pairs(*f.cache, f.query_dtype);
     for (int e = 0; e < d; ++e) {
 #if defined(__AVX512BF16__)
       const float x = sum[in_pairs ? pair_order(e) : e] * inverse;
@@ -614,8 +614,8 @@ void update_tile(const Update& u, float* scores, float* aux, int64_t first, cons
 }
 
 void update(const Update& u) {
-  const PagedKVCache& pages = *u.pages;
-  const Tiles tiles(u.segments, pages.block_size);
+  const PagedKVCache& cache = *u.cache;
+  const Tiles tiles(u.segments, cache.block_size);
   const int rows = u.num_queries * u.group;
   const int64_t num_entries = tiles.num_entries();
   for (int64_t i = u.tile_begin; i < u.tile_end; ++i) {
@@ -625,8 +625,8 @@ void update(const Update& u) {
         u.scratch[r] = exp(broadcast(m - u.maximum[r]))[0] / u.sum[r];
       }
     const Tile t = tiles[i];
-    float* scores = u.scores ? u.scores + t.entry : plane(pages, t.block, u.head, kScores) + t.offset;
-    float* aux = u.scores ? u.aux + t.entry : plane(pages, t.block, u.head, kAux) + t.offset;
+    float* scores = u.scores ? u.scores + t.entry : plane(cache, t.block, u.head, kScores) + t.offset;
+    float* aux = u.scores ? u.aux + t.entry : plane(cache, t.block, u.head, kAux) + t.offset;
     const float* stored = u.stored + i * kTile;
     if (t.lo == 0 && t.hi == kTile) {
       update_tile(u, scores, aux, t.entry, stored, u.scratch, num_entries);
@@ -639,31 +639,31 @@ void update(const Update& u) {
   }
 }
 
-int64_t similar_scratch(int64_t num_members) { return num_members * (kChunk + 2 * kTile); }
+int64_t similar_scratch(int64_t num_sources) { return num_sources * (kChunk + 2 * kTile); }
 
 template <class Q>
 void similar_as(const Similar& x) {
-  const int rows = x.num_members, d = x.head_size;
-  const Q* members = static_cast<const Q*>(x.members);
-  const int64_t num_tiles = (x.num_carriers + kTile - 1) / kTile;
-  float *products = x.scratch, *best = products + rows * kChunk;  // best and where: kTile candidates per member
+  const int rows = x.num_sources, d = x.head_size;
+  const Q* sources = static_cast<const Q*>(x.sources);
+  const int64_t num_tiles = (x.num_targets + kTile - 1) / kTile;
+  float *products = x.scratch, *best = products + rows * kChunk;  // best and where: kTile candidates per source
   int32_t* where = reinterpret_cast<int32_t*>(best + rows * kTile);
   for (int i = 0; i < rows * kTile; ++i) best[i] = -kInfinity, where[i] = 0;
   Prefetcher none;
   for (int64_t first = 0; first < num_tiles; first += kChunkTiles) {
     Run runs[kChunkTiles];
-    Chunk<Q, Q> c{runs, 0, rows, d, kTile, {}, {}, members, 1.0f, products, nullptr, nullptr, 0, &none};
+    Chunk<Q, Q> c{runs, 0, rows, d, kTile, {}, {}, sources, 1.0f, products, nullptr, nullptr, 0, &none};
     for (; c.num_runs < kChunkTiles && first + c.num_runs < num_tiles; ++c.num_runs) {
       runs[c.num_runs] = Run{c.num_runs, 1, 0, kTile, 0, 0, 0, false};
-      c.keys[c.num_runs] = static_cast<const Q*>(x.carriers) + (first + c.num_runs) * kTile * d;
+      c.keys[c.num_runs] = static_cast<const Q*>(x.targets) + (first + c.num_runs) * kTile * d;
     }
     chunk_logits(c);
     for (int i = 0; i < c.num_runs; ++i)
       for (int v = 0; v < kTile; v += kLanes) {
-        const int32_t carrier = static_cast<int32_t>((first + i) * kTile + v);
-        if (carrier >= x.num_carriers) break;
-        const VF inverse = load(x.inverse + carrier);
-        const VI in_range = iota() < broadcast(static_cast<float>(min64(kLanes, x.num_carriers - carrier)));
+        const int32_t target = static_cast<int32_t>((first + i) * kTile + v);
+        if (target >= x.num_targets) break;
+        const VF inverse = load(x.inverse + target);
+        const VI in_range = iota() < broadcast(static_cast<float>(min64(kLanes, x.num_targets - target)));
         for (int r = 0; r < rows; ++r) {
           const VF product = load(products + r * kChunk + i * kTile + v) * inverse;
           float* b = best + r * kTile + v;
@@ -671,7 +671,7 @@ void similar_as(const Similar& x) {
           const VI better = (product > old) & in_range;
           store(b, select(better, product, old));
           store(reinterpret_cast<float*>(where) + r * kTile + v,
-                select(better, bit_cast<VF>(VI{} + carrier / kTile * kTile), old_where));
+                select(better, bit_cast<VF>(VI{} + target / kTile * kTile), old_where));
         }
       }
   }
@@ -696,24 +696,24 @@ void similar(const Similar& x) {
   similar_as<float>(x);
 }
 
-int64_t similar_entries_scratch(int64_t num_members) { return num_members * (kChunk + 2 * kLanes); }
+int64_t similar_entries_scratch(int64_t num_sources) { return num_sources * (kChunk + 2 * kLanes); }
 
 template <class T, class Q>
 void similar_entries_as(const SimilarEntries& x) {
-  const Tiles tiles(x.segments, x.pages->block_size);
-  const int rows = x.num_members, d = x.pages->head_size, bs = x.pages->block_size;
-  // Of each member kLanes candidates, one per lane of the tiles.
+  const Tiles tiles(x.segments, x.cache->block_size);
+  const int rows = x.num_sources, d = x.cache->head_size, bs = x.cache->block_size;
+  // Of each source kLanes candidates, one per lane of the tiles.
   float *products = x.scratch, *best = products + rows * kChunk, *ranks = best + rows * kLanes;
   for (int i = 0; i < rows * kLanes; ++i) best[i] = -kInfinity;
   for (int i = 0; i < rows; ++i) store(ranks + i * kLanes, bit_cast<VF>(VI{} + INT32_MAX));
   Prefetcher none;
   for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
     Run runs[kChunkTiles];
-    Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, static_cast<const Q*>(x.members), 1.0f, products, nullptr, nullptr, 0,
-                  &none};
+    Chunk<T, Q> c{runs, 0,        rows,    d,       bs, {},   {}, static_cast<const Q*>(x.sources),
+                  1.0f, products, nullptr, nullptr, 0,  &none};
     c.num_runs = find_runs(tiles, first, min64(first + kChunkTiles, tiles.count), runs);
     for (int i = 0; i < c.num_runs; ++i)
-      c.keys[i] = reinterpret_cast<const T*>(region(*x.pages, runs[i].block, x.head)) + runs[i].offset;
+      c.keys[i] = reinterpret_cast<const T*>(region(*x.cache, runs[i].block, x.head)) + runs[i].offset;
     chunk_logits(c);
     for (int i = 0; i < c.num_runs; ++i) {
       const Run& run = runs[i];
@@ -777,8 +777,8 @@ void similar_entries(const SimilarEntries& x) {
 #if defined(__AVX512BF16__)
   if (x.in_pairs) return similar_entries_as<BF16, BF16>(x);
 #endif
-  if (x.pages->dtype == DType::f32) return similar_entries_as<float, float>(x);
-  if (x.pages->dtype == DType::f16) return similar_entries_as<F16, float>(x);
+  if (x.cache->dtype == DType::f32) return similar_entries_as<float, float>(x);
+  if (x.cache->dtype == DType::f16) return similar_entries_as<F16, float>(x);
   similar_entries_as<BF16, float>(x);
 }
 
@@ -803,7 +803,7 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
                   const float* votes, const int32_t* positions, float* fused, float* logits, float* maxima,
                   float* weights) {
   const int64_t slots = fuse_slots(tiles.count);
-  const int d = f.pages->head_size, bs = f.pages->block_size;
+  const int d = f.cache->head_size, bs = f.cache->block_size;
   Prefetcher none;
   for (int i = 0; i < rows * kLanes; ++i) maxima[i] = -kInfinity;
   for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
@@ -812,7 +812,7 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
     Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
     c.num_runs = find_runs(tiles, first, last, runs);
     for (int i = 0; i < c.num_runs; ++i)
-      c.keys[i] = reinterpret_cast<const T*>(region(*f.pages, runs[i].block, f.head)) + runs[i].offset;
+      c.keys[i] = reinterpret_cast<const T*>(region(*f.cache, runs[i].block, f.head)) + runs[i].offset;
     chunk_logits(c);
     const int64_t start = first * kTile, width = (last - first) * kTile;
     for (int r = 0; r < rows; ++r) {
@@ -858,9 +858,9 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
 
 template <class T, class Q>
 void fuse_as(const Fuse& f) {
-  const Tiles tiles(f.segments, f.pages->block_size);
+  const Tiles tiles(f.segments, f.cache->block_size);
   const int64_t slots = fuse_slots(tiles.count), at_once = fuse_rows(f.group, f.num_queries) / f.group;
-  const int d = f.pages->head_size;
+  const int d = f.cache->head_size;
   float *votes = f.scratch, *fused = votes + slots, *logits = fused + slots;
   float *maxima = logits + at_once * f.group * kChunk, *weights = maxima + at_once * f.group * kLanes;
   int32_t* positions = reinterpret_cast<int32_t*>(weights + at_once * f.group * slots);
@@ -883,8 +883,8 @@ void fuse_as(const Fuse& f) {
         for (int e = 0; e < d; ++e)
           q[(j * f.group + g) * d + e] = from_float<Q>(kPairs ? query[e] : query[e] * f.scale);
       }
-    fuse_rows_as<T, Q>(f, tiles, q, static_cast<int>(some * f.group), f.query_positions + first, votes, positions, fused,
-                       logits, maxima, weights);
+    fuse_rows_as<T, Q>(f, tiles, q, static_cast<int>(some * f.group), f.query_positions + first, votes, positions,
+                       fused, logits, maxima, weights);
   }
   for (int64_t i = 0; i < tiles.count; ++i) {
     const Tile t = tiles[i];
@@ -894,16 +894,16 @@ void fuse_as(const Fuse& f) {
 
 void fuse(const Fuse& f) {
 #if defined(__AVX512BF16__)
-  if (f.pages->dtype == DType::bf16) {
+  if (f.cache->dtype == DType::bf16) {
     // Queries of a model in bfloat16, which are so exactly.
-    const int64_t count = static_cast<int64_t>(f.group) * f.num_queries * f.pages->head_size;
+    const int64_t count = static_cast<int64_t>(f.group) * f.num_queries * f.cache->head_size;
     bool exact = true;
     for (int64_t i = 0; i < count; ++i) exact &= (bit_cast<uint32_t>(f.queries[i]) & 0xffff) == 0;
     if (exact) return fuse_as<BF16, BF16>(f);
   }
 #endif
-  if (f.pages->dtype == DType::f32) return fuse_as<float, float>(f);
-  if (f.pages->dtype == DType::f16) return fuse_as<F16, float>(f);
+  if (f.cache->dtype == DType::f32) return fuse_as<float, float>(f);
+  if (f.cache->dtype == DType::f16) return fuse_as<F16, float>(f);
   fuse_as<BF16, float>(f);
 }
 
@@ -979,7 +979,8 @@ bool mark_largest(const Ranking& r) {
 
 const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
-                                    finish, update, similar_scratch, similar, similar_entries_scratch, similar_entries, fuse_scratch, fuse, mark_largest};
+                                    finish, update, similar_scratch, similar,
+                                    similar_entries_scratch, similar_entries, fuse_scratch, fuse, mark_largest};
   return table;
 }
 

@@ -20,7 +20,7 @@ constexpr int kMaxHeadSize = 256;
 
 // One layer's cache. A (block, head) region holds K [head_size, block_size] and V [block_size, head_size] in the cache
 // dtype. After all of them come the metadata: for each block and head four planes [block_size] of 4 bytes, log_votes,
-// scores, aux, positions (kernels/page.py).
+// scores, aux, positions (vllm_kvmerge/ops/types.py).
 struct PagedKVCache {
   char *base, *metadata;
   int64_t block_stride, head_stride;  // bytes
@@ -45,7 +45,7 @@ struct Rows {
 // Attention of some queries of one KV head over the tiles [tile_begin, tile_end) of a sequence: a partial result.
 // R = num_queries * group rows, row r = (query r / group, query head r % group).
 struct Attend {
-  const PagedKVCache* pages;
+  const PagedKVCache* cache;
   Segments segments;
   int32_t head, group, num_queries;
   int64_t first_query, total_queries;  // of the queries whose keys are the sequence's newest total_queries entries
@@ -65,7 +65,7 @@ struct Attend {
 
 // Combines the partial results of a sequence's pieces and writes the output.
 struct Finish {
-  const PagedKVCache* pages;
+  const PagedKVCache* cache;
   int32_t head, group, num_queries, num_pieces;
   int64_t piece_stride;  // floats between the pieces' partial results
   const float *maximum, *sum, *accumulator;
@@ -77,7 +77,7 @@ struct Finish {
 
 // Updates the statistics of the entries in the tiles [tile_begin, tile_end) from what attention stored.
 struct Update {
-  const PagedKVCache* pages;
+  const PagedKVCache* cache;
   Segments segments;
   int32_t head, group, num_queries;
   int64_t first_query, total_queries;
@@ -87,25 +87,25 @@ struct Update {
   const float *stored, *chunk_max;
   int64_t stored_stride, chunk_stride;
   const float *maximum, *sum;  // [R], over all pieces
-  float *scores, *aux;         // [entries] of this head, or null: the planes of the pages
+  float *scores, *aux;         // [entries] of this head, or null: the planes of the cache
   bool new_start_empty;        // whether the total_queries newest entries start from nothing
   float* scratch;              // [R]
 };
 
-// The carrier whose dot product with a member, divided by the carrier's length, is largest; the first of several.
+// The target whose dot product with a source, divided by the target's length, is largest; the first of several.
 struct Similar {
   bool in_pairs;  // whether keys are bfloat16; otherwise float32
-  int32_t head_size, num_members, num_carriers;
-  const void* members;   // [num_members, head_size]
-  const void* carriers;  // tiles [head_size, kTile]
-  const float* inverse;  // [num_carriers] rounded up to tiles: 1 / length
-  float* best;           // [num_members] out
-  int32_t* where;        // [num_members] out
-  float* scratch;        // similar_scratch(num_members) floats
+  int32_t head_size, num_sources, num_targets;
+  const void* sources;   // [num_sources, head_size]
+  const void* targets;   // tiles [head_size, kTile]
+  const float* inverse;  // [num_targets] rounded up to tiles: 1 / length
+  float* best;           // [num_sources] out
+  int32_t* where;        // [num_sources] out
+  float* scratch;        // similar_scratch(num_sources) floats
 };
 
-// What squares of keys are summed in. Each is exact in it, so a compiler that fuses multiplication and addition, at some
-// levels and not at others, changes no bit: both ways of comparing keys must agree, whichever a batch gets.
+// What squares of keys are summed in. Each is exact in it, so a compiler that fuses multiplication and addition, at
+// some levels and not at others, changes no bit: both ways of comparing keys must agree, whichever a batch gets.
 template <class T>
 struct SumOfSquares {
   typedef float type;
@@ -115,23 +115,23 @@ struct SumOfSquares<float> {
   typedef double type;
 };
 
-// The same for few members of one KV head, among entries where they lie.
+// The same for few sources of one KV head, among entries where they lie.
 struct SimilarEntries {
-  const PagedKVCache* pages;
+  const PagedKVCache* cache;
   Segments segments;
-  int32_t head, num_members;
+  int32_t head, num_sources;
   bool in_pairs;
-  const void* members;   // [num_members, head_size]
+  const void* sources;   // [num_sources, head_size]
   const int32_t* ranks;  // [entries]: of equally similar ones that of lowest rank is taken, INT32_MAX never
-  float* best;           // [num_members] out: product with the key over its length; -inf: there is none
-  int32_t* where;        // [num_members] out: its rank
-  float* scratch;        // similar_entries_scratch(num_members) floats
+  float* best;           // [num_sources] out: product with the key over its length; -inf: there is none
+  int32_t* where;        // [num_sources] out: its rank
+  float* scratch;        // similar_entries_scratch(num_sources) floats
 };
 
-// How much the entries of one KV head get of the attention of some queries: summed over the query heads, then summed over
-// the queries or the largest of them.
+// How much the entries of one KV head get of the attention of some queries: summed over the query heads, then summed
+// over the queries or the largest of them.
 struct Fuse {
-  const PagedKVCache* pages;
+  const PagedKVCache* cache;
   Segments segments;
   int32_t head, group, num_queries;
   const float* queries;            // [group, num_queries, head_size]
@@ -161,13 +161,16 @@ struct Kernels {
   void (*attend)(const Attend&);
   void (*finish)(const Finish&);
   void (*update)(const Update&);
-  int64_t (*similar_scratch)(int64_t num_members);
+  int64_t (*similar_scratch)(int64_t num_sources);
   void (*similar)(const Similar&);
-  int64_t (*similar_entries_scratch)(int64_t num_members);
+  int64_t (*similar_entries_scratch)(int64_t num_sources);
   void (*similar_entries)(const SimilarEntries&);
   int64_t (*fuse_scratch)(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles);
   void (*fuse)(const Fuse&);
   bool (*mark_largest)(const Ranking&);  // false where integers are none that it can rank
 };
+
+// The kernels of the level in use (module.cpp).
+const Kernels& current();
 
 }  // namespace kvmerge

@@ -1,6 +1,7 @@
 // Checks on tensors at the boundary: whatever a caller passes ends as an exception, never as a stray access.
 #pragma once
 
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 
@@ -15,6 +16,7 @@
 namespace kvmerge {
 
 using tvm::ffi::TensorView;
+typedef tvm::ffi::Array<tvm::ffi::Tensor> Tensors;
 
 // A tensor argument together with its name, for messages.
 class Argument {
@@ -131,8 +133,8 @@ class Argument {
 };
 
 // keys: [blocks, heads, head_size, block_size], the view that PagedKVCache.of makes.
-inline PagedKVCache pages_of(const TensorView& keys) {
-  const Argument a("pages.keys", keys);
+inline PagedKVCache cache_of(const TensorView& keys) {
+  const Argument a("cache.keys", keys);
   a.check_shape({-1, -1, -1, -1});
   PagedKVCache p{};
   p.dtype = a.float_type();
@@ -150,32 +152,33 @@ inline PagedKVCache pages_of(const TensorView& keys) {
       << "head size " << p.head_size << " is not a multiple of 16 up to " << kMaxHeadSize;
   KVM_CHECK(p.block_size % 16 == 0 && p.block_size >= 16, ValueError)
       << "block size " << p.block_size << " is not a multiple of 16";
-  KVM_CHECK(a.stride(3) == 1 && a.stride(2) == p.block_size, ValueError) << "pages.keys must be contiguous in a block";
-  KVM_CHECK((p.num_heads <= 1 || p.head_stride == bytes) && (p.num_blocks <= 1 || p.block_stride == p.num_heads * bytes),
-            ValueError)
-      << "pages.keys: regions of blocks and heads must follow each other";
+  KVM_CHECK(a.stride(3) == 1 && a.stride(2) == p.block_size, ValueError) << "cache.keys must be contiguous in a block";
+  KVM_CHECK(
+      (p.num_heads <= 1 || p.head_stride == bytes) && (p.num_blocks <= 1 || p.block_stride == p.num_heads * bytes),
+      ValueError)
+      << "cache.keys: regions of blocks and heads must follow each other";
   return p;
 }
 
 // Checks that a slot lies in one of the blocks, and that this is one of the cache's.
-inline void check_slot(const PagedKVCache& pages, const int32_t* blocks, int64_t num_blocks, int64_t slot) {
-  const int64_t at = slot / pages.block_size;
-  KVM_CHECK(slot >= 0 && at < num_blocks && blocks[at] >= 0 && blocks[at] < pages.num_blocks, IndexError)
+inline void check_slot(const PagedKVCache& cache, const int32_t* blocks, int64_t num_blocks, int64_t slot) {
+  const int64_t at = slot / cache.block_size;
+  KVM_CHECK(slot >= 0 && at < num_blocks && blocks[at] >= 0 && blocks[at] < cache.num_blocks, IndexError)
       << "slot " << slot << " is not in a block of the sequence";
 }
 
 // Checks that segments are in order and that the blocks they lie in exist.
-inline Segments segments_of(const PagedKVCache& pages, const int32_t* blocks, int64_t num_blocks, int64_t front, int64_t tail,
-                            int64_t seq_len) {
+inline Segments segments_of(const PagedKVCache& cache, const int32_t* blocks, int64_t num_blocks, int64_t front,
+                            int64_t tail, int64_t seq_len) {
   KVM_CHECK(0 <= front && front <= tail && tail <= seq_len, ValueError)
       << "segments [0, " << front << ") and [" << tail << ", " << seq_len << ") are not in order";
-  const int64_t bs = pages.block_size;
+  const int64_t bs = cache.block_size;
   KVM_CHECK((seq_len + bs - 1) / bs <= num_blocks, ValueError)
       << "sequence of length " << seq_len << " does not fit in " << num_blocks << " blocks of " << bs;
   const auto check = [&](int64_t start, int64_t stop) {
     for (int64_t i = start / bs; i * bs < stop; ++i)
-      KVM_CHECK(blocks[i] >= 0 && blocks[i] < pages.num_blocks, ValueError)
-          << "block " << blocks[i] << " is not among the cache's " << pages.num_blocks;
+      KVM_CHECK(blocks[i] >= 0 && blocks[i] < cache.num_blocks, ValueError)
+          << "block " << blocks[i] << " is not among the cache's " << cache.num_blocks;
   };
   if (front > 0) check(0, front);
   if (tail < seq_len) check(tail, seq_len);

@@ -9,7 +9,7 @@ constexpr int kRows = 16;  // most rows of queries of one KV head, queries times
 constexpr int kStep = 64;  // entries of a split are a multiple of it
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-enum ScoreMode { kNone, kSum, kMean, kLogEma };  // places in reference.UPDATE_MODES
+enum ScoreMode { kNone, kSum, kMean, kLogEma };  // codes of ScoreMode in vllm_kvmerge/ops/types.py
 enum Element { kFloat32, kBfloat16, kFloat16 };
 
 struct AttendParams {
@@ -34,29 +34,20 @@ struct AttendParams {
 // float32 rows of a large head are so many sums that a thread has no registers for more.
 constexpr int max_query_rows(int bits, int64_t head_size) { return bits == 32 && head_size > 128 ? 8 : kRows; }
 
-enum MergeKind { kMoves, kRowsGiven, kSums, kZip };  // places in kernels/merge.py
-enum ZipMode { kScale, kVotes, kAuto };
-
-constexpr float kMaxScale = 10.0f, kAutoTolerance = 0.1f;  // policies/mergers/zip_merge.py
-
 struct MergeParams {
-  const int64_t* addresses;                  // [layers, 6]: of each layer's planes, in the order of kernels.PagedKVCache
-  const int64_t* layer;                      // [units]
-  const int32_t *blocks, *destination;       // [units, ...]
-  const int64_t* segments;                   // [units, 3]: front, tail, seq_len
+  const int64_t* addresses;                  // [layers, 6]: of each layer's planes, in the order of PagedKVCache
+  const int64_t* layer;                      // [sequence layers]
+  const int32_t *blocks, *destination;       // [sequence layers, ...]
+  const int64_t* segments;                   // [sequence layers, 3]: front, tail, seq_len
   const int64_t* kept;                       // [heads, places]
-  const float *log_votes, *scores, *aux;     // [heads, places], or null: those of the entries that are kept
-  const int64_t* positions;                  // likewise
-  const int64_t *places, *members, *rows;    // [heads, num_rows], twice [heads, num_members]
-  const float *keys, *values;                // kRowsGiven: [heads, num_rows, head_size], or null
-  const float *key_weights, *value_weights;  // kSums: [heads, num_members], or null
-  const float* importance;                   // kZip: [heads, entries], ln(p s)
-  const uint8_t* fixed;                      // kZip: [heads, entries], entries whose position stays
+  const float *log_votes, *scores, *aux;     // [heads, places]
+  const int64_t* positions;                  // [heads, places]
+  const int64_t* places;                     // [heads, num_rows]
+  const float *keys, *values;                // [heads, num_rows, head_size], or null
   int64_t blocks_row, destination_row;       // strides, in elements
   int64_t cell_block, cell_head, cell_slot;  // of keys and of values, in bytes
   int64_t plane_block, plane_head;           // of metadata, in elements
-  int heads, head_size, block_size, num_places, num_rows, num_members, num_entries, capacity;
-  int kind, zip_mode;
+  int heads, head_size, block_size, num_places, num_rows, capacity;
 };
 
 }  // namespace kvmerge

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
-PACKAGE = SOURCES.parents[1] / "vllm_kvmerge" / "kernels" / "cuda"
+PACKAGE = SOURCES.parents[1] / "vllm_kvmerge" / "ops" / "cuda"
 CXX_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 # Kernels look at chunks of 16 bytes as elements.
 EMULATED_FLAGS = ["-fno-strict-aliasing", "-Wno-maybe-uninitialized"]

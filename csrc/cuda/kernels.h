@@ -24,7 +24,7 @@ void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bf
 // Shared memory of a block of `attend`, which may be more than a GPU has for one.
 int attend_bytes(int query_rows, int bits, int head_size, bool bulk);
 
-// Compactions of `num_rows` heads of units. shared_bytes: of one block.
+// Compactions of `num_rows` heads of sequence layers. shared_bytes: of one block.
 void merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int shared_bytes, const Where& where);
 
 // "emulated", or the compute capabilities that there is machine code for.

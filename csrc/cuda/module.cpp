@@ -115,9 +115,9 @@ float* set_plane(Params& p, const Arguments& arguments, const char* name, const 
 
 void call_attend(TensorView query, TensorView keys, TensorView values, TensorView log_votes, TensorView scores,
                  TensorView aux, TensorView output, TensorView block_table, TensorView query_starts,
-                 TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails, TensorView modes,
-                 TensorView decays, TensorView partial, TensorView lse, TensorView kept, double scale,
-                 int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows,
+                 TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
+                 TensorView score_modes, TensorView score_decays, TensorView partial, TensorView lse, TensorView kept,
+                 double scale, int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows,
                  int64_t num_combined, int64_t num_parts, bool bulk, int64_t stream) {
   const Arguments arguments(query);
   AttendParams p{};
@@ -154,8 +154,8 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
   p.seq_lens = number("seq_lens", seq_lens);
   p.fronts = number("fronts", fronts);
   p.tails = number("tails", tails);
-  p.modes = number("update_modes", modes);
-  p.decays = arguments.get<const float>("update_decays", decays, kDLFloat, 32, {rows});
+  p.modes = number("score_modes", score_modes);
+  p.decays = arguments.get<const float>("score_decays", score_decays, kDLFloat, 32, {rows});
   p.group = static_cast<int>(query.size(1) / p.heads);
   p.block_shift = shift_of(p.block_size);
   p.scale = static_cast<float>(scale) * kLog2E;
@@ -184,69 +184,37 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
 }
 
 void call_merge(TensorView keys, TensorView values, TensorView log_votes, TensorView addresses, TensorView layer,
-                TensorView blocks, TensorView destination, TensorView segments, TensorView kept, MaybeTensor new_votes,
-                MaybeTensor new_scores, MaybeTensor new_aux, MaybeTensor new_positions, MaybeTensor places,
-                MaybeTensor members, MaybeTensor rows, MaybeTensor new_keys, MaybeTensor new_values,
-                MaybeTensor importance, MaybeTensor fixed, int64_t kind, int64_t zip_mode, int64_t num_entries,
-                int64_t capacity, int64_t shared_bytes, int64_t stream) {
+                TensorView blocks, TensorView destination, TensorView segments, TensorView kept, TensorView new_votes,
+                TensorView new_scores, TensorView new_aux, TensorView new_positions, TensorView places,
+                MaybeTensor new_keys, MaybeTensor new_values, int64_t capacity, int64_t shared_bytes, int64_t stream) {
   const Arguments arguments(keys);
   MergeParams p{};
   set_cells(p, arguments, keys, values);
   set_plane(p, arguments, "log_votes", log_votes, keys);
-  const int64_t units = layer.numel(), heads = units * p.heads;
+  const int64_t seq_layers = layer.numel(), heads = seq_layers * p.heads;
   p.addresses = arguments.get<const int64_t>("addresses", addresses, kDLInt, 64, {-1, 6});
-  p.layer = arguments.get<const int64_t>("layer", layer, kDLInt, 64, {units});
-  p.blocks = arguments.get<const int32_t>("blocks", blocks, kDLInt, 32, {units, -1}, true);
-  p.destination = arguments.get<const int32_t>("destination", destination, kDLInt, 32, {units, -1}, true);
+  p.layer = arguments.get<const int64_t>("layer", layer, kDLInt, 64, {seq_layers});
+  p.blocks = arguments.get<const int32_t>("blocks", blocks, kDLInt, 32, {seq_layers, -1}, true);
+  p.destination = arguments.get<const int32_t>("destination", destination, kDLInt, 32, {seq_layers, -1}, true);
   for (const TensorView* t : {&blocks, &destination})
     KVM_CHECK(t->size(1) <= 1 || t->stride(1) == 1, ValueError) << "block ids must lie together";
   p.blocks_row = blocks.stride(0);
   p.destination_row = destination.stride(0);
-  p.segments = arguments.get<const int64_t>("segments", segments, kDLInt, 64, {units, 3});
+  p.segments = arguments.get<const int64_t>("segments", segments, kDLInt, 64, {seq_layers, 3});
   p.kept = arguments.get<const int64_t>("kept", kept, kDLInt, 64, {heads, -1});
   const int64_t num_places = kept.size(1);
-  p.log_votes = arguments.maybe<const float>("log_votes", new_votes, kDLFloat, 32, {heads, num_places});
-  p.scores = arguments.maybe<const float>("scores", new_scores, kDLFloat, 32, {heads, num_places});
-  p.aux = arguments.maybe<const float>("aux", new_aux, kDLFloat, 32, {heads, num_places});
-  p.positions = arguments.maybe<const int64_t>("positions", new_positions, kDLInt, 64, {heads, num_places});
-  KVM_CHECK(!p.log_votes == !p.scores && !p.log_votes == !p.aux && !p.log_votes == !p.positions, ValueError)
-      << "metadata are given for all planes or for none";
-  p.kind = static_cast<int>(kind);
-  p.zip_mode = static_cast<int>(zip_mode);
-  KVM_CHECK(kMoves <= kind && kind <= kZip && kScale <= zip_mode && zip_mode <= kAuto, ValueError) << "no such merge";
-  int64_t num_rows = 0, num_members = 0;
-  if (kind != kMoves) {
-    p.places = arguments.maybe<const int64_t>("places", places, kDLInt, 64, {heads, -1});
-    KVM_CHECK(p.places, ValueError) << "places are missing";
-    num_rows = places.value().size(1);
-  }
-  if (kind == kRowsGiven) {
-    p.keys = arguments.maybe<const float>("keys", new_keys, kDLFloat, 32, {heads, num_rows, p.head_size});
-    p.values = arguments.maybe<const float>("values", new_values, kDLFloat, 32, {heads, num_rows, p.head_size});
-  }
-  if (kind == kSums || kind == kZip) {
-    p.members = arguments.maybe<const int64_t>("members", members, kDLInt, 64, {heads, -1});
-    KVM_CHECK(p.members, ValueError) << "members are missing";
-    num_members = members.value().size(1);
-    p.rows = arguments.maybe<const int64_t>("rows", rows, kDLInt, 64, {heads, num_members});
-    KVM_CHECK(p.rows, ValueError) << "rows are missing";
-  }
-  if (kind == kSums) {
-    p.key_weights = arguments.maybe<const float>("key_weights", new_keys, kDLFloat, 32, {heads, num_members});
-    p.value_weights = arguments.maybe<const float>("value_weights", new_values, kDLFloat, 32, {heads, num_members});
-  }
-  if (kind == kZip) {
-    p.importance = arguments.maybe<const float>("importance", importance, kDLFloat, 32, {heads, num_entries});
-    p.fixed = arguments.maybe<const uint8_t>("protected", fixed, kDLBool, 8, {heads, num_entries});
-    KVM_CHECK(p.importance && p.fixed, ValueError) << "importance and protected are missing";
-  }
+  p.log_votes = arguments.get<const float>("log_votes", new_votes, kDLFloat, 32, {heads, num_places});
+  p.scores = arguments.get<const float>("scores", new_scores, kDLFloat, 32, {heads, num_places});
+  p.aux = arguments.get<const float>("aux", new_aux, kDLFloat, 32, {heads, num_places});
+  p.positions = arguments.get<const int64_t>("positions", new_positions, kDLInt, 64, {heads, num_places});
+  p.places = arguments.get<const int64_t>("places", places, kDLInt, 64, {heads, -1});
+  const int64_t num_rows = places.size(1);
+  p.keys = arguments.maybe<const float>("keys", new_keys, kDLFloat, 32, {heads, num_rows, p.head_size});
+  p.values = arguments.maybe<const float>("values", new_values, kDLFloat, 32, {heads, num_rows, p.head_size});
   p.num_places = static_cast<int>(num_places);
   p.num_rows = static_cast<int>(num_rows);
-  p.num_members = static_cast<int>(num_members);
-  p.num_entries = static_cast<int>(num_entries);
   p.capacity = static_cast<int>(capacity);
-  KVM_CHECK(capacity % 16 == 0 && capacity >= 16 * num_places &&
-                shared_bytes >= capacity + 4 * (3 * num_places + 4 * num_members + 4 * num_rows + 2),
+  KVM_CHECK(capacity % 16 == 0 && capacity >= 16 * num_places && shared_bytes >= capacity + 4 * (3 * num_places + 1),
             ValueError)
       << "too little shared memory";
   if (heads * num_places == 0) return;

@@ -34,7 +34,7 @@ from tests.engine import full_graphs  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
 from vllm_kvmerge.engine.blocks import register_spec  # noqa: E402
 from vllm_kvmerge.engine.validation import drop_validator  # noqa: E402
-from vllm_kvmerge.ops.triton.workspace import workspace_of  # noqa: E402
+from vllm_kvmerge.ops.workspace import workspace_of  # noqa: E402
 
 if IS_V2:
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner

@@ -12,6 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_kvmerge.engine.attention import cuda as backend
+from vllm_kvmerge.ops import AttentionBatch
 
 SIZES = [1, 2, 4]
 """Batches of three are padded."""
@@ -34,11 +35,10 @@ def install() -> None:
     CpuPlatform.graph_pool_handle = classmethod(lambda cls: None)
     attention = backend.paged_attention
 
-    def of_rows_with_queries(query, pages, *arguments, **more) -> None:
+    def of_rows_with_queries(query, cache, batch, scale, output) -> None:
         """The reference knows no rows that only pad a batch."""
-        of_rows, rest = arguments[:8], arguments[8:]
-        wanted = of_rows[2] > 0
-        attention(query, pages, *(tensor[wanted] for tensor in of_rows), *rest, **more)
+        some = AttentionBatch(*(tensor[batch.query_lens > 0] for tensor in batch.tensors), batch.max_query_len)
+        attention(query, cache, some, scale, output)
 
     backend.paged_attention = of_rows_with_queries
 

@@ -48,7 +48,7 @@ def attention_by_hand(layer, position):
 
 
 def entries_of(sequence, layer):
-    where = sequence.pages[layer], sequence.blocks, sequence.front, sequence.tail, sequence.num_tokens
+    where = sequence.caches[layer], sequence.blocks, sequence.front, sequence.tail, sequence.num_tokens
     return gather_entries(*where)
 
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +17,8 @@ from torch.overrides import TorchFunctionMode
 from tests.engine.cuda.gpu import GPU, SimulatedGPU
 from tests.entries import write_front
 from tests.ops.on_gpu import OnGPU
-from vllm_kvmerge.ops import (
-    PagedKVCache,
-    ScoreMode,
-    ScoreUpdate,
-    cell_bytes,
-    cpu,
-    reference,
-    write_tokens,
-)
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, cell_bytes, cpu, reference, write_tokens
+from vllm_kvmerge.ops.types import NO_UPDATE
 from vllm_kvmerge.policies.base import DEAD, Entries
 
 
@@ -163,6 +156,11 @@ def cuda(emulated_library, monkeypatch):
     cuda.use(None)
 
 
+def complete(module: ModuleType) -> SimpleNamespace:
+    """A module's operators, and the reference's where it has none."""
+    return SimpleNamespace(**(vars(reference) | vars(module)))
+
+
 def pytest_generate_tests(metafunc):
     if "operators" in metafunc.fixturenames:
         own = getattr(metafunc.module, "OPERATORS", None)
@@ -187,7 +185,7 @@ def operators(request):
         yield cuda_on_gpu()
         return
     if request.param == "triton-gpu":
-        yield OnGPU(pytest.importorskip("vllm_kvmerge.ops.triton"), torch.device("cuda"))
+        yield OnGPU(complete(pytest.importorskip("vllm_kvmerge.ops.triton")), torch.device("cuda"))
         return
     if request.param == "reference-gpu":  # without a GPU: tensors that cannot be mixed with the CPU's
         with SimulatedGPU(may_wait=True):
@@ -200,7 +198,7 @@ def operators(request):
         yield reference
         return
     if request.param == "triton":
-        yield pytest.importorskip("vllm_kvmerge.ops.triton")
+        yield complete(pytest.importorskip("vllm_kvmerge.ops.triton"))
         return
     before = cpu.level()
     cpu.set_level(request.param)
@@ -217,18 +215,28 @@ def block_table(sequences: list[Sequence]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([s.blocks for s in sequences], batch_first=True)
 
 
-def row_tensors(
-    sequences: list[Sequence], query_lens: list[int], updates: list[ScoreUpdate | None]
-) -> dict[str, Tensor]:
-    """What ``paged_attention`` is told of its rows, whose tokens follow one another."""
+def batch_of(
+    sequences: list[Sequence],
+    query_lens: list[int],
+    updates: list[ScoreUpdate | None],
+    max_query_len: int | None = None,
+) -> AttentionBatch:
+    """A batch of these sequences, whose tokens follow one another."""
     lens = torch.tensor(query_lens, dtype=torch.int32)
-    return {
-        "block_table": block_table(sequences),
-        "query_starts": lens.cumsum(0, dtype=torch.int32) - lens,
-        "query_lens": lens,
-        "seq_lens": torch.tensor([s.seq_len for s in sequences], dtype=torch.int32),
-        "fronts": torch.tensor([s.front for s in sequences], dtype=torch.int32),
-        "tails": torch.tensor([s.tail for s in sequences], dtype=torch.int32),
-        "update_modes": torch.tensor([ScoreMode(u.mode).code if u else 0 for u in updates], dtype=torch.int32),
-        "update_decays": torch.tensor([u.decay if u else 1.0 for u in updates]),
-    }
+    segments = [[s.seq_len, s.front, s.tail] for s in sequences]
+    chosen = [update or NO_UPDATE for update in updates]
+    return AttentionBatch(
+        block_table(sequences),
+        lens.cumsum(0, dtype=torch.int32) - lens,
+        lens,
+        *torch.tensor(segments, dtype=torch.int32).T.contiguous().unbind(),
+        torch.tensor([update.mode.code for update in chosen], dtype=torch.int32),
+        torch.tensor([update.decay for update in chosen]),
+        max_query_len,
+    )
+
+
+def padded(batch: AttentionBatch, max_query_len: int | None) -> AttentionBatch:
+    """The batch with two more rows, without queries, as captured graphs are padded."""
+    tensors = (torch.nn.functional.pad(t, (0, 0, 0, 2) if t.dim() == 2 else (0, 2)) for t in batch.tensors)
+    return AttentionBatch(*tensors, max_query_len)

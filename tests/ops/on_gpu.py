@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import PagedKVCache, SequenceLayers, cell_bytes
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, SequenceLayers, cell_bytes
 
 
 class OnGPU:
     """A module of operators, each of which works on copies of its arguments on ``device`` and brings back what changed.
 
-    Copied caches have a GPU's layout, keys row by row; strides of all other tensors stay. Of ``SequenceLayers``, layer and
-    segments stay where they are, as in a compaction.
+    Copied caches have a GPU's layout, keys row by row; strides of all other tensors stay. Of
+    ``SequenceLayers``, layer and segments stay where they are, as in a compaction.
     """
 
     def __init__(self, module: ModuleType, device: torch.device) -> None:
@@ -49,6 +49,8 @@ class OnGPU:
         if isinstance(value, Tensor):
             there[id(value)] = value, self._tensor(value)
             return there[id(value)][1]
+        if isinstance(value, AttentionBatch):
+            return AttentionBatch(*(self._moved(tensor, there) for tensor in value.tensors), value.max_query_len)
         if isinstance(value, SequenceLayers):
             layers = [self._moved(pages, there) for pages in value.layers]
             return replace(value, layers=layers, blocks=self._moved(value.blocks, there))

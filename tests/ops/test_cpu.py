@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.entries import gather_entries
-from tests.ops.conftest import CacheMaker, row_tensors
+from tests.ops.conftest import CacheMaker, batch_of
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cpu, reference, torch_ops
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cpu, dispatch, reference
 
 needs_library = pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -28,8 +27,8 @@ def attend(module, maker, query, sequences, lens, updates, scale):
     pages.scores.fill_(1.0)
     pages.aux.fill_(2.0)
     output = torch.full_like(query, torch.nan)
-    rows = row_tensors(sequences, lens, updates)
-    module.paged_attention(query=query, pages=pages, **rows, scale=scale, output=output)
+    batch = batch_of(sequences, lens, updates)
+    module.paged_attention(query, pages, batch, scale, output)
     live = [
         reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)) for s in sequences
     ]
@@ -115,9 +114,9 @@ def test_queries_and_outputs_may_be_strided_and_of_other_types(operators):
     packed = maker.randn(3, 12, 64)
     query, output = packed[:, :8], torch.empty(3, 9, 64, dtype=torch.float16)[:, 1:]
     expected = torch.empty(3, 8, 64)
-    rows = row_tensors([sequence], [3], [None])
-    operators.paged_attention(query=query, pages=maker.pages, **rows, scale=0.125, output=output)
-    reference.paged_attention(query=query, pages=maker.pages, **rows, scale=0.125, output=expected)
+    batch = batch_of([sequence], [3], [None])
+    operators.paged_attention(query, maker.pages, batch, 0.125, output)
+    reference.paged_attention(query, maker.pages, batch, 0.125, expected)
     assert relative_error(output, expected) < 2e-3
 
 
@@ -165,8 +164,8 @@ def test_float32_is_rounded_as_pytorch_does(operators):
         ({"fronts": torch.tensor([1, 2])}, ValueError, "fronts must have shape"),
         ({"query_lens": torch.tensor([2])}, ValueError, "not in the query"),
         ({"query_starts": torch.tensor([-1])}, ValueError, "not in the query"),
-        ({"update_modes": torch.tensor([4])}, ValueError, "mode 4"),
-        ({"update_decays": torch.tensor([1.0], dtype=torch.float64)}, TypeError, "update_decays must be float32"),
+        ({"score_modes": torch.tensor([4])}, ValueError, "mode 4"),
+        ({"score_decays": torch.tensor([1.0], dtype=torch.float64)}, TypeError, "score_decays must be float32"),
         ({"block_table": torch.full((1, 4), 256)}, ValueError, "block 256"),
         ({"block_table": torch.full((1, 4), 1 << 40)}, ValueError, "block -1"),
         ({"block_table": torch.zeros(4, dtype=torch.int32)}, ValueError, "block_table must have shape"),
@@ -174,11 +173,13 @@ def test_float32_is_rounded_as_pytorch_does(operators):
 )
 def test_bad_arguments_raise(change, error, message):
     maker = CacheMaker(0, 2, 32, 32, torch.float32)
-    rows = row_tensors([maker.sequence(33, 64, 99)], [1], [None])
-    arguments = {"query": torch.zeros(1, 4, 32), **rows, "output": torch.zeros(1, 4, 32)}
-    cpu.paged_attention(pages=maker.pages, scale=1.0, **arguments)
+    batch = batch_of([maker.sequence(33, 64, 99)], [1], [None])
+    arguments = {"query": torch.zeros(1, 4, 32), "output": torch.zeros(1, 4, 32)}
+    cpu.paged_attention(cache=maker.pages, batch=batch, scale=1.0, **arguments)
+    of_query = {name: tensor for name, tensor in change.items() if name in arguments}
+    batch = replace(batch, **{name: tensor for name, tensor in change.items() if name not in arguments})
     with pytest.raises(error, match=message):
-        cpu.paged_attention(pages=maker.pages, scale=1.0, **{**arguments, **change})
+        cpu.paged_attention(cache=maker.pages, batch=batch, scale=1.0, **(arguments | of_query))
 
 
 @needs_library
@@ -219,7 +220,7 @@ def test_bad_entries_and_slots_raise():
     with pytest.raises(ValueError, match="keys must have shape"):
         cpu.write_rows(units, blocks[None], torch.zeros(2, 1).long(), torch.zeros(2, 2, 32), None)
     with pytest.raises(ValueError, match="queries, but 3 tokens"):
-        cpu.score_prompt_queries(torch.zeros(4, 4, 32), pages, blocks, 3, UPDATES[1], 1.0, *torch.zeros(2, 2, 3))
+        cpu.score_prompt_queries(torch.zeros(4, 4, 32), pages, blocks, UPDATES[1], 1.0, *torch.zeros(2, 2, 3))
     with pytest.raises(ValueError, match="not among"):
         cpu.set_level("sse17")
 
@@ -228,14 +229,17 @@ def test_pages_that_do_not_suit_run_on_the_reference():
     maker = CacheMaker(0, 2, 40, 32, torch.float32)
     assert "head size 40" in ops.implementation(maker.pages)
     sequence = maker.sequence(0, 0, 70)
-    rows = row_tensors([sequence], [1], [None])
+    batch = batch_of([sequence], [1], [None])
     output = torch.empty(1, 4, 40)
-    ops.paged_attention(query=maker.randn(1, 4, 40), pages=maker.pages, **rows, scale=1.0, output=output)
+    ops.paged_attention(query=maker.randn(1, 4, 40), cache=maker.pages, batch=batch, scale=1.0, output=output)
     assert output.isfinite().all()
     suiting = CacheMaker(0, 2, 32, 32, torch.float32).pages
-    assert suiting.native_obstacle is None
+    assert cpu.obstacle(suiting) is None
     scattered = replace(suiting, values=suiting.values.clone())
-    assert "plane of values" in scattered.native_obstacle
+    assert "plane of values" in cpu.obstacle(scattered)
+    seq_layers = SequenceLayers.of(suiting, torch.arange(2), 0, 0, 40)
+    assert cpu.obstacle(seq_layers) is None
+    assert "plane of values" in cpu.obstacle(replace(seq_layers, layers=[suiting, scattered]))
 
 
 @pytest.fixture
@@ -243,7 +247,7 @@ def unloaded(monkeypatch):
     """Forgets what has been loaded, before the test and after it."""
 
     def forget():
-        for cached in (ops._native_failure, cpu.library, cpu._function):
+        for cached in (dispatch.failure, cpu.library, cpu._function):
             cached.cache_clear()
 
     forget()
@@ -261,27 +265,11 @@ def test_without_the_library_the_reference_runs_after_one_warning(broken, unload
     sequence = maker.sequence(0, 0, 70)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            entries = gather_entries(maker.pages, sequence.blocks, 0, 0, 70)
-            assert torch.equal(entries.keys.double(), sequence.keys)
+            seq_layers = SequenceLayers.of(maker.pages, sequence.blocks, 0, 0, 70)
+            keys = ops.gather_rows(seq_layers, "keys", torch.arange(70).repeat(2, 1))
+            assert torch.equal(keys.double(), sequence.keys)
             assert ops.implementation().startswith("PyTorch reference")
     assert len(caplog.records) == 1
-
-
-def test_custom_ops_can_be_traced():
-    maker = CacheMaker(0, 2, 32, 32, torch.float32)
-    maker.cache.nan_to_num_(0.0)
-    sequence = maker.sequence(33, 64, 99)
-    rows = row_tensors([sequence], [1], [UPDATES[1]])
-    arguments = (maker.randn(1, 4, 32), maker.cache, *rows.values(), 0.5, torch.zeros(1, 4, 32))
-    torch.library.opcheck(torch_ops.paged_attention, arguments)
-    slots = torch.tensor([40, -1, 99])
-    torch.library.opcheck(torch_ops.write_tokens, (maker.cache, slots, maker.randn(3, 2, 32), maker.randn(3, 2, 32)))
-
-    output, expected = torch.zeros(1, 4, 32), torch.zeros(1, 4, 32)
-    reference.paged_attention(arguments[0], maker.pages, *rows.values(), 0.5, expected)
-    compiled = torch.compile(torch_ops.paged_attention, backend="eager", fullgraph=True)
-    compiled(arguments[0], maker.cache, *rows.values(), 0.5, output)
-    assert relative_error(output, expected) < 1e-5
 
 
 @needs_library

@@ -10,14 +10,15 @@ from tests.ops.on_gpu import OnGPU
 from tests.ops.test_cpu import UPDATES, check_against_reference
 from tests.ops.test_operators import (
     test_attention_over_front_and_tail,  # noqa: F401
-    test_column_scores_do_not_depend_on_chunks,  # noqa: F401
+    test_prompt_scores_do_not_depend_on_chunks,  # noqa: F401
 )
 from tests.ops.test_rows import (
     test_metadata_and_rows_are_those_of_the_dense_sequence,  # noqa: F401
     test_moves_rows_and_metadata_make_a_front,  # noqa: F401
     test_units_together_are_as_each_alone,  # noqa: F401
 )
-from vllm_kvmerge.ops import PagedKVCache, SequenceLayers, reference
+from vllm_kvmerge.ops import PagedKVCache, SequenceLayers, cpu, reference
+from vllm_kvmerge.ops.layout import planes_obstacle
 
 OPERATORS = ["reference-gpu"]
 """What the tests imported above run on."""
@@ -47,7 +48,7 @@ def test_an_operator_is_given_copies_as_a_gpu_has_them():
     _, (result, _), (pages,) = on_gpu(operator=operator).operator(units, strided, expanded=expanded)
     copied = seen[0]
     assert copied.layers[0] is copied.layers[1] and copied.layer is units.layer and copied.segments is units.segments
-    assert copied.layers[0].triton_obstacle is None and copied.layers[0].native_obstacle == "keys are not transposed"
+    assert planes_obstacle(copied.layers[0]) is None and cpu.obstacle(copied.layers[0]) == "keys are not transposed"
     assert seen[1].stride() == strided.stride() and seen[1].data_ptr() != strided.data_ptr()
     assert torch.equal(seen[2], expanded)
     assert (maker.pages.scores == 5.0).all() and (pages.scores == 5.0).all()
@@ -57,9 +58,9 @@ def test_an_operator_is_given_copies_as_a_gpu_has_them():
 
 @pytest.mark.parametrize("wrong", ["nothing", "output", "scores"])
 def test_a_wrong_operator_is_noticed(wrong):
-    def attention(query, pages, *rows, output, **more):
+    def attention(query, pages, batch, scale, output):
         if wrong != "nothing":
-            reference.paged_attention(query, pages, *rows, output=output, **more)
+            reference.paged_attention(query, pages, batch, scale, output)
         if wrong == "output":
             output[-1, -1] *= 1.1
         if wrong == "scores":

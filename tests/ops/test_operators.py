@@ -12,14 +12,8 @@ import torch
 
 from tests import vllm_library
 from tests.entries import gather_entries, write_front
-from tests.ops.conftest import CacheMaker, row_tensors
-from vllm_kvmerge.ops import (
-    PagedKVCache,
-    ScoreMode,
-    ScoreUpdate,
-    cell_bytes,
-    write_tokens,
-)
+from tests.ops.conftest import CacheMaker, batch_of
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, write_tokens
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SUM, MEAN, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
@@ -94,8 +88,8 @@ def test_attention_over_front_and_tail(
             before.append((live.scores, live.aux))
         else:
             before.append(None)
-    rows = row_tensors(sequences, [num_queries] * len(sequences), updates)
-    operators.paged_attention(query=query, pages=maker.pages, **rows, scale=scale, output=output)
+    batch = batch_of(sequences, [num_queries] * len(sequences), updates)
+    operators.paged_attention(query, maker.pages, batch, scale, output)
     for row, (sequence, update) in enumerate(zip(sequences, updates, strict=True)):
         rows = slice(row * num_queries, (row + 1) * num_queries)
         expected, logits, probabilities = dense_attention(query[rows], sequence, scale)
@@ -118,7 +112,7 @@ def _write_statistics(pages, sequence, scores, aux):
 
 @pytest.mark.parametrize("update", [SUM, MEAN, EMA], ids=["sum", "mean", "log_ema"])
 @pytest.mark.parametrize("window", [1, 40, 150])
-def test_column_scores_do_not_depend_on_chunks(operators, update, window):
+def test_prompt_scores_do_not_depend_on_chunks(operators, update, window):
     maker = CacheMaker(7, 2, 32, 32, torch.float32)
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
     query = maker.randn(window, 4, 32)
@@ -134,7 +128,6 @@ def test_column_scores_do_not_depend_on_chunks(operators, update, window):
                 query[start:stop],
                 maker.pages,
                 sequence.blocks,
-                seq_len,
                 update,
                 scale,
                 scores[:, :seq_len],
@@ -251,8 +244,5 @@ def test_vllm_operators_work_on_our_pages(operators, vllm_ops, dtype, head_size)
             query, stock.stock_keys, stock.values, expected, start_loc, seq_lens, scale, True, None, -1,
             blocks[None], 0, metadata, None,
         )  # fmt: skip
-        zero, lens = torch.zeros(1, dtype=torch.int32), torch.tensor([num_queries], dtype=torch.int32)
-        operators.paged_attention(
-            query, pages, blocks[None], zero, lens, seq_lens, zero, zero, zero, torch.ones(1), scale, output
-        )
+        operators.paged_attention(query, pages, AttentionBatch.single(blocks, num_queries, seq_len), scale, output)
         assert relative_error(output, expected) < TOLERANCE[dtype]

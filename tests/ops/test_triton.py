@@ -7,15 +7,24 @@ kernel compiles, so all are compiled too, with the ptxas that comes with Triton.
 import os
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.entries import gather_entries
-from tests.ops.conftest import CacheMaker, Watch, row_tensors
+from tests.ops.conftest import CacheMaker, Watch, batch_of
 from tests.processes import end_with_tests
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cell_bytes, reference
+from vllm_kvmerge.ops import (
+    AttentionBatch,
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    cell_bytes,
+    cpu,
+    reference,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -25,7 +34,7 @@ from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: 
 from vllm_kvmerge.ops import triton  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
-from vllm_kvmerge.ops.triton.workspace import Workspace  # noqa: E402
+from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 
 TESTS = Path(__file__).parent
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
@@ -39,7 +48,7 @@ def test_all_operators_in_the_interpreter():
 
     Left out: 40 query heads, which take the interpreter minutes, and rounding, which it does not do as GPUs do.
     """
-    files = [f"test_{name}.py" for name in ("operators", "rows", "index", "native", "triton_interpreted")]
+    files = [f"test_{name}.py" for name in ("operators", "rows", "index", "cpu", "triton_interpreted")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "23"]
     command += ["-k", "triton and not 40-2 and not rounded", *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -65,14 +74,13 @@ def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, o
     table = torch.zeros(rows, width, dtype=torch.int32)
     numbers = torch.full((rows,), 100, dtype=torch.int32)
     query = torch.zeros(rows * num_queries, heads * groups, head_size, dtype=dtype)
-    triton.paged_attention(
-        query, pages, table, *[numbers] * 6, torch.zeros(rows), 0.1, query.clone(), num_queries=num_queries
-    )
+    batch = AttentionBatch(table, *[numbers] * 6, torch.zeros(rows), num_queries)
+    triton.paged_attention(query, pages, batch, 0.1, query.clone())
     if only_attention:
         return
-    for mode in ("sum", "log_ema"):
+    for mode in (ScoreMode.SUM, ScoreMode.LOG_EMA):
         statistics = torch.zeros(2, heads, 100)
-        triton.score_prompt_queries(query, pages, table[0], 100, ScoreUpdate(mode, 0.9), 0.1, *statistics)
+        triton.score_prompt_queries(query, pages, table[0], ScoreUpdate(mode, 0.9), 0.1, *statistics)
     tokens = torch.zeros(64, heads, head_size, dtype=dtype)
     triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
     units = SequenceLayers((pages, pages), torch.tensor([0, 1]), table[:2], torch.tensor([[50, 60, 110]] * 2))
@@ -81,7 +89,6 @@ def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, o
     votes, positions = torch.zeros(2 * heads, 100), torch.zeros(2 * heads, 100, dtype=torch.int64)
     triton.gather_metadata(units)
     triton.gather_rows(units, "keys", index)
-    gather_entries(pages, table[0], 50, 60, 110)
     triton.write_rows(units, table[:2], index, newest[:, 0], newest[:, 0])
     triton.write_metadata(units, table[:2], *planes, index)
     triton.move_entries(units, table[:2], index)
@@ -129,11 +136,12 @@ def test_launches_depend_on_shapes_alone(num_queries, gpu):
     seen = []
     for lengths in ([(0, 0, 900)] * 3, [(100, 200, 300), (7, 300, 450), (1, 1, 120)]):
         sequences = [maker.sequence(*s) for s in lengths]
-        rows = row_tensors(sequences, [num_queries] * 3, [ScoreUpdate(ScoreMode.SUM, 0.9)] * 3)
-        rows["block_table"] = torch.nn.functional.pad(rows["block_table"], (0, 64 - rows["block_table"].shape[1]))
+        batch = batch_of(sequences, [num_queries] * 3, [ScoreUpdate(ScoreMode.SUM, 0.9)] * 3, num_queries)
+        missing = 64 - batch.block_table.shape[1]
+        batch = replace(batch, block_table=torch.nn.functional.pad(batch.block_table, (0, missing)))
         with launches() as found, Watch(Watch.WAITS):
             triton.write_tokens(maker.pages, torch.arange(len(query)), query[:, :2], query[:, :2])
-            triton.paged_attention(query, maker.pages, **rows, scale=0.1, output=query, num_queries=num_queries)
+            triton.paged_attention(query, maker.pages, batch, 0.1, query)
         seen.append([(launch.grid, *launch.key) for launch in found])
     assert seen[0] == seen[1] and len(seen[0]) >= 3
 
@@ -144,12 +152,12 @@ def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, gpu):
     maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
     query = maker.randn(3 * num_queries, 8, 64).bfloat16()
     sequences = [maker.sequence(0, 0, 100) for _ in range(3)]
-    rows = row_tensors(sequences, [num_queries] * 3, [ScoreUpdate(ScoreMode.SUM, 0.9)] * 3)
+    batch = batch_of(sequences, [num_queries] * 3, [ScoreUpdate(ScoreMode.SUM, 0.9)] * 3, num_queries)
     with launches() as found:
-        triton.paged_attention(query, maker.pages, **rows, scale=0.1, output=query, num_queries=num_queries)
+        triton.paged_attention(query, maker.pages, batch, 0.1, query)
     second = "finish" if num_queries == 1 else "update_columns"
     assert {launch.kernel.__name__ for launch in found} == {"attend", second}
-    numbers = set(rows) | {"modes", "decays"}
+    numbers = {field.name for field in fields(AttentionBatch)}
     for launch in found:
         by_row = {param.name for param in launch.kernel.params if param.name in numbers}
         assert len(by_row) == 8
@@ -160,16 +168,15 @@ def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, gpu):
 def test_a_workspace_that_was_reserved_does_not_grow(gpu):
     maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
     work = Workspace(torch.device("cpu"))
-    work.reserve(maker.pages, num_heads=8, num_queries=1, max_rows=9, max_blocks=64)
+    work.reserve(maker.pages, 8, [(rows, 1) for rows in range(1, 10)], max_blocks=64)
     before = work.num_bytes
     assert before > 256 * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot, and splits"
     for rows in range(1, 10):
         query = maker.randn(rows, 8, 64).bfloat16()
         numbers, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
+        batch = AttentionBatch(table, *[numbers] * 6, torch.ones(rows), 1)
         with launches():
-            triton.paged_attention(
-                query, maker.pages, table, *[numbers] * 6, torch.ones(rows), 0.1, query, num_queries=1, workspace=work
-            )
+            triton.paged_attention(query, maker.pages, batch, 0.1, query, workspace=work)
     assert work.num_bytes == before
     old = work.take("kept", 1)
     assert work.take("kept", old.numel() + 1).numel() == old.numel() + 1
@@ -220,7 +227,7 @@ def test_keys_lie_as_flash_attention_reads_them():
     keys, values = pages.keys.permute(0, 3, 1, 2), pages.values.transpose(1, 2)
     assert keys.shape == values.shape == (4, 16, 2, 32) and keys.stride() == values.stride() == (2048, 32, 1024, 1)
     assert pages.addresses == transposed.addresses
-    assert pages.native_obstacle == "keys are not transposed" and transposed.native_obstacle is None
+    assert cpu.obstacle(pages) == "keys are not transposed" and cpu.obstacle(transposed) is None
     with pytest.raises(RuntimeError):
         pages.stock_keys  # noqa: B018
 
@@ -232,15 +239,15 @@ def test_the_reference_says_where_its_tensors_are():
     maker.pages.scores.fill_(0.0)
     maker.pages.aux.fill_(0.0)
     units = SequenceLayers.of(maker.pages, s.blocks, 20, 40, 90)
-    rows = row_tensors([s], [3], [ScoreUpdate(ScoreMode.LOG_EMA, 0.9)])
+    batch = batch_of([s], [3], [ScoreUpdate(ScoreMode.LOG_EMA, 0.9)])
     query, token = maker.randn(3, 4, 32), maker.randn(3, 2, 32)
     index = torch.stack([torch.randperm(70, generator=maker.generator) for _ in range(2)])
     mask, ranking = index < 40, index.float()
     with Watch(Watch.MAKES):
-        reference.paged_attention(query, maker.pages, **rows, scale=0.1, output=query.clone())
+        reference.paged_attention(query, maker.pages, batch, 0.1, query.clone())
         statistics = torch.zeros(2, 2, 90, device="cpu")
         reference.score_prompt_queries(
-            query, maker.pages, s.blocks, 30, ScoreUpdate(ScoreMode.SUM, 0.9), 0.1, *statistics[..., :30]
+            query, maker.pages, s.blocks, ScoreUpdate(ScoreMode.SUM, 0.9), 0.1, *statistics[..., :30]
         )
         reference.write_tokens(maker.pages, torch.tensor([0, 1, 2], device="cpu"), token, token)
         metadata = reference.gather_metadata(units)

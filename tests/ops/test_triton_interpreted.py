@@ -1,12 +1,13 @@
 """Triton's operators in its interpreter: what the tests of all operators leave open. Run by ``test_triton``."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.entries import gather_entries
-from tests.ops.conftest import CacheMaker, row_tensors
+from tests.ops.conftest import CacheMaker, batch_of, padded
 from tests.ops.test_cpu import UPDATES, relative_error
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, reference
@@ -66,9 +67,9 @@ def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
             pages.aux[block, :, offset] = values.unsqueeze(1)
     query = maker.randn(sum(lens), 2 * groups, head_size).to(dtype)
     expected, actual = torch.full_like(query, torch.nan), torch.full_like(query, torch.nan)
-    rows = row_tensors(sequences, lens, updates)
-    reference.paged_attention(query=query, pages=theirs, **rows, scale=head_size**-0.5, output=expected)
-    triton.paged_attention(query=query, pages=ours, **rows, scale=head_size**-0.5, output=actual, num_queries=max(lens))
+    batch = batch_of(sequences, lens, updates)
+    reference.paged_attention(query, theirs, batch, head_size**-0.5, expected)
+    triton.paged_attention(query, ours, replace(batch, max_query_len=max(lens)), head_size**-0.5, actual)
     assert relative_error(actual, expected) < TOLERANCE[dtype]
     (scores, aux), (expected_scores, expected_aux) = live(ours, sequences), live(theirs, sequences)
     assert relative_error(scores, expected_scores) < 1e-4
@@ -80,16 +81,15 @@ def test_triton_skips_rows_without_queries(bound):
     """As captured graphs are padded; a larger bound on queries than there are changes nothing. TOVA's decay is 0."""
     maker = CacheMaker(3, 2, 32, 32, torch.float32)
     sequences = [maker.sequence(40, 64, 99), maker.sequence(0, 0, 70)]
-    rows = row_tensors(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.0), None])
+    batch = batch_of(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.0), None])
     maker.pages.scores.fill_(0.5)
     maker.pages.aux.fill_(2.0)
     theirs, ours = copies(maker, row_major=True)
     query = maker.randn(2, 4, 32)
     expected, actual = torch.full((2, 2, 4, 32), torch.nan)
-    reference.paged_attention(query=query, pages=theirs, **rows, scale=0.2, output=expected)
-    padded = {name: torch.nn.functional.pad(t, (0, 0, 0, 2) if t.dim() == 2 else (0, 2)) for name, t in rows.items()}
+    reference.paged_attention(query, theirs, batch, 0.2, expected)
     query, output = (torch.cat([t, torch.full_like(t, torch.nan)]) for t in (query, actual))
-    triton.paged_attention(query=query, pages=ours, **padded, scale=0.2, output=output, num_queries=bound)
+    triton.paged_attention(query, ours, padded(batch, bound), 0.2, output)
     assert relative_error(output[:2], expected) < 1e-5
     assert output[2:].isnan().all()
     for one, other in zip(live(ours, sequences), live(theirs, sequences), strict=True):
@@ -125,8 +125,8 @@ def test_triton_entries_on_row_major_keys():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "log_ema"])
-def test_triton_column_scores_on_row_major_keys(mode):
+@pytest.mark.parametrize("mode", [ScoreMode.SUM, ScoreMode.MEAN, ScoreMode.LOG_EMA])
+def test_triton_prompt_scores_on_row_major_keys(mode):
     maker = CacheMaker(6, 2, 80, 16, torch.float16)
     s = maker.sequence(0, 0, 200)
     theirs, ours = copies(maker, row_major=True)
@@ -137,7 +137,7 @@ def test_triton_column_scores_on_row_major_keys(mode):
         for stop in (40, 70):
             part = query[:40] if stop == 40 else query[40:]
             statistics = (scores[:, : 130 + stop], aux[:, : 130 + stop])
-            module.score_prompt_queries(part, pages, s.blocks, 130 + stop, ScoreUpdate(mode, 0.9), 0.1, *statistics)
+            module.score_prompt_queries(part, pages, s.blocks, ScoreUpdate(mode, 0.9), 0.1, *statistics)
         assert not scores[:, 200:].any()
         found.append((scores, aux))
     assert relative_error(found[1][0], found[0][0]) < 1e-5
@@ -151,8 +151,9 @@ def test_triton_can_be_chosen():
         ops.choose("triton")
         assert ops.implementation(maker.pages).startswith("Triton") and "interpreted" in ops.implementation()
         sequence = maker.sequence(0, 0, 70)
-        entries = gather_entries(maker.pages, sequence.blocks, 0, 0, 70)
-        assert torch.equal(entries.keys.double(), sequence.keys)
+        seq_layers = SequenceLayers.of(maker.pages, sequence.blocks, 0, 0, 70)
+        keys = ops.gather_rows(seq_layers, "keys", torch.arange(70).repeat(2, 1))
+        assert torch.equal(keys.double(), sequence.keys)
         small = CacheMaker(0, 1, 8, 16, torch.float32).pages
         assert ops.implementation(small) == "PyTorch reference: head size 8 is not from 16 to 256"
         ops.choose("reference")

@@ -1,8 +1,7 @@
-"""Traced documents on compressed caches: keys and values go through pages and policies as in serving."""
+"""Traced documents on compressed caches: keys and values go through caches and policies as in serving."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,62 +11,54 @@ from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.evaluation.trace import LayerTrace
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes, paged_attention, score_prompt_queries, write_tokens
+from vllm_kvmerge.ops import (
+    NO_UPDATE,
+    AttentionBatch,
+    PagedKVCache,
+    cell_bytes,
+    paged_attention,
+    score_prompt_queries,
+    write_tokens,
+)
 from vllm_kvmerge.request.parameters import CompressionConfig
 
 BLOCK_SIZE = 32
 
 
 class TracedSequence:
-    """One document's keys and values in pages of its own, computed token by token as a server would."""
+    """One document's keys and values in a cache of its own, computed token by token as a server would."""
 
     def __init__(self, layers: list[LayerTrace], dtype: torch.dtype) -> None:
         self.layers, self.dtype = layers, dtype
         num_tokens, num_kv_heads, head_size = layers[0].keys.shape
         shape = (-(-num_tokens // BLOCK_SIZE), num_kv_heads, BLOCK_SIZE, cell_bytes(head_size, dtype) // dtype.itemsize)
-        self.pages = [PagedKVCache.of(torch.zeros(shape, dtype=dtype), head_size) for _ in layers]
+        self.caches = [PagedKVCache.of(torch.zeros(shape, dtype=dtype), head_size) for _ in layers]
         self.blocks = torch.arange(shape[0], dtype=torch.int32)
         self.num_tokens = self.front = self.tail = 0
         self.compactor = Compactor(
-            self.pages, layers[0].scale, list(range(num_kv_heads)), output_weights=lambda i: layers[i].output_weights
+            self.caches, layers[0].scale, list(range(num_kv_heads)), output_weights=lambda i: layers[i].output_weights
         )
 
     def write(self, count: int) -> slice:
         """Stores the keys and values of the next ``count`` tokens; returns which they are."""
         new = slice(self.num_tokens, self.num_tokens + count)
-        for layer, pages in zip(self.layers, self.pages, strict=True):
-            write_tokens(
-                pages,
-                torch.arange(new.start, new.stop),
-                layer.keys[new].to(self.dtype),
-                layer.values[new].to(self.dtype),
-            )
+        slots = torch.arange(new.start, new.stop)
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            write_tokens(cache, slots, layer.keys[new].to(self.dtype), layer.values[new].to(self.dtype))
         self.num_tokens = new.stop
         return new
 
     def attend(self, new: slice, config: CompressionConfig | None = None) -> list[Tensor]:
         """Each layer's attention output for these newest tokens, ``[q, H * G, d]``; scores as the policy keeps them."""
-        update = score_update(config) if config is not None and config.tracks_decode and self.front > 0 else None
-        mode, decay = (update.mode, update.decay) if update else (ScoreMode.NONE, 1.0)
-        int32 = partial(torch.full, (1,), dtype=torch.int32)
+        tracked = config is not None and config.tracks_decode and self.front > 0
+        update = score_update(config) if tracked and config is not None else NO_UPDATE
+        count = new.stop - new.start
+        batch = AttentionBatch.single(self.blocks, count, self.num_tokens, self.front, self.tail, update)
         outputs = []
-        for layer, pages in zip(self.layers, self.pages, strict=True):
+        for layer, cache in zip(self.layers, self.caches, strict=True):
             query = layer.queries[new].to(self.dtype)
             outputs.append(torch.empty_like(query))
-            paged_attention(
-                query,
-                pages,
-                self.blocks.unsqueeze(0),
-                int32(0),
-                int32(len(query)),
-                int32(self.num_tokens),
-                int32(self.front),
-                int32(self.tail),
-                int32(mode.code),
-                torch.tensor([decay]),
-                layer.scale,
-                outputs[-1],
-            )
+            paged_attention(query, cache, batch, layer.scale, outputs[-1])
         return outputs
 
     def compress(self, config: CompressionConfig, budget: int) -> None:
@@ -94,12 +85,10 @@ class TracedSequence:
             return None
         window = self.num_tokens if config.prompt_window == "all" else min(config.prompt_window, self.num_tokens)
         scores = PromptScores.empty(len(self.layers), self.layers[0].keys.shape[1], self.num_tokens)
-        for index, (layer, pages) in enumerate(zip(self.layers, self.pages, strict=True)):
+        for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             query = layer.queries[self.num_tokens - window : self.num_tokens].to(self.dtype)
             statistics = scores.scores[index], scores.aux[index]
-            score_prompt_queries(
-                query, pages, self.blocks, self.num_tokens, score_update(config), layer.scale, *statistics
-            )
+            score_prompt_queries(query, cache, self.blocks, score_update(config), layer.scale, *statistics)
         return scores
 
     def _ring(self, config: CompressionConfig) -> QueryRing | None:

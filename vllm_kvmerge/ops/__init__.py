@@ -1,75 +1,37 @@
-"""Operators over a paged KV cache."""
+"""Operators over a paged KV cache: each is defined in ``reference`` and runs on the implementation that suits it."""
 
-from vllm_kvmerge.ops.attention import Fusion
-from vllm_kvmerge.ops.dispatch import (
-    OPERATORS,
-    by_position,
-    choose,
-    free_places,
-    fused_attention,
-    gather_metadata,
-    gather_rows,
-    implementation,
-    implementations,
-    in_place,
-    inverse,
-    join_slots,
-    largest,
-    merge_entries,
-    most_similar,
-    move_entries,
-    override,
-    padded_nonzero,
-    paged_attention,
-    score_prompt_queries,
-    take,
-    top,
-    write_metadata,
-    write_rows,
-    write_tokens,
-)
-from vllm_kvmerge.ops.types import (
-    METADATA_BYTES,
-    PagedKVCache,
-    Rows,
-    ScoreMode,
-    ScoreUpdate,
-    SequenceLayers,
-    cell_bytes,
-)
-
-__all__ = [
-    "METADATA_BYTES",
-    "OPERATORS",
-    "Fusion",
-    "PagedKVCache",
-    "Rows",
-    "ScoreMode",
-    "ScoreUpdate",
-    "SequenceLayers",
-    "by_position",
-    "cell_bytes",
-    "choose",
-    "free_places",
-    "fused_attention",
-    "gather_metadata",
-    "gather_rows",
-    "implementation",
-    "implementations",
-    "in_place",
-    "inverse",
-    "join_slots",
-    "largest",
-    "merge_entries",
-    "most_similar",
-    "move_entries",
-    "override",
-    "padded_nonzero",
-    "paged_attention",
-    "score_prompt_queries",
-    "take",
-    "top",
-    "write_metadata",
-    "write_rows",
-    "write_tokens",
-]
+from vllm_kvmerge.ops.attention import Fusion as Fusion
+from vllm_kvmerge.ops.dispatch import OPERATORS as OPERATORS
+from vllm_kvmerge.ops.dispatch import by_position as by_position
+from vllm_kvmerge.ops.dispatch import choose as choose
+from vllm_kvmerge.ops.dispatch import free_places as free_places
+from vllm_kvmerge.ops.dispatch import fused_attention as fused_attention
+from vllm_kvmerge.ops.dispatch import gather_metadata as gather_metadata
+from vllm_kvmerge.ops.dispatch import gather_rows as gather_rows
+from vllm_kvmerge.ops.dispatch import implementation as implementation
+from vllm_kvmerge.ops.dispatch import implementations as implementations
+from vllm_kvmerge.ops.dispatch import in_place as in_place
+from vllm_kvmerge.ops.dispatch import inverse as inverse
+from vllm_kvmerge.ops.dispatch import join_slots as join_slots
+from vllm_kvmerge.ops.dispatch import largest as largest
+from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
+from vllm_kvmerge.ops.dispatch import most_similar as most_similar
+from vllm_kvmerge.ops.dispatch import move_entries as move_entries
+from vllm_kvmerge.ops.dispatch import override as override
+from vllm_kvmerge.ops.dispatch import padded_nonzero as padded_nonzero
+from vllm_kvmerge.ops.dispatch import paged_attention as paged_attention
+from vllm_kvmerge.ops.dispatch import score_prompt_queries as score_prompt_queries
+from vllm_kvmerge.ops.dispatch import take as take
+from vllm_kvmerge.ops.dispatch import top as top
+from vllm_kvmerge.ops.dispatch import write_metadata as write_metadata
+from vllm_kvmerge.ops.dispatch import write_rows as write_rows
+from vllm_kvmerge.ops.dispatch import write_tokens as write_tokens
+from vllm_kvmerge.ops.types import METADATA_BYTES as METADATA_BYTES
+from vllm_kvmerge.ops.types import NO_UPDATE as NO_UPDATE
+from vllm_kvmerge.ops.types import AttentionBatch as AttentionBatch
+from vllm_kvmerge.ops.types import PagedKVCache as PagedKVCache
+from vllm_kvmerge.ops.types import Rows as Rows
+from vllm_kvmerge.ops.types import ScoreMode as ScoreMode
+from vllm_kvmerge.ops.types import ScoreUpdate as ScoreUpdate
+from vllm_kvmerge.ops.types import SequenceLayers as SequenceLayers
+from vllm_kvmerge.ops.types import cell_bytes as cell_bytes

@@ -1,10 +1,13 @@
-"""Attention of given queries to given keys, in groups that fit in a processor's caches."""
+"""Attention of given queries to given keys, in groups that fit in a processor's caches, and its statistics."""
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from vllm_kvmerge.ops.types import ScoreUpdate
 
 Fusion = Literal["sum", "max"]
 
@@ -18,6 +21,7 @@ PART_BYTES = 1 << 20
 def attention_to_keys(
     queries: Tensor, query_positions: Tensor, keys: Tensor, log_votes: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
+    """``[H, G, w, n]``: probabilities; the arguments are those of ``fused_attention``."""
     # The query heads' rows one after the other: a head's keys are not repeated for each.
     products = (queries * scale).flatten(1, 2) @ keys.transpose(1, 2)
     logits = products.unflatten(1, queries.shape[1:3]).add_(log_votes[:, None, None])
@@ -73,3 +77,27 @@ def query_groups(queries: Tensor, positions: Tensor, num_entries: int) -> Iterat
     # Groups do not depend on how many heads there are, so that what comes out for a head does not either.
     size = max(1, MAX_ATTENTION_BYTES // (queries.shape[1] * num_entries * queries.element_size()))
     yield from zip(queries.split(size, dim=2), positions.split(size, dim=-1), strict=True)
+
+
+def accumulate_scores(
+    update: ScoreUpdate, logits: Tensor, probabilities: Tensor, visible: Tensor, scores: Tensor, aux: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accumulates the statistics of ``q`` more queries.
+
+    logits, probabilities: ``[H, G, q, n]``, logits without vote bias. visible: ``[q, n]`` bool, or ``[H, q, n]``.
+    scores, aux: ``[H, n]`` float32. Returns the new (scores, aux).
+    """
+    num_queries = logits.shape[2]
+    age = torch.arange(num_queries - 1, -1, -1, dtype=torch.float32, device=logits.device)
+    counted = visible.sum(-2).to(aux.dtype)
+    if update.mode in ("sum", "mean"):
+        weights = update.decay**age
+        added = (probabilities.sum(1) * weights[:, None]).sum(1)
+        return scores * update.decay**num_queries + added, aux + counted if update.mode == "mean" else aux
+    log_decay, log_share = math.log(update.decay), math.log1p(-update.decay)
+    level = torch.logsumexp(logits, 1) - math.log(logits.shape[1])
+    weighted = (level + log_share + (age * log_decay)[:, None]).masked_fill(~visible, -torch.inf)
+    previous = torch.where(aux > 0, scores + num_queries * log_decay, -torch.inf)
+    total = torch.logsumexp(torch.cat([previous.unsqueeze(1), weighted], 1), 1)
+    # An entry that no query has seen keeps a finite score; aux == 0 says that it means nothing.
+    return torch.where(aux + counted > 0, total, 0.0), aux + counted

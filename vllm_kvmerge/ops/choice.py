@@ -1,4 +1,4 @@
-"""Which implementation runs an operator on a GPU: rules in ``choice.json``, of which later ones win over earlier ones.
+"""The implementation of each operator on a GPU: rules in ``choice.json``, of which later ones win over earlier ones.
 
 A rule names an ``implementation``: ``cuda``, ``triton`` or ``reference``; where that cannot run, the next of these
 does. It applies where all of these that it names match: ``operator``; ``device``, with which the GPU's name begins;
@@ -49,7 +49,7 @@ def choice(operator: str, device: str, head_size: int = 0) -> Choice:
 
 
 def check_overrides(overrides: object, operators: Collection[str]) -> dict[str, str]:
-    """``{operator: implementation}`` as it is. Raises ValueError where there is no such operator or implementation."""
+    """Returns the overrides as they are. Raises ValueError where there is no such operator or implementation."""
     if not isinstance(overrides, Mapping):
         raise ValueError(f"{overrides!r} does not say which implementation runs which operator")
     for operator, implementation in overrides.items():

@@ -5,7 +5,9 @@ Arguments are checked on the native side: TypeError for a wrong dtype, ValueErro
 
 import sys
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import fields
+from functools import cache as cached
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +16,19 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.attention import Fusion
-from vllm_kvmerge.ops.reference import merge_by_parts
-from vllm_kvmerge.ops.types import Metadata, PagedKVCache, Rows, ScoreUpdate, SequenceLayers
+from vllm_kvmerge.ops.layout import Operand, layout_check
+from vllm_kvmerge.ops.types import (
+    AttentionBatch,
+    Metadata,
+    PagedKVCache,
+    ScoreUpdate,
+    SequenceLayers,
+)
 
 LIBRARY = Path(__file__).with_name("_native.so")
 
 
-@cache
+@cached
 def library() -> Any:
     """The loaded library. Raises OSError or ImportError where there is none that works.
 
@@ -34,6 +42,44 @@ def library() -> Any:
         return tvm_ffi.load_module(str(LIBRARY))
     except RuntimeError as error:
         raise OSError(f"{LIBRARY} cannot be loaded: {error}") from error
+
+
+def runs_on(device: torch.device) -> str | None:
+    """Says why these operators do not run on a device; None where they do."""
+    return None if device.type == "cpu" else f"the cache is on {device}"
+
+
+def obstacle(operand: Operand) -> str | None:
+    """Says why these operators cannot work on what they are given; None if they can."""
+    if isinstance(operand, Tensor):
+        known = operand.dtype in (torch.float32, torch.int64, torch.bool)
+        return None if known else f"elements are {operand.dtype}"
+    return _layout_obstacle(operand)
+
+
+@layout_check
+def _layout_obstacle(cache: PagedKVCache) -> str | None:
+    if cache.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the cache is {cache.keys.dtype}"
+    if cache.head_size % 16 or not 32 <= cache.head_size <= 256:
+        return f"head size {cache.head_size} is not a multiple of 16 from 32 to 256"
+    if cache.block_size % 16:
+        return f"block size {cache.block_size} is not a multiple of 16"
+    if cache.keys.stride(3) != 1:
+        return "keys are not transposed"
+    first = cache.keys.data_ptr()
+    plane_bytes = cache.block_size * cache.head_size * cache.keys.element_size()
+    metadata = first + cache.keys.shape[0] * cache.num_kv_heads * 2 * plane_bytes
+    expected = [first, first + plane_bytes, *(metadata + i * 4 * cache.block_size for i in range(4))]
+    for field, address, place in zip(fields(cache), cache.addresses, expected, strict=True):
+        if address != place:
+            return f"the plane of {field.name} is not where it should be"
+    return None
+
+
+def description(device: torch.device) -> str:
+    """Describes what runs, for logs."""
+    return f"native, {level()}"
 
 
 def levels() -> list[str]:
@@ -51,87 +97,53 @@ def set_level(name: str) -> None:
     library().set_level(name)
 
 
-@cache
+@cached
 def _function(name: str) -> Any:
     return library()[name]
 
 
-def paged_attention(
-    query: Tensor,
-    pages: PagedKVCache,
-    block_table: Tensor,
-    query_starts: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    fronts: Tensor,
-    tails: Tensor,
-    update_modes: Tensor,
-    update_decays: Tensor,
-    scale: float,
-    output: Tensor,
-    num_queries: int | None = None,
-) -> None:
-    _function("paged_attention")(
-        query,
-        pages.keys,
-        block_table,
-        query_starts,
-        query_lens,
-        seq_lens,
-        fronts,
-        tails,
-        update_modes,
-        update_decays,
-        scale,
-        output,
-    )
+def paged_attention(query: Tensor, cache: PagedKVCache, batch: AttentionBatch, scale: float, output: Tensor) -> None:
+    _function("paged_attention")(query, cache.keys, *batch.tensors, scale, output)
 
 
 def score_prompt_queries(
-    query: Tensor,
-    pages: PagedKVCache,
-    blocks: Tensor,
-    seq_len: int,
-    update: ScoreUpdate,
-    scale: float,
-    scores: Tensor,
-    aux: Tensor,
+    query: Tensor, cache: PagedKVCache, blocks: Tensor, update: ScoreUpdate, scale: float, scores: Tensor, aux: Tensor
 ) -> None:
-    mode = update.mode.code
-    _function("score_prompt_queries")(query, pages.keys, blocks, seq_len, mode, update.decay, scale, scores, aux)
+    arguments = update.mode.code, update.decay, scale, scores, aux
+    _function("score_prompt_queries")(query, cache.keys, blocks, *arguments)
 
 
-def _layers(units: SequenceLayers) -> tuple[list[Tensor], Tensor]:
-    return [pages.keys for pages in units.layers], units.layer
+def _layers(seq_layers: SequenceLayers) -> tuple[list[Tensor], Tensor]:
+    return [layer.keys for layer in seq_layers.layers], seq_layers.layer
 
 
-def _located(units: SequenceLayers) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    return *_layers(units), units.blocks, units.segments
+def _located(seq_layers: SequenceLayers) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    return *_layers(seq_layers), seq_layers.blocks, seq_layers.segments
 
 
-def gather_metadata(units: SequenceLayers) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape = units.num_heads, units.num_entries
+def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
+    shape = seq_layers.num_heads, seq_layers.num_entries
     log_votes, scores, aux = (torch.empty(shape) for _ in range(3))
     positions = torch.empty(shape, dtype=torch.int64)
-    _function("gather_metadata")(*_located(units), log_votes, scores, aux, positions)
+    _function("gather_metadata")(*_located(seq_layers), log_votes, scores, aux, positions)
     return log_votes, scores, aux, positions
 
 
-def gather_rows(units: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
-    rows = torch.empty(*index.shape, units.layers[0].head_size)
-    _function("gather_rows")(*_located(units), plane == "keys", index.contiguous(), rows)
+def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
+    rows = torch.empty(*index.shape, seq_layers.layers[0].head_size)
+    _function("gather_rows")(*_located(seq_layers), plane == "keys", index.contiguous(), rows)
     return rows
 
 
-def most_similar(units: SequenceLayers, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-    similarity, best = torch.empty(members.shape), torch.empty(members.shape, dtype=torch.int64)
-    arguments = members.contiguous(), carriers.contiguous(), usable.contiguous()
-    _function("most_similar")(*_located(units), *arguments, similarity, best)
+def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    similarity, best = torch.empty(sources.shape), torch.empty(sources.shape, dtype=torch.int64)
+    arguments = sources.contiguous(), targets.contiguous(), usable.contiguous()
+    _function("most_similar")(*_located(seq_layers), *arguments, similarity, best)
     return similarity, best
 
 
 def fused_attention(
-    units: SequenceLayers,
+    seq_layers: SequenceLayers,
     queries: Tensor,
     query_positions: Tensor,
     log_votes: Tensor,
@@ -141,34 +153,33 @@ def fused_attention(
 ) -> Tensor:
     fused = torch.empty(positions.shape)
     arguments = (t.contiguous() for t in (queries, query_positions, log_votes, positions))
-    _function("fused_attention")(*_located(units), *arguments, scale, fusion == "max", fused)
+    _function("fused_attention")(*_located(seq_layers), *arguments, scale, fusion == "max", fused)
     return fused
 
 
-def move_entries(units: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
-    _function("move_entries")(*_located(units), destination, kept.contiguous())
+def move_entries(seq_layers: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
+    _function("move_entries")(*_located(seq_layers), destination, kept.contiguous())
 
 
 def write_rows(
-    units: SequenceLayers, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None
+    seq_layers: SequenceLayers, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None
 ) -> None:
     rows = (None if t is None else t.contiguous() for t in (keys, values))
-    _function("write_rows")(*_layers(units), blocks, places.contiguous(), *rows)
+    _function("write_rows")(*_layers(seq_layers), blocks, places.contiguous(), *rows)
 
 
 def write_metadata(
-    units: SequenceLayers, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+    seq_layers: SequenceLayers, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
 ) -> None:
     planes = (t.contiguous() for t in (log_votes, scores, aux, positions))
-    _function("write_metadata")(*_layers(units), blocks, *planes)
+    _function("write_metadata")(*_layers(seq_layers), blocks, *planes)
 
 
-def merge_entries(units: SequenceLayers, destination: Tensor, kept: Tensor, metadata: Metadata, rows: Rows) -> None:
-    merge_by_parts(sys.modules[__name__], units, destination, kept, metadata, rows)
+merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__])
 
 
-def write_tokens(pages: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
-    _function("write_tokens")(pages.keys, slot_mapping, key, value)
+def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+    _function("write_tokens")(cache.keys, slot_mapping, key, value)
 
 
 def largest(ranking: Tensor, count: int) -> Tensor:
@@ -223,9 +234,9 @@ def free_places(index: Tensor, num_places: int) -> Tensor:
 
 
 def join_slots(
-    products: Tensor, between: Tensor, member_weights: Tensor, slot_weights: Tensor
+    products: Tensor, between: Tensor, source_weights: Tensor, slot_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    joined = torch.empty(member_weights.shape, dtype=torch.int64)
+    joined = torch.empty(source_weights.shape, dtype=torch.int64)
     products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
-    _function("join_slots")(products, between.contiguous(), member_weights.contiguous(), total, joined)
+    _function("join_slots")(products, between.contiguous(), source_weights.contiguous(), total, joined)
     return joined, total

@@ -1,33 +1,40 @@
-"""The operators over paged KV blocks, and the implementation that runs them.
+"""The choice of the implementation that runs an operator.
 
 On the CPU, native operators (``native``) run where their library was built and the cache suits them; on a GPU, what
 the table in ``choice.json`` says, CUDA C++ (``cuda``) or Triton (``triton``), where that is there; elsewhere the
 PyTorch reference. ``choose`` takes another for all operators, ``override`` for some.
+
+An implementation is a module with some of the functions of ``reference``, and with ``runs_on(device)``,
+``obstacle(operand)`` and ``description(device)``; where it is a library, ``library()`` loads that.
 """
 
 import functools
 import importlib
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvmerge.ops import choice, cpu, reference
+from vllm_kvmerge.ops import choice, reference
+from vllm_kvmerge.ops.layout import Operand
 from vllm_kvmerge.ops.types import PagedKVCache, SequenceLayers
+
+if TYPE_CHECKING:  # the operators below have the signatures of their definitions
+    from vllm_kvmerge.ops.reference import *  # noqa: F403
 
 logger = logging.getLogger(__name__)
 
+OPERATORS: list[str] = []
+"""Names of the operators on a cache."""
 
-Operator = TypeVar("Operator", bound=Callable[..., Any])
-
+MODULES = {"native": "cpu", "triton": "triton", "cuda": "cuda"}
 
 _chosen: str | None = None
 _overrides: dict[str, str] = {}
-OPERATORS: list[str] = []
-"""Names of the operators on pages."""
 
 
 def choose(name: str | None) -> None:
@@ -39,12 +46,9 @@ def choose(name: str | None) -> None:
     global _chosen
     if name not in (None, *choice.IMPLEMENTATIONS):
         raise ValueError(f"there are no operators called {name!r}")
-    if name == "native":
-        cpu.library()
-    elif name == "triton":
-        _triton()
-    elif name == "cuda":
-        _cuda().library()
+    if name in MODULES:
+        _load(name)
+        failure.cache_clear()
     _chosen = name
 
 
@@ -58,155 +62,100 @@ def override(implementations: Mapping[str, str]) -> None:
 
 
 @functools.cache
-def _native_failure() -> str | None:
-    """Why there are no native operators in this process; None if there are. Warns once."""
-    try:
-        cpu.library()
-    except (OSError, ImportError) as error:
-        logger.warning("KV cache operators run on PyTorch, which is slow: %s", error)
-        return str(error)
-    return None
+def _module(name: str) -> ModuleType:
+    # Imported when it is needed: on the CPU, Triton need not be installed.
+    return importlib.import_module(f"vllm_kvmerge.ops.{MODULES[name]}")
 
 
-def _triton() -> ModuleType:
-    """Triton's operators. Imported when they are needed: on the CPU, Triton need not be installed."""
-    return importlib.import_module("vllm_kvmerge.ops.triton")
+def _load(name: str) -> None:
+    """Raises OSError or ImportError where an implementation is not there."""
+    module = _module(name)
+    if hasattr(module, "library"):
+        module.library()
 
 
 @functools.cache
-def _triton_failure() -> str | None:
-    """Why there are no Triton operators in this process; None if there are. Warns once."""
+def failure(name: str) -> str | None:
+    """Says why an implementation is not there in this process; None if it is. Warns once."""
     try:
-        _triton()
-    except ImportError as error:
-        logger.warning("KV cache operators run on PyTorch, which is slow: %s", error)
-        return str(error)
-    return None
-
-
-def _cuda() -> ModuleType:
-    """The operators in CUDA C++."""
-    return importlib.import_module("vllm_kvmerge.ops.cuda")
-
-
-@functools.cache
-def _cuda_failure() -> str | None:
-    """Why there are no CUDA operators in this process; None if there are. Warns once."""
-    try:
-        _cuda().library()
+        _load(name)
     except (OSError, ImportError) as error:
-        logger.warning("no CUDA operators: %s", error)
+        what = "no CUDA operators" if name == "cuda" else "KV cache operators run on PyTorch, which is slow"
+        logger.warning("%s: %s", what, error)
         return str(error)
     return None
 
 
-def _cuda_obstacle(operator: str, device: torch.device, pages: PagedKVCache | SequenceLayers | None) -> str | None:
-    if _chosen != "cuda" and _cuda_failure():
-        return _cuda_failure()
-    if operator not in _cuda().OPERATORS or pages is None:
-        return f"there is no {operator} in CUDA C++"
-    return _cuda().runs_on(device) or pages.cuda_obstacle
-
-
-def _wanted(operator: str, device: torch.device, pages: PagedKVCache | SequenceLayers | None) -> str | None:
-    """The implementation that is asked for; None: what suits the CPU."""
+def _candidates(operator: str, device: torch.device, operand: Operand | None) -> tuple[str, ...]:
+    """Implementations to try for an operator, in order, before the reference."""
     named = _chosen or _overrides.get(operator)
-    if device.type != "cuda" or named in ("cuda", "triton", "reference"):
-        return named
-    layer = pages.layers[0] if isinstance(pages, SequenceLayers) else pages
-    head_size = 0 if layer is None else layer.head_size
-    return choice.choice(operator, choice.device_name(device), head_size).implementation
+    on_gpu = device.type == "cuda"
+    if on_gpu and named not in ("cuda", "triton", "reference"):
+        head_size = getattr(operand, "head_size", 0)  # of a plain tensor there is none
+        named = choice.choice(operator, choice.device_name(device), head_size).implementation
+    if named == "cuda":
+        return ("cuda", "triton" if on_gpu else "native")
+    return (named or "native",)
 
 
-def _module(
-    operator: str, device: torch.device, pages: PagedKVCache | SequenceLayers | None = None
-) -> tuple[ModuleType, str]:
-    """The implementation for tensors on ``device`` and for ``pages``, and, if it is the reference, why."""
-    wanted = _wanted(operator, device, pages)
-    if wanted == "reference":
-        return reference, "it was chosen"
-    if wanted == "cuda":
-        if _cuda_obstacle(operator, device, pages) is None:
-            return _cuda(), ""
-        wanted = "triton" if device.type == "cuda" else None
-    if wanted == "triton":
-        obstacle = _triton_failure() or (pages.triton_obstacle if pages is not None else None)
-        if obstacle is None and device.type != "cuda" and not _triton().INTERPRETED:
-            obstacle = f"Triton's run on {device} with TRITON_INTERPRET=1 only"
-        return (reference, obstacle) if obstacle else (_triton(), "")
-    obstacle = _native_failure() or (pages.native_obstacle if pages is not None else None)
-    return (reference, obstacle) if obstacle else (cpu, "")
+def _implementation(operator: str, device: torch.device, operand: Operand | None) -> tuple[ModuleType, str]:
+    """The module that runs an operator on ``operand``, and, if that is the reference, why."""
+    obstacle = "it was chosen"
+    for name in _candidates(operator, device, operand):
+        if name == "reference":
+            break
+        found = failure(name) or _obstacle(_module(name), operator, device, operand)
+        if found is None:
+            return _module(name), ""
+        obstacle = found
+    return reference, obstacle
 
 
-def implementations(pages: PagedKVCache | None = None) -> dict[str, str]:
-    """Which implementation runs each operator on pages, and why if that is the reference; for ``pages`` if given, else
-    on the CPU."""
-    device = torch.device("cpu") if pages is None else pages.keys.device
-    return {operator: _description(operator, device, pages) for operator in OPERATORS}
+def _obstacle(module: ModuleType, operator: str, device: torch.device, operand: Operand | None) -> str | None:
+    if not hasattr(module, operator):
+        return f"there is no {operator} in {module.__name__}"
+    reason: str | None = module.runs_on(device) or (None if operand is None else module.obstacle(operand))
+    return reason
 
 
-def _description(operator: str, device: torch.device, pages: PagedKVCache | None) -> str:
-    module, obstacle = _module(operator, device, pages)
-    if module is reference:
-        return f"PyTorch reference: {obstacle}"
-    return f"native, {cpu.level()}" if module is cpu else str(module.description(device))
+def implementations(cache: PagedKVCache | None = None) -> dict[str, str]:
+    """Describes what runs each operator on a cache, and why if that is the reference; for the CPU if none is given."""
+    device = torch.device("cpu") if cache is None else cache.device
+    return {operator: _description(operator, device, cache) for operator in OPERATORS}
 
 
-def implementation(pages: PagedKVCache | None = None) -> str:
+def _description(operator: str, device: torch.device, cache: PagedKVCache | None) -> str:
+    module, obstacle = _implementation(operator, device, cache)
+    return f"PyTorch reference: {obstacle}" if module is reference else str(module.description(device))
+
+
+def implementation(cache: PagedKVCache | None = None) -> str:
     """``implementations`` in a line: what runs most operators, then those that run on another."""
-    table = implementations(pages)
+    table = implementations(cache)
     most = Counter(table.values()).most_common(1)[0][0]
     others = (f"{operator}: {name}" for operator, name in table.items() if name != most)
     return "; ".join([most, *others])
 
 
-def _index_operator(operator: Operator) -> Operator:
-    """The operator on the implementation that suits its first argument, a plain tensor."""
+def _dispatched(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator on the implementation that suits its cache, or else its first argument, a plain tensor."""
     name = operator.__name__
-
-    @functools.wraps(operator)
-    def run(*args: Any) -> Any:
-        tensor = args[0]
-        module, _ = _module(name, tensor.device)
-        if module is cpu and (not tensor.is_cpu or tensor.dtype not in (torch.float32, torch.int64, torch.bool)):
-            module = reference
-        return getattr(module, name)(*args)
-
-    return cast(Operator, run)
-
-
-def _dispatched(operator: Operator, pages_at: int = 0) -> Operator:
-    """The operator on the implementation that suits its ``pages_at``-th argument, ``pages`` or ``units``."""
-    name = operator.__name__
-    OPERATORS.append(name)
+    annotations = [parameter.annotation for parameter in inspect.signature(operator).parameters.values()]
+    place = next((i for i, kind in enumerate(annotations) if kind in (PagedKVCache, SequenceLayers)), None)
+    if place is not None:
+        OPERATORS.append(name)
+    index = place or 0
+    parameter = list(inspect.signature(operator).parameters)[index]
 
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
-        pages = args[pages_at] if len(args) > pages_at else kwargs.get("pages") or kwargs["units"]
-        layer = pages if isinstance(pages, PagedKVCache) else pages.layers[0]
-        return getattr(_module(name, layer.keys.device, pages)[0], name)(*args, **kwargs)
+        operand = args[index] if len(args) > index else kwargs[parameter]
+        module, _ = _implementation(name, operand.device, operand)
+        return getattr(module, name)(*args, **kwargs)
 
-    return cast(Operator, run)
+    return run
 
 
-paged_attention = _dispatched(reference.paged_attention, pages_at=1)
-score_prompt_queries = _dispatched(reference.score_prompt_queries, pages_at=1)
-gather_metadata = _dispatched(reference.gather_metadata)
-gather_rows = _dispatched(reference.gather_rows)
-most_similar = _dispatched(reference.most_similar)
-fused_attention = _dispatched(reference.fused_attention)
-move_entries = _dispatched(reference.move_entries)
-merge_entries = _dispatched(reference.merge_entries)
-write_rows = _dispatched(reference.write_rows)
-write_metadata = _dispatched(reference.write_metadata)
-write_tokens = _dispatched(reference.write_tokens)
-
-largest = _index_operator(reference.largest)
-top = _index_operator(reference.top)
-in_place = _index_operator(reference.in_place)
-by_position = _index_operator(reference.by_position)
-padded_nonzero = _index_operator(reference.padded_nonzero)
-inverse = _index_operator(reference.inverse)
-free_places = _index_operator(reference.free_places)
-join_slots = _index_operator(reference.join_slots)
-take = _index_operator(reference.take)
+for _name, _operator in vars(reference).items():
+    if inspect.isfunction(_operator) and _operator.__module__ == reference.__name__ and not _name.startswith("_"):
+        globals()[_name] = _dispatched(_operator)

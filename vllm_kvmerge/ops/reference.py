@@ -1,11 +1,12 @@
-"""PyTorch reference of every operator: what the native ones are checked against, and what runs without them.
+"""The PyTorch reference of every operator: its definition, and what runs where no other implementation can.
+
+Every public function here is an operator. Another implementation is a module with functions of the same name.
 
 A sequence has two segments of logical slots, ``[0, front)`` (compressed entries) and ``[tail, seq_len)`` (ordinary
 tokens); slot ``s`` lies in block ``block_table[s // block_size]``. Never compressed: ``front = tail = 0``. All
 arithmetic is in float32.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops.attention import Fusion
-from vllm_kvmerge.ops.attention import fused_attention as fused_attention_of
-from vllm_kvmerge.ops.similarity import most_similar as most_similar_keys
-from vllm_kvmerge.ops.types import Metadata, PagedKVCache, Rows, ScoreMode, ScoreUpdate, SequenceLayers
+from vllm_kvmerge.ops import attention, similarity
+from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
+from vllm_kvmerge.ops.types import AttentionBatch, Metadata, PagedKVCache, Rows, ScoreMode, ScoreUpdate, SequenceLayers
 
 
 def _segment(plane: Tensor, blocks: Tensor, start: int, stop: int, slot_dim: int) -> Tensor:
@@ -40,30 +40,6 @@ def _scatter(plane: Tensor, blocks: Tensor, start: int, values: Tensor) -> None:
     plane[blocks[slots // plane.shape[2]].long(), :, slots % plane.shape[2]] = values.t().to(plane.dtype)
 
 
-def accumulate_scores(
-    update: ScoreUpdate, logits: Tensor, probabilities: Tensor, visible: Tensor, scores: Tensor, aux: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Statistics after ``q`` more queries.
-
-    logits, probabilities: ``[H, G, q, n]``, logits without vote bias. visible: ``[q, n]`` bool, or ``[H, q, n]``.
-    scores, aux: ``[H, n]`` float32. Returns the new (scores, aux).
-    """
-    num_queries = logits.shape[2]
-    age = torch.arange(num_queries - 1, -1, -1, dtype=torch.float32, device=logits.device)
-    counted = visible.sum(-2).to(aux.dtype)
-    if update.mode in ("sum", "mean"):
-        weights = update.decay**age
-        added = (probabilities.sum(1) * weights[:, None]).sum(1)
-        return scores * update.decay**num_queries + added, aux + counted if update.mode == "mean" else aux
-    log_decay, log_share = math.log(update.decay), math.log1p(-update.decay)
-    level = torch.logsumexp(logits, 1) - math.log(logits.shape[1])
-    weighted = (level + log_share + (age * log_decay)[:, None]).masked_fill(~visible, -torch.inf)
-    previous = torch.where(aux > 0, scores + num_queries * log_decay, -torch.inf)
-    total = torch.logsumexp(torch.cat([previous.unsqueeze(1), weighted], 1), 1)
-    # An entry that no query has seen keeps a finite score; aux == 0 says that it means nothing.
-    return torch.where(aux + counted > 0, total, 0.0), aux + counted
-
-
 def _causal(num_queries: int, num_entries: int, device: torch.device) -> Tensor:
     """``[q, n]`` bool: the newest tokens' queries see entries up to their own."""
     return torch.ones(num_queries, num_entries, dtype=torch.bool, device=device).tril_(num_entries - num_queries)
@@ -79,76 +55,48 @@ def _attend(query: Tensor, keys: Tensor, bias: Tensor | None, visible: Tensor, s
     return logits, torch.softmax(biased.masked_fill(~visible, -torch.inf), -1)
 
 
-def paged_attention(
-    query: Tensor,
-    pages: PagedKVCache,
-    block_table: Tensor,
-    query_starts: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    fronts: Tensor,
-    tails: Tensor,
-    update_modes: Tensor,
-    update_decays: Tensor,
-    scale: float,
-    output: Tensor,
-    num_queries: int | None = None,
-) -> None:
+def paged_attention(query: Tensor, cache: PagedKVCache, batch: AttentionBatch, scale: float, output: Tensor) -> None:
     """Causal attention over front and tail, with vote bias, and the score update of the rows that have one.
 
-    query, output: ``[num_tokens, H * G, d]``; row ``r`` owns tokens ``query_starts[r] : query_starts[r] +
-    query_lens[r]``, its newest tokens, whose keys and values are in the cache already; other tokens' output stays as it
-    is. block_table: ``[rows, max_blocks]``. query_starts, query_lens, seq_lens, fronts, tails: ``[rows]`` integers.
-    update_modes: ``[rows]`` integers, places in ``UPDATE_MODES``; update_decays: ``[rows]`` float32 (see
-    ``ScoreUpdate``). Scores of tokens that are new in this call start from nothing. num_queries: at least the largest
-    of ``query_lens``, for implementations that would have to wait for a GPU to see it; not read here.
+    query, output: ``[num_tokens, H * G, d]``; the output of tokens of no row stays as it is. Statistics of tokens that
+    are new in this call start from nothing.
     """
-    rows = zip(
-        block_table,
-        *(t.tolist() for t in (query_starts, query_lens, seq_lens, fronts, tails, update_modes, update_decays)),
-        strict=True,
-    )
+    rows = zip(batch.block_table, *(tensor.tolist() for tensor in batch.tensors[1:]), strict=True)
     for blocks, start, length, seq_len, front, tail, mode, decay in rows:
         tokens = slice(start, start + length)
-        keys = _segments(pages.keys, blocks, front, tail, seq_len, slot_dim=2)
-        values = _segments(pages.values, blocks, front, tail, seq_len).float()
+        keys = _segments(cache.keys, blocks, front, tail, seq_len, slot_dim=2)
+        values = _segments(cache.values, blocks, front, tail, seq_len).float()
         num_entries = keys.shape[2]
         bias = None
         visible = _causal(length, num_entries, query.device)
         if front > 0:
-            votes = _segment(pages.log_votes, blocks, 0, front, 1)
+            votes = _segment(cache.log_votes, blocks, 0, front, 1)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - front)], 1)
         logits, probabilities = _attend(query[tokens], keys, bias, visible, scale)
         attended = torch.matmul(probabilities, values.unsqueeze(1))
         output[tokens] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
         if mode != ScoreMode.NONE.code:
-            scores = _segments(pages.scores, blocks, front, tail, seq_len).clone()
-            aux = _segments(pages.aux, blocks, front, tail, seq_len).clone()
+            scores = _segments(cache.scores, blocks, front, tail, seq_len).clone()
+            aux = _segments(cache.aux, blocks, front, tail, seq_len).clone()
             scores[:, num_entries - length :] = 0.0
             aux[:, num_entries - length :] = 0.0
             update = ScoreUpdate(list(ScoreMode)[mode], decay)
             scores, aux = accumulate_scores(update, logits, probabilities, visible, scores, aux)
-            for plane, statistic in ((pages.scores, scores), (pages.aux, aux)):
+            for plane, statistic in ((cache.scores, scores), (cache.aux, aux)):
                 _scatter(plane, blocks, 0, statistic[:, :front])
                 _scatter(plane, blocks, tail, statistic[:, front:])
 
 
 def score_prompt_queries(
-    query: Tensor,
-    pages: PagedKVCache,
-    blocks: Tensor,
-    seq_len: int,
-    update: ScoreUpdate,
-    scale: float,
-    scores: Tensor,
-    aux: Tensor,
+    query: Tensor, cache: PagedKVCache, blocks: Tensor, update: ScoreUpdate, scale: float, scores: Tensor, aux: Tensor
 ) -> None:
-    """Adds the statistics of some newest queries of a never compressed sequence to ``scores`` and ``aux``, in place.
+    """Adds the statistics of the newest queries of a never compressed sequence to ``scores`` and ``aux``, in place.
 
     query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``. blocks: the sequence's block ids.
     scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen.
     """
-    keys = _segment(pages.keys, blocks, 0, seq_len, 2)
+    seq_len = scores.shape[1]
+    keys = _segment(cache.keys, blocks, 0, seq_len, 2)
     visible = _causal(query.shape[0], seq_len, query.device)
     # Queries in small groups, so that the matrix of probabilities stays small whatever the window.
     group = max(1, (1 << 22) // (query.shape[1] * seq_len))
@@ -160,25 +108,23 @@ def score_prompt_queries(
         aux.copy_(new_aux)
 
 
-def gather_metadata(units: SequenceLayers) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log_votes, scores, aux, positions) of all live entries, copies, ``[H, n]`` float32, positions int64.
+def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
+    """Copies (log_votes, scores, aux, positions) of all live entries: ``[H, n]`` float32, positions int64.
 
-    Votes and positions of ordinary tokens are implied; statistics are as attention left them in the pages.
+    Votes and positions of ordinary tokens are implied; statistics are as attention left them in the cache.
     """
-    planes = zip(*(_metadata(*unit) for unit in units), strict=True)
+    planes = zip(*(_metadata(*one) for one in seq_layers), strict=True)
     log_votes, scores, aux, positions = (torch.cat(plane) for plane in planes)
     return log_votes, scores, aux, positions
 
 
-def _metadata(
-    pages: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    positions = torch.arange(tail, seq_len, device=pages.scores.device).repeat(pages.num_kv_heads, 1)
-    log_votes = torch.zeros(pages.num_kv_heads, seq_len - tail, device=pages.scores.device)
+def _metadata(cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> Metadata:
+    positions = torch.arange(tail, seq_len, device=cache.scores.device).repeat(cache.num_kv_heads, 1)
+    log_votes = torch.zeros(cache.num_kv_heads, seq_len - tail, device=cache.scores.device)
     if front > 0:
-        positions = torch.cat([_segment(pages.positions, blocks, 0, front, 1).long(), positions], 1)
-        log_votes = torch.cat([_segment(pages.log_votes, blocks, 0, front, 1), log_votes], 1)
-    scores, aux = (_segments(plane, blocks, front, tail, seq_len) for plane in (pages.scores, pages.aux))
+        positions = torch.cat([_segment(cache.positions, blocks, 0, front, 1).long(), positions], 1)
+        log_votes = torch.cat([_segment(cache.log_votes, blocks, 0, front, 1), log_votes], 1)
+    scores, aux = (_segments(plane, blocks, front, tail, seq_len) for plane in (cache.scores, cache.aux))
     return log_votes, scores, aux, positions
 
 
@@ -192,29 +138,29 @@ def _slots(index: Tensor, front: int, tail: int) -> Tensor:
     return torch.where(index < front, index, index + (tail - front))
 
 
-def gather_rows(units: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
+def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
     """``[H, m, d]`` float32: keys or values of the entries at ``index`` (``[H, m]`` int64); zeros where negative."""
     rows = []
-    for (pages, blocks, front, tail, _), part in zip(units, index.chunk(len(units.layer)), strict=True):
+    for (cache, blocks, front, tail, _), part in zip(seq_layers, index.chunk(len(seq_layers.layer)), strict=True):
         head = torch.arange(len(part), device=part.device).unsqueeze(1)
-        block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), pages.block_size)
-        stored = pages.keys[block, head, :, offset] if plane == "keys" else pages.values[block, head, offset]
+        block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), cache.block_size)
+        stored = cache.keys[block, head, :, offset] if plane == "keys" else cache.values[block, head, offset]
         rows.append(stored.float().masked_fill_((part < 0).unsqueeze(-1), 0.0))
     return torch.cat(rows)
 
 
-def most_similar(units: SequenceLayers, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-    """For each member the usable carrier whose key has the largest cosine similarity, the first of several.
+def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    """Finds for each source the usable target whose key has the largest cosine similarity, the first of several.
 
-    members: ``[H, m]``, carriers: ``[H, c]`` int64, indices of entries. usable: ``[H, c]`` bool. Returns the
-    similarity, ``[H, m]`` float32, at most 1, -inf where no carrier is usable, and the carrier's index, ``[H, m]``.
+    sources: ``[H, m]``, targets: ``[H, c]`` int64, indices of entries. usable: ``[H, c]`` bool. Returns the
+    similarity, ``[H, m]`` float32, at most 1, -inf where no target is usable, and the target's index, ``[H, m]``.
     """
-    member_keys, carrier_keys = (gather_rows(units, "keys", index) for index in (members, carriers))
-    return most_similar_keys(member_keys, carrier_keys, carriers, usable)
+    source_keys, target_keys = (gather_rows(seq_layers, "keys", index) for index in (sources, targets))
+    return similarity.most_similar(source_keys, target_keys, targets, usable)
 
 
 def fused_attention(
-    units: SequenceLayers,
+    seq_layers: SequenceLayers,
     queries: Tensor,
     query_positions: Tensor,
     log_votes: Tensor,
@@ -226,103 +172,102 @@ def fused_attention(
 
     queries: ``[H, G, w, d]`` float32. query_positions: ``[H, w]`` int64; a query sees live entries up to its own
     position. log_votes: ``[H, n]`` float32 and positions: ``[H, n]`` int64, negative where dead, are those of the
-    entries, whatever the pages hold.
+    entries, whatever the cache hold.
     """
-    index = torch.arange(units.num_entries, device=positions.device).repeat(units.num_heads, 1)
-    keys = gather_rows(units, "keys", index)
-    return fused_attention_of(queries, query_positions, keys, log_votes, positions, scale, fusion)
+    index = torch.arange(seq_layers.num_entries, device=positions.device).repeat(seq_layers.num_heads, 1)
+    keys = gather_rows(seq_layers, "keys", index)
+    return attention.fused_attention(queries, query_positions, keys, log_votes, positions, scale, fusion)
 
 
-def move_entries(units: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
+def move_entries(seq_layers: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
     """Moves keys and values of the entries ``kept`` (``[H, C]`` int64) to slots ``[0, C)`` of other blocks.
 
-    destination: ``[U, blocks]``, the blocks of each unit that these slots lie in; no unit's are another's source.
-
-    Bytes are copied as they are; a negative index empties its slot: key and value become zero. Source and destination
-    may overlap in any way, as if everything were read first. An entry that stays where it is is not touched.
+    destination: ``[U, blocks]``, the blocks of each sequence layer that these slots lie in; none of them is another's
+    source. Bytes are copied as they are; a negative index empties its slot: key and value become zero. Source and
+    destination may overlap in any way, as if everything were read first. An entry that stays in place is not touched.
     """
-    for (pages, blocks, front, tail, _), to_blocks, part in zip(
-        units, destination, kept.chunk(len(units.layer)), strict=True
+    for (cache, blocks, front, tail, _), to_blocks, part in zip(
+        seq_layers, destination, kept.chunk(len(seq_layers.layer)), strict=True
     ):
         head = torch.arange(len(part), device=part.device).unsqueeze(1).expand_as(part)
         to_block, to_offset = (
             place.expand_as(part)
-            for place in _places(to_blocks, torch.arange(part.shape[1], device=part.device), pages.block_size)
+            for place in _places(to_blocks, torch.arange(part.shape[1], device=part.device), cache.block_size)
         )
-        block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), pages.block_size)
+        block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), cache.block_size)
         empty = part < 0
         moves = ~empty & ((block != to_block) | (offset != to_offset))
         source = block[moves], head[moves], offset[moves]
-        keys, values = pages.keys[source[0], source[1], :, source[2]], pages.values[source]
+        keys, values = cache.keys[source[0], source[1], :, source[2]], cache.values[source]
         for where, key, value in ((moves, keys, values), (empty, 0.0, 0.0)):
-            pages.keys[to_block[where], head[where], :, to_offset[where]] = key
-            pages.values[to_block[where], head[where], to_offset[where]] = value
+            cache.keys[to_block[where], head[where], :, to_offset[where]] = key
+            cache.values[to_block[where], head[where], to_offset[where]] = value
 
 
 def write_rows(
-    units: SequenceLayers, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None
+    seq_layers: SequenceLayers, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None
 ) -> None:
     """Writes keys and values (``[H, r, d]`` float32; None: they stay) to the slots ``places`` (``[H, r]`` int64).
 
-    blocks: ``[U, blocks]``, the blocks of each unit that these slots lie in. A negative place is skipped; no place
-    occurs twice in a head.
+    blocks: ``[U, blocks]``, the blocks of each sequence layer that these slots lie in. A negative place is skipped; no
+    place occurs twice in a head.
     """
-    parts = [None if t is None else t.chunk(len(units.layer)) for t in (places, keys, values)]
-    for unit, (pages, *_) in enumerate(units):
-        at, key, value = (None if part is None else part[unit] for part in parts)
+    parts = [None if t is None else t.chunk(len(seq_layers.layer)) for t in (places, keys, values)]
+    for number, (cache, *_) in enumerate(seq_layers):
+        at, key, value = (None if part is None else part[number] for part in parts)
         assert at is not None
         wanted = at >= 0
         head = torch.arange(len(at), device=at.device).unsqueeze(1).expand_as(at)[wanted]
-        block, offset = _places(blocks[unit], at[wanted], pages.block_size)
+        block, offset = _places(blocks[number], at[wanted], cache.block_size)
         if key is not None:
-            pages.keys[block, head, :, offset] = key[wanted].to(pages.keys.dtype)
+            cache.keys[block, head, :, offset] = key[wanted].to(cache.keys.dtype)
         if value is not None:
-            pages.values[block, head, offset] = value[wanted].to(pages.values.dtype)
+            cache.values[block, head, offset] = value[wanted].to(cache.values.dtype)
 
 
 def write_metadata(
-    units: SequenceLayers, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+    seq_layers: SequenceLayers, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
 ) -> None:
     """Writes the metadata (``[H, C]`` each) of slots ``[0, C)`` of ``blocks`` (``[U, blocks]``); other slots stay."""
-    parts = zip(*(plane.chunk(len(units.layer)) for plane in (log_votes, scores, aux, positions)), strict=True)
-    for (pages, *_), ids, planes in zip(units, blocks, parts, strict=True):
-        _write_metadata(pages, ids, *planes)
+    parts = zip(*(plane.chunk(len(seq_layers.layer)) for plane in (log_votes, scores, aux, positions)), strict=True)
+    for (cache, *_), ids, planes in zip(seq_layers, blocks, parts, strict=True):
+        _write_metadata(cache, ids, *planes)
 
 
 def _write_metadata(
-    pages: PagedKVCache, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+    cache: PagedKVCache, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
 ) -> None:
-    _scatter(pages.log_votes, blocks, 0, log_votes)
-    _scatter(pages.scores, blocks, 0, scores)
-    _scatter(pages.aux, blocks, 0, aux)
-    _scatter(pages.positions, blocks, 0, positions)
+    _scatter(cache.log_votes, blocks, 0, log_votes)
+    _scatter(cache.scores, blocks, 0, scores)
+    _scatter(cache.aux, blocks, 0, aux)
+    _scatter(cache.positions, blocks, 0, positions)
 
 
-def merge_entries(units: SequenceLayers, destination: Tensor, kept: Tensor, metadata: Metadata, rows: Rows) -> None:
-    """Carries out a compaction: ``move_entries``, ``write_rows`` and ``write_metadata``.
+def merge_entries(
+    seq_layers: SequenceLayers,
+    destination: Tensor,
+    kept: Tensor,
+    metadata: Metadata,
+    rows: Rows,
+    operators: Any = sys.modules[__name__],
+) -> None:
+    """Carries out a compaction: ``move_entries``, ``write_metadata`` and ``write_rows``.
 
-    destination: ``[U, blocks]`` and kept: ``[H, C]`` as for ``move_entries``. metadata: of the slots ``[0, C)``.
-    Everything is read before anything is written.
+    destination: ``[U, blocks]`` and kept: ``[H, C]`` as for ``move_entries``. metadata: that of the slots ``[0, C)``.
+    Everything is read before anything is written. operators: the module whose operators do the parts.
     """
-    merge_by_parts(sys.modules[__name__], units, destination, kept, metadata, rows)
-
-
-def merge_by_parts(
-    operators: Any, units: SequenceLayers, destination: Tensor, kept: Tensor, metadata: Metadata, rows: Rows
-) -> None:
-    """``merge_entries`` by the operators of a module, one after the other."""
-    operators.move_entries(units, destination, kept)
-    operators.write_metadata(units, destination, *metadata)
+    operators.move_entries(seq_layers, destination, kept)
+    operators.write_metadata(seq_layers, destination, *metadata)
     if rows.keys is not None or rows.values is not None:
-        operators.write_rows(units, destination, rows.places, rows.keys, rows.values)
+        operators.write_rows(seq_layers, destination, rows.places, rows.keys, rows.values)
 
 
-def write_tokens(pages: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
     """Stores new tokens: key, value ``[num_tokens, H, d]`` at flat slots ``block * bs + offset`` (negative: none)."""
     wanted = slot_mapping >= 0
-    block, offset = slot_mapping[wanted] // pages.block_size, slot_mapping[wanted] % pages.block_size
-    pages.keys[block, :, :, offset] = key[wanted].to(pages.keys.dtype)
-    pages.values[block, :, offset] = value[wanted].to(pages.values.dtype)
+    block, offset = slot_mapping[wanted] // cache.block_size, slot_mapping[wanted] % cache.block_size
+    cache.keys[block, :, :, offset] = key[wanted].to(cache.keys.dtype)
+    cache.values[block, :, offset] = value[wanted].to(cache.values.dtype)
 
 
 def largest(ranking: Tensor, count: int) -> Tensor:
@@ -415,21 +360,21 @@ def free_places(index: Tensor, num_places: int) -> Tensor:
 
 
 def join_slots(
-    products: Tensor, between: Tensor, member_weights: Tensor, slot_weights: Tensor
+    products: Tensor, between: Tensor, source_weights: Tensor, slot_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Members join slots, which are means of keys, one after the other: each that of largest product (ZSMerge eq. 6).
+    """Joins sources to slots, which are means of keys: each in turn to that of largest product (ZSMerge eq. 6).
 
-    products: ``[H, m, s]`` float32, of each member's key with each slot's, and between: ``[H, m, m]``, with each other
-    member's. member_weights: ``[H, m]``, slot_weights: ``[H, s]`` float32: a slot's key moves as a member of weight w
-    joins, by w / max(1, total weight). Returns ``[H, m]`` int64, the slot of each member, and the slots' weights then.
+    products: ``[H, m, s]`` float32, of each source's key with each slot's, and between: ``[H, m, m]``, with each other
+    source's. source_weights: ``[H, m]``, slot_weights: ``[H, s]`` float32: a slot's key moves as a source of weight w
+    joins, by w / max(1, total weight). Returns ``[H, m]`` int64, the slot of each source, and the slots' weights then.
     """
     products, total = products.clone(), slot_weights.clone()
-    joined = torch.zeros(member_weights.shape, dtype=torch.int64, device=products.device)
+    joined = torch.zeros(source_weights.shape, dtype=torch.int64, device=products.device)
     head = torch.arange(len(products), device=products.device)
     for i in range(products.shape[1]):
         joined[:, i] = slot = products[:, i].argmax(dim=1)
-        total[head, slot] += member_weights[:, i]
-        share = (member_weights[:, i] / total[head, slot].clamp(min=1.0)).unsqueeze(-1)
+        total[head, slot] += source_weights[:, i]
+        share = (source_weights[:, i] / total[head, slot].clamp(min=1.0)).unsqueeze(-1)
         column = products[head, :, slot]
         products[head, :, slot] = column + share * (between[:, i] - column)
     return joined, total

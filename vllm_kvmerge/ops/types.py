@@ -1,16 +1,16 @@
-"""Layout of KV pages: the planes of each (block, head), and which of them a sequence lies in.
+"""The arguments of operators: a layer's paged cache, layers of sequences in it, and batches of queries.
 
-A layer's cache holds, one after the other, for each block and head
+A layer's cache holds, one after the other, for each block and KV head
 
     K          [head_size, block_size]  cache dtype, on the CPU: transposed, as vLLM's CPU operators keep it
                [block_size, head_size]  elsewhere: as FlashAttention reads it
     V          [block_size, head_size]  cache dtype
 
-and then, again for each block and head,
+and then, again for each block and KV head,
 
     log_votes  [block_size]             float32, added to the entry's logit; -inf where the entry is dead
-    scores     [block_size]             float32, the tracker's statistic
-    aux        [block_size]             float32, a second statistic
+    scores     [block_size]             float32, the statistic that attention accumulates (``ScoreUpdate``)
+    aux        [block_size]             float32, the second statistic
     positions  [block_size]             int32, of the newest token merged into the entry; -1 where dead
 
 Metadata lies apart so that K and V are where they would be without it: between them it would put them across the
@@ -38,7 +38,7 @@ Metadata = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class ScoreMode(StrEnum):
-    """What attention accumulates in ``scores`` and ``aux`` (see ``ScoreUpdate``)."""
+    """How attention accumulates ``scores`` and ``aux`` (see ``ScoreUpdate``)."""
 
     NONE = "none"
     SUM = "sum"
@@ -53,7 +53,7 @@ class ScoreMode(StrEnum):
 
 @dataclass(frozen=True)
 class ScoreUpdate:
-    """How attention updates the statistics of the entries it reads.
+    """The update of the statistics of the entries that attention reads.
 
     mode ``sum``: ``s <- decay * s + sum over the query heads of p`` for each query in order.
     mode ``mean``: the same, and ``aux`` counts the queries.
@@ -65,10 +65,16 @@ class ScoreUpdate:
     decay: float
 
 
+NO_UPDATE = ScoreUpdate(ScoreMode.NONE, 1.0)
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Keys and values that a compaction writes. places: ``[H, r]`` int64, slots that get a new key or value, none twice;
-    negative: none. keys, values: ``[H, r, d]`` float32; None: that plane is written as if there were no rows."""
+    """Keys and values that a compaction writes.
+
+    places: ``[H, r]`` int64, slots that get a new key or value, none twice; negative: none. keys, values:
+    ``[H, r, d]`` float32; None: that plane is written as if there were no rows.
+    """
 
     places: Tensor
     keys: Tensor | None
@@ -82,7 +88,7 @@ def addresses_on(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU's on the device, without waiting for what that does until then; others as they are.
+    """Copies a CPU tensor to the device without waiting for the device's earlier work; other tensors are returned.
 
     From memory that is not pinned the driver copies no more than some 64 KiB before it waits.
     """
@@ -100,7 +106,7 @@ def cell_bytes(head_size: int, dtype: torch.dtype) -> int:
 class PagedKVCache:
     """Views of one layer's cache; ``B`` blocks, ``H`` KV heads, ``bs`` slots per block, ``d`` head size."""
 
-    keys: Tensor  # [B, H, d, bs] cache dtype, whichever of the last two lies together
+    keys: Tensor  # [B, H, d, bs] cache dtype, either of the last two dimensions contiguous
     values: Tensor  # [B, H, bs, d] cache dtype
     log_votes: Tensor  # [B, H, bs] float32
     scores: Tensor  # [B, H, bs] float32
@@ -148,70 +154,25 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "PagedKVCache":
-        """PagedKVCache that are not there yet: only their shapes, dtype and device are to be asked for."""
+        """A cache that is not allocated yet: only its shapes, dtype and device may be asked for."""
         rows = torch.empty(1, dtype=dtype, device=device).expand(num_blocks, num_kv_heads, block_size, head_size)
         plane = torch.empty(1, device=device).expand(num_blocks, num_kv_heads, block_size)
         return cls(rows.transpose(2, 3), rows, plane, plane, plane, plane)
 
     @cached_property
-    def native_obstacle(self) -> str | None:
-        """Why the native operators cannot work on these pages; None if they can."""
-        if self.keys.device.type != "cpu":
-            return f"the cache is on {self.keys.device}"
-        if self.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"the cache is {self.keys.dtype}"
-        if self.head_size % 16 or not 32 <= self.head_size <= 256:
-            return f"head size {self.head_size} is not a multiple of 16 from 32 to 256"
-        if self.block_size % 16:
-            return f"block size {self.block_size} is not a multiple of 16"
-        if self.keys.stride(3) != 1:
-            return "keys are not transposed"
-        first = self.keys.data_ptr()
-        plane_bytes = self.block_size * self.head_size * self.keys.element_size()
-        metadata = first + self.keys.shape[0] * self.num_kv_heads * 2 * plane_bytes
-        expected = [first, first + plane_bytes, *(metadata + i * 4 * self.block_size for i in range(4))]
-        for field, address in zip(fields(self), expected, strict=True):
-            if getattr(self, field.name).data_ptr() != address:
-                return f"the plane of {field.name} is not where it should be"
-        return None
-
-    @cached_property
-    def triton_obstacle(self) -> str | None:
-        """Why Triton's operators cannot work on these pages; None if they can. The device is not looked at."""
-        if self.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"the cache is {self.keys.dtype}"
-        if not 16 <= self.head_size <= 256:
-            return f"head size {self.head_size} is not from 16 to 256"
-        if self.values.stride(3) != 1:
-            return "values do not lie together"
-        metadata = (self.log_votes, self.scores, self.aux, self.positions)
-        if len({plane.stride() for plane in metadata}) != 1 or self.log_votes.stride(2) != 1:
-            return "metadata planes differ in layout"
-        if any(address % 16 for address in self.addresses):
-            return "planes are not aligned to 16 bytes"
-        return None
-
-    @cached_property
-    def cuda_obstacle(self) -> str | None:
-        """Why the CUDA operators cannot work on these pages; None if they can. The device is not looked at."""
-        if self.triton_obstacle is not None:
-            return self.triton_obstacle
-        if self.keys.stride(2) != 1 or self.keys.transpose(2, 3).stride() != self.values.stride():
-            return "keys do not lie row by row"
-        item = self.keys.element_size()
-        if any(stride * item % 16 for stride in (*self.values.stride()[:3], self.head_size)):
-            return "rows do not begin at multiples of 16 bytes"
-        return None
-
-    @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Of the planes, in the order of the fields."""
+        """Addresses of the planes, in the order of the fields."""
         return tuple(getattr(self, field.name).data_ptr() for field in fields(self))
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Of K for block, head, dimension and slot; of V for block, head and slot; of metadata for block and head."""
+        """Strides, in elements: K's for block, head, dimension and slot, V's for block, head and slot, those of
+        metadata for block and head."""
         return (*self.keys.stride(), *self.values.stride()[:3], *self.log_votes.stride()[:2])
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.keys.device
 
     @property
     def block_size(self) -> int:
@@ -236,14 +197,15 @@ class PagedKVCache:
 
 @dataclass(frozen=True)
 class SequenceLayers:
-    """Layers of sequences, one after the other: what operators work on together; all have equally many entries.
+    """Layers of sequences that operators work on together; all have equally many live entries.
 
-    A unit is one layer of one sequence. Its live entries are its slots ``[0, front)`` and ``[tail, seq_len)``, in this
-    order. What operators take and give is ``[H, ...]`` with the heads of all units, a unit's one after the other.
+    The live entries of a sequence layer, one layer of one sequence, are its slots ``[0, front)`` and
+    ``[tail, seq_len)``, in this order. Operators take and return ``[H, ...]``, where ``H`` counts the KV heads of all
+    sequence layers, one sequence layer's after the other's.
 
-    layers: pages of the layers that units lie in. layer: ``[U]`` int64, which of these. blocks: ``[U, blocks]``, ids of
-    each unit's blocks. segments: ``[U, 3]`` int64, front, tail and seq_len. On a GPU, ``layer`` and ``segments`` are
-    better on the CPU, where their numbers are known without waiting for the GPU.
+    layers: the caches of the layers. layer: ``[U]`` int64, the place in ``layers`` of each sequence layer. blocks:
+    ``[U, blocks]``, ids of its blocks. segments: ``[U, 3]`` int64, front, tail and seq_len. On a GPU, ``layer`` and
+    ``segments`` are better on the CPU, where their numbers are known without waiting for the GPU.
     """
 
     layers: Sequence[PagedKVCache]
@@ -252,37 +214,86 @@ class SequenceLayers:
     segments: Tensor
 
     @classmethod
-    def of(cls, pages: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> "SequenceLayers":
+    def of(cls, cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> "SequenceLayers":
         """One layer of one sequence; ``blocks``: ``[blocks]``."""
-        return cls((pages,), torch.zeros(1, dtype=torch.int64), blocks[None], torch.tensor([[front, tail, seq_len]]))
+        return cls((cache,), torch.zeros(1, dtype=torch.int64), blocks[None], torch.tensor([[front, tail, seq_len]]))
 
     def __iter__(self) -> Iterator[tuple[PagedKVCache, Tensor, int, int, int]]:
-        """Of each unit its layer's pages, its blocks, front, tail and seq_len."""
+        """Yields each sequence layer's cache, blocks, front, tail and seq_len."""
         for layer, blocks, bounds in zip(self.layer.tolist(), self.blocks, self.segments.tolist(), strict=True):
             yield self.layers[layer], blocks, *bounds
 
     @cached_property
     def num_entries(self) -> int:
-        """Live entries of each unit."""
+        """Live entries of each sequence layer."""
         front, tail, seq_len = self.segments[0].tolist()
         return int(front + seq_len - tail)
 
     @property
     def num_heads(self) -> int:
-        """Of all units together, ``H``."""
+        """``H``: KV heads of all sequence layers together."""
         return len(self.layer) * self.layers[0].num_kv_heads
 
     @property
-    def native_obstacle(self) -> str | None:
-        """Why the native operators cannot work on these pages; None if they can."""
-        return next((pages.native_obstacle for pages in self.layers if pages.native_obstacle), None)
+    def device(self) -> torch.device:
+        return self.layers[0].device
 
     @property
-    def triton_obstacle(self) -> str | None:
-        """Why Triton's operators cannot work on these pages; None if they can."""
-        return next((pages.triton_obstacle for pages in self.layers if pages.triton_obstacle), None)
+    def head_size(self) -> int:
+        return self.layers[0].head_size
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The rows of one call of attention: sequences, and the newest tokens of each, whose queries attend.
+
+    Row ``r`` owns the tokens ``query_starts[r] : query_starts[r] + query_lens[r]`` of the queries and of the output;
+    their keys and values are in the cache already. A row without queries is skipped by what runs on a GPU.
+
+    block_table: ``[rows, max_blocks]`` integers, block ids. query_starts, query_lens, seq_lens, fronts, tails:
+    ``[rows]`` integers; a sequence that was never compressed has front and tail 0. score_modes: ``[rows]`` integers,
+    codes of ``ScoreMode``. score_decays: ``[rows]`` float32 (see ``ScoreUpdate``). max_query_len: at least the largest
+    of ``query_lens``; where it is None, what runs on a GPU waits for the GPU to read that.
+    """
+
+    block_table: Tensor
+    query_starts: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor
+    fronts: Tensor
+    tails: Tensor
+    score_modes: Tensor
+    score_decays: Tensor
+    max_query_len: int | None = None
+
+    @classmethod
+    def single(
+        cls,
+        blocks: Tensor,
+        num_queries: int,
+        seq_len: int,
+        front: int = 0,
+        tail: int = 0,
+        update: ScoreUpdate = NO_UPDATE,
+    ) -> "AttentionBatch":
+        """One sequence, which all queries belong to; ``blocks``: ``[blocks]``."""
+        numbers = (0, num_queries, seq_len, front, tail, update.mode.code)
+        return cls(blocks[None], *_one_row(blocks.device, numbers, update.decay), max_query_len=num_queries)
 
     @property
-    def cuda_obstacle(self) -> str | None:
-        """Why the CUDA operators cannot work on these pages; None if they can."""
-        return next((pages.cuda_obstacle for pages in self.layers if pages.cuda_obstacle), None)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All but ``max_query_len``, in the order of the fields."""
+        return (
+            self.block_table, self.query_starts, self.query_lens, self.seq_lens,
+            self.fronts, self.tails, self.score_modes, self.score_decays,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.query_lens)
+
+
+@lru_cache(maxsize=64)
+def _one_row(device: torch.device, numbers: tuple[int, ...], decay: float) -> tuple[Tensor, ...]:
+    """The numbers of one sequence, ``[1]`` each; all layers of a step ask for the same."""
+    integers = torch.tensor(numbers, dtype=torch.int32).unsqueeze(1)
+    return *sent(integers, device).unbind(), sent(torch.tensor([decay]), device)

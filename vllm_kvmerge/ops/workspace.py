@@ -9,13 +9,13 @@ from torch import Tensor
 from vllm_kvmerge.ops.types import PagedKVCache
 
 Sizes = Callable[[PagedKVCache, int, int, int, int], dict[str, int]]
-"""Elements of each buffer for (pages, query heads, queries, rows, blocks of a row)."""
+"""Elements of each buffer for (cache, query heads, queries, rows, blocks of a row)."""
 
 _sizes: list[Sizes] = []
 
 
 def uses_workspace(sizes: Sizes) -> Sizes:
-    """Registers what an implementation's attention needs, so that ``reserve`` makes room for it."""
+    """Registers what an implementation's attention needs, so that ``Workspace.reserve`` makes room for it."""
     _sizes.append(sizes)
     return sizes
 
@@ -24,7 +24,7 @@ class Workspace:
     """Float32 buffers of one device, which all layers share: each call overwrites what the last one left.
 
     They grow as needed, but not while a CUDA graph is captured, whose replays write where they were then: ``reserve``
-    what the largest batch needs, or run it once before. Outgrown buffers are kept for graphs that know them.
+    the largest batch, or run it once before. Outgrown buffers are kept for graphs that know them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,20 +50,16 @@ class Workspace:
     def num_bytes(self) -> int:
         return sum(4 * buffer.numel() for buffer in (*self._buffers.values(), *self._outgrown))
 
-    def reserve(self, pages: PagedKVCache, num_heads: int, num_queries: int, max_rows: int, max_blocks: int) -> None:
-        """Makes room for attention of up to ``max_rows`` sequences of ``max_blocks`` blocks to layers like ``pages``,
-        by all implementations that have been imported.
+    def reserve(self, cache: PagedKVCache, num_heads: int, batches: list[tuple[int, int]], max_blocks: int) -> None:
+        """Makes room for attention to layers like ``cache``, by all implementations that have been imported.
 
-        num_heads: query heads. num_queries: the upper bound that ``paged_attention`` will be given.
+        num_heads: query heads. batches: pairs of the number of sequences, of ``max_blocks`` blocks, and of
+        ``max_query_len``.
         """
-        self.reserve_for(pages, num_heads, [(rows, num_queries) for rows in range(1, max_rows + 1)], max_blocks)
-
-    def reserve_for(self, pages: PagedKVCache, num_heads: int, batches: list[tuple[int, int]], max_blocks: int) -> None:
-        """``reserve`` for any of these ``batches``, pairs of their number of sequences and ``num_queries``."""
         most: dict[str, int] = {}
         for rows, num_queries in batches:  # fewer sequences are split more
             for sizes in _sizes:
-                for name, size in sizes(pages, num_heads, num_queries, rows, max_blocks).items():
+                for name, size in sizes(cache, num_heads, num_queries, rows, max_blocks).items():
                     most[name] = max(size, most.get(name, 0))
         for name, size in most.items():
             self.take(name, size)
@@ -71,5 +67,5 @@ class Workspace:
 
 @cache
 def workspace_of(device: torch.device) -> Workspace:
-    """The device's own."""
+    """The workspace that all layers on a device share."""
     return Workspace(device)

@@ -12,7 +12,7 @@ from tests.ops.conftest import CacheMaker, Sequence
 from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBuilder, CUDAAttentionImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, SequenceLayers, reference
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, SequenceLayers, reference
 
 HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE = 2, 2, 32, 16
 SCALE = HEAD_SIZE**-0.5
@@ -101,19 +101,10 @@ class Scene:
         """The reference's output, row by row; it updates the scores of ``theirs``."""
         output, start = torch.full_like(self.query, torch.nan), 0
         for request in requests:
-            s, row, count = request.sequence, request.row, request.num_tokens
-            numbers = [[start], [count], [s.seq_len], [row.front], [row.tail]]
-            numbers.append([ScoreMode(row.update.mode).code if row.update else 0])
-            reference.paged_attention(
-                self.query,
-                self.theirs,
-                s.blocks[None],
-                *(torch.tensor(n, dtype=torch.int32) for n in numbers),
-                torch.tensor([row.update.decay if row.update else 1.0]),
-                SCALE,
-                output,
-            )
-            start += count
+            s, row, tokens = request.sequence, request.row, slice(start, start + request.num_tokens)
+            batch = AttentionBatch.single(s.blocks, request.num_tokens, s.seq_len, row.front, row.tail, row.update)
+            reference.paged_attention(self.query[tokens], self.theirs, batch, SCALE, output[tokens])
+            start = tokens.stop
         return output[:start]
 
     def scores(self, pages: PagedKVCache, requests: list[Request]) -> Tensor:

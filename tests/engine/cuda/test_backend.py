@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+
 from tests.engine.cuda.gpu import GPU, OnGPU, SimulatedGPU  # noqa: E402
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, Request, Scene  # noqa: E402
 from tests.ops.triton_compiler import launches  # noqa: E402
@@ -24,8 +25,8 @@ from vllm_kvmerge.engine.attention import cuda, rows  # noqa: E402
 from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBackend, CUDAAttentionBuilder, CUDAAttentionImpl  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
 from vllm_kvmerge.engine.support import UnsupportedConfigError  # noqa: E402
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, triton  # noqa: E402
-from vllm_kvmerge.ops.triton.workspace import Workspace  # noqa: E402
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, triton  # noqa: E402
+from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 
 SUM = ScoreUpdate(ScoreMode.SUM, 0.9)
 
@@ -126,9 +127,9 @@ def test_every_row_is_attended_to_once(seed):
     for part in metadata.parts:
         longest = int(part.query_lens.max())
         least = int(part.query_lens.min())
-        assert longest <= part.num_queries <= max(longest, cuda.shortest_chunk(GROUPS))
-        assert longest <= 2 * least or part.num_queries == cuda.shortest_chunk(GROUPS)
-        assert (part.num_queries == 1) == (longest == 1)
+        assert longest <= part.max_query_len <= max(longest, cuda.shortest_chunk(GROUPS))
+        assert longest <= 2 * least or part.max_query_len == cuda.shortest_chunk(GROUPS)
+        assert (part.max_query_len == 1) == (longest == 1)
         for start, count, seq_len, front in zip(
             part.query_starts.tolist(), part.query_lens.tolist(), part.seq_lens.tolist(), part.fronts.tolist(),
             strict=True,
@@ -152,10 +153,8 @@ def test_decoding_is_one_part_at_one_address():
         step = [Request(requests[i].sequence, 1, row) for i, row in enumerate(some)]
         metadata = scene.builder.build(0, scene.common(step, num_rows=MAX_ROWS))
         (part,), (first,) = metadata.parts, captured.parts
-        assert part.num_queries == first.num_queries == 1
-        for name, tensor in vars(part).items():
-            if name != "num_queries":
-                assert tensor.data_ptr() == getattr(first, name).data_ptr(), name
+        assert part.max_query_len == first.max_query_len == 1
+        assert [tensor.data_ptr() for tensor in part.tensors] == [tensor.data_ptr() for tensor in first.tensors]
         assert part.query_lens.tolist() == [1] * len(some) + [0] * (MAX_ROWS - len(some))
         places = [pool.nowhere] * MAX_ROWS
         if some[0].ring is not None:
@@ -167,17 +166,16 @@ def test_the_reserved_workspace_is_enough(gpu):
     """For as many blocks as there could be, then for fewer: captured batches take nothing more."""
     work = Workspace(torch.device("cpu"))
     planned = PagedKVCache.planned(600, 2, 16, 64, torch.bfloat16, torch.device("cpu"))
-    work.reserve(planned, num_heads=8, num_queries=1, max_rows=12, max_blocks=64)
+    work.reserve(planned, 8, [(rows, 1) for rows in range(1, 13)], max_blocks=64)
     before = work.num_bytes
     cache = torch.zeros(512, 2, 16, cell_bytes(64, torch.bfloat16) // 2, dtype=torch.bfloat16)
     pages = PagedKVCache.of(cache, 64, row_major_keys=True)
     for count in range(1, 13):
         query, numbers = torch.zeros(count, 8, 64, dtype=torch.bfloat16), torch.ones(count, dtype=torch.int32)
         table = torch.zeros(count, 64, dtype=torch.int32)
+        batch = AttentionBatch(table, *[numbers] * 6, torch.ones(count), 1)
         with launches():
-            triton.paged_attention(
-                query, pages, table, *[numbers] * 6, torch.ones(count), 0.1, query, num_queries=1, workspace=work
-            )
+            triton.paged_attention(query, pages, batch, 0.1, query, workspace=work)
     assert work.num_bytes == before
 
 

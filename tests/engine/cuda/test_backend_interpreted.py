@@ -57,7 +57,7 @@ def test_a_batch_of_everything(dtype):
     scene.finish_cache()
     scene.builder.rings = pool
     metadata = scene.builder.build(0, scene.common(requests))
-    assert [part.num_queries for part in metadata.parts] == [1, 9, 9, 30, 40]  # three tokens count as nine
+    assert [part.max_query_len for part in metadata.parts] == [1, 9, 9, 30, 40]  # three tokens count as nine
     expected = scene.expected(requests)
     scene.forward(metadata, len(expected))
     assert relative_error(scene.output[: len(expected)].float(), expected.float()) < TOLERANCE[dtype]
@@ -65,7 +65,7 @@ def test_a_batch_of_everything(dtype):
 
     query = scene.query[1 + 9 + 3 :][:40]
     statistics = torch.zeros(2, HEADS, 90)
-    reference.score_prompt_queries(query[-5:], scene.theirs, requests[3].sequence.blocks, 90, SUM, SCALE, *statistics)
+    reference.score_prompt_queries(query[-5:], scene.theirs, requests[3].sequence.blocks, SUM, SCALE, *statistics)
     assert relative_error(window.prompt_scores.scores[0], statistics[0]) < 1e-4
     assert torch.equal(pooled.queries(90)[0], query[-4:])
     assert torch.equal(long.queries(210)[0, -1], scene.query[1 + 9 + 3 + 40])

@@ -8,29 +8,24 @@ from tests.ops.conftest import CacheMaker
 from vllm_kvmerge.engine.attention.rows import PromptScores
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
-from vllm_kvmerge.ops import ScoreMode, ScoreUpdate, paged_attention, score_prompt_queries
+from vllm_kvmerge.ops import (
+    NO_UPDATE,
+    AttentionBatch,
+    ScoreMode,
+    ScoreUpdate,
+    paged_attention,
+    score_prompt_queries,
+)
 from vllm_kvmerge.request.parameters import parse_compression
 
 NUM_HEADS, HEAD_SIZE, SCALE = 3, 32, 32**-0.5
 EMA = ScoreUpdate(ScoreMode.LOG_EMA, 0.9)
 
 
-def attend(maker, blocks, query, front, tail, seq_len, update=None):
+def attend(maker, blocks, query, front, tail, seq_len, update=NO_UPDATE):
     output = torch.full_like(query, torch.nan)
-    paged_attention(
-        query,
-        maker.pages,
-        blocks[None],
-        torch.tensor([0]),
-        torch.tensor([len(query)]),
-        torch.tensor([seq_len]),
-        torch.tensor([front]),
-        torch.tensor([tail]),
-        torch.tensor([ScoreMode(update.mode).code if update else 0]),
-        torch.tensor([update.decay if update else 1.0]),
-        SCALE,
-        output,
-    )
+    batch = AttentionBatch.single(blocks, len(query), seq_len, front, tail, update)
+    paged_attention(query, maker.pages, batch, SCALE, output)
     return output
 
 
@@ -58,7 +53,7 @@ def test_keepkv_is_lossless_for_the_current_query(mode, merge_first):
     sequence = maker.sequence(front=0, tail=0, seq_len=200)
     query = maker.randn(1, NUM_HEADS, HEAD_SIZE)
     scores = PromptScores.empty(1, NUM_HEADS, 200)
-    score_prompt_queries(query, maker.pages, sequence.blocks, 200, EMA, SCALE, scores.scores[0], scores.aux[0])
+    score_prompt_queries(query, maker.pages, sequence.blocks, EMA, SCALE, scores.scores[0], scores.aux[0])
     before = attend(maker, sequence.blocks, query, 0, 0, 200)
     text = keepkv(mode, merge_first)
     plan = plan_for(text, 0, 0, 200, 40, sequence.blocks[:2])
@@ -117,7 +112,7 @@ def test_statistics_left_in_a_recycled_block_are_not_believed():
         scores = PromptScores.empty(1, NUM_HEADS, 150)
         query = torch.randn(9, NUM_HEADS, HEAD_SIZE, generator=torch.Generator().manual_seed(1))
         update = ScoreUpdate(ScoreMode.SUM, 1.0)
-        score_prompt_queries(query, maker.pages, sequence.blocks, 150, update, SCALE, scores.scores[0], scores.aux[0])
+        score_prompt_queries(query, maker.pages, sequence.blocks, update, SCALE, scores.scores[0], scores.aux[0])
         plan = plan_for(text, 0, 0, 150, 40, sequence.blocks[:2])
         compact([maker.pages], plan, parse_compression(text), sequence.blocks, scores)
         results.append(gather_entries(maker.pages, sequence.blocks, 40, 150, 150))

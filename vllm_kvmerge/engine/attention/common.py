@@ -1,4 +1,4 @@
-"""What the attention backends of all platforms share: what they refuse, and how they see the cache."""
+"""The common part of the attention backends of all platforms: features that they refuse, and views of the cache."""
 
 from typing import ClassVar
 
@@ -12,18 +12,18 @@ from vllm_kvmerge.ops import PagedKVCache
 
 
 class MergeableImpl:
-    """One layer's attention over mergeable pages; beside a platform's own ``AttentionImpl``."""
+    """One layer's attention over a mergeable cache; beside a platform's own ``AttentionImpl``."""
 
     head_size: int
     row_major_keys: ClassVar[bool]
-    """How keys lie in a page, see ``PagedKVCache``."""
+    """The layout of keys, see ``PagedKVCache.of``."""
 
-    _pages: tuple[tuple[int, int], PagedKVCache] | None = None
+    _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
     def refuse_features(
         self, attn_type: str, alibi: bool, sliding_window: bool, soft_cap: bool, sinks: bool, shared_cache: bool
     ) -> None:
-        """Raises UnsupportedConfigError where a layer asks for what compression does not work with."""
+        """Raises UnsupportedConfigError where a layer uses a feature that compression does not work with."""
         for feature, wanted in (
             ("ALiBi", alibi),
             ("sliding-window attention", sliding_window),
@@ -36,20 +36,20 @@ class MergeableImpl:
         if attn_type != AttentionType.DECODER:
             raise UnsupportedConfigError(f"attention type {attn_type}: only decoder attention is supported")
 
-    def pages(self, kv_cache: Tensor) -> PagedKVCache:
+    def paged(self, kv_cache: Tensor) -> PagedKVCache:
         """Views of this layer's cache; made once per allocation."""
         allocation = (kv_cache.data_ptr(), kv_cache.numel())
-        if self._pages is None or self._pages[0] != allocation:
-            self._pages = (allocation, PagedKVCache.of(kv_cache, self.head_size, self.row_major_keys))
-        return self._pages[1]
+        if self._paged is None or self._paged[0] != allocation:
+            self._paged = (allocation, PagedKVCache.of(kv_cache, self.head_size, self.row_major_keys))
+        return self._paged[1]
 
-    def forget_pages(self) -> None:
+    def forget_cache(self) -> None:
         """Lets go of the cache, so that it can be freed."""
-        self._pages = None
+        self._paged = None
 
 
 class MergeableBackend:
-    """What every platform's backend answers; before its ``AttentionBackend`` in the order of bases."""
+    """The answers that every platform's backend gives; before its ``AttentionBackend`` in the order of bases."""
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

@@ -1,6 +1,6 @@
-"""The attention backend on the CPU, over pages that carry their own metadata.
+"""The attention backend on the CPU, over a cache that carries its own metadata.
 
-Requests without a compressed front run on vLLM's own CPU operators over strided views of our pages; the others on ours.
+Requests without a compressed front run on vLLM's own CPU operators over strided views of our cache; the others on ours.
 """
 
 import copy
@@ -21,51 +21,33 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, paged_attention
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, paged_attention
 
 
-@dataclass
-class CompressedBatch:
-    """The compressed rows of a batch, as ``paged_attention`` takes them: ``[rows, max_blocks]`` and ``[rows]``."""
-
-    block_table: Tensor
-    query_starts: Tensor
-    query_lens: Tensor
-    seq_lens: Tensor
-    fronts: Tensor
-    tails: Tensor
-    update_modes: Tensor
-    update_decays: Tensor
-
-    @classmethod
-    def of(cls, common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> "CompressedBatch":
-        """``rows``: the compressed ones by their place in the batch."""
-        index = torch.tensor(list(rows))
-        starts = common.query_start_loc
-        updates = [row.update for row in rows.values()]
-        return cls(
-            block_table=common.block_table_tensor[index],
-            query_starts=starts[index],
-            query_lens=starts[index + 1] - starts[index],
-            seq_lens=common.seq_lens[index],
-            fronts=torch.tensor([row.front for row in rows.values()], dtype=torch.int32),
-            tails=torch.tensor([row.tail for row in rows.values()], dtype=torch.int32),
-            update_modes=torch.tensor(
-                [(update.mode if update else ScoreMode.NONE).code for update in updates], dtype=torch.int32
-            ),
-            update_decays=torch.tensor([update.decay if update else 1.0 for update in updates]),
-        )
+def _compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> AttentionBatch:
+    """``rows``: the compressed ones by their place in the batch."""
+    index = torch.tensor(list(rows))
+    starts = common.query_start_loc
+    segments = [[row.front, row.tail, row.update.mode.code] for row in rows.values()]
+    return AttentionBatch(
+        common.block_table_tensor[index],
+        starts[index],
+        starts[index + 1] - starts[index],
+        common.seq_lens[index],
+        *torch.tensor(segments, dtype=torch.int32).unbind(1),
+        score_decays=torch.tensor([row.update.decay for row in rows.values()]),
+    )
 
 
 @dataclass
 class MergeableAttentionMetadata(CPUAttentionMetadata):
-    """vLLM's metadata for the plain rows, and the others beside it.
+    """vLLM's metadata for the plain rows, and the compressed rows beside it.
 
     plain_tokens: places of the plain rows' tokens in the batch; None where all rows are plain.
     """
 
     plain_tokens: Tensor | None = None
-    compressed: CompressedBatch | None = None
+    compressed: AttentionBatch | None = None
     readers: list[QueryReader] = field(default_factory=list)
 
 
@@ -95,7 +77,7 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     isa: str
 
     def _set_isa_to_layers(self, layer_names: list[str]) -> None:
-        # "amx" packs K in tiles of its own; the pages hold K as "vec" and "vec16" pack it.
+        # "amx" packs K in tiles of its own; the cache holds K as "vec" and "vec16" pack it.
         if self.isa == "amx":
             self.isa = "vec"
         if self.isa not in ("vec", "vec16"):
@@ -119,7 +101,7 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         return MergeableAttentionMetadata(
             **vars(stock),
             plain_tokens=plain_tokens,
-            compressed=CompressedBatch.of(common, compressed) if compressed else None,
+            compressed=_compressed_batch(common, compressed) if compressed else None,
             readers=[
                 QueryReader.of(common, i, row)
                 for i, row in enumerate(self.rows)
@@ -129,7 +111,7 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
 
 
 class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
-    """Attention over mergeable pages."""
+    """Attention over a mergeable cache."""
 
     row_major_keys = False
 
@@ -147,12 +129,12 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        pages = self.pages(kv_cache)
+        cache = self.paged(kv_cache)
         ops.cpu_attn_reshape_and_cache(
             key,
             value,
-            pages.stock_keys,
-            pages.values,
+            cache.stock_keys,
+            cache.values,
             slot_mapping,
             layer.isa,
             k_scale=layer._k_scale_float,
@@ -176,43 +158,29 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             raise NotImplementedError("fused output quantisation is not supported by this backend")
         if attn_metadata is None:  # warm-up
             return output
-        pages, metadata = self.pages(kv_cache), attn_metadata
+        cache, metadata = self.paged(kv_cache), attn_metadata
         for reader in metadata.readers:
-            reader.read(layer.kvmerge_index, query, pages, self.scale)
+            reader.read(layer.kvmerge_index, query, cache, self.scale)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
-            self._plain_attention(layer, query[:num_tokens], pages, metadata, output[:num_tokens])
+            self._plain_attention(layer, query[:num_tokens], cache, metadata, output[:num_tokens])
             return output
         if len(metadata.plain_tokens):
             plain_output = torch.empty_like(output[: len(metadata.plain_tokens)])
-            self._plain_attention(layer, query[metadata.plain_tokens], pages, metadata, plain_output)
+            self._plain_attention(layer, query[metadata.plain_tokens], cache, metadata, plain_output)
             output[metadata.plain_tokens] = plain_output
-        batch = metadata.compressed
-        assert batch is not None
-        paged_attention(
-            query,
-            pages,
-            batch.block_table,
-            batch.query_starts,
-            batch.query_lens,
-            batch.seq_lens,
-            batch.fronts,
-            batch.tails,
-            batch.update_modes,
-            batch.update_decays,
-            self.scale,
-            output,
-        )
+        assert metadata.compressed is not None
+        paged_attention(query, cache, metadata.compressed, self.scale, output)
         return output
 
     def _plain_attention(
-        self, layer: Any, query: Tensor, pages: PagedKVCache, metadata: MergeableAttentionMetadata, output: Tensor
+        self, layer: Any, query: Tensor, cache: PagedKVCache, metadata: MergeableAttentionMetadata, output: Tensor
     ) -> None:
-        """vLLM's own operator over strided views of our pages."""
+        """vLLM's own operator over strided views of our cache."""
         ops.cpu_attention_with_kv_cache(
             query=query,
-            key_cache=pages.stock_keys,
-            value_cache=pages.values,
+            key_cache=cache.stock_keys,
+            value_cache=cache.values,
             output=output,
             query_start_loc=metadata.query_start_loc,
             seq_lens=metadata.seq_lens,
@@ -232,7 +200,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
 
 
 class MergeableAttentionBackend(MergeableBackend, CPUAttentionBackend):
-    """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the page."""
+    """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the cache."""
 
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
 

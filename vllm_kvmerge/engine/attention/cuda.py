@@ -1,4 +1,4 @@
-"""The attention backend on CUDA, over pages that carry their own metadata.
+"""The attention backend on CUDA, over a cache that carries its own metadata.
 
 One operator attends to all rows: a plain one has no front. So what is launched depends on a batch's shape alone, and a
 captured graph holds for any mixture of plain and compressed rows; what differs lies in buffers whose address stays.
@@ -29,12 +29,12 @@ from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader, QueryRing, QueryRings, seq_len_of
 from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, UnsupportedConfigError
-from vllm_kvmerge.ops import ScoreMode, paged_attention, write_tokens
+from vllm_kvmerge.ops import AttentionBatch, paged_attention, write_tokens
 from vllm_kvmerge.ops.triton.plan import KEPT_ROWS
 
 
 def shortest_chunk(groups: int) -> int:
-    """The least number of queries that attention is told of a chunk with ``groups`` query heads for a KV head.
+    """The least ``max_query_len`` of a batch of chunks, with ``groups`` query heads for a KV head.
 
     Triton's operator keeps the logits of fewer, and the memory for that is reserved for one query only.
     """
@@ -42,20 +42,32 @@ def shortest_chunk(groups: int) -> int:
 
 
 class GraphBatchBuffers:
-    """What attention is told of each row of a batch, always at the same address: ``[max_rows]`` each."""
+    """The numbers of a batch's rows, at addresses that stay, as captured graphs need them: ``[max_rows]`` each."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._numbers = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
-        self.fronts, self.tails, self.modes = self._numbers[:3]
-        self.decays = self._numbers[3].view(torch.float32)
-        self.query_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._query_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._is_plain = True
 
-    def fill(self, rows: list[BatchRow], query_start_loc: Tensor) -> None:
-        """``query_start_loc``: ``[rows + 1]`` int32 on the device, with rows that only pad the batch; those are plain
-        and have no queries."""
-        num_rows = len(query_start_loc) - 1
-        torch.sub(query_start_loc[1:], query_start_loc[:-1], out=self.query_lens[:num_rows])
+    def fill(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> AttentionBatch:
+        """The whole batch. Rows that only pad it are plain, and have no queries."""
+        n, starts = common.num_reqs, common.query_start_loc
+        query_lens = torch.sub(starts[1 : n + 1], starts[:n], out=self._query_lens[:n])
+        self._write(rows)
+        fronts, tails, modes, decays = self._numbers[:, :n]
+        return AttentionBatch(
+            common.block_table_tensor[:n],
+            starts[:n],
+            query_lens,
+            common.seq_lens[:n],
+            fronts,
+            tails,
+            modes,
+            decays.view(torch.float32),
+            common.max_query_len,
+        )
+
+    def _write(self, rows: list[BatchRow]) -> None:
         is_plain = all(row.front == 0 for row in rows)
         if is_plain and self._is_plain:
             return
@@ -64,46 +76,27 @@ class GraphBatchBuffers:
         decays = numbers[3].view(np.float32)
         for index, row in enumerate(rows):
             if row.front > 0:
-                mode = (row.update.mode if row.update else ScoreMode.NONE).code
-                numbers[:3, index] = row.front, row.tail, mode
-                decays[index] = row.update.decay if row.update else 1.0
+                numbers[:3, index] = row.front, row.tail, row.update.mode.code
+                decays[index] = row.update.decay
         async_tensor_h2d(numbers, out=self._numbers)
 
 
-@dataclass
-class AttentionPart:
-    """Rows of a batch, as ``paged_attention`` takes them. num_queries: at least as many as any of them has."""
-
-    num_queries: int
-    block_table: Tensor
-    query_starts: Tensor
-    query_lens: Tensor
-    seq_lens: Tensor
-    fronts: Tensor
-    tails: Tensor
-    update_modes: Tensor
-    update_decays: Tensor
-
-    def select(self, rows: np.ndarray, num_queries: int) -> "AttentionPart":
-        """``rows``: places in this part, ascending."""
-        first, last = int(rows[0]), int(rows[-1])
-        names = [name for name in vars(self) if name != "num_queries"]
-        if last - first == len(rows) - 1:
-            return replace(
-                self, num_queries=num_queries, **{name: getattr(self, name)[first : last + 1] for name in names}
-            )
-        index = async_tensor_h2d(rows, device=self.seq_lens.device)
-        return replace(
-            self, num_queries=num_queries, **{name: getattr(self, name).index_select(0, index) for name in names}
-        )
+def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> AttentionBatch:
+    """``rows``: places in the batch, ascending."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == len(rows) - 1:
+        return AttentionBatch(*(tensor[first : last + 1] for tensor in batch.tensors), max_query_len=max_query_len)
+    index = async_tensor_h2d(rows, device=batch.seq_lens.device)
+    return AttentionBatch(*(tensor.index_select(0, index) for tensor in batch.tensors), max_query_len=max_query_len)
 
 
 @dataclass
 class CUDAAttentionMetadata(AttentionMetadata):
-    """parts: what attention is called for. readers: rows of whose queries Python code keeps something, which no graph
-    does. ring_places: places in ``rings`` of the queries of ``ring_tokens``, or of all tokens; None: none is kept."""
+    """parts: the batches that attention is called for. readers: rows whose queries Python code stores or scores, which
+    no graph does. ring_places: places in ``rings`` of the queries of ``ring_tokens``, or of all tokens; None: none is
+    kept."""
 
-    parts: list[AttentionPart]
+    parts: list[AttentionBatch]
     readers: list[QueryReader] = field(default_factory=list)
     rings: Tensor | None = None
     ring_tokens: Tensor | None = None
@@ -136,7 +129,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         self._shortest_chunk = shortest_chunk(num_heads // kv_cache_spec.num_kv_heads)
         self.rows: list[BatchRow] = []
         self.rings: QueryRings | None = None
-        self._numbers = GraphBatchBuffers(scheduler.max_num_seqs, device)
+        self._buffers = GraphBatchBuffers(scheduler.max_num_seqs, device)
         self._ring_places = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int64, device=device)
         self._keeps_nothing = False  # whether all of these places say that
 
@@ -152,8 +145,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         return metadata
 
     def _build(self, common: CommonAttentionMetadata, rows: list[BatchRow], is_captured: bool) -> CUDAAttentionMetadata:
-        self._numbers.fill(rows, common.query_start_loc[: common.num_reqs + 1])
-        metadata = CUDAAttentionMetadata(self._parts(common))
+        metadata = CUDAAttentionMetadata(self._parts(self._buffers.fill(rows, common), common))
         kept = []
         for index, row in enumerate(rows):
             if row.ring is not None and row.ring.first is not None:
@@ -165,30 +157,18 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
             self._place_queries(metadata, common, kept, self.rings, is_captured)
         return metadata
 
-    def _parts(self, common: CommonAttentionMetadata) -> list[AttentionPart]:
+    def _parts(self, batch: AttentionBatch, common: CommonAttentionMetadata) -> list[AttentionBatch]:
         """The whole batch if each row has one query; else rows of similar length together, since a part is cut into
         as many programs as if all its rows were as long as the longest."""
-        n, numbers = common.num_reqs, self._numbers
-        batch = AttentionPart(
-            1,
-            common.block_table_tensor[:n],
-            common.query_start_loc[:n],
-            numbers.query_lens[:n],
-            common.seq_lens[:n],
-            numbers.fronts[:n],
-            numbers.tails[:n],
-            numbers.modes[:n],
-            numbers.decays[:n],
-        )
         if common.max_query_len <= 1:
-            return [batch]
-        lens = np.diff(common.query_start_loc_cpu[: n + 1].numpy())
+            return [replace(batch, max_query_len=1)]
+        lens = np.diff(common.query_start_loc_cpu[: len(batch) + 1].numpy())
         magnitudes = np.ceil(np.log2(np.maximum(lens, 1))).astype(int)
         parts = []
         for magnitude in np.unique(magnitudes[lens > 0]):
             chosen = np.flatnonzero((magnitudes == magnitude) & (lens > 0))
             longest = int(lens[chosen].max())
-            parts.append(batch.select(chosen, longest if longest == 1 else max(longest, self._shortest_chunk)))
+            parts.append(_select(batch, chosen, longest if longest == 1 else max(longest, self._shortest_chunk)))
         return parts
 
     def _place_queries(
@@ -199,7 +179,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         rings: QueryRings,
         is_captured: bool,
     ) -> None:
-        """Which queries go where in ``rings``. kept: places of rows in the batch, and their rings."""
+        """Sets the places in ``rings`` of the batch's queries. kept: places of rows in the batch, and their rings."""
         starts = common.query_start_loc_cpu
         tokens, places = [], []
         for index, ring in kept:
@@ -227,7 +207,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
 
 
 class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
-    """Attention over mergeable pages."""
+    """Attention over a mergeable cache."""
 
     row_major_keys = True
 
@@ -262,7 +242,7 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        write_tokens(self.pages(kv_cache), slot_mapping, key, value)
+        write_tokens(self.paged(kv_cache), slot_mapping, key, value)
 
     def forward(
         self,
@@ -280,34 +260,20 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
             raise NotImplementedError("fused output quantisation is not supported by this backend")
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)
-        pages, metadata = self.pages(kv_cache), attn_metadata
+        cache, metadata = self.paged(kv_cache), attn_metadata
         if metadata.rings is not None and metadata.ring_places is not None:
             places, tokens = metadata.ring_places, metadata.ring_tokens
             newest = query[: len(places)] if tokens is None else query.index_select(0, tokens)
             metadata.rings[layer.kvmerge_index].index_copy_(0, places, newest)
         for reader in metadata.readers:
-            reader.read(layer.kvmerge_index, query, pages, self.scale)
+            reader.read(layer.kvmerge_index, query, cache, self.scale)
         for part in metadata.parts:
-            paged_attention(
-                query,
-                pages,
-                part.block_table,
-                part.query_starts,
-                part.query_lens,
-                part.seq_lens,
-                part.fronts,
-                part.tails,
-                part.update_modes,
-                part.update_decays,
-                self.scale,
-                output,
-                num_queries=part.num_queries,
-            )
+            paged_attention(query, cache, part, self.scale, output)
         return output
 
 
 class CUDAAttentionBackend(MergeableBackend, AttentionBackend):
-    """What vLLM calls ``CUSTOM`` on CUDA."""
+    """The backend that vLLM calls ``CUSTOM`` on CUDA."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]

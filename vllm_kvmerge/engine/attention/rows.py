@@ -1,4 +1,4 @@
-"""What a worker tells attention of each request in a batch, and what attention keeps for it."""
+"""The requests of a batch as the worker describes them to attention, and the statistics and queries kept for them."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import PagedKVCache, ScoreUpdate, score_prompt_queries
+from vllm_kvmerge.ops import NO_UPDATE, PagedKVCache, ScoreUpdate, score_prompt_queries
 
 if TYPE_CHECKING:  # compactions can be run without vLLM
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -63,7 +63,7 @@ class QueryRing:
         self._ring[layer, places] = query
 
     def places(self, start: int, end: int) -> np.ndarray:
-        """Where in its ``QueryRings`` the queries of tokens ``[start, end)`` go, int64."""
+        """Places in its ``QueryRings`` of the queries of tokens ``[start, end)``, int64."""
         assert self.first is not None
         return self.first + np.arange(start, end) % self.window
 
@@ -124,22 +124,22 @@ class ScoreWindow:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """What is special about a request in the batch.
+    """A request in the batch.
 
     front, tail: its segments; with ``front == 0`` it has not been compressed, and its entries have no votes.
-    update: how attention keeps the scores in its pages, if it does. window: which queries to score into a buffer
-    instead, before its first compression. ring: where its queries are kept, if its policy reads them.
+    update: how attention updates the scores in the cache. window: the queries to score into a buffer instead, before
+    its first compression. ring: where its queries are kept, if its policy reads them.
     """
 
     front: int = 0
     tail: int = 0
-    update: ScoreUpdate | None = None
+    update: ScoreUpdate = NO_UPDATE
     window: ScoreWindow | None = None
     ring: QueryRing | None = None
 
     @property
     def needs_python(self) -> bool:
-        """Whether Python code keeps something of its queries, as no captured graph can."""
+        """Whether Python code stores or scores its queries, as no captured graph can."""
         return self.window is not None or (self.ring is not None and self.ring.first is None)
 
 
@@ -147,7 +147,7 @@ PLAIN = BatchRow()
 
 
 def seq_len_of(common: "CommonAttentionMetadata", index: int) -> int:
-    """Tokens of a row, those of this step included; no GPU is asked."""
+    """Tokens of a row, those of this step included, without waiting for a GPU."""
     # vLLM calls it an upper bound because of speculative decoding, which is refused.
     assert common.seq_lens_cpu_upper_bound is not None
     return int(common.seq_lens_cpu_upper_bound[index])
@@ -155,7 +155,7 @@ def seq_len_of(common: "CommonAttentionMetadata", index: int) -> int:
 
 @dataclass
 class QueryReader:
-    """A row of whose queries something is kept: where its tokens are, and what else ``score_prompt_queries`` needs of it."""
+    """Locates a request's queries to store or score them."""
 
     tokens: slice
     blocks: Tensor
@@ -168,20 +168,12 @@ class QueryReader:
         start, end = common.query_start_loc_cpu[index : index + 2].tolist()
         return cls(slice(start, end), common.block_table_tensor[index], seq_len_of(common, index), row)
 
-    def read(self, layer: int, query: Tensor, pages: PagedKVCache, scale: float) -> None:
-        """Keeps and scores of this row's queries what is asked for. ``query``: ``[tokens of the batch, H * G, d]``."""
-        row, query = self.row, query[self.tokens]
-        if row.ring is not None:
-            row.ring.write(layer, query[-row.ring.window :], self.seq_len)
-        if row.window is not None:
-            statistics = row.window.prompt_scores
-            score_prompt_queries(
-                query[-row.window.num_queries :],
-                pages,
-                self.blocks,
-                self.seq_len,
-                row.window.update,
-                scale,
-                statistics.scores[layer, :, : self.seq_len],
-                statistics.aux[layer, :, : self.seq_len],
-            )
+    def read(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float) -> None:
+        """Stores and scores this row's queries as it asks; ``query``: ``[tokens of the batch, H * G, d]``."""
+        ring, window, query = self.row.ring, self.row.window, query[self.tokens]
+        if ring is not None:
+            ring.write(layer, query[-ring.window :], self.seq_len)
+        if window is not None:
+            planes = window.prompt_scores.scores, window.prompt_scores.aux
+            statistics = (plane[layer, :, : self.seq_len] for plane in planes)
+            score_prompt_queries(query[-window.num_queries :], cache, self.blocks, window.update, scale, *statistics)

@@ -28,7 +28,7 @@ from vllm_kvmerge.engine.metrics import count_entries, observe_compaction
 from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, CompressionStep, Failure
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
-from vllm_kvmerge.ops import ScoreMode, ScoreUpdate, implementation, override
+from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, implementation, override
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.cost import Rates, measure_rates
 from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
@@ -43,7 +43,7 @@ class RequestState:
 
     front: int = 0
     tail: int = 0
-    update: ScoreUpdate | None = None
+    update: ScoreUpdate = NO_UPDATE
     prompt_scores: PromptScores | None = None
     ring: QueryRing | None = None
 
@@ -121,7 +121,7 @@ class Compression:
         """Lets go of a KV cache that is about to be replaced, such as the one that vLLM profiles graphs with."""
         self._compactor = None
         for layer in self.layers.values():
-            layer.impl.forget_pages()  # type: ignore[attr-defined]
+            layer.impl.forget_cache()  # type: ignore[attr-defined]
 
     def use_cache(self, kv_cache_config: KVCacheConfig, model: nn.Module) -> None:
         """The layers' caches have been allocated."""
@@ -129,7 +129,7 @@ class Compression:
         layers: list[Any] = [self.layers[name] for name in group.layer_names]
         for index, layer in enumerate(layers):
             layer.kvmerge_index = index
-        pages = [layer.impl.pages(layer.kv_cache) for layer in layers]
+        pages = [layer.impl.paged(layer.kv_cache) for layer in layers]
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
         logger.info(
@@ -260,7 +260,7 @@ class Compression:
         self._report_failures(plans, done)
         for plan, config, state in zip(plans, configs, states, strict=True):
             state.front, state.tail = plan.new_front, plan.num_tokens
-            state.update = score_update(config) if config.tracks_decode else None
+            state.update = score_update(config) if config.tracks_decode else NO_UPDATE
             state.prompt_scores = None
         if get_tensor_model_parallel_rank() % self._num_replicas == 0:
             self._counts.add([config.name for config in configs], done.counts)

@@ -17,7 +17,7 @@ from vllm_kvmerge.engine.attention.cuda import shortest_chunk
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRings
 from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.ops import PagedKVCache
-from vllm_kvmerge.ops.triton.workspace import Workspace, workspace_of
+from vllm_kvmerge.ops.workspace import Workspace, workspace_of
 
 logger = init_logger(__name__)
 
@@ -42,15 +42,14 @@ class CUDACompression(Compression):
         dtype = self._config.model_config.dtype
         num_rings = min(options.query_rings, self._config.scheduler_config.max_num_seqs)
         if num_rings:
-            shape = (len(specs), num_rings, options.query_ring_size, impl.num_heads, spec.head_size)
-            self.rings = QueryRings(*shape, dtype, self._device)
+            ring_shape = (len(specs), num_rings, options.query_ring_size, impl.num_heads, spec.head_size)
+            self.rings = QueryRings(*ring_shape, dtype, self._device)
         num_blocks = self._most_blocks(sum(spec.page_size_bytes for spec in specs.values()))
-        pages = PagedKVCache.planned(
-            num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size, dtype, self._device
-        )
+        shape = num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size
+        cache = PagedKVCache.planned(*shape, dtype, self._device)
         work = workspace_of(self._device)
         width = get_block_table_width(cdiv(self._max_model_len, spec.block_size), spec.block_size)
-        self._reserve_attention(work, pages, impl.num_heads, width)
+        self._reserve_attention(work, cache, impl.num_heads, width)
         rings = self.rings.queries.nbytes if self.rings is not None else 0
         logger.info(
             "Compression holds %.1f MiB for %d query rings of %d and %.1f MiB for attention",
@@ -72,15 +71,15 @@ class CUDACompression(Compression):
         total = current_platform.get_device_total_memory(self._device.index or 0) * cache.gpu_memory_utilization
         return int(cache.kv_cache_memory_bytes or total) // block_bytes
 
-    def _reserve_attention(self, work: Workspace, pages: PagedKVCache, num_heads: int, max_blocks: int) -> None:
+    def _reserve_attention(self, work: Workspace, cache: PagedKVCache, num_heads: int, max_blocks: int) -> None:
         scheduler = self._config.scheduler_config
         batches = [(rows, 1) for rows in range(1, scheduler.max_num_seqs + 1)]
         # Prefills are never captured: this is an estimate of what they will ask for, one long chunk or several.
         num_rows, num_tokens = 1, scheduler.max_num_batched_tokens
-        while num_rows <= scheduler.max_num_seqs and num_tokens >= shortest_chunk(num_heads // pages.num_kv_heads):
+        while num_rows <= scheduler.max_num_seqs and num_tokens >= shortest_chunk(num_heads // cache.num_kv_heads):
             batches.append((num_rows, num_tokens))
             num_rows, num_tokens = 2 * num_rows, num_tokens // 2
-        work.reserve_for(pages, num_heads, batches, max_blocks)
+        work.reserve(cache, num_heads, batches, max_blocks)
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
@@ -96,5 +95,5 @@ class CUDACompression(Compression):
             for group in groups:
                 group.get_metadata_builder().rings = self.rings  # type: ignore[attr-defined]
         # Exact now; as a rule all of it has been reserved.
-        pages = self.compactor.layers[0]
-        self._reserve_attention(workspace_of(self._device), pages, self._query_shape[0], block_table_width)
+        cache = self.compactor.layers[0]
+        self._reserve_attention(workspace_of(self._device), cache, self._query_shape[0], block_table_width)

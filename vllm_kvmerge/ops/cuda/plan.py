@@ -1,4 +1,4 @@
-"""How calls of the CUDA operators are cut into blocks: a function of shapes alone, so that captured graphs hold."""
+"""The blocks that calls of CUDA's operators are cut into: a function of shapes alone, so that captured graphs hold."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -6,6 +6,7 @@ from functools import cache, lru_cache
 import torch
 
 from vllm_kvmerge.ops.types import PagedKVCache
+from vllm_kvmerge.ops.workspace import uses_workspace
 
 MAX_ROWS = 16
 """Rows of queries of one KV head, queries times query heads (csrc/cuda/arguments.h)."""
@@ -13,7 +14,7 @@ MAX_ROWS = 16
 MAX_SPLITS = 128
 
 LEAST_ENTRIES = 256
-"""Of a split; a multiple of 64, of which its warps take 16 each."""
+"""Entries of the smallest split; a multiple of 64, of which its warps take 16 each."""
 
 BEGIN_ENTRIES = 128
 """As many could be read while a block begins and ends. Counted, not measured: some 4 us at 1/264 of a bandwidth."""
@@ -22,11 +23,11 @@ WAVES = 8
 """No more splits than fill a GPU so often."""
 
 BLOCKS = 2
-"""Of attention, on a multiprocessor: as many as its shared memory has room for, of a head size of 128 on an H200."""
+"""Blocks of attention on a multiprocessor: as many as an H200's shared memory has room for, of a head size of 128."""
 
 UPDATE_BLOCKS = 8
-"""Likewise, of the launch that puts splits together, of 128 entries each: a thread has 32 bytes or so of an entry under
-way, so that fewer would not have as many as a GPU can load meanwhile."""
+"""Blocks, on a multiprocessor, of the launch that puts splits together, of 128 entries each: a thread has 32 bytes or
+so of an entry under way, so that fewer would not have as many as a GPU can load meanwhile."""
 
 BYTES_STAGED = 48 << 10
 """What a block of a compaction holds of keys or values at a time, unless it has more than 3,072 places."""
@@ -43,15 +44,15 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a block may have."""
+    """Bytes of shared memory that a block may have."""
     if device.type != "cuda":
         return 163 << 10
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
-def merge_bytes(capacity: int, num_places: int, num_rows: int) -> int:
-    """Shared memory of a block of a compaction: what it stages, then its lists (csrc/cuda/merge.h)."""
-    return capacity + 4 * (3 * num_places + 4 * num_rows + 2)
+def merge_bytes(capacity: int, num_places: int) -> int:
+    """Bytes of shared memory of a block of a compaction: what it stages, then its lists (csrc/cuda/merge.h)."""
+    return capacity + 4 * (3 * num_places + 1)
 
 
 def _shares(blocks: int, others: int, most: int, device: torch.device) -> int:
@@ -60,7 +61,7 @@ def _shares(blocks: int, others: int, most: int, device: torch.device) -> int:
 
 @lru_cache(maxsize=4096)
 def _splits(others: int, max_entries: int, room: int) -> int:
-    """Into how many splits ``others`` sequences and heads of so many entries are cut.
+    """Number of splits that the entries of ``others`` sequences and heads are cut into.
 
     A GPU runs blocks in waves of ``room``, of which the last one may leave most of it idle: as few splits as take no
     more than 5% longer than the best number would, if every wave took as long as one block.
@@ -72,9 +73,9 @@ def _splits(others: int, max_entries: int, room: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one call of attention runs.
+    """The shape of one call of attention.
 
-    splits: of the entries, of at least ``least`` each. head_size: as it is padded. kept: rows of logits
+    splits: parts of the entries, of at least ``least`` each. head_size: as it is padded. kept: rows of logits
     that are kept for the score update. num_combined, num_parts: blocks, for each sequence and head, that put splits
     together and that update scores. sizes: elements of each buffer.
     """
@@ -93,24 +94,31 @@ class AttentionPlan:
         return next(size for size in (64, 128, 256) if size >= head_size)
 
     @staticmethod
-    def obstacle(pages: PagedKVCache, num_heads: int, num_queries: int) -> str | None:
-        """Why there is no plan for so many queries of so many heads; None if there is one."""
-        rows = num_queries * num_heads // pages.num_kv_heads
-        most = 8 if pages.keys.element_size() == 4 and pages.head_size > 128 else MAX_ROWS
+    def obstacle(cache: PagedKVCache, num_heads: int, num_queries: int) -> str | None:
+        """Says why there is no plan for so many queries of so many heads; None if there is one."""
+        rows = num_queries * num_heads // cache.num_kv_heads
+        most = 8 if cache.keys.element_size() == 4 and cache.head_size > 128 else MAX_ROWS
         return None if 0 < rows <= most else f"{rows} rows of queries of a KV head are not from 1 to {most}"
 
     @classmethod
-    def of(cls, pages: PagedKVCache, num_heads: int, num_queries: int, rows: int, max_blocks: int) -> "AttentionPlan":
+    def of(cls, cache: PagedKVCache, num_heads: int, num_queries: int, rows: int, max_blocks: int) -> "AttentionPlan":
         """For ``rows`` sequences of up to ``num_queries`` queries of ``num_heads`` heads and ``max_blocks`` blocks."""
-        num_blocks, num_kv_heads = pages.keys.shape[:2]
-        device = pages.keys.device
-        max_entries = max_blocks * pages.block_size
-        padded = cls.padded(pages.head_size)
+        num_blocks, num_kv_heads = cache.keys.shape[:2]
+        device = cache.keys.device
+        max_entries = max_blocks * cache.block_size
+        padded = cls.padded(cache.head_size)
         splits = _splits(rows * num_kv_heads, max_entries, BLOCKS * multiprocessors(device))
         kept = num_queries * num_heads // num_kv_heads
         parts = _shares(UPDATE_BLOCKS, rows * num_kv_heads, -(-max_entries // 128), device)
         sizes = {"lse": rows * num_kv_heads * splits * MAX_ROWS}
         if splits > 1:
             sizes["partial"] = sizes["lse"] * padded
-        sizes["kept"] = num_blocks * num_kv_heads * kept * pages.block_size
+        sizes["kept"] = num_blocks * num_kv_heads * kept * cache.block_size
         return cls(splits, LEAST_ENTRIES, padded, kept, kept if splits > 1 else 0, parts, sizes)
+
+
+@uses_workspace
+def _sizes(cache: PagedKVCache, num_heads: int, num_queries: int, rows: int, max_blocks: int) -> dict[str, int]:
+    if AttentionPlan.obstacle(cache, num_heads, num_queries) is not None:
+        return {}
+    return AttentionPlan.of(cache, num_heads, num_queries, rows, max_blocks).sizes

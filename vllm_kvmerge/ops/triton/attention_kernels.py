@@ -1,4 +1,4 @@
-"""Attention over pages in Triton: what one program does. ``operators`` launches these.
+"""Attention over cache in Triton: what one program does. ``operators`` launches these.
 
 A program's tile has ``BLOCK_M`` rows, the G query heads of a KV head for ``BLOCK_M // G`` queries: row m is head
 ``m % G`` of the tile's query ``m // G``. Logits are kept times log2(e), because a GPU has exp2.
@@ -7,16 +7,17 @@ A program's tile has ``BLOCK_M`` rows, the G query heads of a KV head for ``BLOC
 import triton
 import triton.language as tl
 
-SUM = tl.constexpr(1)
-MEAN = tl.constexpr(2)
-LOG_EMA = tl.constexpr(3)
-"""Codes of ``ScoreMode``."""
+from vllm_kvmerge.ops.types import ScoreMode
+
+SUM = tl.constexpr(ScoreMode.SUM.code)
+MEAN = tl.constexpr(ScoreMode.MEAN.code)
+LOG_EMA = tl.constexpr(ScoreMode.LOG_EMA.code)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-BY_ROW = ["block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "modes", "decays"]
-"""Numbers and block ids of sequences: single ones are read, from anywhere in a batch. Where they begin is to make no
+BY_ROW = ["block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "score_modes", "score_decays"]
+"""Numbers and block ids of sequences: single ones are read, from anywhere in a batch. Where they begin must not make a
 kernel of its own, which would be compiled while requests wait."""
 
 
@@ -78,8 +79,8 @@ def attend(
     seq_lens,
     fronts,
     tails,
-    modes,
-    decays,
+    score_modes,
+    score_decays,
     partial,
     lse,
     kept,
@@ -150,8 +151,8 @@ def attend(
     mode = 0
     decay = 1.0
     if KEEP > 0:
-        mode = tl.load(modes + row).to(tl.int32)
-        decay = tl.load(decays + row).to(tl.float32)
+        mode = tl.load(score_modes + row).to(tl.int32)
+        decay = tl.load(score_decays + row).to(tl.float32)
     kept_end = tl.where((mode == SUM) | (mode == MEAN), end, 0)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -240,8 +241,8 @@ def finish(
     seq_lens,
     fronts,
     tails,
-    modes,
-    decays,
+    score_modes,
+    score_decays,
     partial,
     lse,
     kept,
@@ -310,10 +311,10 @@ def finish(
         at = token * stride_o_token + (head * G + part % G) * stride_o_head
         tl.store(output + at + dims, sums / tl.where(total > 0, total, 1.0), mask=dims < HEAD_SIZE)
     elif KEEP > 0:
-        mode = tl.load(modes + row).to(tl.int32)
+        mode = tl.load(score_modes + row).to(tl.int32)
         if (mode != SUM) & (mode != MEAN):
             return
-        decay = tl.load(decays + row).to(tl.float32)
+        decay = tl.load(score_decays + row).to(tl.float32)
         rows = tl.arange(0, BLOCK_M)
         wanted = rows < num_queries * G
         level = whole_lse(lse, tile, head, tl.num_programs(1), wanted, num_splits, SPLITS, BLOCK_M)
@@ -386,8 +387,8 @@ def update_columns(
     seq_lens,
     fronts,
     tails,
-    modes,
-    decays,
+    score_modes,
+    score_decays,
     lse,
     scale,
     tiles_per_row,
@@ -416,16 +417,16 @@ def update_columns(
 ):
     """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
 
-    Grid: sequences, heads, any number that share the entries. PAGED: statistics lie in pages, where new tokens' start
+    Grid: sequences, heads, any number that share the entries. PAGED: statistics lie in cache, where new tokens' start
     from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: as ``attend`` had them when it made ``lse``.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
-    mode = tl.load(modes + row).to(tl.int32)
+    mode = tl.load(score_modes + row).to(tl.int32)
     num_queries = tl.load(query_lens + row).to(tl.int32)
     if (mode == 0) | (num_queries == 0):
         return
-    decay = tl.load(decays + row).to(tl.float32)
+    decay = tl.load(score_decays + row).to(tl.float32)
     front = tl.load(fronts + row).to(tl.int32)
     tail = tl.load(tails + row).to(tl.int32)
     num_entries = front + tl.load(seq_lens + row).to(tl.int32) - tail

@@ -1,7 +1,7 @@
-"""Single entries of many units in Triton: what one program does. ``operators`` launches these.
+"""Single entries of many sequence layers in Triton: the kernels, which ``entries`` launches.
 
-A grid's first axis is a head of a unit, ``unit * num_heads + head``. ``addresses`` is ``[layers, 6]`` int64, where each
-layer's planes are in memory; all layers have the same strides. ``segments`` is ``[U, 3]`` int64.
+A grid's first axis is a head of a sequence layer, ``seq_layer * num_heads + head``. ``addresses`` is ``[layers, 6]``
+int64, where each layer's planes are in memory; all layers have the same strides. ``segments`` is ``[U, 3]`` int64.
 """
 
 import triton
@@ -25,8 +25,8 @@ def plane_of(addresses, layer, PLANE: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def segments_of(segments, unit):
-    return tl.load(segments + unit * 3).to(tl.int32), tl.load(segments + unit * 3 + 1).to(tl.int32)
+def segments_of(segments, seq_layer):
+    return tl.load(segments + seq_layer * 3).to(tl.int32), tl.load(segments + seq_layer * 3 + 1).to(tl.int32)
 
 
 @triton.jit
@@ -47,14 +47,14 @@ def read_metadata(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Copies metadata of some entries. Grid: heads of all units, tiles of entries."""
-    unit = tl.program_id(0) // num_heads
+    """Copies metadata of some entries. Grid: heads, tiles of entries."""
+    seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
-    layer = tl.load(layers + unit)
-    front, tail = segments_of(segments, unit)
+    layer = tl.load(layers + seq_layer)
+    front, tail = segments_of(segments, seq_layer)
     entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = entry < num_entries
-    block, offset = place_of(entry, live, front, tail, blocks + unit.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    block, offset = place_of(entry, live, front, tail, blocks + seq_layer.to(tl.int64) * stride_blocks, BLOCK_SIZE)
     plane = block * stride_m_block + head * stride_m_head + offset
     out = tl.program_id(0).to(tl.int64) * num_entries + entry
     compressed = live & (entry < front)
@@ -84,13 +84,14 @@ def write_metadata(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes metadata of slots from 0 on. Grid: heads of all units, tiles of slots."""
-    unit = tl.program_id(0) // num_heads
+    """Writes metadata of slots from 0 on. Grid: heads, tiles of slots."""
+    seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
-    layer = tl.load(layers + unit)
+    layer = tl.load(layers + seq_layer)
     slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = slot < num_slots
-    block, offset = place_of(slot, live, num_slots, num_slots, blocks + unit.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    table = blocks + seq_layer.to(tl.int64) * stride_blocks
+    block, offset = place_of(slot, live, num_slots, num_slots, table, BLOCK_SIZE)
     plane = block * stride_m_block + head * stride_m_head + offset
     at = tl.program_id(0).to(tl.int64) * num_slots + slot
     tl.store(plane_of(addresses, layer, LOG_VOTES, tl.float32) + plane, tl.load(log_votes + at, mask=live), mask=live)
@@ -140,27 +141,26 @@ def read_rows(
     stride_dim,
     stride_slot,
     PLANE: tl.constexpr,
-    ALL: tl.constexpr,
     ELEMENT: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copies keys or values as float32; ALL: of all entries in order, ``index`` is not read. Grid: heads, tiles."""
-    unit = tl.program_id(0) // num_heads
-    front, tail = segments_of(segments, unit)
+    """Copies keys or values of the entries at ``index`` as float32. Grid: heads, tiles."""
+    seq_layer = tl.program_id(0) // num_heads
+    front, tail = segments_of(segments, seq_layer)
     number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = number < num_rows
     at = tl.program_id(0).to(tl.int64) * num_rows + number
-    entry = number if ALL else tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
+    entry = tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
     rows = rows_at(
-        plane_of(addresses, tl.load(layers + unit), PLANE, ELEMENT),
+        plane_of(addresses, tl.load(layers + seq_layer), PLANE, ELEMENT),
         entry,
         wanted & (entry >= 0),
         front,
         tail,
-        blocks + unit.to(tl.int64) * stride_blocks,
+        blocks + seq_layer.to(tl.int64) * stride_blocks,
         tl.program_id(0) % num_heads,
         stride_block,
         stride_head,
@@ -195,19 +195,19 @@ def write_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Writes keys or values to slots; none where the place is negative. Grid: heads of all units, tiles of rows."""
-    unit = tl.program_id(0) // num_heads
+    """Writes keys or values to slots; none where the place is negative. Grid: heads, tiles of rows."""
+    seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
     number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.program_id(0).to(tl.int64) * num_rows + number
     slot = tl.load(places + at, mask=number < num_rows, other=-1).to(tl.int32)
     live = slot >= 0
-    block, offset = place_of(slot, live, 0, 0, blocks + unit.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    block, offset = place_of(slot, live, 0, 0, blocks + seq_layer.to(tl.int64) * stride_blocks, BLOCK_SIZE)
     dims = tl.arange(0, BLOCK_D)[None, :]
     wanted = live[:, None] & (dims < HEAD_SIZE)
     found = tl.load(rows + at[:, None] * HEAD_SIZE + dims, mask=wanted)
     to = (block * stride_block + head * stride_head + offset * stride_slot)[:, None] + dims * stride_dim
-    plane = plane_of(addresses, tl.load(layers + unit), PLANE, ELEMENT)
+    plane = plane_of(addresses, tl.load(layers + seq_layer), PLANE, ELEMENT)
     tl.store(plane + to, found.to(ELEMENT), mask=wanted)
 
 
@@ -238,22 +238,21 @@ def move_rows(
 ):
     """Half of a move: copies what leaves its place to ``staging``, or (WRITE) from there to where it goes.
 
-    The halves are two launches, so that all is read before anything is written. Grid: heads of all units, tiles of
-    slots.
+    The halves are two launches, so that all is read before anything is written. Grid: heads, tiles of slots.
     """
-    unit = tl.program_id(0) // num_heads
+    seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
-    front, tail = segments_of(segments, unit)
+    front, tail = segments_of(segments, seq_layer)
     slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = slot < num_slots
     row = tl.program_id(0).to(tl.int64) * num_slots + slot
     entry = tl.load(kept + row, mask=inside, other=-1).to(tl.int32)
     live = inside & (entry >= 0)
-    block, offset = place_of(entry, live, front, tail, blocks + unit.to(tl.int64) * stride_blocks, BLOCK_SIZE)
-    to_table = destination + unit.to(tl.int64) * stride_destination
+    block, offset = place_of(entry, live, front, tail, blocks + seq_layer.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    to_table = destination + seq_layer.to(tl.int64) * stride_destination
     to_block, to_offset = place_of(slot, inside, 0, 0, to_table, BLOCK_SIZE)
     moves = live & ((block != to_block) | (offset != to_offset))
-    plane = plane_of(addresses, tl.load(layers + unit), PLANE, ELEMENT)
+    plane = plane_of(addresses, tl.load(layers + seq_layer), PLANE, ELEMENT)
     dims = tl.arange(0, BLOCK_D)[None, :]
     at = row[:, None] * HEAD_SIZE + dims
     moving = moves[:, None] & (dims < HEAD_SIZE)
@@ -272,14 +271,14 @@ def find_similar(
     layers,
     blocks,
     segments,
-    members,
-    carriers,
+    sources,
+    targets,
     usable,
     similarity,
     best,
     num_heads,
-    num_members,
-    num_carriers,
+    num_sources,
+    num_targets,
     stride_blocks,
     stride_k_block,
     stride_k_head,
@@ -293,23 +292,23 @@ def find_similar(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The most similar carrier of some members. Grid: heads of all units, tiles of members.
+    """The most similar target of some sources. Grid: heads, tiles of sources.
 
     Products of stored keys, in the type that they are stored in, are exact but for the order of the sum; norms are
     divided by afterwards.
     """
-    unit = tl.program_id(0) // num_heads
+    seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
-    front, tail = segments_of(segments, unit)
-    table = blocks + unit.to(tl.int64) * stride_blocks
-    keys = plane_of(addresses, tl.load(layers + unit), KEYS, ELEMENT)
+    front, tail = segments_of(segments, seq_layer)
+    table = blocks + seq_layer.to(tl.int64) * stride_blocks
+    keys = plane_of(addresses, tl.load(layers + seq_layer), KEYS, ELEMENT)
     number = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = tl.program_id(0).to(tl.int64) * num_members + number
-    member = tl.load(members + at, mask=number < num_members, other=-1).to(tl.int32)
+    at = tl.program_id(0).to(tl.int64) * num_sources + number
+    source = tl.load(sources + at, mask=number < num_sources, other=-1).to(tl.int32)
     m = rows_at(
         keys,
-        member,
-        member >= 0,
+        source,
+        source >= 0,
         front,
         tail,
         table,
@@ -325,16 +324,16 @@ def find_similar(
     m_norm = tl.sqrt(tl.sum(m.to(tl.float32) * m.to(tl.float32), 1))
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK_M], tl.int32)
-    base = tl.program_id(0).to(tl.int64) * num_carriers
-    for start in range(0, num_carriers, BLOCK_N):
+    base = tl.program_id(0).to(tl.int64) * num_targets
+    for start in range(0, num_targets, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
-        live = place < num_carriers
-        carrier = tl.load(carriers + base + place, mask=live, other=-1).to(tl.int32)
+        live = place < num_targets
+        target = tl.load(targets + base + place, mask=live, other=-1).to(tl.int32)
         allowed = tl.load(usable + base + place, mask=live, other=0) != 0
         c = rows_at(
             keys,
-            carrier,
-            allowed & (carrier >= 0),
+            target,
+            allowed & (target >= 0),
             front,
             tail,
             table,
@@ -353,11 +352,11 @@ def find_similar(
         cosine = tl.where(allowed[None, :], cosine, float("-inf"))
         most = tl.max(cosine, 1)
         # Of equal ones the first, in this tile and over all.
-        first = tl.min(tl.where(cosine == most[:, None], place[None, :], num_carriers), 1)
+        first = tl.min(tl.where(cosine == most[:, None], place[None, :], num_targets), 1)
         where = tl.where(most > top, first, where)
         top = tl.maximum(top, most)
-    tl.store(similarity + at, tl.minimum(top, 1.0), mask=number < num_members)
-    tl.store(best + at, tl.load(carriers + base + where), mask=number < num_members)
+    tl.store(similarity + at, tl.minimum(top, 1.0), mask=number < num_sources)
+    tl.store(best + at, tl.load(targets + base + where), mask=number < num_sources)
 
 
 @triton.jit
@@ -410,16 +409,16 @@ def entries_at(
     BLOCK_D: tl.constexpr,
 ):
     """(keys ``[BLOCK_D, n]`` float32, votes, positions, whether there is one) of some entries of a head."""
-    unit = tl.program_id(0) // num_heads
-    front, tail = segments_of(segments, unit)
+    seq_layer = tl.program_id(0) // num_heads
+    front, tail = segments_of(segments, seq_layer)
     live = entry < num_entries
     rows = rows_at(
-        plane_of(addresses, tl.load(layers + unit), KEYS, ELEMENT),
+        plane_of(addresses, tl.load(layers + seq_layer), KEYS, ELEMENT),
         entry,
         live,
         front,
         tail,
-        blocks + unit.to(tl.int64) * stride_blocks,
+        blocks + seq_layer.to(tl.int64) * stride_blocks,
         tl.program_id(0) % num_heads,
         stride_k_block,
         stride_k_head,
@@ -463,7 +462,7 @@ def newest_lse(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Log-sum-exp of some of the newest queries over all entries. Grid: heads of all units, query heads, tiles."""
+    """Log-sum-exp of some of the newest queries over all entries. Grid: heads, query heads, tiles."""
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -586,40 +585,40 @@ def newest_columns(
 def join(
     products,
     between,
-    member_weights,
+    source_weights,
     totals,
     joined,
-    num_members,
+    num_sources,
     num_slots,
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Members of one head join slots, one after the other (``reference.join_slots``). Grid: heads.
 
-    products ``[H, m, s]`` is written to. BLOCK_S: at least ``s``. BLOCK_M: members whose products change at a time.
+    products ``[H, m, s]`` is written to. BLOCK_S: at least ``s``. BLOCK_M: sources whose products change at a time.
     """
     head = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, BLOCK_S)
     inside = slots < num_slots
     total = tl.load(totals + head * num_slots + slots, mask=inside, other=0.0)
-    base = products + head * num_members * num_slots
-    for i in range(0, num_members):
+    base = products + head * num_sources * num_slots
+    for i in range(0, num_sources):
         row = tl.load(base + i * num_slots + slots, mask=inside, other=float("-inf"))
         most = tl.max(row, 0)
         # Of products that are no numbers none is the largest: some slot all the same.
         slot = tl.min(tl.where((row == most) & inside, slots, num_slots - 1), 0)
-        tl.store(joined + head * num_members + i, slot.to(tl.int64))
-        weight = tl.load(member_weights + head * num_members + i)
+        tl.store(joined + head * num_sources + i, slot.to(tl.int64))
+        weight = tl.load(source_weights + head * num_sources + i)
         total = tl.where(slots == slot, total + weight, total)
         share = weight / tl.maximum(tl.sum(tl.where(slots == slot, total, 0.0), 0), 1.0)
         # All threads must have read their products before some change them, and see the changes of others after.
         tl.debug_barrier()
-        for start in range(i + 1, num_members, BLOCK_M):
-            member = start + tl.arange(0, BLOCK_M)
-            later = member < num_members
-            at = base + member * num_slots + slot
+        for start in range(i + 1, num_sources, BLOCK_M):
+            source = start + tl.arange(0, BLOCK_M)
+            later = source < num_sources
+            at = base + source * num_slots + slot
             column = tl.load(at, mask=later, other=0.0)
-            other = tl.load(between + (head * num_members + member) * num_members + i, mask=later, other=0.0)
+            other = tl.load(between + (head * num_sources + source) * num_sources + i, mask=later, other=0.0)
             tl.store(at, column + share * (other - column), mask=later)
         tl.debug_barrier()
     tl.store(totals + head * num_slots + slots, total, mask=inside)

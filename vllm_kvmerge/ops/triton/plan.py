@@ -1,4 +1,4 @@
-"""How attention is cut into programs: a function of shapes alone, so that captured graphs hold for any batch."""
+"""The programs that attention is cut into: a function of shapes alone, so that captured graphs hold for any batch."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -7,6 +7,7 @@ import torch
 
 from vllm_kvmerge.ops.triton.tuning import Settings, settings
 from vllm_kvmerge.ops.types import PagedKVCache
+from vllm_kvmerge.ops.workspace import uses_workspace
 
 KEPT_ROWS = 16
 """Rows of logits of one KV head, queries times query heads, that are kept for the score update; one tile has as many.
@@ -35,25 +36,26 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def settings_for(kernel: str, pages: PagedKVCache, groups: int = 1) -> Settings:
-    head_size = power_of_two(pages.head_size)
-    row_bytes = head_size * pages.keys.element_size()
-    return settings(kernel, device_name(pages.keys.device), head_size, row_bytes, groups)
+def settings_for(kernel: str, cache: PagedKVCache, groups: int = 1) -> Settings:
+    head_size = power_of_two(cache.head_size)
+    row_bytes = head_size * cache.keys.element_size()
+    return settings(kernel, device_name(cache.keys.device), head_size, row_bytes, groups)
 
 
-def shares(programs: int, others: int, most: int, pages: PagedKVCache) -> int:
-    """Into how many parts work is cut: ``others`` times as many fill the GPU, ``programs`` on a multiprocessor."""
-    wanted = programs * multiprocessors(pages.keys.device) // max(1, others)
+def shares(programs: int, others: int, most: int, cache: PagedKVCache) -> int:
+    """Number of parts, up to ``most``, that work is cut into: ``others`` times as many put ``programs`` on each of the
+    GPU's multiprocessors."""
+    wanted = programs * multiprocessors(cache.keys.device) // max(1, others)
     return max(1, min(wanted, most))
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one call of attention runs.
+    """The shape of one call of attention.
 
-    settings: of ``attend``. block_m: its rows. tiles: of queries in each sequence. splits: of the entries, a power of
-    two. kept: rows of logits kept for the score update; 0 where they are computed again. sizes: elements of each
-    buffer.
+    settings: those of ``attend``. block_m: its rows. tiles: of queries in each sequence. splits: of the entries, a
+    power of two. kept: rows of logits kept for the score update; 0 where they are computed again. sizes: elements of
+    each buffer.
     """
 
     settings: Settings
@@ -66,7 +68,7 @@ class AttentionPlan:
     @classmethod
     def of(
         cls,
-        pages: PagedKVCache,
+        cache: PagedKVCache,
         num_heads: int,
         num_queries: int,
         rows: int,
@@ -77,20 +79,25 @@ class AttentionPlan:
 
         keeps: whether logits may be kept.
         """
-        num_blocks, num_kv_heads = pages.keys.shape[:2]
+        num_blocks, num_kv_heads = cache.keys.shape[:2]
         groups = num_heads // num_kv_heads
         few = groups * num_queries <= max(groups, KEPT_ROWS)
-        chosen = settings_for("decode" if few else "prefill", pages, groups)
+        chosen = settings_for("decode" if few else "prefill", cache, groups)
         block_m = power_of_two(max(16, groups * num_queries if few else max(groups, chosen.block_m)))
         tiles = -(-num_queries // (block_m // groups))
-        most = min(MAX_SPLITS, -(-max_blocks * pages.block_size // chosen.least))
-        splits = shares(chosen.programs, rows * tiles * num_kv_heads, most, pages)
+        most = min(MAX_SPLITS, -(-max_blocks * cache.block_size // chosen.least))
+        splits = shares(chosen.programs, rows * tiles * num_kv_heads, most, cache)
         splits = 1 << (splits.bit_length() - 1)
         kept = groups * num_queries if few and keeps else 0
         lse = rows * tiles * num_kv_heads * splits * block_m
         sizes = {"lse": lse}
         if splits > 1:
-            sizes["partial"] = lse * power_of_two(pages.head_size)
+            sizes["partial"] = lse * power_of_two(cache.head_size)
         if kept:
-            sizes["kept"] = num_blocks * num_kv_heads * kept * pages.block_size
+            sizes["kept"] = num_blocks * num_kv_heads * kept * cache.block_size
         return cls(chosen, block_m, tiles, splits, kept, sizes)
+
+
+@uses_workspace
+def _sizes(cache: PagedKVCache, num_heads: int, num_queries: int, rows: int, max_blocks: int) -> dict[str, int]:
+    return AttentionPlan.of(cache, num_heads, num_queries, rows, max_blocks).sizes

@@ -22,7 +22,7 @@ NO_SETTINGS = (*CONDITIONS, "measured")
 
 @dataclass(frozen=True)
 class Settings:
-    """How a kernel runs.
+    """Tile sizes and launch options of a kernel.
 
     block_m: rows of a tile, or queries. block_n: entries of a tile, or of ``write`` heads. warps, stages: as Triton
     takes them. least: entries of the smallest split, a multiple of block_n. programs: how many of them a multiprocessor
@@ -49,7 +49,7 @@ def rules() -> list[dict[str, Any]]:
 
 @cache
 def settings(kernel: str, device: str, head_size: int = 32, row_bytes: int = 64, groups: int = 1) -> Settings:
-    """Of a kernel on the GPU called ``device``. head_size: rounded up to a power of two."""
+    """Settings of a kernel on the GPU called ``device``. head_size: rounded up to a power of two."""
     chosen: dict[str, int] = {}
     for rule in rules():
         shape = {"head_size": head_size, "row_bytes": row_bytes, "groups": groups}

@@ -1,0 +1,98 @@
+"""Attention of decode steps in CUDA C++."""
+
+from functools import cache as cached
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.ops.choice import choice, device_name
+from vllm_kvmerge.ops.cuda import backend
+from vllm_kvmerge.ops.cuda.plan import AttentionPlan, shared_memory
+from vllm_kvmerge.ops.types import AttentionBatch, PagedKVCache
+from vllm_kvmerge.ops.workspace import Workspace, workspace_of
+
+
+@cached
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether there is code for the bulk copy engine: sm_90a's, which no other GPU runs."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _is_aligned(rows: Tensor) -> bool:
+    item = rows.element_size()
+    return rows.stride(2) == 1 and not any(
+        number % 16 for number in (rows.data_ptr(), rows.stride(0) * item, rows.stride(1) * item)
+    )
+
+
+def _call_obstacle(query: Tensor, cache: PagedKVCache, output: Tensor, num_queries: int) -> str | None:
+    """Says why these kernels cannot do a call of attention; None if they can."""
+    if query.dtype != cache.keys.dtype or output.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "queries are not of the cache's dtype"
+    if not _is_aligned(query) or output.stride(2) != 1:
+        return "rows of queries do not begin at multiples of 16 bytes, or the output's do not lie together"
+    reason = AttentionPlan.obstacle(cache, query.shape[1], num_queries)
+    if reason is not None:
+        return reason
+    # Many GPUs have 99 KiB for a block.
+    rows, bits = num_queries * query.shape[1] // cache.num_kv_heads, 8 * cache.keys.element_size()
+    needed = backend.attend_bytes(rows, bits, AttentionPlan.padded(cache.head_size))
+    room = shared_memory(cache.device)
+    return None if needed <= room else f"blocks take {needed} bytes of shared memory, and the GPU has {room}"
+
+
+def paged_attention(
+    query: Tensor,
+    cache: PagedKVCache,
+    batch: AttentionBatch,
+    scale: float,
+    output: Tensor,
+    workspace: Workspace | None = None,
+    bulk: bool | None = None,
+) -> None:
+    """See ``reference.paged_attention``, and for the workspace ``triton.paged_attention``.
+
+    Up to 16 rows of queries and query heads of a KV head; longer chunks are the fallback's. bulk: from 3 such rows on,
+    keys and values of 16 bits are loaded by the copy engine of a GPU of compute capability 9.0 instead of by threads;
+    None: as the table of choices says.
+    """
+    if len(batch) == 0:
+        return
+    if query.shape[2] != cache.head_size or query.shape[1] % cache.num_kv_heads:
+        raise ValueError(f"query of shape {tuple(query.shape)} does not suit {tuple(cache.values.shape)} values")
+    num_queries = batch.max_query_len
+    if num_queries is None:
+        num_queries = int(batch.query_lens.max())
+    if _call_obstacle(query, cache, output, num_queries) is not None:
+        backend.fallback(query.device).paged_attention(query, cache, batch, scale, output)
+        return
+    plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
+    work = workspace or workspace_of(query.device)
+    buffers = {name: work.take(name, size) for name, size in plan.sizes.items()}
+    if bulk is None:
+        bulk = choice("paged_attention", device_name(query.device), cache.head_size).bulk
+    *integers, decays = batch.tensors
+    backend.library().attend(
+        query,
+        cache.keys,
+        cache.values,
+        cache.log_votes,
+        cache.scores,
+        cache.aux,
+        output,
+        *(tensor.to(torch.int32).contiguous() for tensor in integers),
+        decays.float().contiguous(),
+        buffers.get("partial", buffers["lse"]),
+        buffers["lse"],
+        buffers["kept"],
+        scale,
+        num_queries,
+        plan.splits,
+        plan.least,
+        plan.head_size,
+        plan.kept,
+        plan.num_combined,
+        plan.num_parts,
+        bulk and query.dtype != torch.float32 and has_bulk_copies(query.device),
+        backend.stream(query.device),
+    )

@@ -1,0 +1,225 @@
+"""Attention, prompt scores and the storing of tokens in Triton."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from vllm_kvmerge.ops.triton import attention_kernels
+from vllm_kvmerge.ops.triton.backend import product_type, rounded
+from vllm_kvmerge.ops.triton.plan import AttentionPlan, power_of_two, settings_for, shares
+from vllm_kvmerge.ops.types import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate
+from vllm_kvmerge.ops.workspace import Workspace, workspace_of
+
+LOG2E = attention_kernels.LOG2E.value
+
+
+def _check(query: Tensor, cache: PagedKVCache) -> None:
+    if query.shape[2] != cache.head_size or query.shape[1] % cache.num_kv_heads:
+        raise ValueError(f"query of shape {tuple(query.shape)} does not suit {tuple(cache.values.shape)} values")
+    if query.stride(2) != 1:
+        raise ValueError("query and output must be contiguous in their last dimension")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The launches of one call of attention, and what all of them are given."""
+
+    query: Tensor
+    cache: PagedKVCache
+    batch: AttentionBatch
+    scale: float
+    plan: AttentionPlan
+    work: Workspace
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, ...]:
+        return tuple(tensor.contiguous() for tensor in self.batch.tensors)
+
+    @property
+    def groups(self) -> int:
+        return self.query.shape[1] // self.cache.num_kv_heads
+
+    @property
+    def max_entries(self) -> int:
+        return self.batch.block_table.shape[1] * self.cache.block_size
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """Constants of the call's kernels, those of ``attend``'s tiles too."""
+        return {
+            "G": self.groups,
+            "HEAD_SIZE": self.cache.head_size,
+            "BLOCK_SIZE": self.cache.block_size,
+            "SPLITS": self.plan.splits,
+            "LEAST": self.plan.settings.least,
+            "BLOCK_M": self.plan.block_m,
+            "BLOCK_D": power_of_two(self.cache.head_size),
+        }
+
+    def attend(self, output: Tensor, values: bool) -> Tensor:
+        """Launches ``attend``; returns the log-sum-exp of its splits. Without ``values`` nothing else is found."""
+        cache, plan = self.cache, self.plan
+        buffers = {name: self.work.take(name, size) for name, size in plan.sizes.items()}
+        lse, rows = buffers["lse"], self.rows
+        planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
+        attention_kernels.attend[(len(self.batch) * plan.tiles, cache.num_kv_heads, plan.splits)](
+            self.query,
+            *planes,
+            output,
+            *rows,
+            buffers.get("partial", lse),
+            lse,
+            buffers.get("kept", lse),
+            self.scale * LOG2E,
+            plan.tiles,
+            *self.query.stride()[:2],
+            *output.stride()[:2],
+            rows[0].stride(0),
+            *cache.strides,
+            VALUES=values,
+            KEEP=plan.kept,
+            COMPUTE=product_type(self.query.dtype, cache.keys.dtype),
+            BLOCK_N=plan.settings.block_n,
+            **self.constants,
+            **plan.settings.launch,
+        )
+        return lse
+
+    def finish(self, output: Tensor, lse: Tensor) -> None:
+        """Launches ``finish``, where there are splits to put together or logits that were kept."""
+        cache, plan, rows = self.cache, self.plan, self.rows
+        chosen = settings_for("finish", cache, self.groups)
+        num_combined = (plan.kept or plan.block_m // self.groups * self.groups) if plan.splits > 1 else 0
+        parts = 0
+        if plan.kept:
+            most = -(-self.max_entries // chosen.block_n)
+            parts = shares(chosen.programs, len(self.batch) * cache.num_kv_heads, most, cache)
+        if num_combined + parts == 0:
+            return
+        attention_kernels.finish[(len(self.batch) * plan.tiles, cache.num_kv_heads, num_combined + parts)](
+            cache.scores,
+            cache.aux,
+            output,
+            *rows,
+            self.work.take("partial", 1),
+            lse,
+            self.work.take("kept", 1),
+            plan.tiles,
+            num_combined,
+            *output.stride()[:2],
+            rows[0].stride(0),
+            *cache.log_votes.stride()[:2],
+            KEEP=plan.kept,
+            BLOCK_N=plan.settings.block_n,
+            BLOCK_S=min(plan.splits, 16),
+            BLOCK_U=chosen.block_n,
+            **self.constants,
+            **chosen.launch,
+        )
+
+    def update_columns(self, scores: Tensor, aux: Tensor, lse: Tensor, paged: bool) -> None:
+        """Launches ``update_columns``. scores, aux: planes of the cache (``paged``), or ``[H, entries]``."""
+        cache, plan, rows = self.cache, self.plan, self.rows
+        chosen = settings_for("columns", cache, self.groups)
+        parts = shares(
+            chosen.programs, len(self.batch) * cache.num_kv_heads, -(-self.max_entries // chosen.block_n), cache
+        )
+        attention_kernels.update_columns[(len(self.batch), cache.num_kv_heads, parts)](
+            self.query,
+            cache.keys,
+            cache.log_votes,
+            scores,
+            aux,
+            *rows,
+            lse,
+            self.scale * LOG2E,
+            plan.tiles,
+            *self.query.stride()[:2],
+            rows[0].stride(0),
+            *cache.keys.stride(),
+            *cache.log_votes.stride()[:2],
+            *(scores.stride()[:2] if paged else (0, scores.stride(0))),
+            PAGED=paged,
+            COMPUTE=product_type(self.query.dtype, cache.keys.dtype),
+            BLOCK_N=chosen.block_n,
+            LSE_BLOCK_N=plan.settings.block_n,
+            **self.constants,
+            **chosen.launch,
+        )
+
+
+def paged_attention(
+    query: Tensor,
+    cache: PagedKVCache,
+    batch: AttentionBatch,
+    scale: float,
+    output: Tensor,
+    workspace: Workspace | None = None,
+) -> None:
+    """See ``reference.paged_attention``.
+
+    Without ``batch.max_query_len`` a call waits for the GPU and cannot be captured. What is launched depends on that
+    number and on shapes alone; a sequence may be shorter than its row of the block table. workspace: the device's own
+    if not given.
+
+    Up to 16 rows of queries and query heads, logits of sequences that update scores are kept in the workspace at their
+    slots, 4 bytes each; no two such sequences may share a block, as none share a score.
+    """
+    if len(batch) == 0:
+        return
+    _check(query, cache)
+    _check(output, cache)
+    num_queries = batch.max_query_len
+    if num_queries is None:
+        num_queries = int(batch.query_lens.max())
+    plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
+    call = _Call(query, cache, batch, scale, plan, workspace or workspace_of(query.device))
+    lse = call.attend(output, values=True)
+    call.finish(output, lse)
+    if not plan.kept:
+        call.update_columns(cache.scores, cache.aux, lse, paged=True)
+
+
+def score_prompt_queries(
+    query: Tensor, cache: PagedKVCache, blocks: Tensor, update: ScoreUpdate, scale: float, scores: Tensor, aux: Tensor
+) -> None:
+    if query.shape[0] == 0:
+        return
+    _check(query, cache)
+    if scores.stride() != aux.stride() or scores.stride(1) != 1:
+        raise ValueError("scores and aux must have the same strides and be contiguous in their last dimension")
+    seq_len = scores.shape[1]
+    batch = AttentionBatch.single(blocks[: -(-seq_len // cache.block_size)], query.shape[0], seq_len, update=update)
+    plan = AttentionPlan.of(cache, query.shape[1], query.shape[0], 1, batch.block_table.shape[1], keeps=False)
+    call = _Call(query, cache, batch, scale, plan, workspace_of(query.device))
+    # Only probabilities need the log-sum-exp.
+    lse = scores if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
+    call.update_columns(scores, aux, lse, paged=False)
+
+
+def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+    if len(slot_mapping) == 0:
+        return
+    dtype = cache.keys.dtype
+    key, value = (rounded(t if t.stride(2) == 1 else t.contiguous(), dtype) for t in (key, value))
+    chosen = settings_for("write", cache)
+    attention_kernels.write[(len(slot_mapping), -(-cache.num_kv_heads // chosen.block_n))](
+        slot_mapping,
+        key,
+        value,
+        cache.keys,
+        cache.values,
+        cache.num_kv_heads,
+        slot_mapping.stride(0),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *cache.keys.stride(),
+        *cache.values.stride()[:3],
+        HEAD_SIZE=cache.head_size,
+        BLOCK_SIZE=cache.block_size,
+        BLOCK_H=chosen.block_n,
+        BLOCK_D=power_of_two(cache.head_size),
+        **chosen.launch,
+    )

@@ -1,0 +1,271 @@
+"""Single entries of sequence layers in Triton: what compactions read, compare and write."""
+
+import sys
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.ops import reference
+from vllm_kvmerge.ops.attention import Fusion
+from vllm_kvmerge.ops.triton import entry_kernels
+from vllm_kvmerge.ops.triton.backend import ELEMENTS, product_type, rounded
+from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
+from vllm_kvmerge.ops.types import Metadata, SequenceLayers, addresses_on, sent
+
+STAGING_BYTES = 64 << 20
+"""Bytes of keys or values that are moved at a time."""
+
+PLANES = {"keys": entry_kernels.KEYS.value, "values": entry_kernels.VALUES.value}
+
+
+class _KernelArguments:
+    """Sequence layers as kernels take them. Raises ValueError where layers differ in more than their address."""
+
+    def __init__(self, seq_layers: SequenceLayers) -> None:
+        self.cache = cache = seq_layers.layers[0]
+        if len({(layer.strides, layer.keys.shape[1:], layer.keys.dtype) for layer in seq_layers.layers}) > 1:
+            raise ValueError("layers differ in layout")
+        self.device = cache.device
+        self.num_heads = seq_layers.num_heads
+        self.blocks = self.on_device(seq_layers.blocks)
+        self.layers = (
+            addresses_on(self.device, tuple(layer.addresses for layer in seq_layers.layers)),
+            self.on_device(seq_layers.layer),
+        )
+        self._segments = seq_layers.segments
+
+    @cached_property
+    def entries(self) -> tuple[Tensor, ...]:
+        """Where the live entries are: addresses, layers, blocks and segments."""
+        return (*self.layers, self.blocks, self.on_device(self._segments))
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        return sent(tensor, self.device).contiguous()
+
+    def strides(self, plane: str) -> tuple[int, ...]:
+        """Strides of a plane, in elements: for block, head, dimension and slot."""
+        block, head, slot, dim = self.cache.values.stride()
+        return self.cache.keys.stride() if plane == "keys" else (block, head, dim, slot)
+
+    def grid(self, size: int, block: int) -> tuple[int, int]:
+        return self.num_heads, -(-size // block)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        cache = self.cache
+        return {
+            "HEAD_SIZE": cache.head_size,
+            "BLOCK_SIZE": cache.block_size,
+            "BLOCK_D": power_of_two(cache.head_size),
+            "ELEMENT": ELEMENTS[cache.keys.dtype],
+        }
+
+
+def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
+    at, n = _KernelArguments(seq_layers), seq_layers.num_entries
+    log_votes, scores, aux = (torch.empty(at.num_heads, n, device=at.device) for _ in range(3))
+    metadata = log_votes, scores, aux, torch.empty(at.num_heads, n, dtype=torch.int64, device=at.device)
+    chosen = settings_for("metadata", at.cache)
+    if log_votes.numel():
+        entry_kernels.read_metadata[at.grid(n, chosen.block_n)](
+            *at.entries,
+            *metadata,
+            at.cache.num_kv_heads,
+            n,
+            at.blocks.stride(0),
+            *at.cache.log_votes.stride()[:2],
+            BLOCK_SIZE=at.cache.block_size,
+            BLOCK_N=chosen.block_n,
+            **chosen.launch,
+        )
+    return metadata
+
+
+def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
+    at, count = _KernelArguments(seq_layers), index.shape[1]
+    rows = torch.empty(at.num_heads, count, at.cache.head_size, device=at.device)
+    chosen = settings_for("rows", at.cache)
+    if rows.numel():
+        entry_kernels.read_rows[at.grid(count, chosen.block_n)](
+            *at.entries,
+            index.contiguous(),
+            rows,
+            at.cache.num_kv_heads,
+            count,
+            at.blocks.stride(0),
+            *at.strides(plane),
+            PLANE=PLANES[plane],
+            BLOCK_N=chosen.block_n,
+            **at.constants,
+            **chosen.launch,
+        )
+    return rows
+
+
+def write_rows(
+    seq_layers: SequenceLayers, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None
+) -> None:
+    at = _KernelArguments(seq_layers)
+    blocks, places = at.on_device(blocks), places.contiguous()
+    chosen = settings_for("rows", at.cache)
+    for plane, rows in (("keys", keys), ("values", values)):
+        if rows is None or rows.numel() == 0:
+            continue
+        entry_kernels.write_rows[at.grid(places.shape[1], chosen.block_n)](
+            *at.layers,
+            blocks,
+            places,
+            rounded(rows, at.cache.keys.dtype).contiguous(),
+            at.cache.num_kv_heads,
+            places.shape[1],
+            blocks.stride(0),
+            *at.strides(plane),
+            PLANE=PLANES[plane],
+            BLOCK_N=chosen.block_n,
+            **at.constants,
+            **chosen.launch,
+        )
+
+
+def write_metadata(
+    seq_layers: SequenceLayers, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+) -> None:
+    at = _KernelArguments(seq_layers)
+    blocks, count = at.on_device(blocks), log_votes.shape[1]
+    chosen = settings_for("metadata", at.cache)
+    if count:
+        entry_kernels.write_metadata[at.grid(count, chosen.block_n)](
+            *at.layers,
+            blocks,
+            *(plane.contiguous() for plane in (log_votes, scores, aux, positions)),
+            at.cache.num_kv_heads,
+            count,
+            blocks.stride(0),
+            *at.cache.log_votes.stride()[:2],
+            BLOCK_SIZE=at.cache.block_size,
+            BLOCK_N=chosen.block_n,
+            **chosen.launch,
+        )
+
+
+def move_entries(seq_layers: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
+    count = kept.shape[1]
+    if count == 0:
+        return
+    cache = seq_layers.layers[0]
+    bytes_each = cache.num_kv_heads * count * cache.head_size * cache.keys.element_size()
+    step = max(1, STAGING_BYTES // bytes_each)
+    for first in range(0, len(seq_layers.layer), step):
+        some = slice(first, first + step)
+        heads = slice(first * cache.num_kv_heads, (first + step) * cache.num_kv_heads)
+        numbers = (tensor[some] for tensor in (seq_layers.layer, seq_layers.blocks, seq_layers.segments))
+        at = _KernelArguments(SequenceLayers(seq_layers.layers, *numbers))
+        _move_entries(at, destination[some], kept[heads].contiguous())
+
+
+def _move_entries(at: _KernelArguments, destination: Tensor, kept: Tensor) -> None:
+    destination, count = at.on_device(destination), kept.shape[1]
+    staging = torch.empty(at.num_heads, count, at.cache.head_size, dtype=at.cache.keys.dtype, device=at.device)
+    chosen = settings_for("rows", at.cache)
+    addresses, layer, blocks, segments = at.entries
+    for plane in PLANES:
+        for write in (False, True):
+            entry_kernels.move_rows[at.grid(count, chosen.block_n)](
+                addresses,
+                layer,
+                blocks,
+                destination,
+                segments,
+                kept,
+                staging,
+                at.cache.num_kv_heads,
+                count,
+                blocks.stride(0),
+                destination.stride(0),
+                *at.strides(plane),
+                PLANE=PLANES[plane],
+                WRITE=write,
+                BLOCK_N=chosen.block_n,
+                **at.constants,
+                **chosen.launch,
+            )
+
+
+merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__])
+
+
+def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    at = _KernelArguments(seq_layers)
+    similarity = torch.empty(sources.shape, device=at.device)
+    best = torch.empty(sources.shape, dtype=torch.int64, device=at.device)
+    chosen = settings_for("similar", at.cache)
+    if best.numel():
+        entry_kernels.find_similar[at.grid(sources.shape[1], chosen.block_m)](
+            *at.entries,
+            sources.contiguous(),
+            targets.contiguous(),
+            usable.contiguous().view(torch.uint8),
+            similarity,
+            best,
+            at.cache.num_kv_heads,
+            sources.shape[1],
+            targets.shape[1],
+            at.blocks.stride(0),
+            *at.strides("keys"),
+            COMPUTE=product_type(at.cache.keys.dtype),
+            BLOCK_M=chosen.block_m,
+            BLOCK_N=chosen.block_n,
+            **at.constants,
+            **chosen.launch,
+        )
+    return similarity, best
+
+
+def fused_attention(
+    seq_layers: SequenceLayers,
+    queries: Tensor,
+    query_positions: Tensor,
+    log_votes: Tensor,
+    positions: Tensor,
+    scale: float,
+    fusion: Fusion,
+) -> Tensor:
+    at = _KernelArguments(seq_layers)
+    num_heads, groups, window, _ = queries.shape
+    n = positions.shape[1]
+    lse = torch.empty(num_heads, groups, window, device=at.device)
+    fused = torch.empty(num_heads, n, device=at.device)
+    if fused.numel() == 0 or lse.numel() == 0:
+        return fused.zero_()
+    chosen = settings_for("newest", at.cache, groups)
+    given = (tensor.contiguous() for tensor in (queries, query_positions, log_votes, positions))
+    before = *at.entries, *given, lse
+    after = scale, at.cache.num_kv_heads, n, window, at.blocks.stride(0), *at.strides("keys")
+    tiles = {"G": groups, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n, **at.constants, **chosen.launch}
+    entry_kernels.newest_lse[(num_heads, groups, -(-window // chosen.block_m))](*before, *after, **tiles)
+    entry_kernels.newest_columns[at.grid(n, chosen.block_n)](*before, fused, *after, MAX=fusion == "max", **tiles)
+    return fused
+
+
+def join_slots(
+    products: Tensor, between: Tensor, source_weights: Tensor, slot_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    joined = torch.empty(source_weights.shape, dtype=torch.int64, device=products.device)
+    products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
+    if joined.numel():
+        entry_kernels.join[(len(products),)](
+            products,
+            between.contiguous(),
+            source_weights.contiguous(),
+            total,
+            joined,
+            products.shape[1],
+            products.shape[2],
+            BLOCK_M=64,
+            BLOCK_S=power_of_two(max(16, products.shape[2])),
+            num_warps=4,
+            num_stages=1,  # nothing is loaded ahead: what is stored in one turn of the loop is read in the next
+        )
+    return joined, total
