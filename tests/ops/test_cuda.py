@@ -369,9 +369,9 @@ def test_zip_is_what_the_merger_does(strict, mode):
     pages.aux.fill_(2.0)
     units = SequenceLayers.of(pages, s.blocks, 60, 80, 140)
     entries = PagedEntries.gather(units)
-    outcome = ZipMerger(zip_mode=mode)._absorb(entries, kept, importance, members, joined, joins, protected)
-    expected = outcome.apply(entries)
-    places = outcome.changed
+    update = ZipMerger(zip_mode=mode)._absorb(entries, kept, importance, members, joined, joins, protected)
+    expected = update.apply(entries)
+    places = update.changed
     row_of = torch.full((3, 61), -1).scatter_(
         1, places.masked_fill(places < 0, 60), torch.arange(places.shape[1]).expand_as(places)
     )
@@ -396,17 +396,15 @@ def test_compactions_of_policies(strict, policy):
         maker.pages.aux.copy_(torch.ones_like(maker.pages.aux))
         units = SequenceLayers.of(maker.pages, s.blocks, 96, 128, 160)
         entries = PagedEntries.gather(units)
-        context = CompressionContext(
-            budget=96, capacity=96, num_tokens=160, at_prompt_end=False, num_heads=2, layers=[0, 0], num_layers=1
-        )
+        context = CompressionContext.of_layer(entries, 96, 160, at_prompt_end=False)
         everything = {"merge_threshold": -1.0} if policy == "keepkv" else {}
         config = parse_compression({"policy": policy, "budget": 96, **everything})
         assert config is not None
-        outcome = config.policy.compress(entries, context).outcome
-        assert bool(outcome.merged.any()) == (policy != "h2o")
-        metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
-        merged = Rows(outcome.changed, outcome.keys, outcome.values)
-        operators.merge_entries(units, s.blocks[None, :6], outcome.kept, metadata, merged)
+        update = config.policy.compress(entries, context).update
+        assert bool(update.merged.any()) == (policy != "h2o")
+        metadata = update.log_votes, update.scores, update.aux, update.positions
+        merged = Rows(update.changed, update.keys, update.values)
+        operators.merge_entries(units, s.blocks[None, :6], update.kept, metadata, merged)
         found.append(gather_entries(maker.pages, s.blocks, 96, 96, 96))
     for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
         assert torch.equal(getattr(found[1], name), getattr(found[0], name)), name
