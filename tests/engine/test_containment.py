@@ -94,20 +94,37 @@ def test_what_cannot_be_resolved_ends_its_request_alone(engine: Engine, where: s
     engine.assert_empty()
 
 
-def _numbers() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(policy, field, schema) of every number that a request can give, from the schema that clients see."""
-    schema = request_schema()
+def _numbers() -> Iterator[tuple[dict[str, str], str, dict[str, Any]]]:
+    """(request, field, schema) of every number that a request can give, from the schema that clients see."""
     seen = set()
-    for policy in PRESETS:
-        definition = schema["$defs"][schema["discriminator"]["mapping"][policy].rpartition("/")[2]]
-        for field, described in definition["properties"].items():
+    for request, properties in _described():
+        for field, described in properties.items():
             for option in described.get("anyOf", [described]):
                 if option.get("type") in ("integer", "number") and (field, repr(option)) not in seen:
                     seen.add((field, repr(option)))
-                    yield policy, field, option
-    for kind, parts in PARTS.items():  # parts that no preset uses
-        for name in parts:
-            assert any(getattr(preset, kind) == name for preset in PRESETS.values()), (kind, name)
+                    yield request, field, option
+
+
+def _described() -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """Every preset and its fields, and every part that no preset uses, in the first that it goes with."""
+    schema = request_schema()
+    for policy in PRESETS:
+        reference = schema["discriminator"]["mapping"][policy]
+        yield {"policy": policy}, schema["$defs"][reference.rpartition("/")[2]]["properties"]
+    for kind, parts in PARTS.items():
+        for name, part in parts.items():
+            if all(getattr(preset, kind) != name for preset in PRESETS.values()):
+                yield _first_fit(kind, name), part.model_json_schema().get("properties", {})
+
+
+def _first_fit(kind: str, name: str) -> dict[str, str]:
+    for policy in PRESETS:
+        try:
+            parse_compression({"policy": policy, kind: name})
+        except CompressionError:
+            continue
+        return {"policy": policy, kind: name}
+    raise AssertionError(f"{kind} {name} goes with no preset")
 
 
 def _extremes(option: dict[str, Any]) -> list[Any]:
@@ -128,10 +145,9 @@ def test_extremes_of_every_number_are_refused_or_answered(engine: Engine) -> Non
     prompt, plain = random_prompt(rng, LENGTH), random_prompt(rng, LENGTH)
     expected = engine.tokens([plain], params())
     accepted, refused = [], 0
-    for policy, field, option in _numbers():
-        values = _extremes(option)
-        for value in values:
-            request = {"policy": policy, "budget": 64, field: value}
+    for chosen, field, option in _numbers():
+        for value in _extremes(option):
+            request = {**chosen, "budget": 64, field: value}
             extra = {"kv_compression": json.dumps(request)}
             try:
                 config = parse_compression(extra["kv_compression"])

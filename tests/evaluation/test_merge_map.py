@@ -1,13 +1,15 @@
 """That merge maps say what mergers did."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import normalize
 
-from tests.policies.sampling import assert_same, random_entries
+from tests.policies.sampling import assert_same, newest_queries, random_entries
 from vllm_kvmerge.evaluation import merge_map
 from vllm_kvmerge.evaluation.merge_map import Provenance, RecordedPolicy
-from vllm_kvmerge.policies import DEAD, MERGERS, CompressionContext
+from vllm_kvmerge.policies import DEAD, MERGERS, CompressionContext, Heads
 from vllm_kvmerge.request.parameters import parse_compression
 
 HEADS, N, BUDGET, SIZE = 4, 96, 40, 16
@@ -40,19 +42,17 @@ def sample(policy, at_prompt_end=True, num_dead=0, seed=None):
     if policy.tracker.mode in ("mean", "log_ema"):
         entries.aux = torch.where(entries.is_live, 3.0, entries.aux)
     generator = torch.Generator().manual_seed(seed + 2)
-    context = CompressionContext(
-        budget=BUDGET,
+    context = CompressionContext.of_layer(
+        entries,
+        BUDGET,
+        N,
+        at_prompt_end,
         capacity=policy.allocator.capacity(BUDGET),
-        num_tokens=N,
-        at_prompt_end=at_prompt_end,
-        num_heads=HEADS // 2,
-        layers=[0, 0, 1, 1],
-        num_layers=2,
         scale=SIZE**-0.5,
-        queries=torch.randn(HEADS, 2, 8, SIZE, generator=generator),
-        query_positions=torch.arange(N - 8, N),
+        queries=newest_queries(torch.randn(HEADS, 2, 8, SIZE, generator=generator), N),
         output_weights=torch.randn(HEADS, 2, 24, SIZE, generator=generator),
     )
+    context = replace(context, heads=Heads.of([0, 1], [0, 1], 2, gather=lambda tensor: tensor))
     return entries, context
 
 
@@ -77,13 +77,13 @@ def test_weights_reproduce_merged_values(request_, num_dead, at_prompt_end):
     assert_same(result.entries, policy.compress(entries, context).entries)
     weights, changed = stacked(mixtures, "weights"), stacked(mixtures, "changed")
     values = torch.where(entries.is_live.unsqueeze(-1), entries.values, 0.0)
-    outcome = result.outcome
-    if outcome.values is not None:
-        assert torch.equal(changed, outcome.changed)
+    update = result.update
+    if update.values is not None:
+        assert torch.equal(changed, update.changed)
         for head in range(HEADS):
             rows = changed[head] >= 0
             if rows.any():
-                merged = outcome.values[head, rows]
+                merged = update.values[head, rows]
                 error = (weights[head, rows] @ values[head] - merged).norm() / merged.norm()
                 assert error < 1e-5
         assert all(mixture.residual < 1e-5 for mixture in mixtures)
@@ -118,7 +118,7 @@ def test_a_regression_in_several_steps_says_how_far_its_weights_are_off():
     result, mixtures = compress(policy, entries, context)
     for mixture, heads in zip(mixtures, (slice(0, 2), slice(2, 4)), strict=True):
         rows = mixture.changed >= 0
-        merged, expected = result.outcome.values[heads][rows], (mixture.weights @ entries.values[heads])[rows]
+        merged, expected = result.update.values[heads][rows], (mixture.weights @ entries.values[heads])[rows]
         error = ((expected - merged).norm() / merged.norm()).item()
         assert error == pytest.approx(mixture.residual, rel=1e-3, abs=1e-7)
         assert error < 0.05

@@ -68,29 +68,29 @@ class FailingMerger(DropMerger):
         return Cost(numbers=1.5 * shape.num_entries)  # type: ignore[arg-type]
 
     def merge(self, entries, kept, importance, protected, context):  # type: ignore[no-untyped-def]
-        outcome = super().merge(entries, kept, importance, protected, context)
+        update = super().merge(entries, kept, importance, protected, context)
         places = torch.arange(2, device=kept.device).repeat(len(kept), 1)
         rows = entries.values_at(kept[:, :2])
         match self.merge_fault:
             case "raise":
                 raise KeyError("nothing")
             case "shape":
-                return replace(outcome, scores=outcome.scores[:, 1:])
+                return replace(update, scores=update.scores[:, 1:])
             case "dtype":
-                return replace(outcome, kept=outcome.kept.int())
+                return replace(update, kept=update.kept.int())
             case "nan_rows":
-                return replace(outcome, changed=places, values=rows * torch.nan)
+                return replace(update, changed=places, values=rows * torch.nan)
             case "nan_votes":
-                return replace(outcome, log_votes=outcome.log_votes * torch.nan)
+                return replace(update, log_votes=update.log_votes * torch.nan)
             case "kept":
-                return replace(outcome, kept=outcome.kept + 10**9)
+                return replace(update, kept=update.kept + 10**9)
             case "twice":
-                return replace(outcome, changed=torch.zeros_like(places), values=rows)
+                return replace(update, changed=torch.zeros_like(places), values=rows)
             case "sleep":
                 time.sleep(SLEEP)
             case "sleep_a_little":  # once for each slice of a batch
                 time.sleep(0.2)
-        return outcome
+        return update
 
 
 def register_all() -> None:

@@ -1,10 +1,13 @@
 """Random entries, and what attention makes of them."""
 
+from collections.abc import Callable
+from dataclasses import fields, replace
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_kvmerge.policies import DEAD, Entries
+from vllm_kvmerge.policies import DEAD, CompressionContext, Entries, Heads, Queries
 
 torch.set_num_threads(1)
 
@@ -66,6 +69,35 @@ def random_query(seed: int, entries: Entries, size: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (entries.keys.shape[0], entries.keys.shape[2])
     return size * torch.randn(shape, generator=generator, dtype=entries.keys.dtype)
+
+
+def concatenate(one: Entries, other: Entries) -> Entries:
+    """One's entries, then the other's, per head."""
+    return Entries(*(torch.cat([getattr(one, f.name), getattr(other, f.name)], dim=1) for f in fields(Entries)))
+
+
+def stack_rows(parts: list[Entries]) -> Entries:
+    """The rows of several, each with equally many entries."""
+    return Entries(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Entries)))
+
+
+def newest_queries(vectors: Tensor, num_tokens: int) -> Queries:
+    """``vectors`` (``[H, G, w, d]``) as the queries of the newest of so many tokens."""
+    positions = torch.arange(num_tokens - vectors.shape[2], num_tokens)
+    return Queries(vectors, positions.expand(len(vectors), -1))
+
+
+def as_worker(
+    context: CompressionContext, indices: list[int], gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> CompressionContext:
+    """The context of one layer on a tensor-parallel worker with the heads of these ``indices``."""
+    heads = context.heads
+    return replace(context, heads=Heads.of([heads.layers[0]], indices, heads.num_layers, gather))
+
+
+def in_layer(context: CompressionContext, layer: int) -> CompressionContext:
+    """The context in another layer."""
+    return replace(context, heads=replace(context.heads, layers=[layer] * len(context.heads.layers)))
 
 
 def assert_sound(entries: Entries, budget: int) -> None:

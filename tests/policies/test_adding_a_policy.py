@@ -55,7 +55,7 @@ zeros = torch.zeros(1, 4)
 entries = Entries(keys, keys + 1, zeros, zeros, zeros, torch.arange(4).unsqueeze(0))
 selector = PARTS["selector"]["streaming_llm"](num_sink_tokens=2)
 policy = CompressionPolicy(tracker=PARTS["tracker"]["none"](), selector=selector, merger=Averaging())
-result = policy.compress(entries, CompressionContext(budget=3, num_tokens=4, at_prompt_end=False))
+result = policy.compress(entries, CompressionContext.of_layer(entries, budget=3, num_tokens=4, at_prompt_end=False))
 assert result.num_merged == 1 and result.entries.positions.tolist() == [[0, 1, 3]]
 torch.testing.assert_close(result.entries.keys[0], torch.tensor([[1.0, 0.05], [0.0, 1.0], [0.0, -1.0]]))
 torch.testing.assert_close(result.entries.values, result.entries.keys + 1)

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, random_entries
+from tests.policies.sampling import (
+    SEEDS,
+    as_worker,
+    assert_same,
+    assert_sound,
+    in_layer,
+    newest_queries,
+    random_entries,
+    stack_rows,
+)
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies import (
     DEAD,
@@ -26,7 +35,7 @@ from vllm_kvmerge.policies import (
 )
 from vllm_kvmerge.policies.allocators import Adaptive, Pyramid, Uniform, Variance
 from vllm_kvmerge.policies.allocators.variance import split
-from vllm_kvmerge.policies.failure import PartError
+from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.policies.mergers import AsymKVMerger, CamMerger, D2OMerger, DropMerger, ResidualMerger, ZipMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter, RandomKeep, Recent, Tova, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, MeanTracker, NoTracker, SumTracker, attention_mass
@@ -46,9 +55,12 @@ def policy_of(
     )
 
 
-def context_of(allocator: Allocator, budget: int, n: int, **fields: object) -> CompressionContext:
+def context_of(
+    entries: Entries, allocator: Allocator, budget: int, at_prompt_end: bool = True, **fields: object
+) -> CompressionContext:
+    n = len(entries)
     capacity = min(n, allocator.capacity(budget))
-    return replace(CompressionContext(budget, n, at_prompt_end=True, capacity=capacity), **fields)
+    return CompressionContext.of_layer(entries, budget, n, at_prompt_end, capacity=capacity, **fields)
 
 
 def uneven(entries: Entries) -> Entries:
@@ -73,7 +85,7 @@ def on_two_workers(
 
     for own in heads:
         with pytest.raises(Sent):
-            compute(entries.heads(list(own)), replace(context, head_indices=list(own), all_heads=send))
+            compute(entries.of_rows(list(own)), as_worker(context, list(own), send))
     results = []
     for worker, own in enumerate(heads):
 
@@ -81,7 +93,7 @@ def on_two_workers(
             torch.testing.assert_close(tensor, sent[worker], rtol=0, atol=0)
             return torch.cat(sent)
 
-        results.append(compute(entries.heads(list(own)), replace(context, head_indices=list(own), all_heads=gather)))
+        results.append(compute(entries.of_rows(list(own)), as_worker(context, list(own), gather)))
     return results
 
 
@@ -91,7 +103,9 @@ def test_pyramid(budget, num_layers, ratio, shape):
     entries = random_entries(0, num_heads=2, n=4)
     budgets = []
     for layer in range(num_layers):
-        context = CompressionContext(budget, 4, at_prompt_end=True, layer=layer, num_layers=num_layers)
+        context = CompressionContext.of_layer(
+            entries, budget, 4, at_prompt_end=True, layer=layer, num_layers=num_layers
+        )
         first, second = allocator.head_budgets(entries, entries.scores, context)
         assert first == second
         budgets.append(first)
@@ -107,7 +121,7 @@ def test_pyramid_shapes():
     entries = random_entries(0, num_heads=1, n=4)
 
     def budgets(allocator: Pyramid) -> list[int]:
-        contexts = [CompressionContext(200, 4, True, layer=layer, num_layers=5) for layer in range(5)]
+        contexts = [CompressionContext.of_layer(entries, 200, 4, True, layer=layer, num_layers=5) for layer in range(5)]
         return [allocator.head_budgets(entries, entries.scores, context)[0] for context in contexts]
 
     # beta = 20 of PyramidKV: the last layer has a twentieth of the budget.
@@ -127,7 +141,7 @@ def test_adaptive_against_a_loop(seed, num_heads, n, floor_share, max_share, dat
     least = data.draw(st.integers(0, budget))
     allocator = Adaptive(floor_share=floor_share, max_share=max_share)
     mass = attention_mass(SumTracker(), entries)
-    context = replace(context_of(allocator, budget, n), min_budget=least)
+    context = context_of(entries, allocator, budget, min_budget=least)
     budgets = allocator.head_budgets(entries, mass, context)
 
     floor, most = max(int(floor_share * budget), least), min(n, allocator.capacity(budget))
@@ -154,7 +168,7 @@ def test_adaptive_against_a_loop(seed, num_heads, n, floor_share, max_share, dat
 
 def test_adaptive_gives_equal_heads_equal_budgets():
     entries = random_entries(0, num_heads=4, n=30)
-    context = context_of(Adaptive(), 10, 30)
+    context = context_of(entries, Adaptive(), 10)
     for scores in (torch.ones(4, 30), torch.zeros(4, 30), entries.scores[:1].repeat(4, 1)):
         mass = attention_mass(SumTracker(), replace(entries, scores=scores))
         assert Adaptive().head_budgets(entries, mass, context) == [10] * 4
@@ -169,7 +183,7 @@ def test_adaptive_gives_nothing_to_dead_entries_while_there_are_live_ones():
     entries.positions[0, 3:] = DEAD
     entries.scores[1, 1:] = 0.0
     mass = attention_mass(SumTracker(), entries)
-    assert Adaptive(floor_share=0.0).head_budgets(entries, mass, context_of(Adaptive(), 6, 12)) == [3, 9]
+    assert Adaptive(floor_share=0.0).head_budgets(entries, mass, context_of(entries, Adaptive(), 6)) == [3, 9]
 
 
 def test_attention_mass_is_a_distribution_over_live_entries():
@@ -199,7 +213,7 @@ def test_attention_mass_is_a_distribution_over_live_entries():
 def test_layer_statistic_is_the_mean_variance_of_relative_mass(seed, num_heads, n, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n - 1)))
     policy = policy_of(Variance())
-    context = CompressionContext(1, n, at_prompt_end=True)
+    context = CompressionContext.of_layer(entries, 1, n, at_prompt_end=True)
     expected = []
     for scores, positions in zip(entries.scores.tolist(), entries.positions.tolist(), strict=True):
         mass = [s for s, p in zip(scores, positions, strict=True) if p != DEAD]
@@ -227,8 +241,15 @@ def test_variance_budgets(variances, budget, max_share, least_share):
     statistics = torch.tensor(variances)
     budgets = []
     for layer in range(len(variances)):
-        context = CompressionContext(
-            budget, 4, True, least, layer=layer, num_layers=len(variances), layer_statistics=statistics
+        context = CompressionContext.of_layer(
+            entries,
+            budget,
+            4,
+            True,
+            min_budget=least,
+            layer=layer,
+            num_layers=len(variances),
+            layer_statistics=statistics[None],
         )
         first, second = allocator.head_budgets(entries, entries.scores, context)
         assert first == second
@@ -245,8 +266,8 @@ def test_variance_is_softmax_until_it_is_cut():
     entries = random_entries(0, num_heads=1, n=4)
 
     def budgets(allocator: Variance) -> list[int]:
-        context = CompressionContext(100, 4, True, num_layers=3, layer_statistics=statistics)
-        layers = [replace(context, layer=layer) for layer in range(3)]
+        context = CompressionContext.of_layer(entries, 100, 4, True, num_layers=3, layer_statistics=statistics[None])
+        layers = [in_layer(context, layer) for layer in range(3)]
         return [allocator.head_budgets(entries, entries.scores, layer)[0] for layer in layers]
 
     assert budgets(Variance()) == [round(300 * weight / sum(weights)) for weight in weights]
@@ -256,7 +277,7 @@ def test_variance_is_softmax_until_it_is_cut():
     assert split(7, [1.0, 1.0, 1.0], 0, 3) == [3, 2, 2]
     assert split(30, [8.0, 1.0, 1.0], 5, 20) == [20, 5, 5]
     assert split(40, [6.0, 3.0, 1.0], 6, 30) == [23, 11, 6]
-    alone = CompressionContext(100, 4, at_prompt_end=True)
+    alone = CompressionContext.of_layer(entries, 100, 4, at_prompt_end=True)
     assert Variance().head_budgets(entries, entries.scores, alone) == [100]
 
 
@@ -265,8 +286,9 @@ def test_what_does_not_go_together():
         policy_of(Adaptive(), Tova())
     for allocator in (Pyramid(), Variance(), Uniform()):
         assert policy_of(allocator, Tova()).allocator is allocator
+    entries = random_entries(0)
     with pytest.raises(PartError, match="allocator 'uniform' has no layer statistic"):
-        policy_of(Uniform()).layer_statistic(random_entries(0), CompressionContext(4, 16, True))
+        policy_of(Uniform()).layer_statistic(entries, CompressionContext.of_layer(entries, 4, 16, True))
 
 
 ALLOCATORS = (Uniform(), Adaptive(), Adaptive(floor_share=0.0, max_share=3.0), Pyramid(ratio=5.0), Variance())
@@ -294,9 +316,8 @@ def test_every_head_is_compressed_as_if_it_were_alone(policy, seed, num_heads, m
     untouched = entries.clone()
     budget = data.draw(st.integers(policy.min_budget, n - 1))
     statistics = torch.tensor([3.0, 1.0, 0.5, 2.0])
-    context = context_of(
-        policy.allocator, budget, n, layer=layer, num_layers=4, layer_statistics=statistics, at_prompt_end=False
-    )
+    fields = {"layer": layer, "num_layers": 4, "layer_statistics": statistics[None]}
+    context = context_of(entries, policy.allocator, budget, at_prompt_end=False, **fields)
     result = policy.compress(entries, context)
     assert_same(entries, untouched)
     assert_sound(result.entries, context.capacity)
@@ -316,8 +337,8 @@ def test_every_head_is_compressed_as_if_it_were_alone(policy, seed, num_heads, m
     alone = policy.model_copy(update={"allocator": Uniform()})
     merged = evicted = 0
     for head, head_budget in enumerate(budgets):
-        own = replace(context, budget=head_budget, head_indices=[head])
-        one = alone.compress(entries.heads([head]), own)
+        own = replace(as_worker(context, [head]), budget=head_budget)
+        one = alone.compress(entries.of_rows([head]), own)
         for name in ("positions", "log_votes", "scores", "aux"):
             assert torch.equal(getattr(one.entries, name)[0], getattr(result.entries, name)[head]), name
         torch.testing.assert_close(one.entries.keys[0], result.entries.keys[head])
@@ -331,16 +352,13 @@ def test_every_head_is_compressed_as_if_it_were_alone(policy, seed, num_heads, m
 def test_two_workers_do_what_one_does(allocator, parts):
     policy = policy_of(allocator, *parts)
     entries = uneven(random_entries(3, num_heads=4, n=60, num_dead=5))
-    context = context_of(allocator, 16, 60)
-    context = replace(context, layer_statistics=torch.tensor([1.0, 2.0]), num_layers=2, at_prompt_end=False)
+    context = context_of(entries, allocator, 16, False, layer_statistics=torch.tensor([[1.0, 2.0]]), num_layers=2)
     whole = policy.compress(entries, context).entries
     if allocator.splits_heads:
         halves = [result.entries for result in on_two_workers(policy.compress, entries, context, cut=1)]
     else:
-        halves = [
-            policy.compress(entries.heads(own), replace(context, head_indices=own)).entries for own in ([0], [1, 2, 3])
-        ]
-    assert_same(Entries.stack_heads(halves), whole)
+        halves = [policy.compress(entries.of_rows(own), as_worker(context, own)).entries for own in ([0], [1, 2, 3])]
+    assert_same(stack_rows(halves), whole)
 
 
 def test_groups_of_heads_get_their_own_context():
@@ -354,21 +372,19 @@ def test_groups_of_heads_get_their_own_context():
             return super().select(entries, importance, protected, context)
 
     entries = uneven(random_entries(0, num_heads=3, n=40))
-    queries = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 2, 4, 8)
+    vectors = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 2, 4, 8)
     weights = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 2, 5, 8)
     policy = policy_of(Adaptive(), Spy())
-    context = context_of(Adaptive(), 10, 40, queries=queries, output_weights=weights)
-    for head_indices in ([], [4, 5, 6]):
+    context = context_of(entries, Adaptive(), 10, queries=newest_queries(vectors, 40), output_weights=weights)
+    for indices, num_workers in (([0, 1, 2], 1), ([4, 5, 6], 3)):
         seen.clear()
-        context = replace(
-            context, head_indices=head_indices, all_heads=lambda tensor: torch.cat([tensor, tensor, tensor])
-        )
-        policy.compress(entries, context if head_indices else replace(context, all_heads=lambda tensor: tensor))
+        policy.compress(entries, as_worker(context, indices, lambda tensor: torch.cat([tensor] * num_workers)))  # noqa: B023
         assert len(seen) > 1
         for local in seen:
-            own = [head - (4 if head_indices else 0) for head in local.head_indices]
-            assert torch.equal(local.queries, queries[own]) and torch.equal(local.output_weights, weights[own])
-        assert sorted(head for local in seen for head in local.head_indices) == (head_indices or [0, 1, 2])
+            own = [head - indices[0] for head in local.heads.indices]
+            assert torch.equal(local.queries.vectors, vectors[own])
+            assert torch.equal(local.output_weights, weights[own])
+        assert sorted(head for local in seen for head in local.heads.indices) == indices
 
 
 @pytest.mark.parametrize("allocator", ALLOCATORS, ids=repr)
@@ -376,7 +392,7 @@ def test_room_for_less_than_the_capacity(allocator):
     """A prompt between the budget and the capacity: the cache has room for all of it, budgets still hold."""
     policy = policy_of(allocator)
     entries = uneven(random_entries(1, num_heads=3, n=22))
-    context = context_of(allocator, 20, 22, layer_statistics=torch.tensor([1.0, 5.0]), num_layers=2)
+    context = context_of(entries, allocator, 20, layer_statistics=torch.tensor([[1.0, 5.0]]), num_layers=2)
     result = policy.compress(entries, context).entries
     assert_sound(result, min(22, allocator.capacity(20)))
     assert result.is_live.any(1).all()
@@ -387,12 +403,12 @@ def test_room_for_less_than_the_capacity(allocator):
 def test_a_share_below_what_the_selector_protects_is_raised():
     policy = policy_of(Pyramid(), WindowTopK(window_size=8))
     entries = random_entries(0, num_heads=2, n=60)
-    context = context_of(Pyramid(), 20, 60, num_layers=4)
-    last = replace(context, layer=3)
+    context = context_of(entries, Pyramid(), 20, num_layers=4)
+    last = in_layer(context, 3)
     assert Pyramid().head_budgets(entries, entries.scores, last) == [1, 1]
     assert policy.compress(entries, last).entries.is_live.sum(1).tolist() == [9, 9]
     # The other layers make up for it: the mean is the budget.
-    layers = [policy.compress(entries, replace(context, layer=layer)).entries for layer in range(4)]
+    layers = [policy.compress(entries, in_layer(context, layer)).entries for layer in range(4)]
     assert [result.is_live.sum(1).tolist() for result in layers] == [[31, 31], [24, 24], [16, 16], [9, 9]]
     assert all(len(result) == context.capacity == 39 for result in layers)
 
@@ -403,8 +419,8 @@ def test_skipped_layers_keep_everything():
     assert (allocator.capacity(20), Uniform().capacity(20)) == (None, 20)
     policy = policy_of(allocator, WindowTopK(window_size=8))
     entries = random_entries(0, num_heads=2, n=60)
-    context = CompressionContext(20, 60, at_prompt_end=True, capacity=60, num_layers=3)
-    layers = [policy.compress(entries, replace(context, layer=layer)).entries for layer in range(3)]
+    context = CompressionContext.of_layer(entries, 20, 60, at_prompt_end=True, capacity=60, num_layers=3)
+    layers = [policy.compress(entries, in_layer(context, layer)).entries for layer in range(3)]
     assert [result.is_live.sum(1).tolist() for result in layers] == [[60, 60], [60, 60], [20, 20]]
     for result in layers[:2]:
         assert_same(result, entries)

@@ -11,13 +11,18 @@ from torch import Tensor
 
 from tests.policies.sampling import (
     SEEDS,
+    as_worker,
     assert_same,
     assert_sound,
     attend,
+    concatenate,
+    in_layer,
     logits,
+    newest_queries,
     probabilities,
     random_entries,
     random_query,
+    stack_rows,
 )
 from tests.policies.test_allocators import on_two_workers
 from vllm_kvmerge.ops import ScoreMode, ScoreUpdate
@@ -88,7 +93,7 @@ def expected_choice(
 
 
 def check_choice(selector: Selector, entries: Entries, budget: int, rankings: list[dict[int, float]]) -> None:
-    context = CompressionContext(budget, len(entries), at_prompt_end=True, layer=2)
+    context = CompressionContext.of_layer(entries, budget, len(entries), at_prompt_end=True, layer=2)
     for head, kept in enumerate(select(selector, entries, context)):
         protected, values = expected_choice(selector, entries, head, rankings[head], budget)
         assert protected <= kept
@@ -142,7 +147,7 @@ def test_tova_ranks_all_heads_together(size, window):
     mean = entries.scores.mean(0, keepdim=True).expand_as(entries.scores)
     selector = Tova(recent_window=window)
     check_choice(selector, entries, budget, [by_position(entries, head, mean) for head in range(len(positions))])
-    kept = select(selector, entries, CompressionContext(budget, len(entries), at_prompt_end=False))
+    kept = select(selector, entries, CompressionContext.of_layer(entries, budget, len(entries), at_prompt_end=False))
     assert all(row == kept[0] for row in kept)
 
 
@@ -151,7 +156,7 @@ def test_tova_counts_dead_entries_as_unused():
     entries.positions.copy_(torch.arange(5))
     entries.scores.copy_(torch.tensor([[3.0, 1.0, 2.0, 2.5, 0.0], [0.0, 1.0, 2.0, 2.5, 0.0]]))
     entries.positions[1, 0], entries.scores[1, 0] = DEAD, torch.nan
-    context = CompressionContext(3, 5, at_prompt_end=False)
+    context = CompressionContext.of_layer(entries, 3, 5, at_prompt_end=False)
     assert select(Tova(), entries, context) == [{2, 3, 4}, {2, 3, 4}]
     entries.scores[0, 0] = 5.0
     assert select(Tova(), entries, context) == [{0, 3, 4}, {2, 3, 4}]
@@ -178,14 +183,14 @@ def test_selection_does_not_depend_on_the_number_of_workers(selector):
     def chosen(some: Entries, context: CompressionContext) -> Tensor:
         return selector.select(some, some.scores, selector.protected(some, context), context)
 
-    context = CompressionContext(20, 50, at_prompt_end=True, layer=1)
+    context = CompressionContext.of_layer(entries, 20, 50, at_prompt_end=True, layer=1)
     whole = chosen(entries, context)
     for cut in (1, 2):
         if selector.pools_heads:
             halves = on_two_workers(chosen, entries, context, cut)
         else:
             heads = list(range(cut)), list(range(cut, 4))
-            halves = [chosen(entries.heads(own), replace(context, head_indices=own)) for own in heads]
+            halves = [chosen(entries.of_rows(own), as_worker(context, own)) for own in heads]
         assert torch.equal(torch.cat(halves), whole)
 
 
@@ -194,7 +199,9 @@ def test_selection_does_not_depend_on_the_number_of_workers(selector):
 def test_random_keeps_the_largest_draws(size, window, seed):
     entries, budget = sample(size, window + 1)
     selector = RandomKeep(seed=seed, recent_window=window)
-    draws = uniform(seed, entries, CompressionContext(budget, len(entries), at_prompt_end=True, layer=2))
+    draws = uniform(
+        seed, entries, CompressionContext.of_layer(entries, budget, len(entries), at_prompt_end=True, layer=2)
+    )
     check_choice(selector, entries, budget, [by_position(entries, h, draws) for h in range(len(entries.positions))])
 
 
@@ -202,14 +209,14 @@ def test_random_numbers_are_uniform_and_independent():
     n = 20_000
     entries = random_entries(0, num_heads=3, n=n, head_size=1)
     entries.positions.copy_(torch.arange(n))
-    context = CompressionContext(10, n, at_prompt_end=True)
+    context = CompressionContext.of_layer(entries, 10, n, at_prompt_end=True)
     draws = uniform(0, entries, context)
     assert draws.dtype == torch.float32 and draws.min() >= 0 and draws.max() < 1
     streams = [
         *draws,
         uniform(1, entries, context)[0],
-        uniform(0, entries, replace(context, layer=1))[0],
-        uniform(0, entries, replace(context, head_indices=[5, 6, 7]))[0],
+        uniform(0, entries, in_layer(context, 1))[0],
+        uniform(0, entries, as_worker(context, [5, 6, 7]))[0],
         draws[0].roll(1),
     ]
     for stream in streams:
@@ -218,7 +225,7 @@ def test_random_numbers_are_uniform_and_independent():
         assert chi_squared < 45  # 0.9993 quantile for 19 degrees of freedom
     correlation = torch.corrcoef(torch.stack(streams)) - torch.eye(len(streams))
     assert correlation.abs().max() < 4.5 / math.sqrt(n)
-    assert torch.equal(uniform(0, entries.heads([2, 1]), replace(context, head_indices=[2, 1])), draws[[2, 1]])
+    assert torch.equal(uniform(0, entries.of_rows([2, 1]), as_worker(context, [2, 1])), draws[[2, 1]])
 
 
 def test_random_numbers_are_splitmix64():
@@ -235,9 +242,9 @@ def test_random_stays_a_uniform_sample_of_all_tokens():
     stream.positions.copy_(torch.arange(total))
     entries = stream.take(torch.arange(40).expand(num_heads, -1))
     for seen in range(40, total, 10):
-        entries = policy.compress(entries, CompressionContext(budget, seen, seen == 40)).entries
-        entries = entries.concatenate(stream.take(torch.arange(seen, seen + 10).expand(num_heads, -1)))
-    entries = policy.compress(entries, CompressionContext(budget, total, False)).entries
+        entries = policy.compress(entries, CompressionContext.of_layer(entries, budget, seen, seen == 40)).entries
+        entries = concatenate(entries, stream.take(torch.arange(seen, seen + 10).expand(num_heads, -1)))
+    entries = policy.compress(entries, CompressionContext.of_layer(entries, budget, total, False)).entries
     share = torch.bincount(entries.positions.flatten(), minlength=total)[: total - 1] / num_heads
     expected = (budget - 1) / (total - 1)
     assert (share - expected).abs().max() < 4.5 * math.sqrt(expected * (1 - expected) / num_heads)
@@ -285,7 +292,7 @@ def test_redundancy_aware(size, window, share, threshold, reach):
 
 def test_redundancy_in_pieces(monkeypatch):
     entries = random_entries(0, num_heads=2, n=40, num_dead=5)
-    selector, context = RedundancyAware(), CompressionContext(15, 40, at_prompt_end=True)
+    selector, context = RedundancyAware(), CompressionContext.of_layer(entries, 15, 40, at_prompt_end=True)
     whole = selector.ranking(entries, entries.scores, selector.protected(entries, context), context)
     for size in (1, 700, 3000):
         monkeypatch.setattr(rkv, "MAX_SIMILARITY_BYTES", size)
@@ -298,7 +305,9 @@ def test_of_keys_that_repeat_the_newest_stays():
     entries.positions.copy_(torch.arange(20))
     entries.keys[:, 3:9] = entries.keys[:, 3:4]
     entries.scores.fill_(1.0)
-    (kept,) = select(RedundancyAware(recent_window=1), entries, CompressionContext(15, 20, at_prompt_end=True))
+    (kept,) = select(
+        RedundancyAware(recent_window=1), entries, CompressionContext.of_layer(entries, 15, 20, at_prompt_end=True)
+    )
     assert kept == set(range(20)) - {3, 4, 5, 6, 7}
 
 
@@ -310,12 +319,12 @@ def merge(
 ) -> tuple[Entries, Tensor, int]:
     """The merged entries, which were kept, and how many merged; after checks that hold for every merger."""
     untouched = entries.clone()
-    context = CompressionContext(budget, len(entries), at_prompt_end, **fields)
+    context = CompressionContext.of_layer(entries, budget, len(entries), at_prompt_end, **fields)
     selector = HeavyHitter(num_sink_tokens=1, recent_window=window)
     protected = selector.protected(entries, context)
     kept = in_place(selector.select(entries, entries.scores, protected, context), budget)
-    outcome = merger.merge(entries, kept, entries.scores, protected, context)
-    result, count = outcome.apply(entries), outcome.merged.sum()
+    update = merger.merge(entries, kept, entries.scores, protected, context)
+    result, count = update.apply(entries), update.merged.sum()
     again = merger.merge(entries, kept, entries.scores, protected, context).apply(entries)
     assert_same(entries, untouched)
     assert_same(again, result)
@@ -346,7 +355,7 @@ def nearest(entries: Entries, head: int, source: int, carriers: list[int]) -> tu
 def test_cam(size, num_receivers, window, prior_votes):
     entries, budget = sample(size, 4)
     entries = voted(entries, size[0]) if prior_votes else entries
-    context = CompressionContext(budget, len(entries), at_prompt_end=False, layer=1)
+    context = CompressionContext.of_layer(entries, budget, len(entries), at_prompt_end=False, layer=1)
     result, kept, count = merge(CamMerger(num_receivers=num_receivers), entries, budget, window, layer=1)
     draws = uniform(cam.SEED, entries, context)
     expected = 0
@@ -393,11 +402,11 @@ def test_cam_drops_the_prompts_evicted_entries_unless_told():
 def test_cam_survives_extreme_scores(value):
     entries = random_entries(0, num_heads=2, n=30, num_dead=4)
     entries.scores[:, ::2] = value
-    context = CompressionContext(12, 30, at_prompt_end=False)
+    context = CompressionContext.of_layer(entries, 12, 30, at_prompt_end=False)
     kept = entries.is_live.int().argsort(dim=1, descending=True, stable=True)[:, :12]
     merger = CamMerger(num_receivers=5)
-    outcome = merger.merge(entries, kept, entries.scores, torch.zeros_like(entries.is_live), context)
-    result, count = outcome.apply(entries), outcome.merged.sum()
+    update = merger.merge(entries, kept, entries.scores, torch.zeros_like(entries.is_live), context)
+    result, count = update.apply(entries), update.merged.sum()
     assert result.values.isfinite().all() and 0 <= count <= 2 * 14
 
 
@@ -463,19 +472,18 @@ def test_d2o_keeps_its_threshold_through_compressions():
     policy = built(PRESETS["d2o"])
     stream = random_entries(0, num_heads=2, n=100)
     stream.positions.copy_(torch.arange(100))
-    entries = policy.compress(
-        stream.take(torch.arange(60).expand(2, -1)), CompressionContext(20, 60, at_prompt_end=True)
-    ).entries
+    entries = stream.take(torch.arange(60).expand(2, -1))
+    entries = policy.compress(entries, CompressionContext.of_layer(entries, 20, 60, at_prompt_end=True)).entries
     thresholds = [entries.aux[:, :1]]
     for seen in range(70, 101, 10):
-        entries = entries.concatenate(stream.take(torch.arange(seen - 10, seen).expand(2, -1)))
-        entries = policy.compress(entries, CompressionContext(20, seen, at_prompt_end=False)).entries
+        entries = concatenate(entries, stream.take(torch.arange(seen - 10, seen).expand(2, -1)))
+        entries = policy.compress(entries, CompressionContext.of_layer(entries, 20, seen, at_prompt_end=False)).entries
         assert (entries.aux == entries.aux[:, :1]).all()
         thresholds.append(entries.aux[:, :1])
     history = torch.cat(thresholds, dim=1) - 2.0
     assert (history.diff(dim=1) != 0).all() and (history.abs() < 1).all()
     # Nothing merged and nothing evicted: the threshold stays.
-    same = policy.compress(entries, CompressionContext(20, 100, at_prompt_end=False)).entries
+    same = policy.compress(entries, CompressionContext.of_layer(entries, 20, 100, at_prompt_end=False)).entries
     assert torch.equal(same.aux, entries.aux)
 
 
@@ -566,7 +574,7 @@ def test_asymkv(size, prior_votes):
     selector = HeavyHitter(num_sink_tokens=1, recent_window=2)
     policy = CompressionPolicy(tracker=SumTracker(), selector=selector, merger=AsymKVMerger())
     untouched = entries.clone()
-    context = CompressionContext(budget, len(entries), at_prompt_end=True)
+    context = CompressionContext.of_layer(entries, budget, len(entries), at_prompt_end=True)
     result = policy.compress(entries, context)
     assert_same(entries, untouched)
     assert_sound(result.entries, budget)
@@ -595,8 +603,8 @@ def test_asymkv(size, prior_votes):
 
 def merged_before(entries: Entries, protected: Tensor, context: CompressionContext) -> tuple[Entries, Tensor]:
     """AsymKV's merges, and how many there were."""
-    outcome = AsymKVMerger().before_selection(entries, entries.scores, protected, context)
-    return outcome.apply(entries), outcome.merged.sum()
+    update = AsymKVMerger().before_selection(entries, entries.scores, protected, context)
+    return update.apply(entries), update.merged.sum()
 
 
 @settings(max_examples=30, deadline=None)
@@ -614,7 +622,7 @@ def test_asymkv_loses_nothing_where_neighbours_have_one_key(seed, num_pairs, pri
     query = random_query(seed, entries)
     protected = torch.zeros_like(entries.is_live)
     protected[:, [0, -1]] = True
-    context = CompressionContext(n - 1, n, at_prompt_end=True)
+    context = CompressionContext.of_layer(entries, n - 1, n, at_prompt_end=True)
     merged, count = merged_before(entries, protected, context)
     assert count == 2
     torch.testing.assert_close(attend(merged, query), attend(entries, query))
@@ -630,7 +638,7 @@ def test_asymkv_takes_disjoint_pairs_in_few_rounds():
         entries.positions.copy_(torch.arange(n))
         entries.scores.copy_(scores)
         none = torch.zeros_like(entries.is_live)
-        context = CompressionContext(60, n, at_prompt_end=True)
+        context = CompressionContext.of_layer(entries, 60, n, at_prompt_end=True)
         merged, count = merged_before(entries, none, context)
         assert count == 540 and merged.is_live.sum() == 60
         # Cardinality counts against merging on: no entry swallows the others.
@@ -641,7 +649,7 @@ def test_asymkv_takes_disjoint_pairs_in_few_rounds():
 def test_asymkv_ends_whatever_scores_are(value):
     entries = random_entries(0, num_heads=2, n=40, num_dead=3)
     entries.scores[:, ::3] = value
-    context = CompressionContext(8, 40, at_prompt_end=True)
+    context = CompressionContext.of_layer(entries, 8, 40, at_prompt_end=True)
     merged, count = merged_before(entries, torch.zeros_like(entries.is_live), context)
     assert count == 2 * 29 and (merged.is_live.sum(1) == 8).all()
     assert merged.keys[merged.is_live].isfinite().all()
@@ -708,14 +716,15 @@ def test_300_decode_steps_stay_within_the_budget(name):
     num_merged = 0
     for seen in range(prompt, prompt + steps + 1):
         if seen > prompt:
-            entries = entries.concatenate(stream.take(torch.full((num_heads, 1), seen - 1)))
+            entries = concatenate(entries, stream.take(torch.full((num_heads, 1), seen - 1)))
         entries = attend_step(policy, entries, queries[:, 0, seen - 1])
         assert not entries.scores.isnan().any()
         if seen > prompt and len(entries) < capacity + interval:
             continue
         before = int(entries.is_live.sum())
         window = torch.arange(max(0, seen - 32), seen)
-        context = CompressionContext(
+        context = CompressionContext.of_layer(
+            entries,
             budget,
             seen,
             at_prompt_end=seen == prompt,
@@ -723,9 +732,8 @@ def test_300_decode_steps_stay_within_the_budget(name):
             layer=1,
             num_layers=3,
             scale=0.5,
-            queries=queries[:, :, window],
-            query_positions=window,
-            layer_statistics=torch.ones(3),
+            queries=newest_queries(queries[:, :, window], seen),
+            layer_statistics=torch.ones(1, 3),
         )
         result = policy.compress(entries, context)
         entries = result.entries
@@ -744,14 +752,15 @@ def test_two_workers_do_what_one_does(name):
     entries = random_entries(2, num_heads=4, n=90)
     entries.positions = entries.positions[:1].repeat(4, 1)
     budget = policy.min_budget + 6
-    context = CompressionContext(
+    context = CompressionContext.of_layer(
+        entries,
         budget,
         90,
         at_prompt_end=False,
         capacity=policy.allocator.capacity(budget),
         layer=1,
         num_layers=2,
-        layer_statistics=torch.tensor([1.0, 2.0]),
+        layer_statistics=torch.tensor([[1.0, 2.0]]),
     )
     whole = policy.compress(entries, context)
     for cut in (1, 2):
@@ -759,6 +768,6 @@ def test_two_workers_do_what_one_does(name):
             halves = on_two_workers(policy.compress, entries, context, cut)
         else:
             heads = list(range(cut)), list(range(cut, 4))
-            halves = [policy.compress(entries.heads(own), replace(context, head_indices=own)) for own in heads]
-        assert_same(Entries.stack_heads([half.entries for half in halves]), whole.entries)
+            halves = [policy.compress(entries.of_rows(own), as_worker(context, own)) for own in heads]
+        assert_same(stack_rows([half.entries for half in halves]), whole.entries)
         assert sum(half.num_merged for half in halves) == whole.num_merged

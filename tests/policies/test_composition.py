@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, random_entries
+from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, newest_queries, random_entries
 from vllm_kvmerge.policies import (
     ALLOCATORS,
     DEAD,
@@ -87,15 +87,15 @@ def context_for(policy: CompressionPolicy, entries: Entries, budget: int) -> Com
     num_heads, n, head_size = entries.keys.shape
     window = min(policy.query_window, n)
     generator = torch.Generator().manual_seed(0)
-    return CompressionContext(
+    return CompressionContext.of_layer(
+        entries,
         budget,
         n,
         at_prompt_end=True,
         capacity=policy.allocator.capacity(budget),
-        queries=torch.randn(num_heads, 2, window, head_size, generator=generator),
-        query_positions=torch.arange(n - window, n),
+        queries=newest_queries(torch.randn(num_heads, 2, window, head_size, generator=generator), n),
         output_weights=torch.randn(num_heads, 2, 4 * head_size, head_size, generator=generator),
-        layer_statistics=torch.ones(1),
+        layer_statistics=torch.ones(1, 1),
     )
 
 
@@ -107,7 +107,7 @@ def test_every_policy(policy, seed, num_heads, n, at_prompt_end, data):
     budget = data.draw(st.integers(policy.min_budget, n - 1))
     entries = entries_for(policy, seed, num_heads, n, num_dead)
     untouched = entries.clone()
-    context = CompressionContext(budget, n, at_prompt_end)
+    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end)
     result = policy.compress(entries, context)
 
     assert_same(entries, untouched)
@@ -136,21 +136,21 @@ def test_sinks_survive_many_compressions(policy):
     entries.aux.fill_(1.0 if policy.tracker.mode == ScoreMode.LOG_EMA else 0.0)
     budget = policy.min_budget + 2
     for step in range(4):
-        context = CompressionContext(budget, n + step * 6, at_prompt_end=step == 0)
+        context = CompressionContext.of_layer(entries, budget, n + step * 6, at_prompt_end=step == 0)
         entries = policy.compress(entries, context).entries
         positions = entries.positions.sort(dim=1).values
         assert (positions[:, :num_sinks] == torch.arange(num_sinks)).all()
         fresh = entries_for(policy, step, 2, 6, num_dead=0)
         fresh.positions += n + step * 6
         fresh.aux.fill_(entries.aux.min())
-        entries = entries.concatenate(fresh)
+        entries = concatenate(entries, fresh)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("surplus", [0, 1])
 def test_nothing_to_do_is_a_copy(policy, surplus):
     entries = random_entries(0, n=40, num_dead=3)
-    result = policy.compress(entries, CompressionContext(40 + surplus, 40, at_prompt_end=True))
+    result = policy.compress(entries, CompressionContext.of_layer(entries, 40 + surplus, 40, at_prompt_end=True))
     assert (result.num_merged, result.num_evicted) == (0, 0)
     assert_sound(result.entries, 40)
     entries.kill(~entries.is_live)
@@ -161,8 +161,9 @@ def test_nothing_to_do_is_a_copy(policy, surplus):
 
 def test_a_budget_below_the_protected_entries_is_refused():
     policy = CompressionPolicy(tracker=SumTracker(), selector=HeavyHitter(), merger=DropMerger())
+    entries = random_entries(0)
     with pytest.raises(ValueError, match=r"budget 5 .* 6"):
-        policy.compress(random_entries(0), CompressionContext(5, 16, at_prompt_end=True))
+        policy.compress(entries, CompressionContext.of_layer(entries, 5, 16, at_prompt_end=True))
 
 
 def test_min_budget_leaves_room_for_a_slot():
@@ -171,7 +172,7 @@ def test_min_budget_leaves_room_for_a_slot():
         policy = CompressionPolicy(tracker=SumTracker(), selector=selector, merger=merger)
         assert policy.min_budget == least
         entries = random_entries(1)
-        result = policy.compress(entries, CompressionContext(least, 16, at_prompt_end=True))
+        result = policy.compress(entries, CompressionContext.of_layer(entries, least, 16, at_prompt_end=True))
         assert_sound(result.entries, least)
 
 
@@ -309,8 +310,8 @@ def test_bounded_numbers_of_any_kind_are_accepted():
 
 
 def test_prompt_windows():
-    windows = {name: tracker().prompt_window for name, tracker in TRACKERS.items()}
-    assert windows == {"none": 0, "sum": 64, "mean": 64, "log_ema": 64}
+    for tracker in TRACKERS.values():
+        assert (tracker().prompt_window == 0) == (tracker.mode == ScoreMode.NONE)
     assert TRACKERS["mean"](score_window="all").prompt_window == "all"
 
 

@@ -52,7 +52,7 @@ def test_two_stages(seed, num_heads, num_groups, n, share, data):
     budget = data.draw(st.integers(window + 1, n - 1))
     weights = random_weights(seed, num_heads, num_groups)
     selector = Critical(window_size=window, kernel_size=1, first_stage_share=share)
-    context = CompressionContext(budget, n, at_prompt_end=True, output_weights=weights)
+    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True, output_weights=weights)
     result = policy(selector).compress(entries, context).entries
     assert_sound(result, budget)
     kept = [set(row) - {DEAD} for row in result.positions.tolist()]
@@ -62,7 +62,9 @@ def test_two_stages(seed, num_heads, num_groups, n, share, data):
 @pytest.mark.parametrize("seed", range(3))
 def test_scores_alone_are_snapkv(seed):
     entries = random_entries(seed, 3, 60, num_dead=5)
-    context = CompressionContext(25, 60, at_prompt_end=True, output_weights=random_weights(seed, 3).float())
+    context = CompressionContext.of_layer(
+        entries, 25, 60, at_prompt_end=True, output_weights=random_weights(seed, 3).float()
+    )
     snapkv = policy(WindowTopK(window_size=8)).compress(entries, context).entries
     for alike in (
         policy(Critical(window_size=8, first_stage_share=1.0)).compress(entries, context),
@@ -81,7 +83,7 @@ def test_an_entry_of_middling_score_and_large_value_stays():
     entries.values[0, 4] = 10.0
     weights = torch.eye(2)[None, None]
     selector = Critical(window_size=2, kernel_size=1)
-    context = CompressionContext(6, 8, at_prompt_end=True, output_weights=weights)
+    context = CompressionContext.of_layer(entries, 6, 8, at_prompt_end=True, output_weights=weights)
     result = policy(selector).compress(entries, context).entries
     # Window 6, 7; stage 1: 0, 1; stage 2: 4 by its value, then 2 by its score.
     assert set(result.positions[0].tolist()) == {0, 1, 2, 4, 6, 7}
@@ -100,7 +102,9 @@ def test_norms_are_means_over_query_heads(monkeypatch):
 def test_scores_that_are_not_finite_keep_live_before_dead(value):
     entries = random_entries(1, n=16, num_dead=6)
     entries.scores[:, ::3] = value
-    context = CompressionContext(8, 16, at_prompt_end=True, output_weights=random_weights(1, 2).float())
+    context = CompressionContext.of_layer(
+        entries, 8, 16, at_prompt_end=True, output_weights=random_weights(1, 2).float()
+    )
     result = policy(Critical(window_size=3)).compress(entries, context).entries
     assert result.is_live.all()
 

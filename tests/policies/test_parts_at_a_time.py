@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tests.policies.sampling import random_entries
-from vllm_kvmerge.policies import CompressionContext, Entries
+from vllm_kvmerge.policies import CompressionContext, Entries, Queries
 from vllm_kvmerge.policies import entries as entries_module
-from vllm_kvmerge.policies.attention import attention
 from vllm_kvmerge.policies.mergers import residual
-from vllm_kvmerge.policies.mergers.regression import OutputDerivative, _Fit
+from vllm_kvmerge.policies.mergers.regression import OutputDerivative, _Fit, attention
 from vllm_kvmerge.policies.mergers.residual import _join
 from vllm_kvmerge.policies.selectors import Critical, KeyDiff, KeyNorm
 
@@ -52,7 +51,7 @@ def test_joining_does_not_depend_on_other_heads_or_dead_members(monkeypatch):
     entries.keys[:, 40:] = torch.nan
     members = index[:, 10:].masked_fill(weights == 0, -1)
     joined, total = _join(entries, index[:, :10], members, weights, torch.ones(4, 10))
-    alone = _join(entries.heads([2]), index[:1, :10], members[:1], weights[:1], torch.ones(1, 10))
+    alone = _join(entries.of_rows([2]), index[:1, :10], members[:1], weights[:1], torch.ones(1, 10))
     assert torch.equal(joined[2:3], alone[0]) and torch.equal(total[2:3], alone[1])
     assert (total.sum(1) == 10 + 30).all()
 
@@ -63,7 +62,7 @@ def test_joining_does_not_depend_on_other_heads_or_dead_members(monkeypatch):
 def test_selectors_that_read_all_keys_or_values(selector, monkeypatch):
     entries = random_entries(1, num_heads=3, n=100, num_dead=5)
     weights = torch.randn(3, 2, 6, 8, generator=torch.Generator().manual_seed(0))
-    context = CompressionContext(40, 100, at_prompt_end=True, output_weights=weights)
+    context = CompressionContext.of_layer(entries, 40, 100, at_prompt_end=True, output_weights=weights)
     masks = []
     for size in (1024, 100, 33, 7):
         monkeypatch.setattr(entries_module, "PART_ENTRIES", size)
@@ -88,10 +87,11 @@ def test_comparing_in_parts(monkeypatch):
 def problem(num_queries: int, num_entries: int, head_size: int = 4) -> tuple[_Fit, Entries]:
     generator = torch.Generator().manual_seed(0)
     kept = random_entries(0, num_heads=2, n=num_entries, head_size=head_size, dtype=torch.float64)
-    queries = torch.randn(2, 2, num_queries, head_size, generator=generator, dtype=torch.float64)
+    vectors = torch.randn(2, 2, num_queries, head_size, generator=generator, dtype=torch.float64)
+    queries = Queries(vectors, torch.full((2, num_queries), num_entries))
     target = torch.randn(2, 2, num_queries, head_size, generator=generator, dtype=torch.float64)
     free = torch.rand(2, num_entries, generator=generator) < 0.8
-    return _Fit(queries, torch.full((num_queries,), num_entries), 0.5, target, kept, free), kept
+    return _Fit(queries, 0.5, target, kept, free), kept
 
 
 @pytest.mark.parametrize(("num_queries", "num_entries"), [(3, 20), (20, 15), (40, 6)])
@@ -99,7 +99,7 @@ def test_value_steps_solve_the_same_problem_by_rows_or_by_entries(num_queries, n
     """Eq. 8 with the paper's system of r = G m rows, of whichever size the one that is solved was."""
     fit, kept = problem(num_queries, num_entries)
     fitted = fit.values(kept.keys, kept.values, 0.1)
-    weights = attention(fit.queries, fit.positions, kept, fit.scale).flatten(1, 2)
+    weights = attention(fit.queries, kept, fit.scale).flatten(1, 2)
     free = weights * fit.free.unsqueeze(1)
     system = free @ free.transpose(1, 2) + 0.1 * torch.eye(free.shape[1], dtype=free.dtype)
     residual_ = fit.target.flatten(1, 2) - weights @ kept.values
@@ -112,8 +112,8 @@ def test_value_steps_solve_the_same_problem_by_rows_or_by_entries(num_queries, n
 def test_the_derivative_after_its_adjoint(num_queries):
     """For few queries by way of their products, for many by way of the keys."""
     fit, kept = problem(num_queries, 9)
-    weights = attention(fit.queries, fit.positions, kept, fit.scale).flatten(1, 2)
-    derivative = OutputDerivative(weights, kept.values, fit.queries.flatten(1, 2), fit.scale, fit.free)
+    weights = attention(fit.queries, kept, fit.scale).flatten(1, 2)
+    derivative = OutputDerivative(weights, kept.values, fit.queries.vectors.flatten(1, 2), fit.scale, fit.free)
     output = torch.randn(fit.target.flatten(1, 2).shape, dtype=torch.float64)
     expected = derivative.forward(derivative.adjoint(output))
     torch.testing.assert_close(derivative.forward_adjoint(output), expected)

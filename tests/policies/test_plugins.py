@@ -78,6 +78,26 @@ def test_plugins_that_fail_are_named_and_the_others_work(with_broken_ones: Path)
     assert not {"no_such_part", "no_scores", "no_such_parameter", "bad_default"} & set(names)
 
 
+@pytest.mark.parametrize("first", ["", "import vllm_kvmerge.ops; ", "import kvmerge_halving; "])
+def test_a_plugin_may_call_operators_when_it_is_imported(packages: Path, first: str) -> None:
+    """In a process that has imported nothing but what serving does: the package is complete before it loads plugins."""
+    request_ = json.dumps({"policy": "h2o", "merger": "halving"})
+    done = run("-c", first + PARSE, request_, packages=packages)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "'kvmerge_halving'" in done.stdout
+
+
+def test_importing_policies_loads_no_plugin(packages: Path) -> None:
+    code = "import sys, vllm_kvmerge.policies as p; print('kvmerge_oldest' in sys.modules, 'oldest' in p.PRESETS)"
+    assert run("-c", code, packages=packages).stdout == "False False\n"
+
+
+def test_a_server_may_allow_a_plugins_policy(packages: Path) -> None:
+    code = "from vllm_kvmerge.engine.arguments import PluginConfig; PluginConfig(allowed_policies=['oldest'])"
+    done = run("-c", code, packages=packages)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_plugin_may_be_imported_first(packages: Path) -> None:
     code = "import kvmerge_oldest; from vllm_kvmerge.policies import PRESETS; print(PRESETS['oldest'].selector)"
     done = run("-c", code, packages=packages)

@@ -10,9 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.policies.sampling import SEEDS, assert_sound, random_entries
+from tests.policies.sampling import SEEDS, assert_sound, newest_queries, random_entries
 from vllm_kvmerge.ops import ScoreMode
-from vllm_kvmerge.policies import ALLOCATORS, MAX_TOKENS, PARTS, PRESETS, CompressionContext, CompressionPolicy
+from vllm_kvmerge.policies import (
+    ALLOCATORS,
+    MAX_TOKENS,
+    PARTS,
+    PRESETS,
+    CompressionContext,
+    CompressionPolicy,
+    Entries,
+    Heads,
+)
 from vllm_kvmerge.policies.allocators.variance import Variance
 from vllm_kvmerge.policies.base import MAX_QUERIES, Allocator, Merger, Part, Selector, Tracker
 from vllm_kvmerge.policies.choice import PartNames
@@ -114,22 +123,30 @@ def test_any_values_compress(preset, seed, data, at_prompt_end):
     capacity = policy.allocator.capacity(budget)
     window = min(policy.query_window, n)
     generator = torch.Generator().manual_seed(seed)
-    context = CompressionContext(
+    context = CompressionContext.of_layer(
+        entries,
         budget,
         n,
         at_prompt_end,
         capacity=n if capacity is None else min(capacity, n),
-        layers=[0, 1],
-        num_heads=1,
-        num_layers=2,
-        queries=torch.randn(2, 2, window, 8, generator=generator) if window else None,
-        query_positions=torch.arange(n - window, n) if window else None,
+        queries=newest_queries(torch.randn(2, 2, window, 8, generator=generator), n) if window else None,
         output_weights=torch.randn(2, 2, 5, 8, generator=generator),
     )
+    context = replace(context, heads=Heads.of([0, 1], [0], 2, gather=lambda tensor: tensor))
     if policy.allocator.has_layer_statistic:
-        context = replace(context, layer_statistics=policy.layer_statistic(entries, context))
+        statistic = policy.layer_statistic(entries, context)
+        context = replace(context, layer_statistics=statistic.expand(2, -1))
     # The rows of dead entries hold NaN, which no part may let through.
     assert_sound(policy.compress(entries, context).entries, context.capacity)
+
+
+def context_of_layers(entries: Entries, budget: int, statistics: torch.Tensor, **fields: object) -> CompressionContext:
+    """Each row is a layer's only head. statistics: ``[num_layers]``."""
+    num_layers = len(statistics)
+    statistics = statistics.expand(num_layers, -1)
+    context = CompressionContext.of_layer(entries, budget, len(entries), True, layer_statistics=statistics, **fields)
+    heads = Heads.of(list(range(num_layers)), [0], num_layers, gather=lambda tensor: tensor)
+    return replace(context, heads=heads)
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
@@ -146,16 +163,8 @@ def test_any_split(name, seed, data, num_layers):
     powers *= data.draw(st.sampled_from([0.0, 1.0, 300.0, math.nan]))
     statistics = torch.zeros(num_layers)
     statistics[0] = data.draw(st.sampled_from([0.0, 1e-30, 2.0**48]))
-    context = CompressionContext(
-        budget,
-        64,
-        True,
-        min_budget=least,
-        num_heads=1,
-        layers=list(range(num_layers)),
-        num_layers=num_layers,
-        layer_statistics=data.draw(st.sampled_from([statistics, torch.exp2(powers - 150)])),
-    )
+    statistics = data.draw(st.sampled_from([statistics, torch.exp2(powers - 150)]))
+    context = context_of_layers(entries, budget, statistics, min_budget=least)
     budgets = allocator.head_budgets(entries, entries.scores, context)
     capacity = allocator.capacity(budget)
     assert len(budgets) == num_layers and all(type(some) is int for some in budgets)
@@ -166,8 +175,6 @@ def test_any_split(name, seed, data, num_layers):
 
 def test_one_layer_with_all_of_the_variance():
     """Its weight, exp(-num_layers), is 0 in float64, and nothing may be left over for it to be divided by."""
-    context = CompressionContext(
-        10, 100, True, num_heads=1, layers=list(range(1024)), layer_statistics=torch.tensor([1.0] + [0.0] * 1023)
-    )
     entries = random_entries(0, num_heads=1024, n=20)
+    context = context_of_layers(entries, 10, torch.tensor([1.0] + [0.0] * 1023))
     assert Variance(max_share=1.0).head_budgets(entries, entries.scores, context) == [10] * 1024

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.sampling import SEEDS, assert_sound, random_entries
+from tests.policies.sampling import SEEDS, assert_sound, concatenate, newest_queries, random_entries
+from vllm_kvmerge.ops import attention as attention_module
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
-from vllm_kvmerge.policies import attention as attention_module
 from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.policies.selectors import RecentQueries
 from vllm_kvmerge.policies.trackers import NoTracker
@@ -21,8 +21,7 @@ def policy(**fields) -> CompressionPolicy:
 
 def with_queries(context: CompressionContext, queries: torch.Tensor, scale: float = 0.3) -> CompressionContext:
     """``queries``: ``[H, G, w, d]``, of the newest tokens."""
-    positions = torch.arange(context.num_tokens - queries.shape[2], context.num_tokens)
-    return replace(context, queries=queries, query_positions=positions, scale=scale)
+    return replace(context, queries=newest_queries(queries, context.num_tokens), scale=scale)
 
 
 def kept_positions(entries: Entries) -> list[set[int]]:
@@ -36,11 +35,11 @@ def brute_force(
     live = [i for i, p in enumerate(entries.positions[head].tolist()) if p != DEAD]
     position = {i: int(entries.positions[head, i]) for i in live}
     fused = dict.fromkeys(live, 0.0)
-    for r in range(context.queries.shape[2])[-window:]:
+    for r in range(context.queries.vectors.shape[2])[-window:]:
         summed = dict.fromkeys(live, 0.0)
-        seen = [i for i in live if position[i] <= context.query_positions[r]]
-        for g in range(context.queries.shape[1]):
-            logits = entries.keys[head, seen] @ context.queries[head, g, r] * context.scale
+        seen = [i for i in live if position[i] <= context.queries.positions[head, r]]
+        for g in range(context.queries.vectors.shape[1]):
+            logits = entries.keys[head, seen] @ context.queries.vectors[head, g, r] * context.scale
             for i, p in zip(seen, (logits + entries.log_votes[head, seen]).softmax(0).tolist(), strict=True):
                 summed[i] += p
         for i in live:
@@ -64,7 +63,7 @@ def test_is_algorithm_1(seed, num_heads, num_groups, n, fusion, data):
     budget = data.draw(st.integers(window + 1, n - 1))
     num_queries = data.draw(st.integers(1, n))  # fewer or more than the selector reads
     queries = 2 * torch.randn(num_heads, num_groups, num_queries, 8, generator=generator, dtype=torch.float64)
-    context = with_queries(CompressionContext(budget, n, at_prompt_end=False), queries)
+    context = with_queries(CompressionContext.of_layer(entries, budget, n, at_prompt_end=False), queries)
     kernel_size = data.draw(st.sampled_from([1, 1, 3, 5]))
     result = policy(recent_window=window, fusion=fusion, kernel_size=kernel_size).compress(entries, context).entries
     assert_sound(result, budget)
@@ -75,7 +74,7 @@ def test_is_algorithm_1(seed, num_heads, num_groups, n, fusion, data):
 def test_groups_of_queries_change_nothing(monkeypatch):
     entries = random_entries(3, 2, 40)
     queries = torch.randn(2, 3, 12, 8, generator=torch.Generator().manual_seed(3))
-    context = with_queries(CompressionContext(20, 40, at_prompt_end=True), queries)
+    context = with_queries(CompressionContext.of_layer(entries, 20, 40, at_prompt_end=True), queries)
     whole = [policy(recent_window=12, fusion=f).compress(entries, context).entries for f in ("sum", "max")]
     monkeypatch.setattr(attention_module, "MAX_ATTENTION_BYTES", 4 * 3 * 40 * 5)  # groups of 5, 5 and 2
     groups = [policy(recent_window=12, fusion=f).compress(entries, context).entries for f in ("sum", "max")]
@@ -99,7 +98,7 @@ def test_walk_through_example():
     # Section 3.2, timestep T0: "weather" and "The" both attend to "today's" (0.3) and hardly to "me" (0.05).
     words = ["me", "today's", "weather", "The"]
     entries, queries = profile_example([[0.05, 0.3, 0.65, 0.0], [0.05, 0.3, 0.2, 0.45]])
-    context = with_queries(CompressionContext(3, 4, at_prompt_end=False), queries, scale=1.0)
+    context = with_queries(CompressionContext.of_layer(entries, 3, 4, at_prompt_end=False), queries, scale=1.0)
     for fusion in ("sum", "max"):
         kept = policy(recent_window=2, fusion=fusion).compress(entries, context).entries
         assert {words[p] for p in kept.positions[0].tolist()} == {"today's", "weather", "The"}
@@ -109,7 +108,7 @@ def test_walk_through_example():
 def test_sum_prefers_what_is_always_attended_to_and_max_what_one_query_needs(fusion, stays):
     # Section 3.1.3: entry 0 gets 0.3 from both, entry 1 gets 0.5 from one.
     entries, queries = profile_example([[0.3, 0.0, 0.7, 0.0], [0.3, 0.5, 0.1, 0.1]])
-    context = with_queries(CompressionContext(3, 4, at_prompt_end=False), queries, scale=1.0)
+    context = with_queries(CompressionContext.of_layer(entries, 3, 4, at_prompt_end=False), queries, scale=1.0)
     kept = policy(recent_window=2, fusion=fusion).compress(entries, context).entries
     assert set(kept.positions[0].tolist()) == {stays, 2, 3}
 
@@ -117,7 +116,7 @@ def test_sum_prefers_what_is_always_attended_to_and_max_what_one_query_needs(fus
 def test_a_query_does_not_see_newer_entries():
     # Both queries would give entry 3 everything; the older one cannot, and decides between 0 and 1.
     entries, queries = profile_example([[0.2, 0.1, 0.0, 1e9], [0.0, 0.0, 0.0, 1e9]])
-    context = with_queries(CompressionContext(3, 4, at_prompt_end=False), queries, scale=1.0)
+    context = with_queries(CompressionContext.of_layer(entries, 3, 4, at_prompt_end=False), queries, scale=1.0)
     kept = policy(recent_window=2).compress(entries, context).entries
     assert set(kept.positions[0].tolist()) == {0, 2, 3}
 
@@ -126,7 +125,7 @@ def test_query_heads_are_summed_before_fusing():
     entries, first = profile_example([[0.0, 0.5, 0.5, 0.0], [0.3, 0.0, 0.0, 0.7]])
     _, second = profile_example([[0.0, 0.0, 1.0, 0.0], [0.3, 0.0, 0.0, 0.7]])
     queries = torch.cat([first, second], dim=1)
-    context = with_queries(CompressionContext(3, 4, at_prompt_end=False), queries, scale=1.0)
+    context = with_queries(CompressionContext.of_layer(entries, 3, 4, at_prompt_end=False), queries, scale=1.0)
     kept = policy(recent_window=2, fusion="max").compress(entries, context).entries
     assert set(kept.positions[0].tolist()) == {0, 2, 3}  # 0.3 + 0.3 > 0.5 + 0
 
@@ -142,8 +141,10 @@ def test_size_is_constant_over_300_steps():
         if seen > 60:
             token = random_entries(seen, num_heads, 1, head_size)
             token.positions.fill_(seen - 1)
-            entries = entries.concatenate(token)
-        context = with_queries(CompressionContext(budget, seen, seen == 60), history[:, :, seen - window : seen])
+            entries = concatenate(entries, token)
+        context = with_queries(
+            CompressionContext.of_layer(entries, budget, seen, seen == 60), history[:, :, seen - window : seen]
+        )
         entries = parts.compress(entries, context).entries
         assert_sound(entries, budget)
         assert all(set(range(seen - window, seen)) <= row for row in kept_positions(entries))
@@ -151,7 +152,11 @@ def test_size_is_constant_over_300_steps():
 
 def test_without_queries_it_is_a_sliding_window():
     entries = random_entries(0, 2, 20)
-    result = policy(recent_window=4).compress(entries, CompressionContext(10, 20, at_prompt_end=True)).entries
+    result = (
+        policy(recent_window=4)
+        .compress(entries, CompressionContext.of_layer(entries, 10, 20, at_prompt_end=True))
+        .entries
+    )
     assert kept_positions(result) == [set(range(10, 20))] * 2
 
 

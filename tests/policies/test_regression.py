@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, random_entries
+from tests.policies.sampling import SEEDS, assert_same, assert_sound, newest_queries, random_entries
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
-from vllm_kvmerge.policies.attention import attention
 from vllm_kvmerge.policies.mergers import DropMerger, RegressionMerger
-from vllm_kvmerge.policies.mergers.regression import OutputDerivative, conjugate_gradients
+from vllm_kvmerge.policies.mergers.regression import OutputDerivative, attention, conjugate_gradients
 from vllm_kvmerge.policies.selectors import HeavyHitter, RecentQueries, SinkRecent, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, MeanTracker, NoTracker, SumTracker
 
@@ -40,13 +39,13 @@ def problem(
     votes = 0.3 * torch.randn(num_heads, n, generator=generator, dtype=dtype)
     entries.log_votes = torch.where(entries.is_live, votes, entries.log_votes)
     queries = options.pop("size", 1.0) * torch.randn(num_heads, num_groups, WINDOW, 8, generator=generator, dtype=dtype)
-    context = CompressionContext(
+    context = CompressionContext.of_layer(
+        entries,
         budget,
         n,
         at_prompt_end=True,
         scale=8**-0.5,
-        queries=queries,
-        query_positions=torch.arange(n - WINDOW, n),
+        queries=newest_queries(queries, n),
     )
     return entries, context
 
@@ -54,8 +53,8 @@ def problem(
 def output(entries: Entries, context: CompressionContext) -> Tensor:
     """``[H, r, d]`` float64: attention output of the queries over live entries up to their positions."""
     keys, values = (t.double().masked_fill(~entries.is_live.unsqueeze(-1), 0.0) for t in (entries.keys, entries.values))
-    logits = torch.einsum("hgwd,hnd->hgwn", context.queries.double(), keys) * context.scale
-    seen = entries.is_live[:, None] & (entries.positions[:, None] <= context.query_positions[:, None])
+    logits = torch.einsum("hgwd,hnd->hgwn", context.queries.vectors.double(), keys) * context.scale
+    seen = entries.is_live[:, None] & (entries.positions[:, None] <= context.queries.positions[..., None])
     logits = torch.where(seen[:, None], logits + entries.log_votes[:, None, None].double(), -torch.inf)
     weights = torch.where(seen.any(-1)[:, None, :, None], logits.softmax(-1), 0.0)
     return torch.einsum("hgwn,hnd->hgwd", weights, values).flatten(1, 2)
@@ -68,12 +67,12 @@ def window_loss(full: Entries, compressed: Entries, context: CompressionContext)
 
 def fixed_entries(kept: Entries, full: Entries, context: CompressionContext, share: float, num_sinks: int) -> Tensor:
     """``[H, c]`` bool, by loops: sinks, window, and those attended to most."""
-    weights = attention(context.queries, context.query_positions, full, context.scale).sum((1, 2))
+    weights = attention(context.queries, full, context.scale).sum((1, 2))
     fixed = torch.zeros_like(kept.is_live)
     for head, row in enumerate(kept.positions.tolist()):
         where = {p: i for i, p in enumerate(full.positions[head].tolist()) if p != DEAD}
         for i, position in enumerate(row):
-            if position < num_sinks or position >= context.query_positions.min():
+            if position < num_sinks or position >= context.queries.positions.min():
                 fixed[head, i] = True
         others = [i for i, position in enumerate(row) if position != DEAD and not fixed[head, i]]
         others.sort(key=lambda i: -weights[head, where[row[i]]].item())  # noqa: B023
@@ -91,7 +90,7 @@ def test_value_step_solves_the_ridge_problem(seed, num_groups, ridge, share, num
     result = policy(**fields).compress(entries, context).entries
     kept = evicting().compress(entries, context).entries
     fixed = fixed_entries(kept, entries, context, share, num_sinks=1)
-    weights = attention(context.queries, context.query_positions, kept, context.scale).flatten(1, 2)
+    weights = attention(context.queries, kept, context.scale).flatten(1, 2)
     for head in range(2):
         free = kept.is_live[head] & ~fixed[head]
         x, v = weights[head][:, free], kept.values[head]
@@ -179,9 +178,9 @@ def test_key_step_solves_the_linearised_ridge_problem(seed):
         if components == "kv":  # keys are fitted to the new values
             start.values = result.values
         fixed = fixed_entries(start, entries, context, 0.1, num_sinks=1)
-        weights = attention(context.queries, context.query_positions, start, context.scale).flatten(1, 2)
+        weights = attention(context.queries, start, context.scale).flatten(1, 2)
         derivative = OutputDerivative(
-            weights, start.values, context.queries.flatten(1, 2), context.scale, start.is_live & ~fixed
+            weights, start.values, context.queries.vectors.flatten(1, 2), context.scale, start.is_live & ~fixed
         )
         matrix = dense(derivative)
         error = (output(entries, context) - output(start, context)).flatten(1)
@@ -263,7 +262,7 @@ def test_queries_see_entries_up_to_their_own_position():
     entries, context = problem(1, num_heads=1, dtype=torch.float64)
     # The newest token, which only its own query sees, is alike before and after.
     index = (entries.positions[0] == 39).nonzero().item()
-    weights = attention(context.queries, context.query_positions, entries, context.scale)
+    weights = attention(context.queries, entries, context.scale)
     assert not weights[0, :, :-1, index].any() and weights[0, :, -1, index].all()
     result, kept = (parts.compress(entries, context).entries for parts in (policy(), evicting()))
     assert window_loss(entries, result, context) < 0.5 * window_loss(entries, kept, context)
@@ -273,14 +272,14 @@ def test_heads_can_be_handed_over_in_parts():
     entries, context = problem(2, num_heads=4)
     whole = policy().compress(entries, context).entries
     for heads in ([0], [1, 3], [2]):
-        part = policy().compress(entries.heads(heads), replace(context, queries=context.queries[heads])).entries
-        torch.testing.assert_close(part.values, whole.heads(heads).values, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(part.keys, whole.heads(heads).keys, rtol=1e-3, atol=1e-4)
+        part = policy().compress(entries.of_rows(heads), context.of_rows(heads)).entries
+        torch.testing.assert_close(part.values, whole.of_rows(heads).values, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(part.keys, whole.of_rows(heads).keys, rtol=1e-3, atol=1e-4)
 
 
 def test_without_queries_it_evicts():
     entries, context = problem(3)
-    context = replace(context, queries=None, query_positions=None)
+    context = replace(context, queries=None)
     result, kept = (parts.compress(entries, context) for parts in (policy(), evicting()))
     assert_same(result.entries, kept.entries)
     assert (result.num_merged, result.num_evicted) == (0, kept.num_evicted)
@@ -291,11 +290,10 @@ def test_only_the_newest_queries_count():
     older = torch.full((2, 2, 3, 8), 100.0)
     more = replace(
         context,
-        queries=torch.cat([older, context.queries], 2),
-        query_positions=torch.arange(40 - WINDOW - 3, 40),
+        queries=newest_queries(torch.cat([older, context.queries.vectors], 2), 40),
     )
     assert_same(policy().compress(entries, more).entries, policy().compress(entries, context).entries)
-    fewer = replace(context, queries=context.queries[:, :, -1:], query_positions=context.query_positions[-1:])
+    fewer = replace(context, queries=context.queries.newest(1))
     assert_sound(policy().compress(entries, fewer).entries, 16)
 
 
@@ -318,7 +316,7 @@ def test_with_other_parts_and_while_decoding(tracker, selector):
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 def test_a_step_that_fails_is_not_taken(broken):
     entries, context = problem(6)
-    context.queries[0, 0, 0] = broken
+    context.queries.vectors[0, 0, 0] = broken
     result, kept = (parts.compress(entries, context).entries for parts in (policy(), evicting()))
     assert torch.equal(result.keys[0], kept.keys[0]) and torch.equal(result.values[0], kept.values[0])
     assert not torch.equal(result.values[1], kept.values[1])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.policies.sampling import SEEDS, assert_sound, probabilities, random_entries, random_query
+from tests.policies.sampling import SEEDS, assert_sound, concatenate, probabilities, random_entries, random_query
 from vllm_kvmerge.policies import DEAD, PRESETS, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import ResidualMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter
@@ -26,7 +26,7 @@ def append(entries: Entries, other: Entries, position: int) -> Entries:
     """``entries`` and the first entry of ``other``, as the token at ``position``."""
     token = other.take(torch.zeros(len(other.positions), 1, dtype=torch.int64))
     token.positions.fill_(position)
-    return entries.concatenate(token)
+    return concatenate(entries, token)
 
 
 @settings(max_examples=80, deadline=None)
@@ -36,7 +36,9 @@ def test_prompt_end_averages_runs(seed, num_heads, n, alpha, data):
     entries = random_entries(seed, num_heads, n, num_dead=num_dead, dtype=torch.float64)
     budget = data.draw(st.integers(4, n - 1))
     share = data.draw(st.sampled_from([0.125, 0.5, 0.9]))
-    result = policy(alpha=alpha, residual_share=share).compress(entries, CompressionContext(budget, n, True))
+    result = policy(alpha=alpha, residual_share=share).compress(
+        entries, CompressionContext.of_layer(entries, budget, n, True)
+    )
     assert_sound(result.entries, budget)
     assert result.num_evicted == 0
 
@@ -105,14 +107,14 @@ def test_decoding_token_by_token_is_algorithm_1(seed, alpha):
     stream = random_entries(seed, num_heads, steps, dtype=torch.float64)
     stream.positions.copy_(torch.arange(steps))
     entries = stream.take(torch.arange(budget + 1).expand(num_heads, -1))
-    entries = parts.compress(entries, CompressionContext(budget, budget + 1, False)).entries
+    entries = parts.compress(entries, CompressionContext.of_layer(entries, budget, budget + 1, False)).entries
     # Slots were founded by the first that left, each alone.
     assert (entries.aux >= 1).sum(1).tolist() == [3, 3]
     reference = [Algorithm1(3, 6, entries, head) for head in range(num_heads)]
     for step in range(budget + 1, steps):
         entries = append(entries, stream.take(torch.full((num_heads, 1), step)), step)
         # The scores of ordinary entries stay those of the stream.
-        entries = parts.compress(entries, CompressionContext(budget, step + 1, False)).entries
+        entries = parts.compress(entries, CompressionContext.of_layer(entries, budget, step + 1, False)).entries
         for head, algorithm in enumerate(reference):
             algorithm.add(step, stream.keys[head], stream.values[head], dict(enumerate(stream.scores[head].tolist())))
             ordinary = entries.positions[head][entries.aux[head] == 0]
@@ -131,7 +133,9 @@ def test_decoding_token_by_token_is_algorithm_1(seed, alpha):
 def test_theorem_3_1_uncompressed_entries_gain_attention(seed, num_heads, n, alpha, at_prompt_end, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n // 2)), dtype=torch.float64)
     budget = data.draw(st.integers(4, n - 1))
-    result = policy(alpha=alpha).compress(entries, CompressionContext(budget, n, at_prompt_end)).entries
+    result = (
+        policy(alpha=alpha).compress(entries, CompressionContext.of_layer(entries, budget, n, at_prompt_end)).entries
+    )
     query = random_query(seed, entries, size=data.draw(st.sampled_from([0.1, 1.0, 10.0])))
     assert_uncompressed_gain(entries, result, query)
 
@@ -157,7 +161,7 @@ def test_decoding_200_steps_keeps_size_and_counts_tokens():
         merger=ResidualMerger(),
     )
     entries = stream.take(torch.arange(prompt).expand(num_heads, -1))
-    entries = parts.compress(entries, CompressionContext(budget, prompt, True)).entries
+    entries = parts.compress(entries, CompressionContext.of_layer(entries, budget, prompt, True)).entries
     for seen in range(prompt + 1, prompt + steps + 1):
         token = stream.take(torch.full((num_heads, 1), seen - 1))
         entries = append(entries, token, seen - 1)
@@ -165,7 +169,7 @@ def test_decoding_200_steps_keeps_size_and_counts_tokens():
         entries.scores = torch.where(entries.is_live, 0.98 * entries.scores + probabilities(entries, query), 0.0)
         if len(entries) < budget + interval:
             continue
-        result = parts.compress(entries, CompressionContext(budget, seen, False))
+        result = parts.compress(entries, CompressionContext.of_layer(entries, budget, seen, False))
         assert_sound(result.entries, budget)
         assert (result.num_merged, result.num_evicted) == (num_heads * interval, 0)
         entries = result.entries
@@ -183,7 +187,9 @@ def test_slots_in_excess_join_with_their_weight():
     entries = random_entries(0, num_heads=2, n=20, dtype=torch.float64)
     entries.aux[:, :6] = 4.0
     entries.log_votes[:, :6] = 0.6 * math.log(4.0)
-    result = policy(recent=2, residual_share=0.2).compress(entries, CompressionContext(10, 20, at_prompt_end=False))
+    result = policy(recent=2, residual_share=0.2).compress(
+        entries, CompressionContext.of_layer(entries, 10, 20, at_prompt_end=False)
+    )
     assert_sound(result.entries, 10)
     assert (result.entries.aux >= 1).sum(1).tolist() == [2, 2]
     assert result.entries.aux.clamp(min=1).sum(1).tolist() == [14 + 24, 14 + 24]
@@ -191,6 +197,6 @@ def test_slots_in_excess_join_with_their_weight():
 
 def test_without_dead_entries_all_heads_use_all_slots():
     entries = random_entries(3, num_heads=4, n=50)
-    result = policy().compress(entries, CompressionContext(16, 50, at_prompt_end=True))
+    result = policy().compress(entries, CompressionContext.of_layer(entries, 16, 50, at_prompt_end=True))
     assert result.entries.is_live.all()
     assert (result.entries.aux >= 1).sum(1).tolist() == [2] * 4

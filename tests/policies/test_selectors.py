@@ -16,7 +16,9 @@ Head = list[tuple[int, float]]
 
 def run(selector: Selector, entries: Entries, budget: int, num_slots: int = 0) -> list[set[int]]:
     """Positions kept per head, after checks that hold for every selector."""
-    context = CompressionContext(budget, num_tokens=len(entries), at_prompt_end=True, num_slots=num_slots)
+    context = CompressionContext.of_layer(
+        entries, budget, num_tokens=len(entries), at_prompt_end=True, num_slots=num_slots
+    )
     protected = selector.protected(entries, context)
     importance = entries.scores
     kept = selector.select(entries, importance, protected, context)
@@ -122,7 +124,7 @@ def test_ties_go_to_the_lower_index():
     entries = random_entries(0, num_heads=2, n=40)
     entries.scores.fill_(0.5)
     selector = HeavyHitter(num_sink_tokens=0, recent_window=0)
-    context = CompressionContext(budget=20, num_tokens=40, at_prompt_end=False)
+    context = CompressionContext.of_layer(entries, budget=20, num_tokens=40, at_prompt_end=False)
     kept = selector.select(entries, entries.scores, selector.protected(entries, context), context)
     assert torch.equal(kept, (torch.arange(40) < 20).expand(2, -1))
 

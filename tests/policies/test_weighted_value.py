@@ -55,7 +55,7 @@ def test_equals_leaving_one_by_one(seed, num_heads, n, at_prompt_end, data):
     parts = policy(selector, tracker)
     budget = data.draw(st.integers(parts.min_budget, n - 1))
     untouched = entries.clone()
-    result = parts.compress(entries, CompressionContext(budget, n, at_prompt_end))
+    result = parts.compress(entries, CompressionContext.of_layer(entries, budget, n, at_prompt_end))
     assert_same(entries, untouched)
     assert_sound(result.entries, budget)
 
@@ -77,7 +77,7 @@ def test_equals_leaving_one_by_one(seed, num_heads, n, at_prompt_end, data):
 def test_merged_values_stay_among_those_they_are_made_of(seed, n, data):
     entries = counted(random_entries(seed, 2, n, head_size=3), seed)
     budget = data.draw(st.integers(3, n - 1))
-    result = policy().compress(entries, CompressionContext(budget, n, at_prompt_end=True)).entries
+    result = policy().compress(entries, CompressionContext.of_layer(entries, budget, n, at_prompt_end=True)).entries
     for head in range(2):
         carriers = result.positions[head].sort().values
         kept_keys = dict(zip(entries.positions[head].tolist(), entries.keys[head], strict=True))
@@ -94,10 +94,10 @@ def test_merged_values_stay_among_those_they_are_made_of(seed, n, data):
 
 def test_only_values_change():
     entries = counted(random_entries(4, 2, 30), 4)
-    merged = policy().compress(entries, CompressionContext(10, 30, at_prompt_end=False)).entries
+    merged = policy().compress(entries, CompressionContext.of_layer(entries, 10, 30, at_prompt_end=False)).entries
     # The paper's ablation, "Eviction".
     parts = CompressionPolicy(tracker=MeanTracker(), selector=HeavyHitter(num_sink_tokens=1), merger=DropMerger())
-    dropped = parts.compress(entries, CompressionContext(10, 30, at_prompt_end=False)).entries
+    dropped = parts.compress(entries, CompressionContext.of_layer(entries, 10, 30, at_prompt_end=False)).entries
     assert not torch.equal(merged.values, dropped.values)
     merged.values = dropped.values
     assert_same(merged, dropped)
@@ -126,7 +126,7 @@ def example(means: list[float]) -> Entries:
 def test_examples(means, budget, expected):
     entries = example(means)
     parts = policy(HeavyHitter(num_sink_tokens=1, recent_window=1))
-    result = parts.compress(entries, CompressionContext(budget, 5, at_prompt_end=False)).entries
+    result = parts.compress(entries, CompressionContext.of_layer(entries, budget, 5, at_prompt_end=False)).entries
     for i, position in enumerate(result.positions[0].tolist()):
         value = torch.tensor(expected.get(position, torch.eye(5)[position].tolist()))
         torch.testing.assert_close(result.values[0, i], value.float())
@@ -138,7 +138,7 @@ def test_long_chains(ascending):
     means = torch.linspace(0.1, 0.5, 500).sort(descending=not ascending).values
     entries = example([1.0, *means.tolist(), 1.0])
     result = policy(HeavyHitter(num_sink_tokens=1, recent_window=1)).compress(
-        entries, CompressionContext(3, 502, at_prompt_end=True)
+        entries, CompressionContext.of_layer(entries, 3, 502, at_prompt_end=True)
     )
     kept = set(result.entries.positions[0].tolist())
     expected, _ = one_by_one(entries, 0, set(range(502)) - kept, entries.scores[0].div(2).tolist())
@@ -152,7 +152,7 @@ def test_what_attention_never_used_has_no_weight():
     entries.aux[0, 1:3] = 0.0  # 1 and 2 were never seen, 3 was, in vain
     entries.scores[0, 1:3] = torch.nan
     result = policy(HeavyHitter(num_sink_tokens=1, recent_window=1)).compress(
-        entries, CompressionContext(3, 5, at_prompt_end=False)
+        entries, CompressionContext.of_layer(entries, 3, 5, at_prompt_end=False)
     )
     torch.testing.assert_close(result.entries.values[0].sort(0).values, torch.eye(5)[[0, 3, 4]].sort(0).values)
     assert (result.num_merged, result.num_evicted) == (2, 0)
@@ -164,7 +164,7 @@ def test_without_a_right_neighbour_an_entry_is_lost():
             return mask_of(entries.positions.argsort(dim=1, stable=True)[:, : context.num_kept], len(entries))
 
     entries = example([0.1, 0.2, 0.3, 0.4, 0.5])
-    result = policy(Oldest()).compress(entries, CompressionContext(3, 5, at_prompt_end=False))
+    result = policy(Oldest()).compress(entries, CompressionContext.of_layer(entries, 3, 5, at_prompt_end=False))
     assert (result.num_merged, result.num_evicted) == (0, 2)
     assert torch.equal(result.entries.values[0], torch.eye(5)[:3])
 
@@ -183,6 +183,10 @@ def test_preset():
     # Section V-A keeps 4 initial tokens and 124 recent ones of 256; half of the budget is 128.
     entries = counted(random_entries(5, 2, 400), 5)
     entries.positions = torch.arange(400).expand(2, -1).clone()
-    result = policy(HeavyHitter()).compress(entries, CompressionContext(256, 400, at_prompt_end=True)).entries
+    result = (
+        policy(HeavyHitter())
+        .compress(entries, CompressionContext.of_layer(entries, 256, 400, at_prompt_end=True))
+        .entries
+    )
     kept = [set(row) for row in result.positions.tolist()]
     assert all(set(range(4)) | set(range(400 - 128, 400)) <= row for row in kept)

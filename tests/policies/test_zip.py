@@ -77,7 +77,7 @@ def test_theorem_3_output_is_unchanged_for_exact_scores(seed, num_heads, n, mode
     entries, query = scored_entries(seed, num_heads, n, num_dead, size=data.draw(st.sampled_from([0.01, 1.0, 30.0])))
     budget = data.draw(st.integers(3, n))
     parts = policy(zip_mode=mode, merge_threshold=-1.0, merge_first=merge_first)
-    result = parts.compress(entries, CompressionContext(budget, n, at_prompt_end))
+    result = parts.compress(entries, CompressionContext.of_layer(entries, budget, n, at_prompt_end))
     assert_sound(result.entries, budget)
     assert result.num_evicted == 0
     torch.testing.assert_close(attend(result.entries, query), attend(entries, query), rtol=1e-7, atol=1e-7)
@@ -91,7 +91,9 @@ def test_theorem_3_output_is_unchanged_for_exact_scores(seed, num_heads, n, mode
 @given(SEEDS, st.integers(4, 64), MODES, st.booleans())
 def test_theorem_3_in_float32(seed, n, mode, at_prompt_end):
     entries, query = scored_entries(seed, 2, n, dtype=torch.float32)
-    result = policy(zip_mode=mode, merge_threshold=-1.0).compress(entries, CompressionContext(3, n, at_prompt_end))
+    result = policy(zip_mode=mode, merge_threshold=-1.0).compress(
+        entries, CompressionContext.of_layer(entries, 3, n, at_prompt_end)
+    )
     torch.testing.assert_close(attend(result.entries, query), attend(entries, query), rtol=1e-4, atol=1e-5)
 
 
@@ -208,7 +210,7 @@ def test_each_entry_joins_its_most_similar_carrier_or_goes(seed, num_heads, n, t
     entries, _ = scored_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n // 2)))
     budget = data.draw(st.integers(3, n - 1))
     parts = policy(recent=0, merge_threshold=threshold, zip_mode=mode, merge_first=False)
-    result = parts.compress(entries, CompressionContext(budget, n, at_prompt_end=True))
+    result = parts.compress(entries, CompressionContext.of_layer(entries, budget, n, at_prompt_end=True))
     assert_sound(result.entries, budget)
 
     num_merged = 0
@@ -248,11 +250,11 @@ def test_merge_first(seed, num_heads, n, threshold, data):
     num_dead = data.draw(st.integers(0, n // 2))
     entries, _ = scored_entries(seed, num_heads, n, num_dead)
     budget = data.draw(st.integers(3, n - 1))
-    context = CompressionContext(budget, n, at_prompt_end=True)
+    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True)
     merger, selector = ZipMerger(merge_threshold=threshold), HeavyHitter(num_sink_tokens=1)
     importance, protected = TRACKER.importance(entries), selector.protected(entries, context)
-    outcome = merger.before_selection(entries, importance, protected, context)
-    merged, count = outcome.apply(entries), outcome.merged.sum()
+    update = merger.before_selection(entries, importance, protected, context)
+    merged, count = update.apply(entries), update.merged.sum()
 
     gone = entries.is_live & ~merged.is_live
     assert gone.sum() == count
@@ -280,7 +282,7 @@ def test_merge_first(seed, num_heads, n, threshold, data):
 
 def test_merge_first_is_for_the_prompt():
     entries, _ = scored_entries(0, 2, 20)
-    context = CompressionContext(budget=10, num_tokens=20, at_prompt_end=False)
+    context = CompressionContext.of_layer(entries, budget=10, num_tokens=20, at_prompt_end=False)
     nothing = torch.zeros_like(entries.is_live)
     assert ZipMerger().before_selection(entries, TRACKER.importance(entries), nothing, context) is None
 
@@ -288,7 +290,7 @@ def test_merge_first_is_for_the_prompt():
 @pytest.mark.parametrize("at_prompt_end", [True, False])
 def test_similarity_in_pieces_changes_nothing(monkeypatch, at_prompt_end):
     entries, _ = scored_entries(5, 3, 50)
-    context = CompressionContext(12, 50, at_prompt_end)
+    context = CompressionContext.of_layer(entries, 12, 50, at_prompt_end)
     whole = policy(merge_threshold=0.2).compress(entries, context)
     monkeypatch.setattr(similarity, "MAX_SIMILARITY_BYTES", 12 * 8 * 7)
     pieces = policy(merge_threshold=0.2).compress(entries, context)
@@ -300,7 +302,9 @@ def test_entries_without_a_score_neither_join_nor_are_joined():
     entries, _ = scored_entries(0, 2, 20)
     entries.aux[:, ::2] = 0
     entries.scores[:, ::2] = torch.nan
-    result = policy(merge_threshold=-1.0).compress(entries, CompressionContext(14, 20, at_prompt_end=False))
+    result = policy(merge_threshold=-1.0).compress(
+        entries, CompressionContext.of_layer(entries, 14, 20, at_prompt_end=False)
+    )
     unscored = result.entries.aux == 0
     assert unscored.any() and (result.entries.log_votes[unscored].isfinite()).all()
     for name in ("keys", "values", "log_votes"):
@@ -312,7 +316,9 @@ def test_entries_without_a_score_neither_join_nor_are_joined():
 def test_a_threshold_of_one_merges_nothing():
     entries, _ = scored_entries(0, 2, 20, dtype=torch.float32)
     entries.keys[:] = entries.keys[:, :1]
-    result = policy(merge_threshold=1.0).compress(entries, CompressionContext(10, 20, at_prompt_end=True))
+    result = policy(merge_threshold=1.0).compress(
+        entries, CompressionContext.of_layer(entries, 10, 20, at_prompt_end=True)
+    )
     assert (result.num_merged, result.num_evicted) == (0, 20)
 
 

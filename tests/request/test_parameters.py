@@ -12,7 +12,7 @@ from pydantic import model_validator
 from vllm_kvmerge.policies import ALLOCATORS, PARTS, PRESETS, SELECTORS
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.mergers import ResidualMerger, ZipMerger
-from vllm_kvmerge.policies.registry import COMMON_FIELDS
+from vllm_kvmerge.policies.fields import CommonFields
 from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, SumTracker
 from vllm_kvmerge.request.parameters import (
@@ -306,7 +306,7 @@ def test_request_schema_accepts_what_the_parser_accepts():
 
 def test_common_fields_are_known_to_the_registry():
     fields = set(request_schema()["$defs"]["LocalRequest"]["properties"])
-    assert fields == {*COMMON_FIELDS, *PARTS, *PARTS["allocator"]["uniform"].model_fields}
+    assert fields == {"policy", *CommonFields.model_fields, *PARTS, *PARTS["allocator"]["uniform"].model_fields}
 
 
 def test_the_schema_lists_the_parts_that_can_be_named():

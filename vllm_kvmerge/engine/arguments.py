@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_options, platform_obstacle
 from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
-from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies import PRESETS, load_plugins
 from vllm_kvmerge.request.limits import Limits, ModelShape
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
@@ -79,6 +79,7 @@ class PluginConfig(BaseModel):
     @field_validator("allowed_policies")
     @classmethod
     def _check_policies(cls, names: list[str] | None) -> list[str] | None:
+        load_plugins()
         unknown = sorted(set(names or ()) - {*PRESETS, FULL})
         if unknown:
             raise ValueError(f"unknown policy {', '.join(unknown)}; allowed: {', '.join(sorted((FULL, *PRESETS)))}")

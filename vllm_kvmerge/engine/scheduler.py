@@ -21,7 +21,7 @@ from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, Compres
 from vllm_kvmerge.engine.processes import end_with_parent
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STREAM, USAGE_KEY, CacheUsage
-from vllm_kvmerge.policies.failure import PartError, describe
+from vllm_kvmerge.policies.errors import PartError, describe
 from vllm_kvmerge.request.limits import Compression, Limits
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError, parse_compression
 

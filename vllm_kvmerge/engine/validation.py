@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm_kvmerge.engine.arguments import VALIDATOR
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.verdict import VERDICT, Verdict
-from vllm_kvmerge.policies.failure import PartError
+from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionConfig, CompressionError, parse_compression
 

@@ -33,7 +33,6 @@ from vllm_kvmerge.evaluation.trace import (
     trace,
     trace_one_by_one,
 )
-from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.request.parameters import FULL, CompressionConfig, CompressionError, parse_compression
 
@@ -93,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), sorted(PRESETS))
+    parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05))
     parser.prog = "vllm-kvmerge eval attention"
     add_document_options(parser, documents=8, questions=5)
     parser.add_argument("--text", type=Path, metavar="FILE", help="read this text instead of the demo task's documents")

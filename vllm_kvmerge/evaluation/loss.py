@@ -19,7 +19,6 @@ from vllm_kvmerge.evaluation.options import (
     print_table,
     seed_of,
 )
-from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import FULL, compression
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def continuation_loss(
 
 
 def main() -> None:
-    parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), (FULL, *sorted(PRESETS)))
+    parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05), (FULL,))
     add_document_options(parser, documents=16, questions=18)
     parser.add_argument("--continuation", type=int, default=256, help="tokens of the continuation")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of model and cache")

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_kvmerge.ops import Fusion
-from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
-from vllm_kvmerge.policies.base import CompressionResult, Selector
+from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, CompressionResult, Entries, Selector
 from vllm_kvmerge.policies.entries import LazyEntries
 from vllm_kvmerge.policies.indexing import inverse, select
 
@@ -64,11 +63,11 @@ class RecordedPolicy(CompressionPolicy):
         # Neither is checked again: the selection stands in for a selector that was.
         policy = CompressionPolicy.model_construct(**(parts | {"selector": selections}))
         result = policy.compress(entries, context)
-        outcome = result.outcome
-        if outcome.values is None:  # keys may have changed all the same; values are whole
-            changed, weights = outcome.changed[:, :0], outcome.scores.new_zeros(len(outcome.kept), 0, len(entries))
+        update = result.update
+        if update.values is None:  # keys may have changed all the same; values are whole
+            changed, weights = update.changed[:, :0], update.scores.new_zeros(len(update.kept), 0, len(entries))
         else:
-            changed = outcome.changed
+            changed = update.changed
             weights = torch.cat(
                 [
                     self._weights(policy, selections.again(), entries, context, result, columns)
@@ -76,13 +75,13 @@ class RecordedPolicy(CompressionPolicy):
                 ],
                 dim=2,
             )
-        for unit, heads in enumerate(torch.arange(len(outcome.kept)).view(-1, context.num_heads or len(outcome.kept))):
+        for heads in context.heads.by_sequence_layer(torch.arange(entries.num_rows)):
             self._record(
                 Mixture(
-                    context.layer_of_each(len(outcome.kept))[unit * len(heads)],
-                    outcome.kept[heads].masked_fill(outcome.positions[heads] == DEAD, DEAD),
-                    outcome.log_votes[heads],
-                    outcome.positions[heads],
+                    context.heads.layers[int(heads[0])],
+                    update.kept[heads].masked_fill(update.positions[heads] == DEAD, DEAD),
+                    update.log_votes[heads],
+                    update.positions[heads],
                     changed[heads],
                     weights[heads],
                     _residual(entries, result, weights, heads),
@@ -103,16 +102,17 @@ class RecordedPolicy(CompressionPolicy):
         # A merger that reads queries may expect keys, queries and values of one size.
         pads_keys = self.merger.query_window > 0
         if pads_keys and context.queries is not None:
-            context = replace(context, queries=pad(context.queries, (0, len(columns))))
+            vectors = pad(context.queries.vectors, (0, len(columns)))
+            context = replace(context, queries=replace(context.queries, vectors=vectors))
         if self.merger.needs_output_weights and context.output_weights is not None:
             context = replace(context, output_weights=pad(context.output_weights, (0, len(columns))))
         tagged = policy.model_copy(update={"selector": selections}).compress(
             _Tagged(entries, columns, pads_keys), context
         )
-        kept, changed, num_places = result.outcome.kept, result.outcome.changed, result.outcome.kept.shape[1]
-        assert torch.equal(tagged.outcome.kept, kept) and tagged.outcome.values is not None
-        rows = tagged.outcome.values[..., -len(columns) :] / TAG_SIZE
-        row = select(inverse(tagged.outcome.changed, num_places), changed)
+        kept, changed, num_places = result.update.kept, result.update.changed, result.update.kept.shape[1]
+        assert torch.equal(tagged.update.kept, kept) and tagged.update.values is not None
+        rows = tagged.update.values[..., -len(columns) :] / TAG_SIZE
+        row = select(inverse(tagged.update.changed, num_places), changed)
         found = rows.gather(1, row.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
         # Where the value turned out to be the old one the second time, it is the kept entry's alone.
         own = _one_hot(select(kept, changed), columns)
@@ -129,12 +129,12 @@ def _column_groups(entries: Entries) -> Iterator[range]:
 
 def _residual(entries: Entries, result: CompressionResult, weights: Tensor, heads: Tensor) -> float:
     """||W v - v'|| / ||v'|| over these heads' new values; 0 where there are none."""
-    outcome = result.outcome
-    is_new = outcome.changed[heads] >= 0
-    if outcome.values is None or not is_new.any():
+    update = result.update
+    is_new = update.changed[heads] >= 0
+    if update.values is None or not is_new.any():
         return 0.0
     sources = entries.values.masked_fill(~entries.is_live.unsqueeze(-1), 0.0)[heads]
-    values = outcome.values[heads][is_new]
+    values = update.values[heads][is_new]
     distance = (weights[heads] @ sources)[is_new] - values
     return float(distance.norm() / values.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
@@ -162,8 +162,8 @@ class _Tagged(LazyEntries):
     def values_at(self, index: Tensor) -> Tensor:
         return torch.cat([self._base.values_at(index), TAG_SIZE * _one_hot(index, self._columns)], dim=2)
 
-    def most_similar(self, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        return self._base.most_similar(members, carriers, usable)
+    def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        return self._base.most_similar(sources, targets, usable)
 
     def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
         if self._pads_keys:
@@ -173,8 +173,8 @@ class _Tagged(LazyEntries):
     def without(self, hidden: Tensor) -> "_Tagged":
         return _Tagged(self._base.without(hidden), self._columns, self._pads_keys)
 
-    def heads(self, heads: list[int]) -> "_Tagged":
-        return _Tagged(self._base.heads(heads), self._columns, self._pads_keys)
+    def of_rows(self, rows: list[int]) -> "_Tagged":
+        return _Tagged(self._base.of_rows(rows), self._columns, self._pads_keys)
 
 
 class _Selections(Selector):

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
-from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies import PRESETS, load_plugins
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -23,9 +23,10 @@ def parse_budget(text: str) -> int | float:
 
 
 def parser_of(
-    description: str | None, budgets: Sequence[int | float], policies: Sequence[str]
+    description: str | None, budgets: Sequence[int | float], others: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """A parser with the options that every evaluation has."""
+    """A parser with the options that every evaluation has. ``others``: policies, besides all presets, by default."""
+    load_plugins()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=demo.model_path(), help="folder of the model (default: the one that ships)")
     parser.add_argument(
@@ -36,7 +37,7 @@ def parser_of(
         help="entries (integer) or share of the prompt; several",
     )
     parser.add_argument(
-        "--policies", nargs="+", default=list(policies), choices=["full", *sorted(PRESETS)], metavar="P"
+        "--policies", nargs="+", default=[*others, *sorted(PRESETS)], choices=["full", *sorted(PRESETS)], metavar="P"
     )
     parser.add_argument("--seed", type=int, default=None, help="default: a new one at each run, printed")
     return parser

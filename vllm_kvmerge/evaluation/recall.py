@@ -12,7 +12,6 @@ import numpy as np
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.demo.documents import Prompt
 from vllm_kvmerge.evaluation.options import make_engine, parser_of, print_table, seed_of
-from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import FULL, compression
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def evaluate(llm: "LLM", prompts: list[Prompt], policies: list[str], budget: int
 
 
 def main() -> None:
-    parser = parser_of(__doc__, (0.3,), (FULL, *sorted(PRESETS)))
+    parser = parser_of(__doc__, (0.3,), (FULL,))
     parser.add_argument("--length", type=int, default=1024, help="tokens per prompt")
     parser.add_argument("--facts", type=int, default=16, help="facts per prompt")
     parser.add_argument("--prompts", type=int, default=200, help="how many prompts")

@@ -1,4 +1,7 @@
-"""Compression policies, as parts that combine and presets that name combinations."""
+"""Compression policies, as parts that combine and presets that name combinations.
+
+Those of other packages are not there before ``load_plugins``.
+"""
 
 # Importing a module registers its parts.
 from vllm_kvmerge.policies import allocators, mergers, presets, selectors, trackers
@@ -8,9 +11,10 @@ from vllm_kvmerge.policies.base import (
     Allocator,
     CacheUpdate,
     CompressionContext,
-    CompressionResult,
     Entries,
+    Heads,
     Merger,
+    Queries,
     Selector,
     Tracker,
 )
@@ -27,6 +31,7 @@ from vllm_kvmerge.policies.registry import (
     register,
     register_preset,
 )
+from vllm_kvmerge.policies.update import CompressionResult
 
 __all__ = [
     "ALLOCATORS",
@@ -38,16 +43,19 @@ __all__ = [
     "SELECTORS",
     "TRACKERS",
     "Allocator",
+    "CacheUpdate",
     "CompressionContext",
     "CompressionPolicy",
     "CompressionResult",
     "Entries",
+    "Heads",
     "Merger",
-    "CacheUpdate",
     "Preset",
+    "Queries",
     "Selector",
     "Tracker",
     "allocators",
+    "load_plugins",
     "mergers",
     "presets",
     "register",
@@ -55,6 +63,3 @@ __all__ = [
     "selectors",
     "trackers",
 ]
-
-# Last: plugins import from here.
-load_plugins()

@@ -1,4 +1,4 @@
-"""Which parts a policy is made of, by name: a preset's, and in their place those that a request asks for."""
+"""Names of a policy's parts: a preset's, and in their place those that a request asks for."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
@@ -28,7 +28,7 @@ class PartNames(NamedTuple):
         return {kind: PARTS[kind][name] for kind, name in self._asdict().items()}
 
     def misfit(self) -> str | None:
-        """Why these parts cannot work together; None where they can."""
+        """The reason why these parts cannot work together; None where they can."""
         try:
             # What fits is a matter of classes alone: no hyper-parameter is needed to ask.
             CompressionPolicy(**{kind: part.model_construct() for kind, part in self.classes.items()})  # type: ignore[arg-type]

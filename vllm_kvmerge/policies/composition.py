@@ -9,28 +9,21 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies.allocators import Uniform
-from vllm_kvmerge.policies.base import (
-    Allocator,
-    CompressionContext,
-    CompressionResult,
-    Merger,
-    Part,
-    Selector,
-    Tracker,
-)
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Merger, Part, Selector, Tracker
+from vllm_kvmerge.policies.checks import check_count, check_tensor, check_update, is_foreign
 from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import Entries
-from vllm_kvmerge.policies.failure import blamed_on, check_count, check_outcome, check_tensor, is_foreign
+from vllm_kvmerge.policies.errors import blamed_on
 from vllm_kvmerge.policies.indexing import in_place
-from vllm_kvmerge.policies.outcome import CacheUpdate
 from vllm_kvmerge.policies.trackers import attention_mass
+from vllm_kvmerge.policies.update import CacheUpdate, CompressionResult
 
 CALLS = 40_000
 """Touches that some hundred calls of operators on small tensors cost, for one of the heads that share them."""
 
 
 class CompressionPolicy(BaseModel):
-    """Raises ValueError (pydantic's) where the tracker cannot serve the selector or the merger."""
+    """Four parts at work together. Raises ValueError (pydantic's) for parts that do not fit."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,7 +43,7 @@ class CompressionPolicy(BaseModel):
         if self.tracker.mode not in self.merger.tracker_modes:
             raise ValueError(
                 f"merger {self.merger.name!r} cannot work from tracker {self.tracker.name!r} (mode "
-                f"{self.tracker.mode!r}); allowed modes: {', '.join(sorted(self.merger.tracker_modes))}"
+                f"'{self.tracker.mode}'); allowed modes: {', '.join(sorted(self.merger.tracker_modes))}"
             )
         if self.selector.pools_heads and self.allocator.splits_heads:
             raise ValueError(
@@ -75,7 +68,7 @@ class CompressionPolicy(BaseModel):
 
     @property
     def query_window(self) -> int:
-        """How many of the newest queries the policy reads."""
+        """Number of the newest queries that the policy reads."""
         return max(part.query_window for part in self.parts)
 
     @property
@@ -103,7 +96,7 @@ class CompressionPolicy(BaseModel):
                 check_count("query_window", part.query_window)
 
     def layer_statistic(self, entries: Entries, context: CompressionContext) -> Tensor:
-        """The allocator's, ``[units]``, for ``context.layer_statistics``; only where it has one.
+        """The allocator's, ``[sequence layers]``, for ``context.layer_statistics``; only where it has one.
 
         Raises:
             PartError: the tracker or the allocator failed.
@@ -112,10 +105,12 @@ class CompressionPolicy(BaseModel):
             mass = attention_mass(self.tracker, entries)
         with blamed_on(self.allocator):
             statistic = self.allocator.layer_statistic(entries, mass, context)
-            return check_tensor("layer_statistic", statistic, (len(context.by_unit(mass)),), mass, None)
+            return check_tensor(
+                "layer_statistic", statistic, (entries.num_rows // context.heads.num_kv_heads,), mass, None
+            )
 
     def cost(self, shape: CostShape) -> Cost:
-        """What a compression takes for one KV head of one layer: what the parts state, and what is needed besides.
+        """Work of a compression for one KV head of one layer: the parts', as they state it, and what is needed besides.
 
         Raises:
             PartError: a part cannot say what it costs.
@@ -157,32 +152,23 @@ class CompressionPolicy(BaseModel):
             PartError: a part raised, returned something that cannot be used, or ran out of time.
             ValueError: the budget is too small for this policy.
         """
-        capacity = context.capacity or context.budget
-        num_rows = len(entries.positions)
         if context.budget >= len(entries):
-            outcome = CacheUpdate.unchanged(entries)
-            return CompressionResult(entries, outcome.emptied(), torch.zeros_like(outcome.merged))
+            return CompressionResult.of(entries, CacheUpdate.unchanged(entries))
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
         context = replace(context, min_budget=self.min_budget)
-        groups = self._heads_by_budget(entries, context, capacity)
-        if len(groups) == 1:
-            (budget,) = groups
-            outcome = self._compress_heads(entries, replace(context, budget=budget), capacity)
-        else:
-            parts, sources = [], []
-            for budget, group in groups.items():
-                sources.append(entries.heads(group))
-                local = replace(context.of_heads(group, num_rows), budget=budget)
-                parts.append(self._compress_heads(sources[-1], local, capacity))
-            order = [head for group in groups.values() for head in group]
-            outcome = CacheUpdate.stack_heads(parts, sources).heads([order.index(head) for head in range(num_rows)])
-        outcome = outcome.emptied()
-        evicted = entries.is_live.sum(1) - outcome.is_live.sum(1) - outcome.merged
-        return CompressionResult(entries, outcome, evicted)
+        parts, sources, order = [], [], []
+        for budget, rows in self._rows_by_budget(entries, context).items():
+            order += rows
+            sources.append(entries.of_rows(rows) if len(rows) < entries.num_rows else entries)
+            parts.append(self._compress_rows(sources[-1], replace(context.of_rows(rows), budget=budget)))
+        if len(parts) == 1:
+            return CompressionResult.of(entries, parts[0])
+        update = CacheUpdate.stack_rows(parts, sources).of_rows([order.index(row) for row in range(len(order))])
+        return CompressionResult.of(entries, update)
 
-    def _heads_by_budget(self, entries: Entries, context: CompressionContext, capacity: int) -> dict[int, list[int]]:
-        """The heads that have each budget. In practice all have one, those of a layer have one, or each has its own."""
+    def _rows_by_budget(self, entries: Entries, context: CompressionContext) -> dict[int, list[int]]:
+        """The rows that have each budget. In practice all have one, those of a layer have one, or each has its own."""
         if self.allocator.reads_attention:
             with blamed_on(self.tracker):
                 importance = attention_mass(self.tracker, entries)
@@ -190,17 +176,16 @@ class CompressionPolicy(BaseModel):
             importance = torch.zeros_like(entries.scores)
         with blamed_on(self.allocator):
             budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, context)]
-            if len(budgets) != len(importance):
-                raise ValueError(f"head_budgets must be {len(importance)} numbers, got {len(budgets)}")
+            if len(budgets) != entries.num_rows:
+                raise ValueError(f"head_budgets must be {entries.num_rows} numbers, got {len(budgets)}")
         groups: dict[int, list[int]] = {}
-        least = self.min_budget
-        for head, budget in enumerate(budgets):
-            groups.setdefault(min(max(budget, least), capacity), []).append(head)
+        for row, budget in enumerate(budgets):
+            groups.setdefault(min(max(budget, context.min_budget), context.capacity), []).append(row)
         return groups
 
-    def _compress_heads(self, entries: Entries, context: CompressionContext, capacity: int) -> CacheUpdate:
-        """``capacity`` places for each of these heads, ``context.budget`` of them filled."""
-        n = len(entries)
+    def _compress_rows(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
+        """``context.capacity`` places for each of these rows, ``context.budget`` of them filled."""
+        n, capacity = len(entries), context.capacity
         if context.budget >= n:
             return CacheUpdate.unchanged(entries).in_place(entries, capacity)
         num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
@@ -209,21 +194,19 @@ class CompressionPolicy(BaseModel):
         with blamed_on(self.merger):
             earlier = self.merger.before_selection(entries, importance, protected, context)
             if earlier is not None and is_foreign(self.merger):
-                check_outcome(earlier, n, entries.scores)
+                check_update(earlier, n, entries.scores)
         remaining = entries
         if earlier is not None:
             remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context)
         kept = in_place(self._select(candidates, importance, protected, context), context.num_kept)
         with blamed_on(self.merger):
-            outcome = self.merger.merge(remaining, kept, importance, protected, context)
+            update = self.merger.merge(remaining, kept, importance, protected, context)
             if is_foreign(self.merger):
-                check_outcome(outcome, context.budget, entries.scores)
+                check_update(update, context.budget, entries.scores)
         if earlier is not None:
-            outcome = outcome.after(earlier, remaining)
-        if context.num_kept == capacity:
-            return outcome  # in place already
-        return outcome.in_place(entries, capacity)
+            update = update.after(earlier, remaining)
+        return update if context.num_kept == capacity else update.in_place(entries, capacity)  # else in place already
 
     def _select(
         self, candidates: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
@@ -238,7 +221,7 @@ class CompressionPolicy(BaseModel):
             return selected
 
     def _rank(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor, Tensor]:
-        """What the selector may keep, every entry's importance, and what the selector protects."""
+        """The entries that the selector may keep, every entry's importance, and the mask that the selector protects."""
         with blamed_on(self.merger):
             candidates = entries.without(self.merger.is_slot(entries)) if context.num_slots else entries
         with blamed_on(self.tracker):

@@ -1,4 +1,4 @@
-"""What a compaction costs, as parts state it, and how fast a device works that off."""
+"""Costs of compactions, stated in what devices do so much of in a second."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ MEASURING_SECONDS = 0.025
 
 @dataclass(frozen=True)
 class CostShape:
-    """What a cost depends on besides hyper-parameters.
+    """Sizes that a cost depends on besides hyper-parameters.
 
     num_entries: live entries per head before the compression. budget: entries kept. group_size: query heads per KV
     head. hidden_size: rows of the output projection.
@@ -47,9 +47,9 @@ class CostShape:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a compression takes for one KV head of one layer; an upper bound where it depends on data.
+    """Work of a compression for one KV head of one layer; an upper bound where it depends on data.
 
-    numbers: the most numbers of 4 bytes that are held at once, besides the pages; an int64 is two. products:
+    numbers: the most numbers of 4 bytes that are held at once, besides the KV cache; an int64 is two. products:
     multiply-adds in matrix products. touches: numbers that are read or written otherwise, in element-wise passes over
     memory; what takes longer counts as several (``sorting``, ``gathering``).
     """
@@ -61,6 +61,10 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.numbers + other.numbers, self.products + other.products, self.touches + other.touches)
 
+    def __mul__(self, times: int) -> "Cost":
+        """The same so many times, one after the other."""
+        return Cost(self.numbers, self.products * times, self.touches * times)
+
     def largest(self, other: "Cost") -> "Cost":
         """The larger of both in each respect."""
         return Cost(
@@ -68,7 +72,7 @@ class Cost:
         )
 
     def seconds(self, rates: "Rates") -> float:
-        """How long it takes on a device with these rates."""
+        """Duration on a device with these rates."""
         return self.products / rates.products_per_second + self.touches / rates.touches_per_second
 
 
@@ -78,23 +82,23 @@ def sorting(count: int) -> int:
 
 
 def gathering(count: int) -> int:
-    """Touches of reading ``count`` numbers of keys or values from pages, or of adding rows to others by index."""
+    """Touches of reading ``count`` numbers of keys or values from KV blocks, or of adding rows to others by index."""
     return 4 * count
 
 
-def comparing(num_members: int, num_carriers: int, head_size: int) -> Cost:
-    """Of ``Entries.most_similar`` where keys lie in pages: carriers are copied side by side."""
+def comparing(num_sources: int, num_targets: int, head_size: int) -> Cost:
+    """Of ``Entries.most_similar`` where keys lie in KV blocks: targets are copied side by side."""
     return Cost(
-        numbers=(num_carriers + 32) * (head_size + 2) + 3 * num_members,
-        products=num_members * num_carriers * head_size,
-        touches=num_members * num_carriers + gathering((num_members + num_carriers) * head_size),
+        numbers=(num_targets + 32) * (head_size + 2) + 3 * num_sources,
+        products=num_sources * num_targets * head_size,
+        touches=num_sources * num_targets + gathering((num_sources + num_targets) * head_size),
     )
 
 
-def comparing_tensors(num_members: int, num_carriers: int, head_size: int) -> int:
+def comparing_tensors(num_sources: int, num_targets: int, head_size: int) -> int:
     """Numbers held by ``Entries.most_similar`` where keys are read first."""
-    part = min(num_members, PART_ENTRIES)
-    return 2 * (num_carriers + part) * head_size + min(num_carriers * part, MAX_SIMILARITY_BYTES // 4)
+    part = min(num_sources, PART_ENTRIES)
+    return 2 * (num_targets + part) * head_size + min(num_targets * part, MAX_SIMILARITY_BYTES // 4)
 
 
 def attending(num_entries: int, num_queries: int, group_size: int) -> int:
@@ -105,7 +109,7 @@ def attending(num_entries: int, num_queries: int, group_size: int) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second of each that a ``Cost`` counts."""
+    """Work that a device does in a second, of each kind that a ``Cost`` counts."""
 
     products_per_second: float
     touches_per_second: float

@@ -1,9 +1,10 @@
-"""Reproducible random numbers: a hash of where an entry is, the same on every tensor-parallel split and device."""
+"""Reproducible random numbers: hashes of where entries are, equal on every tensor-parallel split and device."""
 
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
+from vllm_kvmerge.policies.context import CompressionContext
+from vllm_kvmerge.policies.entries import Entries
 
 _WRAP = 1 << 64
 _STEP = 0x9E3779B97F4A7C15 - _WRAP
@@ -20,8 +21,8 @@ def uniform(seed: int, entries: Entries, context: CompressionContext) -> Tensor:
     An entry keeps its number for as long as it keeps its position, whatever happens around it.
     """
     positions = entries.positions
-    heads = torch.tensor(context.head_of_each(len(positions)), device=positions.device)
-    layers = torch.tensor(context.layer_of_each(len(positions)), device=positions.device)
+    heads = torch.tensor(context.heads.indices, device=positions.device)
+    layers = torch.tensor(context.heads.layers, device=positions.device)
     state = _mix(_mix(_mix(torch.full_like(heads, seed)) + layers) + heads)
     return (_mix(_mix(state.unsqueeze(1) + positions)) & ((1 << _BITS) - 1)).float() / (1 << _BITS)
 

@@ -1,6 +1,7 @@
 """Parts and presets of other packages, found through their entry points."""
 
 import logging
+from functools import cache
 from importlib import metadata
 
 from pydantic import ValidationError
@@ -14,8 +15,13 @@ GROUP = "vllm_kvmerge.policies"
 """Entry point group; each entry point names a module that registers parts and presets when it is imported."""
 
 
+@cache
 def load_plugins() -> None:
-    """Loads every entry point of the group. What is wrong with one is logged, and does not keep the others out."""
+    """Loads every entry point of the group, once: call it before names are looked up in ``PARTS`` or ``PRESETS``.
+
+    A plugin's fault is logged, and does not keep the others out. Importing the package does not load plugins: they
+    import it themselves.
+    """
     for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
         known = set(PRESETS)
         try:
@@ -30,7 +36,7 @@ def load_plugins() -> None:
 
 
 def _fault(preset: Preset) -> str | None:
-    """Why no request could use the preset; None where it can."""
+    """The reason why no request could use the preset; None where one can."""
     names = PartNames.of(preset)
     for kind, name in names._asdict().items():
         if name not in PARTS[kind]:

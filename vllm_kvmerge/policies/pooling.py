@@ -1,4 +1,4 @@
-"""Pooling of scores over neighbours in the text, which keeps clusters of entries together (SnapKV section 4)."""
+"""Max-pooling of scores over neighbours in the text, which keeps clusters of entries together (SnapKV section 4)."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ def _check_odd(value: int) -> int:
 
 
 KernelSize = Annotated[int, Field(ge=1, le=255), AfterValidator(_check_odd)]
-"""How many neighbours, in order of position, an entry's score is max-pooled over, itself included."""
+"""Neighbours, in order of position, over which an entry's score is max-pooled, itself included."""
 
 
 def max_pooled(ranking: Tensor, protected: Tensor, entries: Entries, kernel_size: int) -> Tensor:

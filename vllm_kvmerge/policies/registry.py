@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from inspect import isabstract
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from vllm_kvmerge.policies.base import Allocator, Merger, Part, Selector, Tracker
+from vllm_kvmerge.policies.base import Allocator, Merger, Part, ScoreMode, Selector, Tracker
+from vllm_kvmerge.policies.fields import CommonFields, DecodeMode
 
-DecodeMode = Literal["bounded", "grow"]
 P = TypeVar("P", bound=type[Part])
 
 TRACKERS: dict[str, type[Tracker]] = {}
@@ -25,9 +25,6 @@ _KINDS: tuple[tuple[type[Part], dict[str, Any]], ...] = (
 
 PARTS: Mapping[str, Mapping[str, type[Part]]] = {base.__name__.lower(): parts for base, parts in _KINDS}
 """The registered parts of each kind; a request names them in fields of these names."""
-
-COMMON_FIELDS = ("policy", "budget", "interval", "decode", "context_tokens")
-"""What every request may give, besides the parts it names and their hyper-parameters."""
 
 
 def register(part: P) -> P:
@@ -48,14 +45,14 @@ def register(part: P) -> P:
 
 
 def _check_complete(part: type[Part]) -> None:
-    """Finds here what would otherwise surface in somebody's request."""
+    """Refuses what would otherwise surface in somebody's request."""
     missing = {name for name in part.__class_vars__ if not hasattr(part, name)}
     if isabstract(part):
         missing |= set(part.__abstractmethods__)
     if missing:
         raise TypeError(f"{part.__name__} does not define {', '.join(sorted(missing))}")
     for name, info in part.model_fields.items():
-        if name in COMMON_FIELDS or name in PARTS:
+        if name == "policy" or name in CommonFields.model_fields or name in PARTS:
             raise ValueError(f"{part.__name__}.{name}: every request has a field of that name")
         if info.is_required():
             raise TypeError(f"{part.__name__}.{name} has no default")
@@ -66,10 +63,10 @@ def _check_complete(part: type[Part]) -> None:
                 f"{part.__name__}.{name} allows numbers without a finite lower and upper bound; give it both, such as "
                 "Field(ge=0, le=1)"
             )
-    if issubclass(part, Tracker) and part.mode != "none" and part().prompt_window == 0:
+    if issubclass(part, Tracker) and part.mode != ScoreMode.NONE and part().prompt_window == 0:
         raise TypeError(
             f"{part.__name__}.prompt_window is 0, so that nothing of a prompt would be scored; with mode "
-            f"{part.mode!r} it must be more, or 'all'"
+            f"'{part.mode}' it must be more, or 'all'"
         )
 
 

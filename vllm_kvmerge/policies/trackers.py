@@ -1,22 +1,21 @@
-"""What attention accumulates per cache entry, and how it ranks entries."""
+"""Trackers: statistics that attention accumulates per entry, by which entries rank."""
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, Entries, ScoreMode, Tracker
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, ScoreMode, Tracker
 from vllm_kvmerge.policies.registry import register
 
 ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
-"""How many of the prompt's last queries are scored."""
+"""Number of the prompt's last queries that are scored."""
 
 
 class ScoringTracker(Tracker):
-    """What trackers share that score."""
+    """Trackers that score the prompt's last queries."""
 
     score_window: ScoreWindow = Field(
         64, description="How many of the prompt's last tokens are scored as queries, or 'all'."
@@ -31,9 +30,9 @@ class ScoringTracker(Tracker):
 class NoTracker(Tracker):
     """Attention accumulates nothing."""
 
-    name: ClassVar[str] = "none"
-    source: ClassVar[str] = "positions alone decide"
-    mode: ClassVar[ScoreMode] = ScoreMode.NONE
+    name = "none"
+    source = "positions alone decide"
+    mode = ScoreMode.NONE
 
     def importance(self, entries: Entries) -> Tensor:
         return torch.zeros_like(entries.scores)
@@ -49,9 +48,9 @@ class SumTracker(ScoringTracker):
     ``scores`` holds s. ``aux`` is left to the merger.
     """
 
-    name: ClassVar[str] = "sum"
-    source: ClassVar[str] = "H2O; ZSMerge eq. 5"
-    mode: ClassVar[ScoreMode] = ScoreMode.SUM
+    name = "sum"
+    source = "H2O; ZSMerge eq. 5"
+    mode = ScoreMode.SUM
 
     decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor on the accumulated score at each query.")
 
@@ -74,13 +73,13 @@ class MeanTracker(ScoringTracker):
     ``aux`` the number of queries.
     """
 
-    name: ClassVar[str] = "mean"
-    source: ClassVar[str] = "WeightedKV algorithm 1"
-    mode: ClassVar[ScoreMode] = ScoreMode.MEAN
+    name = "mean"
+    source = "WeightedKV algorithm 1"
+    mode = ScoreMode.MEAN
 
     def importance(self, entries: Entries) -> Tensor:
         """-inf for an entry that no query has seen."""
-        return torch.where(entries.aux > 0, entries.scores / entries.aux, -torch.inf)
+        return torch.where(entries.query_counts > 0, entries.scores / entries.query_counts, -torch.inf)
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=3 * shape.num_entries, touches=8 * shape.num_entries)
@@ -95,9 +94,9 @@ class LogEmaTracker(ScoringTracker):
     where it is 0, S means nothing.
     """
 
-    name: ClassVar[str] = "log_ema"
-    source: ClassVar[str] = "KeepKV eq. 8"
-    mode: ClassVar[ScoreMode] = ScoreMode.LOG_EMA
+    name = "log_ema"
+    source = "KeepKV eq. 8"
+    mode = ScoreMode.LOG_EMA
 
     # Farther from either end than float32 needs to tell the weights of past and present from 0.
     ema_decay: float = Field(0.9, ge=1e-5, le=1.0 - 1e-5, description="Weight of the past in the moving average.")
@@ -108,7 +107,8 @@ class LogEmaTracker(ScoringTracker):
 
     def corrected(self, entries: Entries) -> Tensor:
         """``[H, n]``: L = ln s_hat = S - ln(1 - a^t) (KeepKV eq. 8); -inf for an entry that was never scored."""
-        return torch.where(entries.aux > 0, entries.scores - self._log_correction(entries.aux), -torch.inf)
+        counts = entries.query_counts
+        return torch.where(counts > 0, entries.scores - self._log_correction(counts), -torch.inf)
 
     def uncorrected(self, log_scores: Tensor, aux: Tensor) -> Tensor:
         """``[H, n]``: the S whose bias-corrected value after ``aux`` queries is L; the inverse of ``corrected``."""

@@ -1,4 +1,4 @@
-"""What a request can name: every policy, every part, and their parameters."""
+"""Catalogue of all that a request can name: policies, parts, and their parameters."""
 
 import inspect
 from collections.abc import Collection
@@ -27,15 +27,8 @@ def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]
         parts = PartNames.of(preset)._asdict()
         fields = schema["$defs"][references[preset.name].rpartition("/")[2]]["properties"]
         defaults = {name: fields[name]["default"] for name in fields if name not in ("policy", "decode", *parts)}
-        presets.append(
-            {
-                "name": preset.name,
-                "source": preset.source,
-                "parts": parts,
-                "decode": preset.decode,
-                "defaults": defaults,
-            }
-        )
+        shown = {"name": preset.name, "source": preset.source, "parts": parts, "decode": preset.decode}
+        presets.append(shown | {"defaults": defaults})
     parts_by_kind = {kind: [_describe(part) for part in parts.values()] for kind, parts in PARTS.items()}
     return {"presets": presets, "parts": parts_by_kind, "schema": schema}
 
@@ -61,7 +54,7 @@ def _summary(part: type[Part]) -> str:
 
 
 def _type_text(field: dict[str, Any]) -> str:
-    """What a field's JSON schema allows, in words: ``integer >= 1 or 'all'``."""
+    """The values that a field's JSON schema allows, in words: ``integer >= 1 or 'all'``."""
     if "anyOf" in field:
         return " or ".join(_type_text(choice) for choice in field["anyOf"])
     if "const" in field or "enum" in field:

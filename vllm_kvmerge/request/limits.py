@@ -7,7 +7,7 @@ from functools import partial
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.base import Part
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
-from vllm_kvmerge.policies.failure import label
+from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
 

@@ -7,24 +7,12 @@ from functools import lru_cache, reduce
 from operator import or_
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictFloat,
-    StrictInt,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-    create_model,
-)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
-from vllm_kvmerge.policies.base import MAX_TOKENS
+from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy, load_plugins
 from vllm_kvmerge.policies.choice import PartNames, choose
-from vllm_kvmerge.policies.failure import PartError
-from vllm_kvmerge.policies.registry import DecodeMode
+from vllm_kvmerge.policies.errors import PartError
+from vllm_kvmerge.policies.fields import CommonFields
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 
 M = TypeVar("M", bound=BaseModel)
@@ -50,44 +38,8 @@ class CompressionError(ValueError):
         self.status = status
 
 
-def _check_budget(budget: int | float) -> int | float:
-    if 1 <= budget <= MAX_TOKENS if isinstance(budget, int) else 0.0 < budget <= 1.0:
-        return budget
-    raise ValueError(
-        f"must be an integer from 1 to {MAX_TOKENS} (entries per KV head) or a float in (0, 1] (share of the prompt's "
-        "tokens)"
-    )
-
-
-TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
-
-Budget = Annotated[
-    StrictInt | StrictFloat,
-    AfterValidator(_check_budget),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
-                {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
-            ],
-            "description": "Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its "
-            "context where context_tokens says how long that is, rounded up.",
-        }
-    ),
-]
-
-
 MAX_SHOWN = 80
 """Characters of a request's value that an error message repeats."""
-
-DECODE_TEXT = (
-    "bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's (or context's) end "
-    "only."
-)
-CONTEXT_TEXT = (
-    "Compress the prompt's first so many tokens as if they were the whole prompt, before the rest of it, such as a "
-    "question, is read; at most the prompt's tokens. Default: the whole prompt."
-)
 
 
 class FullRequest(BaseModel):
@@ -101,26 +53,25 @@ class FullRequest(BaseModel):
 def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
     """The pydantic model of ``kv_compression`` for a policy made of these parts: the common fields and the parts'."""
     preset = PRESETS[policy]
-    fields: dict[str, Any] = {
-        "policy": Literal[policy],  # type: ignore[valid-type]
-        "budget": (Budget, 0.2),
-        "interval": (
-            TokenCount | None,
-            Field(None, description="Live entries above the budget that trigger a compression; default: one block."),
-        ),
-        "decode": (DecodeMode, Field(preset.decode, description=DECODE_TEXT)),
-        "context_tokens": (TokenCount | None, Field(None, description=CONTEXT_TEXT)),
-    }
+    defaults = preset.defaults | {"decode": preset.decode}
+
+    def described(model: type[BaseModel]) -> dict[str, Any]:
+        return {
+            field: (
+                Annotated[info.annotation, *info.metadata, Field(description=info.description)],
+                defaults.get(field, info.default),
+            )
+            for field, info in model.model_fields.items()
+        }
+
+    fields: dict[str, Any] = {"policy": Literal[policy], **described(CommonFields)}  # type: ignore[valid-type]
     for kind, name in names._asdict().items():
         own = f"The policy's own is {getattr(preset, kind)}"
         if kind == "tracker":
             own += "; where it does not suit the other parts, the first that does is taken"
         fields[kind] = (Literal[*sorted(PARTS[kind])], Field(name, description=f"Part to use as {kind}. {own}."))
     for part in names.classes.values():
-        for field, info in part.model_fields.items():
-            default = preset.defaults.get(field, info.default)
-            description = Field(description=info.description)
-            fields[field] = (Annotated[info.annotation, *info.metadata, description], default)  # type: ignore[valid-type]
+        fields |= described(part)
     return create_model(
         "".join(word.capitalize() for word in policy.split("_")) + "Request",
         __config__=ConfigDict(extra="forbid", frozen=True, strict=True),
@@ -130,21 +81,14 @@ def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
     )
 
 
-class CompressionConfig(BaseModel):
-    """One request's compression, resolved: what to run, how large, how often.
+class CompressionConfig(CommonFields):
+    """One request's compression, resolved: its common fields and its policy, ``name``, made of parts.
 
-    context_tokens: how many of the prompt's tokens are compressed before the others are read; None: all, at its end.
     text: the request's ``kv_compression`` as canonical JSON.
     """
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
-
     name: str
-    budget: int | float
-    interval: int | None
-    decode: DecodeMode
     policy: CompressionPolicy
-    context_tokens: int | None = None
     text: str = ""
 
     @property
@@ -218,7 +162,7 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         policy.check_constants()
     except PartError as error:
         raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
-    common = {field: getattr(request, field) for field in ("budget", "interval", "decode", "context_tokens")}
+    common = {field: getattr(request, field) for field in CommonFields.model_fields}
     config = CompressionConfig(name=name, policy=policy, text=text, **common)
     if isinstance(config.budget, int) and config.budget < policy.min_budget:
         raise CompressionError(
@@ -304,6 +248,7 @@ def parse_compression(value: Any) -> CompressionConfig | None:
     """
     if value is None:
         return None
+    load_plugins()
     if isinstance(value, str):
         _check_depth(value)
         try:
@@ -342,6 +287,7 @@ def request_schema(policies: Collection[str] | None = None) -> dict[str, Any]:
     An object lists the fields of the policy's own parts. It does not forbid others, because a request may name other
     parts, and those bring theirs; ``parse_compression`` refuses what the parts do not know.
     """
+    load_plugins()
     described = [name for name in PRESETS if policies is None or name in policies]
     models = [FullRequest, *(_request_model(name, PartNames.of(PRESETS[name])) for name in described)]
     union: Any = Annotated[reduce(or_, models), Field(discriminator="policy")]

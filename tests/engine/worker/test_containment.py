@@ -11,7 +11,8 @@ from tests.engine.worker.test_batches import INTERVAL, NUM_HEADS, NUM_LAYERS, Wo
 from tests.entries import gather_entries
 from tests.policies import failing
 from vllm_kvmerge.policies.cost import Rates
-from vllm_kvmerge.policies.failure import OutOfTime, PartError, PartTimeout, time_limit
+from vllm_kvmerge.policies.deadline import time_limit
+from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout
 from vllm_kvmerge.request.parameters import parse_compression
 
 MAX_SECONDS = 0.3

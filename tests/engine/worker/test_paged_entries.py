@@ -5,6 +5,7 @@ import torch
 
 from tests.entries import gather_entries
 from tests.ops.conftest import CacheMaker
+from tests.policies.sampling import stack_rows
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.ops import SequenceLayers
@@ -26,7 +27,7 @@ def sample(dtype: torch.dtype) -> tuple[PagedEntries, Entries]:
         torch.tensor([(s.front, s.tail, s.seq_len) for s in made]),
     )
     dense = [gather_entries(maker.pages, s.blocks, s.front, s.tail, s.seq_len) for s in made]
-    return PagedEntries.gather(units), Entries.stack_heads(dense)
+    return PagedEntries.gather(units), stack_rows(dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -35,7 +36,7 @@ def test_reads_are_those_of_the_dense_entries(dtype, heads):
     paged, dense = sample(dtype)
     if heads is not None:
         assert paged.keys is not None  # what has been read of all heads must not be taken for some
-        paged, dense = paged.heads(heads), dense.heads(heads)
+        paged, dense = paged.of_rows(heads), dense.of_rows(heads)
     generator = torch.Generator().manual_seed(2)
     index = torch.rand(len(dense.positions), 60, generator=generator).argsort(1)
     some = index[:, :20].masked_fill(torch.rand(len(index), 20, generator=generator) < 0.2, -1)
@@ -62,7 +63,7 @@ def test_nothing_is_read_unasked(monkeypatch):
     asked = []
     gather_rows = ops.gather_rows
     monkeypatch.setattr(ops, "gather_rows", lambda *args: (asked.append(args[-1]), gather_rows(*args))[1])
-    view = paged.without(dense.positions < 20).heads([0, 3])
+    view = paged.without(dense.positions < 20).of_rows([0, 3])
     assert view.is_live.any() and len(view) == 60 and not asked
     rows = view.values_at(torch.tensor([[7, -1], [3, 4]]))
     assert torch.equal(rows[1], dense.values[3, 3:5])

@@ -1,9 +1,10 @@
-"""Executes compression plans: asks each request's policy what changes, and changes that in the pages."""
+"""Execution of compression plans: each request's policy says what changes, and the compactor writes that."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,20 +16,15 @@ from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.ops import PagedKVCache, Rows, SequenceLayers
 from vllm_kvmerge.ops.types import sent
-from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionPolicy, CompressionResult
+from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionPolicy, CompressionResult, Heads, Queries
+from vllm_kvmerge.policies.checks import is_foreign
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
-from vllm_kvmerge.policies.failure import (
-    OutOfTime,
-    PartError,
-    PartTimeout,
-    as_part_error,
-    is_foreign,
-    time_limit,
-)
+from vllm_kvmerge.policies.deadline import time_limit
+from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
 
 SLACK = 4
-"""How many times as long as expected a policy may take besides: estimates and machines vary."""
+"""Multiple of the expected time that a policy may take besides: estimates and machines vary."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Compaction:
 
     @property
     def num_queries(self) -> int:
-        """How many of the newest queries are known."""
+        """Number of the newest queries that are known."""
         return 0 if self.ring is None else len(self.ring.positions(self.plan.num_tokens))
 
     def newest_queries(self, layers: slice) -> tuple[Tensor, Tensor]:
@@ -61,22 +57,34 @@ class Compaction:
         return self.ring.queries(self.plan.num_tokens, layers), self.ring.positions(self.plan.num_tokens)
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """One layer of one request; ``index`` is the request's place in its batch."""
+class _SequenceLayer(NamedTuple):
+    """One layer of one request; ``request`` is its place in the batch."""
 
-    index: int
-    compaction: Compaction
+    request: int
     layer: int
 
 
 @dataclass(frozen=True)
-class _Change:
-    """What is to be written to some units. counts: ``[H, 3]`` int64, per head ``Execution.counts``."""
+class _Batch:
+    """Plans of one shape, which go through their policy together.
 
-    located: SequenceLayers
-    outcome: CacheUpdate
-    counts: Tensor
+    cost: of the policy, for one KV head of one layer, or why it cannot say. time_left: seconds that the policy may
+    still work; None: as long as it takes. failed: why requests have failed, by their index.
+    """
+
+    compactions: list[Compaction]
+    cost: Cost | PartError
+    time_left: Callable[[], float | None]
+    failed: dict[int, PartError] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> CompressionPlan:
+        """One of the plans, for what they agree in."""
+        return self.compactions[0].plan
+
+    @property
+    def policy(self) -> CompressionPolicy:
+        return self.compactions[0].policy
 
 
 @dataclass(frozen=True)
@@ -101,12 +109,12 @@ class Compactor:
     one does not depend on which others are in the batch, nor on the order of plans: blocks that a step's plans write to
     are their own or were free, so no plan writes what another reads.
 
-    layers: each layer's pages. scale: of the attention logits. head_indices: index of each of this worker's KV heads
-    among all of them. all_heads: gathers ``[H, ...]`` from all tensor-parallel workers. output_weights: gives a layer's
-    output projection as ``[H, G, hidden, d]`` float32, or None where it is not known. group_size: query heads per KV
-    head. hidden_size: of the model. max_bytes: of working memory that a policy may need for a batch; larger ones are
-    split, down to one layer of one request. max_seconds: how much longer a policy may work on a batch than ``SLACK``
-    times what ``rates`` let expect; None: as long as it takes.
+    layers: each layer's KV cache. scale: of the attention logits. head_indices: index of each of this worker's KV heads
+    among all of them. all_heads: gathers ``[num_kv_heads, ...]`` from all tensor-parallel workers. output_weights:
+    gives a layer's output projection as ``[num_kv_heads, G, hidden, d]`` float32, or None where it is not known.
+    group_size: query heads per KV head (G). hidden_size: of the model. max_bytes: of working memory that a policy may
+    need for a batch; larger ones are split, down to one layer of one request. max_seconds: how much longer a policy may
+    work on a batch than ``SLACK`` times what ``rates`` let expect; None: as long as it takes.
     """
 
     layers: Sequence[PagedKVCache]
@@ -141,174 +149,165 @@ class Compactor:
             batches.setdefault((plan.compression, id(compaction.policy), *shape), []).append(index)
         counts, failures = [], {}
         for indices in batches.values():
-            failed: dict[int, PartError] = {}
-            counts.append(self._run_batch([compactions[index] for index in indices], failed))
-            failures.update({indices[index]: error for index, error in failed.items()})
+            batch = self._batch([compactions[index] for index in indices])
+            counts.append(self._run_batch(batch))
+            failures.update({indices[index]: error for index, error in batch.failed.items()})
         order = torch.tensor([index for indices in batches.values() for index in indices], dtype=torch.int64)
         return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures)
 
-    def _run_batch(self, batch: list[Compaction], failed: dict[int, PartError]) -> Tensor:
-        """Executes plans of one shape; ``Execution.counts`` of them. Adds to ``failed``, by index in the batch."""
-        policy = batch[0].policy
-        time_left = self._clock(batch)
-        statistics = None
-        if policy.allocator.has_layer_statistic:
-            statistics = self._layer_statistics(batch, failed, time_left)
-        counts = torch.zeros(len(batch), 3, dtype=torch.int64, device=self.device)
+    def _batch(self, compactions: list[Compaction]) -> _Batch:
+        """The clock starts. On a GPU our own parts are not hurried: they wait there for a kernel's compilation."""
+        policy, started, max_seconds = compactions[0].policy, time.monotonic(), self.max_seconds
+        cost = self._cost(compactions[0])
+        is_hurried = self.device.type == "cpu" or any(map(is_foreign, policy.parts))
 
-        def compress(units: list[_Unit]) -> _Change:
-            entries = self._gather(units)
-            with time_limit(time_left()):
-                return self._change(entries, policy.compress(entries, self._context(units, batch, statistics)))
+        def time_left() -> float | None:
+            if max_seconds is None or not is_hurried:
+                return None
+            expected = 0.0
+            if self.rates is not None:
+                if isinstance(cost, PartError):
+                    raise cost
+                expected = len(compactions) * len(self.layers) * self.num_kv_heads * cost.seconds(self.rates)
+            return max_seconds + SLACK * expected - (time.monotonic() - started)
 
-        def write(units: list[_Unit], change: _Change) -> None:
-            index = sent(torch.tensor([unit.index for unit in units]), self.device)
-            counts.index_add_(0, index, change.counts.unflatten(0, (-1, self.num_heads)).sum(1))
-            self._write(units, change.located, change.outcome)
+        return _Batch(compactions, cost, time_left)
 
-        for units in self._parts(batch):
-            for some, change in _contained(units, failed, compress):
-                write(some, change)
-                del change  # before the next one is made
-            if failed_units := [unit for unit in units if unit.index in failed]:
-                entries = self._gather(failed_units)
-                write(failed_units, self._change(entries, _newest(entries, batch[0].plan.new_front)))
+    def _cost(self, compaction: Compaction) -> Cost | PartError:
+        shape = CostShape(
+            num_entries=compaction.num_entries,
+            budget=compaction.plan.budget,
+            head_size=self.layers[0].head_size,
+            group_size=self.group_size,
+            hidden_size=self.hidden_size,
+            at_prompt_end=compaction.plan.front == 0,
+        )
+        try:
+            return compaction.policy.cost(shape)
+        except Exception as error:
+            return as_part_error(error)
+
+    def _run_batch(self, batch: _Batch) -> Tensor:
+        """Executes the plans; ``Execution.counts`` of them."""
+        counts = torch.zeros(len(batch.compactions), 3, dtype=torch.int64, device=self.device)
+        statistics = self._layer_statistics(batch) if batch.policy.allocator.has_layer_statistic else None
+
+        def compress(seq_layers: list[_SequenceLayer]) -> CompressionResult:
+            entries = self._gather(seq_layers, batch)
+            with time_limit(batch.time_left()):
+                result = batch.policy.compress(entries, self._context(seq_layers, batch, statistics))
+                return result.finite(self.dtype)
+
+        def write(seq_layers: list[_SequenceLayer], result: CompressionResult) -> None:
+            assert isinstance(result.source, PagedEntries)
+            update = result.update
+            by_head = torch.stack([update.merged, result.evicted, result.as_before], 1)
+            index = self._sent([one.request for one in seq_layers])
+            counts.index_add_(0, index, by_head.unflatten(0, (-1, self.num_kv_heads)).sum(1))
+            destination = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
+            rows = Rows(update.changed, update.keys, update.values)
+            ops.merge_entries(result.source.seq_layers, destination, update.kept, tuple(update.metadata), rows)
+
+        for part in self._parts(batch):
+            for some, result in _contained(part, batch.failed, compress):
+                write(some, result)
+                del result  # before the next one is made
+            if failed := [one for one in part if one.request in batch.failed]:
+                write(failed, _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype))
         return counts
 
-    def _change(self, entries: PagedEntries, result: CompressionResult) -> "_Change":
-        outcome, as_before = result.outcome.finite(result.source, self.layers[0].keys.dtype)
-        return _Change(entries.units, outcome, torch.stack([outcome.merged, result.evicted, as_before], 1))
-
-    def _layer_statistics(
-        self, batch: list[Compaction], failed: dict[int, PartError], time_left: Callable[[], float | None]
-    ) -> Tensor:
+    def _layer_statistics(self, batch: _Batch) -> Tensor:
         """``[plans, layers]`` float32, the allocator's; zeros where it failed."""
 
-        def statistic(units: list[_Unit]) -> Tensor:
-            entries = self._gather(units)
-            with time_limit(time_left()):
-                return batch[0].policy.layer_statistic(entries, self._context(units, batch, None))
+        def statistic(seq_layers: list[_SequenceLayer]) -> Tensor:
+            entries = self._gather(seq_layers, batch)
+            with time_limit(batch.time_left()):
+                return batch.policy.layer_statistic(entries, self._context(seq_layers, batch, None))
 
-        statistics = torch.zeros(len(batch), len(self.layers), device=self.device)
-        for units in self._parts(batch):
-            for some, values in _contained(units, failed, statistic):
-                places = sent(torch.tensor([(unit.index, unit.layer) for unit in some]), self.device)
+        statistics = torch.zeros(len(batch.compactions), len(self.layers), device=self.device)
+        for part in self._parts(batch):
+            for some, values in _contained(part, batch.failed, statistic):
+                places = self._sent(some)
                 statistics[places[:, 0], places[:, 1]] = values.float()
         return statistics
 
-    def _parts(self, batch: list[Compaction]) -> Iterator[list[_Unit]]:
-        """The layers of all requests, in parts that fit in memory."""
-        units = [_Unit(i, one, layer) for i, one in enumerate(batch) for layer in range(len(self.layers))]
+    def _parts(self, batch: _Batch) -> Iterator[list[_SequenceLayer]]:
+        """The layers of all requests, in parts that fit in memory; alone where output projections are to be repeated,
+        which are large, or where the policy cannot say what it needs."""
+        seq_layers = [
+            _SequenceLayer(i, layer) for i in range(len(batch.compactions)) for layer in range(len(self.layers))
+        ]
         size = 1
-        if not batch[0].policy.needs_output_weights:  # which are too large to repeat
-            try:
-                unit_bytes = 4 * self.num_heads * self._cost(batch[0]).numbers
-            except PartError:
-                unit_bytes = self.max_bytes  # it fails again where that is contained
-            size = max(1, self.max_bytes // max(1, unit_bytes))
-        for start in range(0, len(units), size):
-            yield units[start : start + size]
-
-    def _cost(self, compaction: Compaction) -> Cost:
-        """Of one head of one layer."""
-        return compaction.policy.cost(
-            CostShape(
-                num_entries=compaction.num_entries,
-                budget=compaction.plan.budget,
-                head_size=self.layers[0].head_size,
-                group_size=self.group_size,
-                hidden_size=self.hidden_size,
-                at_prompt_end=compaction.plan.front == 0,
-            )
-        )
-
-    def _clock(self, batch: list[Compaction]) -> Callable[[], float | None]:
-        """Tells how long the batch's policy may still work, counted from now; None: as long as it takes.
-
-        On a GPU our own parts are not hurried: what they wait for there is a kernel's compilation.
-        """
-        max_seconds = self.max_seconds
-        if max_seconds is None or not (self.device.type == "cpu" or any(map(is_foreign, batch[0].policy.parts))):
-            return lambda: None
-        started = time.monotonic()
-
-        def time_left() -> float:
-            expected = 0.0
-            if self.rates is not None:
-                heads = len(batch) * len(self.layers) * self.num_heads
-                expected = heads * self._cost(batch[0]).seconds(self.rates)
-            return max_seconds + SLACK * expected - (time.monotonic() - started)
-
-        return time_left
+        if not batch.policy.needs_output_weights and isinstance(batch.cost, Cost):
+            size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * batch.cost.numbers))
+        for start in range(0, len(seq_layers), size):
+            yield seq_layers[start : start + size]
 
     @property
-    def num_heads(self) -> int:
+    def num_kv_heads(self) -> int:
         return len(self.head_indices)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].keys.dtype
 
     @property
     def device(self) -> torch.device:
         return self.layers[0].keys.device
 
-    def _context(self, units: list[_Unit], batch: list[Compaction], statistics: Tensor | None) -> CompressionContext:
-        plan, policy = batch[0].plan, batch[0].policy
-        context = CompressionContext(
-            budget=plan.budget,
-            capacity=plan.new_front,
-            num_tokens=max(one.plan.num_tokens for one in batch),
-            at_prompt_end=plan.front == 0,
-            num_heads=self.num_heads,
-            layers=[unit.layer for unit in units for _ in self.head_indices],
-            num_layers=len(self.layers),
+    def _sent(self, numbers: Sequence[object]) -> Tensor:
+        return sent(torch.tensor(numbers), self.device)
+
+    def _context(
+        self, seq_layers: list[_SequenceLayer], batch: _Batch, statistics: Tensor | None
+    ) -> CompressionContext:
+        layers = [one.layer for one in seq_layers]
+        return CompressionContext(
+            budget=batch.plan.budget,
+            capacity=batch.plan.new_front,
+            num_tokens=max(one.plan.num_tokens for one in batch.compactions),
+            at_prompt_end=batch.plan.front == 0,
+            heads=Heads.of(layers, self.head_indices, len(self.layers), self.all_heads),
             scale=self.scale,
-            output_weights=self.output_weights(units[0].layer) if policy.needs_output_weights else None,
-            layer_statistics=None if statistics is None else statistics[[unit.index for unit in units]],
-            all_heads=self.all_heads,
-            head_indices=self.head_indices * len(units),
-        )
-        if batch[0].ring is None:
-            return context
-        layers = slice(min(unit.layer for unit in units), max(unit.layer for unit in units) + 1)
-        newest = {index: batch[index].newest_queries(layers) for index in {unit.index for unit in units}}
-        # [units, w, H * G, d]
-        queries = torch.stack([newest[unit.index][0][unit.layer - layers.start] for unit in units])
-        by_head = queries.unflatten(2, (self.num_heads, -1)).permute(0, 2, 3, 1, 4)
-        positions = torch.stack([newest[unit.index][1] for unit in units])
-        return replace(
-            context,
-            queries=by_head.float().flatten(0, 1),
-            query_positions=positions.repeat_interleave(self.num_heads, dim=0),
+            queries=self._queries(seq_layers, batch) if batch.compactions[0].ring is not None else None,
+            output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
+            layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
         )
 
-    def _gather(self, units: list[_Unit]) -> PagedEntries:
-        entries = PagedEntries.gather(self._located(units))
-        if units[0].compaction.plan.front == 0:
-            # Before its first compression a request's pages hold no statistics of its own.
+    def _queries(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Queries:
+        vectors, positions = [], []
+        for index, some in groupby(seq_layers, key=lambda one: one.request):
+            layers = [one.layer for one in some]  # one after the other
+            newest, where = batch.compactions[index].newest_queries(slice(layers[0], layers[-1] + 1))
+            vectors.append(newest)
+            positions += [where] * len(layers) * self.num_kv_heads
+        # [sequence layers, w, H * G, d]
+        by_head = torch.cat(vectors).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        return Queries(by_head.float().flatten(0, 1), torch.stack(positions))
+
+    def _gather(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> PagedEntries:
+        entries = PagedEntries.gather(self._located(seq_layers, batch))
+        if batch.plan.front == 0:
+            # Before its first compression a request's KV blocks hold no statistics of its own.
             entries.scores.zero_()
             entries.aux.zero_()
-            for row, unit in enumerate(units):
-                scores = unit.compaction.prompt_scores
+            for row, (index, layer) in enumerate(seq_layers):
+                scores = batch.compactions[index].prompt_scores
                 if scores is not None:
-                    heads = slice(row * self.num_heads, (row + 1) * self.num_heads)
-                    entries.scores[heads] = scores.scores[unit.layer, :, : len(entries)]
-                    entries.aux[heads] = scores.aux[unit.layer, :, : len(entries)]
+                    heads = slice(row * self.num_kv_heads, (row + 1) * self.num_kv_heads)
+                    entries.scores[heads] = scores.scores[layer, :, : len(entries)]
+                    entries.aux[heads] = scores.aux[layer, :, : len(entries)]
         return entries
 
-    def _write(self, units: list[_Unit], located: SequenceLayers, outcome: CacheUpdate) -> None:
-        destination = sent(torch.tensor([unit.compaction.plan.blocks for unit in units]), self.device)
-        metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
-        rows = Rows(outcome.changed, outcome.keys, outcome.values)
-        ops.merge_entries(located, destination, outcome.kept, metadata, rows)
-
-    def _located(self, units: list[_Unit]) -> SequenceLayers:
-        plans = [unit.compaction.plan for unit in units]
-        sources = {unit.index: unit.compaction.source_blocks for unit in units}
-        requests = list(sources)
-        blocks = sent(pad_sequence(list(sources.values()), batch_first=True), self.device)
-        rows = sent(torch.tensor([requests.index(unit.index) for unit in units]), self.device)
+    def _located(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> SequenceLayers:
+        requests = list(dict.fromkeys(one.request for one in seq_layers))
+        tables = pad_sequence([batch.compactions[index].source_blocks for index in requests], batch_first=True)
+        rows = self._sent([requests.index(one.request) for one in seq_layers])
+        plans = [batch.compactions[one.request].plan for one in seq_layers]
         return SequenceLayers(
             self.layers,
-            torch.tensor([unit.layer for unit in units]),
-            blocks.index_select(0, rows),
+            torch.tensor([one.layer for one in seq_layers]),
+            sent(tables, self.device).index_select(0, rows),
             torch.tensor([(plan.front, plan.tail, plan.num_tokens) for plan in plans]),
         )
 
@@ -317,39 +316,34 @@ R = TypeVar("R")
 
 
 def _contained(
-    units: list[_Unit], failed: dict[int, PartError], run: Callable[[list[_Unit]], R]
-) -> Iterator[tuple[list[_Unit], R]]:
-    """What ``run`` makes of the units of requests that have not failed; ``run`` changes nothing.
+    seq_layers: list[_SequenceLayer], failed: dict[int, PartError], run: Callable[[list[_SequenceLayer]], R]
+) -> Iterator[tuple[list[_SequenceLayer], R]]:
+    """The results of ``run``, which changes nothing, for the sequence layers of requests that have not failed.
 
     Where it raises, it runs again for one request at a time, and what then raises has failed. A policy that ran out of
     time has failed for all of them: another turn each would keep everybody waiting.
     """
-    requests: dict[int, list[_Unit]] = {}
-    for unit in units:
-        if unit.index not in failed:
-            requests.setdefault(unit.index, []).append(unit)
-    if not requests:
+    sound = [one for one in seq_layers if one.request not in failed]
+    if not sound:
         return
-    sound = [unit for unit in units if unit.index in requests]
+    requests = [list(some) for _, some in groupby(sound, key=lambda one: one.request)]
     try:
         result = run(sound)
     except (Exception, OutOfTime) as error:
         fault = as_part_error(error)
         if len(requests) == 1 or isinstance(fault, PartTimeout):
-            failed.update(dict.fromkeys(requests, fault))
+            failed.update(dict.fromkeys((some[0].request for some in requests), fault))
             return
     else:
         yield sound, result
         return
-    for one in requests.values():
-        yield from _contained(one, failed, run)
+    for some in requests:
+        yield from _contained(some, failed, run)
 
 
 def _newest(entries: PagedEntries, capacity: int) -> CompressionResult:
     """The newest entries as they are: what a request is left with whose policy failed."""
     if capacity >= len(entries):
-        outcome = CacheUpdate.unchanged(entries)
-    else:
-        outcome = CacheUpdate.of(entries, in_place(largest(entries.positions, capacity), capacity))
-    outcome = outcome.emptied()
-    return CompressionResult(entries, outcome, entries.is_live.sum(1) - outcome.is_live.sum(1))
+        return CompressionResult.of(entries, CacheUpdate.unchanged(entries))
+    kept = in_place(largest(entries.positions, capacity), capacity)
+    return CompressionResult.of(entries, CacheUpdate.of(entries, kept))

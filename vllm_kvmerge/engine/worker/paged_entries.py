@@ -1,4 +1,4 @@
-"""Live entries of sequences in pages, of which keys and values are read as far as they are asked for."""
+"""Live entries of sequences in KV blocks, of which keys and values are read as far as they are asked for."""
 
 from copy import copy
 from typing import Literal
@@ -8,34 +8,33 @@ from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import Fusion, SequenceLayers
-from vllm_kvmerge.policies.base import DEAD
-from vllm_kvmerge.policies.entries import LazyEntries
+from vllm_kvmerge.policies.entries import BLANK, DEAD, LazyEntries
 
 
 class PagedEntries(LazyEntries):
     """The live entries of several sequences' layers, equally many each, one after the other in the first dimension."""
 
     def __init__(
-        self, units: SequenceLayers, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+        self, seq_layers: SequenceLayers, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
     ) -> None:
         super().__init__(log_votes, scores, aux, positions)
-        self.units = units
-        self._rows: Tensor | None = None  # which of the units' heads these are; None: all
+        self.seq_layers = seq_layers
+        self._rows: Tensor | None = None  # which of the sequence layers' heads these are; None: all
 
     @classmethod
-    def gather(cls, units: SequenceLayers) -> "PagedEntries":
-        """Reads the metadata; statistics are as attention left them in the pages."""
-        return cls(units, *ops.gather_metadata(units))
+    def gather(cls, seq_layers: SequenceLayers) -> "PagedEntries":
+        """Reads the metadata; statistics are as attention left them in the cache."""
+        return cls(seq_layers, *ops.gather_metadata(seq_layers))
 
-    def heads(self, heads: list[int]) -> "PagedEntries":
-        """Some heads' entries."""
+    def of_rows(self, rows: list[int]) -> "PagedEntries":
+        """Some rows' entries."""
         part = copy(self)
-        for name in ("log_votes", "scores", "aux", "positions"):
-            setattr(part, name, getattr(self, name)[heads])
-        for name in {"is_live", "keys", "values"} & vars(part).keys():  # kept from before, of all heads
+        for name in BLANK:
+            setattr(part, name, getattr(self, name)[rows])
+        for name in {"is_live", "keys", "values"} & vars(part).keys():  # kept from before, of all rows
             delattr(part, name)
-        rows = torch.tensor(heads, device=self.positions.device)
-        part._rows = rows if self._rows is None else self._rows[rows]
+        chosen = torch.tensor(rows, device=self.positions.device)
+        part._rows = chosen if self._rows is None else self._rows[chosen]
         return part
 
     def keys_at(self, index: Tensor) -> Tensor:
@@ -44,28 +43,27 @@ class PagedEntries(LazyEntries):
     def values_at(self, index: Tensor) -> Tensor:
         return self._read("values", index)
 
-    def most_similar(self, members: Tensor, carriers: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        # Heads that are not asked for have no member and no carrier; a place in the cache must be named all the same.
-        everywhere = self._everywhere(members, 0), self._everywhere(carriers, 0), self._everywhere(usable, False)
-        similarity, best = ops.most_similar(self.units, *everywhere)
+    def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        # Heads that are not asked for have no source and no target; a place in the cache must be named all the same.
+        everywhere = self._everywhere(sources, 0), self._everywhere(targets, 0), self._everywhere(usable, False)
+        similarity, best = ops.most_similar(self.seq_layers, *everywhere)
         return self._of_these(similarity), self._of_these(best)
 
     def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
         if self._rows is not None:  # of all heads it would cost more than reading these heads' keys
             return super().fused_attention(queries, query_positions, scale, fusion)
-        query_positions = query_positions.expand(len(queries), -1)
         metadata = self.log_votes, self.positions
-        return ops.fused_attention(self.units, queries, query_positions, *metadata, scale, fusion)
+        return ops.fused_attention(self.seq_layers, queries, query_positions, *metadata, scale, fusion)
 
     def _read(self, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
-        return self._of_these(ops.gather_rows(self.units, plane, self._everywhere(index, DEAD)))
+        return self._of_these(ops.gather_rows(self.seq_layers, plane, self._everywhere(index, DEAD)))
 
     def _everywhere(self, tensor: Tensor, fill: float) -> Tensor:
-        """``tensor`` (``[H, m]``, of these heads) with rows of ``fill`` for the units' other heads."""
+        """``tensor`` (``[H, m]``, of these heads) with rows of ``fill`` for the sequence layers' other heads."""
         if self._rows is None:
             return tensor
-        return tensor.new_full((self.units.num_heads, *tensor.shape[1:]), fill).index_copy_(0, self._rows, tensor)
+        return tensor.new_full((self.seq_layers.num_heads, *tensor.shape[1:]), fill).index_copy_(0, self._rows, tensor)
 
     def _of_these(self, tensor: Tensor) -> Tensor:
-        """These heads' part of a tensor of all the units' heads."""
+        """These heads' part of a tensor of all the sequence layers' heads."""
         return tensor if self._rows is None else tensor[self._rows]

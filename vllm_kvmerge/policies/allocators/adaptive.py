@@ -1,13 +1,10 @@
 """Budgets of the heads of one layer that follow their attention."""
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries, sorting
 from vllm_kvmerge.policies.registry import register
 
 
@@ -25,9 +22,9 @@ class Adaptive(Allocator):
     memory is not returned yet.
     """
 
-    name: ClassVar[str] = "adaptive"
-    source: ClassVar[str] = "Ada-KV, Feng et al., arXiv:2407.11550"
-    splits_heads: ClassVar[bool] = True
+    name = "adaptive"
+    source = "Ada-KV, Feng et al., arXiv:2407.11550"
+    splits_heads = True
 
     floor_share: float = Field(0.2, ge=0.0, le=1.0, description="A head's least share of the budget.")
     max_share: float = Field(2.0, ge=1.0, le=64.0, description="Largest budget, as a multiple of the average.")
@@ -40,15 +37,14 @@ class Adaptive(Allocator):
         floor = max(int(self.floor_share * budget), context.min_budget)
         ranked = importance.masked_fill(~entries.is_live, -1.0).sort(dim=1, descending=True).values
         # Entries before ``floor`` are in, those from the capacity on are out; the others compete.
-        shares = context.heads_of_layers(ranked[:, floor : self.capacity(budget)])
+        shares = context.heads.of_all_workers(ranked[:, floor : self.capacity(budget)])
         num_heads = shares.shape[1]
         order = shares.transpose(1, 2).flatten(1).argsort(dim=1, descending=True, stable=True)
         winners = order[:, : num_heads * (budget - floor)] % num_heads
         none = torch.zeros(winners.shape[0], num_heads, dtype=torch.int64, device=winners.device)
         budgets = (floor + none.scatter_add_(1, winners, torch.ones_like(winners))).tolist()
-        size = context.num_heads or len(entries.positions)
-        heads = context.head_of_each(len(entries.positions))
-        return [budgets[row // size][head] for row, head in enumerate(heads)]
+        size = context.heads.num_kv_heads
+        return [budgets[row // size][head] for row, head in enumerate(context.heads.indices)]
 
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries

@@ -1,13 +1,12 @@
 """Budgets that fall with depth."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries
 from vllm_kvmerge.policies.registry import register
 
 
@@ -24,9 +23,9 @@ class Pyramid(Allocator):
     layer does not use is dead entries, whose memory is not returned yet.
     """
 
-    name: ClassVar[str] = "pyramid"
-    source: ClassVar[str] = "PyramidKV, arXiv:2406.02069; PyramidInfer, arXiv:2405.12532"
-    reads_attention: ClassVar[bool] = False
+    name = "pyramid"
+    source = "PyramidKV, arXiv:2406.02069; PyramidInfer, arXiv:2405.12532"
+    reads_attention = False
 
     shape: Literal["linear", "cosine"] = Field("linear", description="How budgets fall from first to last layer.")
     ratio: float = Field(39.0, ge=1.0, le=1000.0, description="The first layer's budget over the last layer's.")
@@ -35,10 +34,10 @@ class Pyramid(Allocator):
         return budget + round(self._amplitude(budget))
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
-        return [self._layer_budget(layer, context) for layer in context.layer_of_each(len(importance))]
+        return [self._layer_budget(layer, context) for layer in context.heads.layers]
 
     def _layer_budget(self, layer: int, context: CompressionContext) -> int:
-        last = context.num_layers - 1
+        last = context.heads.num_layers - 1
         # 1 for the first layer, -1 for the last; odd about the middle, as rounding is, so that layers' budgets add up.
         height = (last - 2 * layer) / last if last > 0 else 0.0
         if self.shape == "cosine":

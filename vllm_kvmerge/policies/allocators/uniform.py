@@ -1,12 +1,9 @@
 """The same budget for every layer and head, the first layers perhaps excepted."""
 
-from typing import ClassVar
-
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries
 from vllm_kvmerge.policies.registry import register
 
 
@@ -17,9 +14,9 @@ class Uniform(Allocator):
     All layers share their blocks, so with ``skip_layers`` the others hold dead entries instead of giving memory back.
     """
 
-    name: ClassVar[str] = "uniform"
-    source: ClassVar[str] = "every layer and head alike"
-    reads_attention: ClassVar[bool] = False
+    name = "uniform"
+    source = "every layer and head alike"
+    reads_attention = False
 
     skip_layers: int = Field(default=0, ge=0, le=1024, description="First layers of the model that are not compressed.")
 
@@ -27,8 +24,7 @@ class Uniform(Allocator):
         return budget if self.skip_layers == 0 else None
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
-        layers = context.layer_of_each(len(importance))
-        return [context.budget if layer >= self.skip_layers else len(entries) for layer in layers]
+        return [context.budget if layer >= self.skip_layers else len(entries) for layer in context.heads.layers]
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost()

@@ -1,14 +1,12 @@
 """Budgets that are larger for layers whose attention is spread more evenly."""
 
 import math
-from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries
 from vllm_kvmerge.policies.registry import register
 
 
@@ -28,9 +26,9 @@ class Variance(Allocator):
     memory is not returned yet.
     """
 
-    name: ClassVar[str] = "variance"
-    source: ClassVar[str] = "D2O, Wan et al., arXiv:2406.13035"
-    has_layer_statistic: ClassVar[bool] = True
+    name = "variance"
+    source = "D2O, Wan et al., arXiv:2406.13035"
+    has_layer_statistic = True
 
     max_share: float = Field(2.0, ge=1.0, le=64.0, description="Largest budget, as a multiple of the average.")
 
@@ -38,22 +36,21 @@ class Variance(Allocator):
         return int(self.max_share * budget)
 
     def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
-        """F_l, ``[units]`` float32."""
+        """F_l, ``[sequence layers]`` float32."""
         num_live = entries.is_live.sum(1, keepdim=True).clamp(min=1)
         mass = importance.masked_fill(~entries.is_live, 0.0)
         relative = mass * num_live / mass.sum(1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
         squares = (relative - 1.0).square().masked_fill(~entries.is_live, 0.0)
-        return context.heads_of_layers(squares.sum(1) / num_live.squeeze(1)).mean(1)
+        return context.heads.of_all_workers(squares.sum(1) / num_live.squeeze(1)).mean(1)
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
         if context.layer_statistics is None:
             # Whoever compresses a single layer has nothing to compare it with.
-            return [context.budget] * importance.shape[0]
-        statistics = context.layer_statistics.view(-1, context.layer_statistics.shape[-1]).tolist()
+            return [context.budget] * entries.num_rows
+        statistics = context.layer_statistics.tolist()
         budgets = [self._layer_budgets(variances, context.budget, context.min_budget) for variances in statistics]
-        layers = context.layer_of_each(len(importance))
-        size = len(layers) // len(budgets)
-        return [budgets[row // size][layer] for row, layer in enumerate(layers)]
+        size = context.heads.num_kv_heads
+        return [budgets[row // size][layer] for row, layer in enumerate(context.heads.layers)]
 
     def _layer_budgets(self, variances: list[float], budget: int, least: int) -> list[int]:
         mean = sum(variances) / len(variances)

@@ -1,12 +1,9 @@
 """Merger of neighbours: keys averaged, values summed, cardinalities counted (AsymKV)."""
 
-from dataclasses import replace
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
+from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
 from vllm_kvmerge.policies.indexing import padded_nonzero, select
 from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
@@ -35,9 +32,9 @@ class AsymKVMerger(Merger):
     prompt is read, 512 tokens at a time; here at its end.
     """
 
-    name: ClassVar[str] = "asymkv"
-    source: ClassVar[str] = "AsymKV, Cui and Xu, arXiv:2506.05410"
-    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.SUM})
+    name = "asymkv"
+    source = "AsymKV, Cui and Xu, arXiv:2506.05410"
+    tracker_modes = frozenset({ScoreMode.SUM})
 
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
@@ -52,8 +49,8 @@ class AsymKVMerger(Merger):
         index = index[:, : int(candidates.sum(1).max())]
         valid = candidates.gather(1, index)
         scores, log_votes = entries.scores.gather(1, index), entries.log_votes.gather(1, index)
-        outcome = CacheUpdate.unchanged(entries)
-        into = outcome.kept.clone()  # what each entry was merged into; itself: nothing
+        update = CacheUpdate.unchanged(entries)
+        into = update.kept.clone()  # what each entry was merged into; itself: nothing
         while surplus.any():
             takes = _disjoint_pairs(_pair_costs(scores, log_votes, valid), surplus)
             into.scatter_(1, index, torch.where(takes, index.roll(-1, dims=1), into.gather(1, index)))
@@ -68,23 +65,15 @@ class AsymKVMerger(Merger):
         for _ in range(len(entries).bit_length()):
             into = into.gather(1, into)
         # Behind the valid ones there may be entries that were merged away: they are emptied below.
-        outcome.scores.scatter_(1, index, scores)
-        outcome.log_votes.scatter_(1, index, log_votes)
-        gone = into != outcome.kept
-        shares = torch.exp(entries.log_votes - outcome.log_votes.gather(1, into)).masked_fill(~gone, 0.0)
-        members = padded_nonzero(gone)
-        places, shares = select(into, members).clamp(min=0), shares.gather(1, members.clamp(min=0))
-        shares = shares.masked_fill(members < 0, 0.0)
-        changed, keys, values = take_in(entries, outcome.kept, members, places, shares)
-        return replace(
-            outcome,
-            kept=outcome.kept.masked_fill(gone, DEAD),
-            positions=outcome.positions.masked_fill(gone, DEAD),
-            changed=changed,
-            keys=keys,
-            values=values,
-            merged=merged,
-        )
+        update.scores.scatter_(1, index, scores)
+        update.log_votes.scatter_(1, index, log_votes)
+        gone = into != update.kept
+        shares = torch.exp(entries.log_votes - update.log_votes.gather(1, into)).masked_fill(~gone, 0.0)
+        sources = padded_nonzero(gone)
+        places, shares = select(into, sources).clamp(min=0), shares.gather(1, sources.clamp(min=0))
+        shares = shares.masked_fill(sources < 0, 0.0)
+        changed, keys, values = take_in(entries, update.kept, sources, places, shares)
+        return update.without(gone).write(changed, keys, values, merged)
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext

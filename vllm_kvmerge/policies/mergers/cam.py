@@ -1,8 +1,5 @@
 """Merger that spreads an evicted value over the entries that follow (CaM)."""
 
-from dataclasses import replace
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -32,9 +29,9 @@ class CamMerger(Merger):
     selector and tracker say which leave and what scores are.
     """
 
-    name: ClassVar[str] = "cam"
-    source: ClassVar[str] = "CaM, Zhang et al., ICML 2024"
-    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.SUM, ScoreMode.MEAN})
+    name = "cam"
+    source = "CaM, Zhang et al., ICML 2024"
+    tracker_modes = frozenset({ScoreMode.SUM, ScoreMode.MEAN})
 
     num_receivers: int = Field(
         32, ge=1, le=4096, description="Entries among which an evicted value is divided, m of CaM."
@@ -44,18 +41,18 @@ class CamMerger(Merger):
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
-        outcome = CacheUpdate.of(entries, kept)
+        update = CacheUpdate.of(entries, kept)
         if context.at_prompt_end and not self.merge_prompt:
-            return outcome
+            return update
         evicted = complement(kept, len(entries))
         positions = entries.positions.gather(1, evicted)
         scores = importance.clamp(min=0.0)
-        # Carriers in order of position, dead ones behind: their values take part in nothing.
-        place = outcome.positions.masked_fill(~outcome.is_live, torch.iinfo(torch.int64).max)
+        # Targets in order of position, dead ones behind: their values take part in nothing.
+        place = update.positions.masked_fill(~update.is_live, torch.iinfo(torch.int64).max)
         order = place.argsort(dim=1, stable=True)
         follower = torch.searchsorted(place.gather(1, order), positions)
-        num_following = outcome.is_live.sum(1, keepdim=True) - follower
-        received = scores.gather(1, kept).masked_fill(~outcome.is_live, 0.0).gather(1, order)
+        num_following = update.is_live.sum(1, keepdim=True) - follower
+        received = scores.gather(1, kept).masked_fill(~update.is_live, 0.0).gather(1, order)
         mean = self._sum_ahead(received, follower) / num_following.clamp(min=1, max=self.num_receivers)
         # s_e / mean > u, where 0 / 0 is no reason to merge.
         draws = uniform(SEED, entries, context).gather(1, evicted)
@@ -68,12 +65,7 @@ class CamMerger(Merger):
         gains = padded_nonzero(num_given > pad(num_given, (self.num_receivers, 0))[:, : kept.shape[1]])
         rows = self._mean_behind(spread, gains.clamp(min=0))
         changed = select(order, gains)
-        return replace(
-            outcome,
-            changed=changed,
-            values=entries.values_at(select(kept, changed)) + rows,
-            merged=merges.sum(1),
-        )
+        return update.write(changed, None, entries.values_at(select(kept, changed)) + rows, merges.sum(1))
 
     def _sum_ahead(self, scores: Tensor, start: Tensor) -> Tensor:
         """``[H, m]``: sum of ``scores`` (``[H, c]``) over the receivers from ``start`` (``[H, m]`` int64) on."""

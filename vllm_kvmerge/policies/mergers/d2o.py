@@ -1,7 +1,6 @@
 """Merger that takes evicted entries in where they are more similar than usual (D2O)."""
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -14,14 +13,14 @@ from vllm_kvmerge.policies.mergers.convex import absorb, absorbing
 from vllm_kvmerge.policies.registry import register
 
 AUX_OFFSET = 2.0
-"""Added to a threshold in ``aux``: a cosine is at least -1, so 0 says that there is none yet."""
+"""Added to the threshold in ``aux``: a cosine is at least -1, so 0 says that there is none yet."""
 
 
 @register
 class D2OMerger(Merger):
     """Compensation for evicted tokens (D2O, as in KeepKV eq. 11-12).
 
-    Each evicted entry e has a nearest carrier c, that of largest cosine similarity u_e of keys, and joins it where
+    Each evicted entry e has a nearest target c, that of largest cosine similarity u_e of keys, and joins it where
     u_e >= tau; elsewhere it is dropped. Weights within a set are exp(u_j) / sum exp(u), with u_c = 1.
 
         tau_0 = mean of u_e over the prompt's evicted entries        tau_t = beta mean u_e + (1 - beta) tau_(t-1)
@@ -30,9 +29,9 @@ class D2OMerger(Merger):
     per step, so its mean is over one; here a compression evicts an interval's worth.
     """
 
-    name: ClassVar[str] = "d2o"
-    source: ClassVar[str] = "D2O, Wan et al., arXiv:2406.13035"
-    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.SUM})
+    name = "d2o"
+    source = "D2O, Wan et al., arXiv:2406.13035"
+    tracker_modes = frozenset({ScoreMode.SUM})
 
     threshold_share: float = Field(
         0.7, ge=0.0, le=1.0, description="Weight of the newest similarities in the threshold's average, beta of D2O."
@@ -42,12 +41,12 @@ class D2OMerger(Merger):
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
         evicted = complement(kept, len(entries))
-        similarity, carriers = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
+        similarity, targets = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         comparable = entries.is_live.gather(1, evicted) & similarity.isfinite()
         aux = self._threshold(entries, similarity, comparable)
         joins = comparable & (similarity + AUX_OFFSET >= aux)
         weights = torch.exp(similarity - 1.0).masked_fill(~joins, 0.0)
-        merged = absorb(entries, kept, evicted, carriers, weights, protected)
+        merged = absorb(entries, kept, evicted, targets, weights, protected)
         return replace(merged, aux=aux.expand_as(merged.aux).masked_fill(~merged.is_live, 0.0))
 
     def _threshold(self, entries: Entries, similarity: Tensor, comparable: Tensor) -> Tensor:
@@ -60,6 +59,4 @@ class D2OMerger(Merger):
 
     def cost(self, shape: CostShape) -> Cost:
         m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
-        return comparing(m, c, d) + absorbing(
-            shape.num_leaving, min(shape.num_leaving, shape.num_kept), shape.head_size
-        )
+        return comparing(m, c, d) + absorbing(m, min(m, c), d)

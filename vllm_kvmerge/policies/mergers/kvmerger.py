@@ -1,7 +1,5 @@
 """Merger with Gaussian kernel weights (KVMerger)."""
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -17,22 +15,20 @@ from vllm_kvmerge.policies.registry import register
 class KVMergerMerger(Merger):
     """Gaussian kernel weighted merging (KVMerger, as in KeepKV eq. 11-12).
 
-    Each evicted entry joins the carrier c of largest cosine similarity of keys where that exceeds ``merge_threshold``,
+    Each evicted entry joins the target c of largest cosine similarity of keys where that exceeds ``merge_threshold``,
     and is dropped elsewhere. Within a set, with d_j = ||k_j - k_c||:
 
-        w_j ~ exp(-d_j^2 / (2 sigma^2)), w_c ~ 1        sigma = mean of d_j over the members other than c
+        w_j ~ exp(-d_j^2 / (2 sigma^2)), w_c ~ 1        sigma = mean of d_j over the sources other than c
 
-    What differs from the source: its sets are runs of neighbours whose keys are similar, around the member of largest
-    score, and alone decide how much is compressed; here the selector's entries are the centres, and members come from
+    What differs from the source: its sets are runs of neighbours whose keys are similar, around the entry of largest
+    score, and alone decide how much is compressed; here the selector's entries are the centres, and sources come from
     anywhere, as KeepKV and GRKV describe it. Its sigma refers to the weights that it defines; it is read as the mean
     distance. Its values are multiplied by the size of the set, which no convex combination is.
     """
 
-    name: ClassVar[str] = "kvmerger"
-    source: ClassVar[str] = "KVMerger, Wang et al., arXiv:2407.08454"
-    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset(
-        {ScoreMode.NONE, ScoreMode.SUM, ScoreMode.MEAN, ScoreMode.LOG_EMA}
-    )
+    name = "kvmerger"
+    source = "KVMerger, Wang et al., arXiv:2407.08454"
+    tracker_modes = frozenset(ScoreMode)
 
     merge_threshold: float = Field(
         0.75, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
@@ -42,17 +38,17 @@ class KVMergerMerger(Merger):
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
         evicted = complement(kept, len(entries))
-        similarity, carriers = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
+        similarity, targets = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         joins = entries.is_live.gather(1, evicted) & (similarity > self.merge_threshold)
-        distance = _distances(entries, evicted.masked_fill(~joins, DEAD), carriers.masked_fill(~joins, DEAD))
+        distance = _distances(entries, evicted.masked_fill(~joins, DEAD), targets.masked_fill(~joins, DEAD))
         none = torch.zeros_like(entries.scores)
-        total = none.scatter_add(1, carriers, distance)
-        count = none.scatter_add(1, carriers, joins.to(none.dtype))
-        sigma = (total / count.clamp(min=1.0)).gather(1, carriers)
+        total = none.scatter_add(1, targets, distance)
+        count = none.scatter_add(1, targets, joins.to(none.dtype))
+        sigma = (total / count.clamp(min=1.0)).gather(1, targets)
         # Where sigma is 0, so is the distance.
         scaled = torch.where(sigma > 0, distance / sigma, 0.0)
         weights = torch.exp(-0.5 * scaled**2).masked_fill(~joins, 0.0)
-        return absorb(entries, kept, evicted, carriers, weights, protected)
+        return absorb(entries, kept, evicted, targets, weights, protected)
 
     def cost(self, shape: CostShape) -> Cost:
         m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
@@ -60,6 +56,6 @@ class KVMergerMerger(Merger):
         return compared + absorbing(m, min(m, c), d) + Cost(touches=gathering(3 * m * d))
 
 
-def _distances(entries: Entries, members: Tensor, centres: Tensor) -> Tensor:
-    """``[H, m]``: length of the difference of the keys of the entries at ``members`` and ``centres`` (``[H, m]``)."""
-    return entries.keys_at(members).sub_(entries.keys_at(centres)).norm(dim=-1)
+def _distances(entries: Entries, sources: Tensor, centres: Tensor) -> Tensor:
+    """``[H, m]``: length of the difference of the keys of the entries at ``sources`` and ``centres`` (``[H, m]``)."""
+    return entries.keys_at(sources).sub_(entries.keys_at(centres)).norm(dim=-1)

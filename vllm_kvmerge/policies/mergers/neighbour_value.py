@@ -1,8 +1,5 @@
 """Merger that hands an evicted entry's value to its neighbour (WeightedKV)."""
 
-from dataclasses import replace
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -27,9 +24,9 @@ class NeighbourValueMerger(Merger):
     that does not keep the newest.
     """
 
-    name: ClassVar[str] = "neighbour_value"
-    source: ClassVar[str] = "WeightedKV, arXiv:2503.01330"
-    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.MEAN, ScoreMode.SUM})
+    name = "neighbour_value"
+    source = "WeightedKV, arXiv:2503.01330"
+    tracker_modes = frozenset({ScoreMode.MEAN, ScoreMode.SUM})
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
@@ -51,7 +48,7 @@ class NeighbourValueMerger(Merger):
         target = _next_true(~leaves)  # of what stays itself
         values = torch.zeros_like(given).scatter_add_(1, target.unsqueeze(-1).expand_as(given), given)
         changed = select(inverse(kept, n), index.masked_fill(leaves, DEAD))
-        return replace(CacheUpdate.of(entries, kept), changed=changed, values=values, merged=leaves.sum(1))
+        return CacheUpdate.of(entries, kept).write(changed, None, values, leaves.sum(1))
 
     def cost(self, shape: CostShape) -> Cost:
         n, m = shape.num_entries, shape.num_leaving
@@ -72,7 +69,7 @@ def _log_shares(scores: Tensor, leaves: Tensor) -> Tensor:
 
     scores, leaves: ``[H, n]``, in order of position. An entry e's target is the first to its right that leaves after
     it, or stays. Its value first shrinks as others merge into e; moves on, with share m_e / (m_e + m_c); shrinks as
-    others merge into c, which are the members of c to the left of e, the nearest first; and moves on with c. So each
+    others merge into c, which are the sources of c to the left of e, the nearest first; and moves on with c. So each
     departure is followed by one other, and its chain is summed up by doubling steps.
     """
     num_heads, n = scores.shape
@@ -99,11 +96,11 @@ def _log_shares(scores: Tensor, leaves: Tensor) -> Tensor:
         after = after + after.gather(1, following)
         following = following.gather(1, following)
 
-    # An entry's value goes through its own members' departures first, beginning with its left neighbour's.
-    has_members = pad(leaves[:, :n] & (target[:, :n] == torch.arange(1, n + 1, device=target.device)), (1, 0))[:, :n]
+    # An entry's value goes through its own sources' departures first, beginning with its left neighbour's.
+    has_sources = pad(leaves[:, :n] & (target[:, :n] == torch.arange(1, n + 1, device=target.device)), (1, 0))[:, :n]
     at_departure = (log_moved + after).masked_fill(~leaves, 0.0)[:, :n]
     at_neighbour = pad((log_remained + after)[:, :n], (1, 0))[:, :n]
-    return torch.where(has_members, at_neighbour, at_departure)
+    return torch.where(has_sources, at_neighbour, at_departure)
 
 
 def _next_larger(turn: Tensor) -> Tensor:

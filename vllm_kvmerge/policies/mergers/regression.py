@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.policies.attention import attention, attention_by_parts, query_groups
+from vllm_kvmerge.ops.attention import attention_to_keys, head_parts, query_groups
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     MAX_TOKENS,
@@ -18,6 +18,7 @@ from vllm_kvmerge.policies.base import (
     CompressionContext,
     Entries,
     Merger,
+    Queries,
     ScoreMode,
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
@@ -25,10 +26,10 @@ from vllm_kvmerge.policies.indexing import first, padded_nonzero, sinks
 from vllm_kvmerge.policies.registry import register
 
 STEP_LENGTHS = (1.0, 0.5, 0.25, 0.125)
-"""What is tried in turn of a step for keys, as shares of it."""
+"""Shares of a step for keys that are tried in turn."""
 
 CHOLESKY = 10
-"""How much longer factoring a small matrix takes than a product of as many multiply-adds."""
+"""Time of factoring a small matrix, in that of a product of as many multiply-adds."""
 
 
 @register
@@ -52,11 +53,9 @@ class RegressionMerger(Merger):
     scores stay. In a head that was changed, what is not kept counts as merged. Without queries all of it is evicted.
     """
 
-    name: ClassVar[str] = "regression"
-    source: ClassVar[str] = "GRKV, arXiv:2605.31105"
-    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset(
-        {ScoreMode.NONE, ScoreMode.SUM, ScoreMode.MEAN, ScoreMode.LOG_EMA}
-    )
+    name = "regression"
+    source = "GRKV, arXiv:2605.31105"
+    tracker_modes = frozenset(ScoreMode)
 
     regression_window: int = Field(
         32, ge=1, le=MAX_QUERIES, description="Newest queries whose attention output is to be kept (m)."
@@ -85,23 +84,18 @@ class RegressionMerger(Merger):
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
-        outcome = CacheUpdate.of(entries, kept)
-        if context.queries is None or context.query_positions is None:
-            return outcome
+        update = CacheUpdate.of(entries, kept)
+        if context.queries is None:
+            return update
+        queries = context.queries.newest(self.regression_window)
         result = entries.take(kept)
         # A NaN in a dead entry would survive a weight of 0.
         result.kill(~result.is_live)
         num_gone = entries.is_live.sum(1) - result.is_live.sum(1)
-        target, weight = self._full_attention(entries, context)
-        fit = _Fit(
-            queries=context.queries[:, :, -self.regression_window :],
-            positions=context.query_positions[..., -self.regression_window :],
-            scale=context.scale,
-            target=target,
-            kept=result,
-            # Where nothing leaves there is nothing to fit but rounding errors.
-            free=self._free(result, weight.gather(1, kept), context) & (num_gone > 0).unsqueeze(1),
-        )
+        target, weight = _full_attention(entries, queries, context.scale)
+        # Where nothing leaves there is nothing to fit but rounding errors.
+        free = self._free(result, weight.gather(1, kept), queries) & (num_gone > 0).unsqueeze(1)
+        fit = _Fit(queries, context.scale, target, result, free)
         keys, values = result.keys, result.values
         for _ in range(self.steps):
             if "v" in self.components:
@@ -111,36 +105,16 @@ class RegressionMerger(Merger):
         is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
         changed = padded_nonzero(is_changed)
         rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[2])
-        return replace(
-            outcome,
-            changed=changed,
-            keys=keys.gather(1, rows) if "k" in self.components else None,
-            values=values.gather(1, rows) if "v" in self.components else None,
+        return update.write(
+            changed,
+            keys.gather(1, rows) if "k" in self.components else None,
+            values.gather(1, rows) if "v" in self.components else None,
             merged=num_gone * is_changed.any(1),
         )
 
-    def _full_attention(self, entries: Entries, context: CompressionContext) -> tuple[Tensor, Tensor]:
-        """Y, ``[H, G, m, d]``, and how much attention all queries together give to each entry, ``[H, n]``."""
-        everything = entries.take(
-            torch.arange(len(entries), device=entries.positions.device).expand_as(entries.positions)
-        )
-        everything.kill(~everything.is_live)
-        outputs, weight = [], torch.zeros_like(entries.log_votes)
-        for queries, positions in query_groups(context, self.regression_window, len(entries)):
-            output = torch.empty_like(queries)
-            for heads, probabilities in attention_by_parts(queries, positions, everything, context.scale):
-                # The query heads' rows one after the other: a head's values are not repeated for each.
-                rows = probabilities.flatten(1, 2)
-                output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
-                weight[heads] += rows.sum(1)
-            outputs.append(output)
-        return torch.cat(outputs, dim=2), weight
-
-    def _free(self, kept: Entries, weight: Tensor, context: CompressionContext) -> Tensor:
-        """``[H, c]`` bool: which of the kept entries may change."""
-        assert context.query_positions is not None
-        oldest = context.query_positions[..., -self.regression_window :].amin(-1, keepdim=True)
-        in_window = kept.positions >= oldest
+    def _free(self, kept: Entries, weight: Tensor, queries: Queries) -> Tensor:
+        """``[H, c]`` bool: the kept entries that may change."""
+        in_window = kept.positions >= queries.positions.amin(-1, keepdim=True)
         free = kept.is_live & ~in_window & ~sinks(kept, self.num_fixed_sinks)
         by_weight = weight.masked_fill(~free, -torch.inf).argsort(dim=1, descending=True, stable=True)
         return free & ~first(free, by_weight, int(self.fixed_share * len(kept)))
@@ -158,35 +132,55 @@ class RegressionMerger(Merger):
         )
         iteration = Cost(products=2 * r * c * d + min(r, 2 * d) * r * c, touches=8 * r * c + 30 * r * d)
         key_step = Cost(products=7 * r * c * d + products**2 * d, touches=60 * r * c + 30 * (r + c) * d)
-        num_iterations = (self.cg_iterations + 1) // 2  # about as many as it takes
         step = Cost()
         if "v" in self.components:
             step += value_step
         if "k" in self.components:
-            step += key_step
-            step = Cost(
-                0,
-                step.products + num_iterations * iteration.products,
-                step.touches + num_iterations * iteration.touches,
-            )
-        return Cost(
+            step += key_step + iteration * ((self.cg_iterations + 1) // 2)  # about as many as it takes
+        all_queries = Cost(
             numbers=max(2 * n * d + attending(n, queries, shape.group_size), fit) + 20 * n,
-            products=2 * r * n * d + self.steps * step.products,
-            touches=2 * gathering(n * d) + 10 * r * n + 20 * (r + n) * d + self.steps * step.touches + 2 * sorting(n),
+            products=2 * r * n * d,
+            touches=2 * gathering(n * d) + 10 * r * n + 20 * (r + n) * d + 2 * sorting(n),
         )
+        return all_queries + step * self.steps
+
+
+def attention(queries: Queries, entries: Entries, scale: float) -> Tensor:
+    """``[H, G, m, n]``: softmax over entries of scale * q.k + log_votes.
+
+    A query sees live entries up to its own position, and gives no weight to any where it sees none.
+    """
+    return attention_to_keys(
+        queries.vectors, queries.positions, entries.keys, entries.log_votes, entries.positions, scale
+    )
+
+
+def _full_attention(entries: Entries, queries: Queries, scale: float) -> tuple[Tensor, Tensor]:
+    """Y, ``[H, G, m, d]``, and how much attention all queries together give to each entry, ``[H, n]``."""
+    everything = entries.take(entries.all_indices)
+    everything.kill(~everything.is_live)
+    outputs, weight = [], torch.zeros_like(entries.log_votes)
+    for vectors, positions in query_groups(queries.vectors, queries.positions, len(entries)):
+        output = torch.empty_like(vectors)
+        for heads in head_parts(vectors, len(entries)):
+            planes = everything.keys[heads], everything.log_votes[heads], everything.positions[heads]
+            # The query heads' rows one after the other: a head's values are not repeated for each.
+            rows = attention_to_keys(vectors[heads], positions[heads], *planes, scale).flatten(1, 2)
+            output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
+            weight[heads] += rows.sum(1)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2), weight
 
 
 @dataclass(frozen=True)
 class _Fit:
     """The least-squares problem of one layer.
 
-    queries: ``[H, G, m, d]``, positions: ``[m]`` or ``[H, m]``, target Y: ``[H, G, m, d]``. kept: the ``c`` entries of
-    each head as the selector left them, dead ones zero. free: ``[H, c]`` bool, what may change. In the methods the
-    query heads' rows lie one after the other: ``r = G * m``.
+    target Y: ``[H, G, m, d]``. kept: the ``c`` entries of each head as the selector left them, dead ones zero. free:
+    ``[H, c]`` bool, what may change. In the methods the query heads' rows lie one after the other: ``r = G * m``.
     """
 
-    queries: Tensor
-    positions: Tensor
+    queries: Queries
     scale: float
     target: Tensor
     kept: Entries
@@ -214,7 +208,9 @@ class _Fit:
 
     def keys(self, keys: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float) -> Tensor:
         """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these keys and values."""
-        derivative = OutputDerivative(self._attention(keys), values, self.queries.flatten(1, 2), self.scale, self.free)
+        derivative = OutputDerivative(
+            self._attention(keys), values, self.queries.vectors.flatten(1, 2), self.scale, self.free
+        )
         output = derivative.output
         right = self.target.flatten(1, 2) - output + derivative.forward(keys - self.kept.keys)
         alpha = conjugate_gradients(
@@ -234,7 +230,7 @@ class _Fit:
     def _attention(self, keys: Tensor) -> Tensor:
         """A, ``[H, r, c]``."""
         entries = replace(self.kept, keys=keys)
-        return attention(self.queries, self.positions, entries, self.scale).flatten(1, 2)
+        return attention(self.queries, entries, self.scale).flatten(1, 2)
 
     def _improves(self, output: Tensor, old_output: Tensor) -> Tensor:
         """``[H]`` bool: whether the window loss (eq. 4) is smaller for one output, ``[H, r, d]``; no for NaN."""

@@ -1,6 +1,6 @@
 """Merger that averages what leaves the cache into a few residual slots (ZSMerge)."""
 
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from pydantic import Field
@@ -9,12 +9,13 @@ from torch import Tensor
 from vllm_kvmerge import ops
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
+from vllm_kvmerge.policies.entries import BLANK
 from vllm_kvmerge.policies.indexing import complement
 from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
 from vllm_kvmerge.policies.registry import register
 
 MAX_JOINING = 256
-"""How many entries join slots between two updates of the slots' keys; each is multiplied with all the others."""
+"""Entries that join slots between two updates of the slots' keys; each is multiplied with all the others."""
 
 
 @register
@@ -28,9 +29,9 @@ class ResidualMerger(Merger):
     of their scores, which they keep, ranks nothing.
     """
 
-    name: ClassVar[str] = "residual"
-    source: ClassVar[str] = "ZSMerge, arXiv:2503.10714"
-    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.SUM})
+    name = "residual"
+    source = "ZSMerge, arXiv:2503.10714"
+    tracker_modes = frozenset({ScoreMode.SUM})
 
     alpha: float = Field(
         0.6, ge=0.0, le=1.0, description="How much of ln(fusion count) a merged entry's logit carries."
@@ -52,19 +53,12 @@ class ResidualMerger(Merger):
         else:
             slots = _absorb_one_by_one(entries, rest, self.is_slot(entries).gather(1, rest), context.num_slots)
         log_votes = torch.where(slots.is_live, self.alpha * torch.log(slots.aux), -torch.inf)
+        slots = replace(slots, log_votes=log_votes)
         ordinary = CacheUpdate.of(entries, kept)
-        num_rest = entries.is_live.gather(1, rest).sum(1)
-        return CacheUpdate(
-            torch.cat([kept, slots.kept], 1),
-            torch.cat([ordinary.log_votes, log_votes], 1),
-            torch.cat([ordinary.scores, slots.scores], 1),
-            torch.cat([ordinary.aux, slots.aux], 1),
-            torch.cat([ordinary.positions, slots.positions], 1),
-            changed=torch.where(slots.changed < 0, DEAD, slots.changed + kept.shape[1]),
-            keys=slots.keys,
-            values=slots.values,
-            merged=num_rest - slots.is_live.sum(1),
-        )
+        merged = entries.is_live.gather(1, rest).sum(1) - slots.is_live.sum(1)
+        planes = {name: torch.cat([getattr(ordinary, name), getattr(slots, name)], 1) for name in ("kept", *BLANK)}
+        changed = torch.where(slots.changed < 0, DEAD, slots.changed + kept.shape[1])
+        return replace(ordinary, **planes).write(changed, slots.keys, slots.values, merged)
 
     def cost(self, shape: CostShape) -> Cost:
         # What leaves, and with it what is taken from the budget for slots.
@@ -72,9 +66,8 @@ class ResidualMerger(Merger):
         sorted_ = sorting(m + s) + 80 * shape.num_entries
         if shape.at_prompt_end:
             rest = m + s
-            return Cost(
-                (2 * rest + 2 * s) * d + 24 * rest + 12 * s, 0, gathering(4 * rest * d) + 8 * rest * d + sorted_
-            )
+            touches = gathering(4 * rest * d) + 8 * rest * d + sorted_
+            return Cost((2 * rest + 2 * s) * d + 24 * rest + 12 * s, 0, touches)
         part = min(m, MAX_JOINING)
         joined = Cost(
             numbers=(3 * s + 3 * part) * d + 3 * part * (s + part),
@@ -83,9 +76,13 @@ class ResidualMerger(Merger):
         )
         # Each is held after the other.
         taken = absorbing(m, min(m, s), d)
-        return Cost(
-            max(joined.numbers, taken.numbers) + 24 * (m + s), joined.products, joined.touches + taken.touches + sorted_
-        )
+        numbers = max(joined.numbers, taken.numbers) + 24 * (m + s)
+        return Cost(numbers, joined.products, joined.touches + taken.touches + sorted_)
+
+
+def _num_tokens(aux: Tensor, is_live: Tensor) -> Tensor:
+    """The tokens that each entry stands for, from ``aux``: a slot's w, 1 of an ordinary one, 0 where dead."""
+    return torch.where(is_live, aux.clamp(min=1.0), 0.0)
 
 
 def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
@@ -94,7 +91,7 @@ def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
     The lengths of runs differ by one at most; where there are fewer entries than slots, the last slots are dead.
     """
     rest.kill(~rest.is_live)  # so that sums need no mask
-    weights = torch.where(rest.is_live, rest.aux.clamp(min=1.0), 0.0)
+    weights = _num_tokens(rest.aux, rest.is_live)
     num_live = rest.is_live.sum(1, keepdim=True)
     # Dead entries come last in this order, in whichever run: their weight is 0.
     order = rest.positions.masked_fill(~rest.is_live, torch.iinfo(torch.int64).max).argsort(dim=1, stable=True)
@@ -135,39 +132,39 @@ def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slot
     is_live = positions != DEAD
     turn = torch.where(is_slot, positions - last, positions).masked_fill(~is_live, last).argsort(dim=1, stable=True)
     index, positions, is_live = (plane.gather(1, turn) for plane in (rest, positions, is_live))
-    weights = torch.where(is_live, entries.aux.gather(1, index).clamp(min=1.0), 0.0)
+    weights = _num_tokens(entries.aux.gather(1, index), is_live)
     scores = entries.scores.gather(1, index).masked_fill(~is_live, 0.0)
     aux, sums, newest = (plane[:, :num_slots].clone() for plane in (weights, scores, positions))
     index = index.masked_fill(~is_live, DEAD)
-    slots, members = index[:, :num_slots], index[:, num_slots:]
+    slots, sources = index[:, :num_slots], index[:, num_slots:]
 
-    # Dead entries come last and weigh nothing; whoever is alive among the members finds all slots of its head taken.
-    joined, aux = _join(entries, slots, members, weights[:, num_slots:], aux)
+    # Dead entries come last and weigh nothing; whoever is alive among the sources finds all slots of its head taken.
+    joined, aux = _join(entries, slots, sources, weights[:, num_slots:], aux)
     sums.scatter_add_(1, joined, scores[:, num_slots:])
     newest.scatter_reduce_(1, joined, positions[:, num_slots:], "amax")
     shares = weights[:, num_slots:] / aux.gather(1, joined).clamp(min=1.0)
-    changed, keys, values = take_in(entries, slots, members, joined, shares)
+    changed, keys, values = take_in(entries, slots, sources, joined, shares)
     return CacheUpdate(slots, aux, sums, aux, newest, changed, keys, values, merged=newest.new_zeros(len(newest)))
 
 
 def _join(
-    entries: Entries, slots: Tensor, members: Tensor, weights: Tensor, slot_weights: Tensor
+    entries: Entries, slots: Tensor, sources: Tensor, weights: Tensor, slot_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which slot each member joins, ``[H, m]`` int64, one after the other, and the slots' weights then, ``[H, s]``.
+    """The slot that each source joins, ``[H, m]`` int64, one after the other, and the slots' weights then, ``[H, s]``.
 
-    slots: ``[H, s]``, members: ``[H, m]`` int64, indices of entries. weights: ``[H, m]``, slot_weights: ``[H, s]``.
-    Members are taken in parts, between which the slots' keys move.
+    slots: ``[H, s]``, sources: ``[H, m]`` int64, indices of entries. weights: ``[H, m]``, slot_weights: ``[H, s]``.
+    Sources are taken in parts, between which the slots' keys move.
     """
-    keys, total, joined = entries.keys_at(slots), slot_weights, torch.zeros_like(members)
-    for start in range(0, members.shape[1], MAX_JOINING):
+    keys, total, joined = entries.keys_at(slots), slot_weights, torch.zeros_like(sources)
+    for start in range(0, sources.shape[1], MAX_JOINING):
         part = slice(start, start + MAX_JOINING)
-        joining = entries.keys_at(members[:, part])
-        # What each member's key is to each slot and to each other member.
+        joining = entries.keys_at(sources[:, part])
+        # Each source's key times that of each slot and of each other source.
         products, between = (joining @ torch.cat([keys, joining], 1).transpose(1, 2)).split(
             [keys.shape[1], joining.shape[1]], dim=2
         )
         joined[:, part], total = ops.join_slots(products, between, weights[:, part], total)
-        if part.stop < members.shape[1]:
+        if part.stop < sources.shape[1]:
             slot = joined[:, part]
             shares = weights[:, part] / total.gather(1, slot).clamp(min=1.0)
             slot = slot.unsqueeze(-1).expand_as(joining)

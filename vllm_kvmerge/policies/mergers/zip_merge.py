@@ -1,14 +1,13 @@
 """Merger that leaves the current attention output unchanged (KeepKV)."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
+from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, comparing_tensors, gathering, sorting
 from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded_nonzero, select
 from vllm_kvmerge.policies.registry import register
@@ -36,7 +35,7 @@ class ZipMerger(Merger):
         scale   k_r = k_bar * L_r / L_bar    p_r = sum p_i                         (eq. 25)
         votes   k_r = k_bar                  p_r = sum p_i * exp(L_r - L_bar)
 
-    Both give the merged entry the mass and value of its members for a query whose scores are the s_hat_i (theorem 3).
+    Both give the merged entry the mass and value of its sources for a query whose scores are the s_hat_i (theorem 3).
     eq. 25 explodes where L_bar is near 0 or its sign is not L_r's: ``scale`` refuses to explode, and merges an entry
     whose factor is outside (0, 10] as ``votes`` does. ``auto`` scales where |L_r / L_bar - 1| <= 0.1, and does as
     ``votes`` elsewhere.
@@ -48,9 +47,9 @@ class ZipMerger(Merger):
     Entries that were never scored have no weight: they neither join nor are joined.
     """
 
-    name: ClassVar[str] = "zip"
-    source: ClassVar[str] = "KeepKV, arXiv:2504.09936"
-    tracker_modes: ClassVar[frozenset[ScoreMode]] = frozenset({ScoreMode.LOG_EMA})
+    name = "zip"
+    source = "KeepKV, arXiv:2504.09936"
+    tracker_modes = frozenset({ScoreMode.LOG_EMA})
 
     merge_threshold: float = Field(
         0.8, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
@@ -73,20 +72,18 @@ class ZipMerger(Merger):
         # Candidates come first, the least important ahead: ranks [0, num_lower) may join [num_lower, num_candidates).
         order = importance.masked_fill(~candidates, torch.inf).argsort(dim=1, stable=True)
         rank = torch.arange(n, device=order.device)
-        members = order[:, : n // 2]
+        sources = order[:, : n // 2]
         upper = num_lower + rank[: n - n // 2]
-        similarity, carriers = entries.most_similar(
-            members, order.gather(1, upper.clamp(max=n - 1)), upper < num_candidates
+        similarity, targets = entries.most_similar(
+            sources, order.gather(1, upper.clamp(max=n - 1)), upper < num_candidates
         )
         joins = (rank[: n // 2] < num_lower) & (similarity > self.merge_threshold)
         by_similarity = similarity.masked_fill(~joins, -torch.inf).argsort(dim=1, descending=True, stable=True)
         surplus = (entries.is_live.sum(1, keepdim=True) - context.budget).clamp(min=0)
         joins = first(joins, by_similarity, surplus)
-        merged = self._absorb(entries, rank.repeat(len(members), 1), importance, members, carriers, joins, protected)
-        gone = any_at(members, joins, n)
-        return replace(
-            merged, kept=merged.kept.masked_fill(gone, DEAD), positions=merged.positions.masked_fill(gone, DEAD)
-        )
+        merged = self._absorb(entries, rank.repeat(len(sources), 1), importance, sources, targets, joins, protected)
+        gone = any_at(sources, joins, n)
+        return merged.without(gone)
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
@@ -95,34 +92,34 @@ class ZipMerger(Merger):
         evicted = padded_nonzero(can_merge & ~mask_of(kept, len(entries)))
         if evicted.shape[1] == 0:
             return CacheUpdate.of(entries, kept)
-        members = evicted.clamp(min=0)
-        similarity, carriers = entries.most_similar(members, kept, can_merge.gather(1, kept))
+        sources = evicted.clamp(min=0)
+        similarity, targets = entries.most_similar(sources, kept, can_merge.gather(1, kept))
         joins = (evicted >= 0) & (similarity > self.merge_threshold)
-        return self._absorb(entries, kept, importance, members, carriers, joins, protected)
+        return self._absorb(entries, kept, importance, sources, targets, joins, protected)
 
     def _absorb(
         self,
         entries: Entries,
         kept: Tensor,
         importance: Tensor,
-        members: Tensor,
-        carriers: Tensor,
+        sources: Tensor,
+        targets: Tensor,
         joins: Tensor,
         protected: Tensor,
     ) -> CacheUpdate:
-        """KeepKV eq. 25: the entries at ``kept``, in which each carrier has taken in the members that join it.
+        """KeepKV eq. 25: the entries at ``kept``, in which each target has taken in the sources that join it.
 
-        kept: ``[H, c]`` int64. importance: ``[H, n]``, ln(p s_hat). members, carriers: ``[H, m]`` int64, indices of
-        entries; carriers are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool.
+        kept: ``[H, c]`` int64. importance: ``[H, n]``, ln(p s_hat). sources, targets: ``[H, m]`` int64, indices of
+        entries; targets are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool.
         """
         n = len(entries)
-        # A group is a carrier that something joins, and all that join it: [H, r] and [H, j], padded.
-        carrier = padded_nonzero(any_at(carriers, joins, n))
+        # A group is a target that something joins, and all that join it: [H, r] and [H, j], padded.
+        target = padded_nonzero(any_at(targets, joins, n))
         joining = padded_nonzero(joins)
-        member, carriers = select(members, joining), select(carriers, joining)
-        exists, joins = carrier >= 0, member >= 0
-        own, other = carrier.clamp(min=0), member.clamp(min=0)
-        group = inverse(carrier, n).gather(1, carriers.clamp(min=0)).clamp(min=0)
+        source, targets = select(sources, joining), select(targets, joining)
+        exists, joins = target >= 0, source >= 0
+        own, other = target.clamp(min=0), source.clamp(min=0)
+        group = inverse(target, n).gather(1, targets.clamp(min=0)).clamp(min=0)
 
         def log_sum_exp(mine: Tensor, theirs: Tensor) -> Tensor:
             theirs = theirs.masked_fill(~joins, -torch.inf)
@@ -143,7 +140,7 @@ class ZipMerger(Merger):
             return (own_share * mine).scatter_add(1, group, given)
 
         def mean_rows(read: Callable[[Tensor], Tensor]) -> Tensor:
-            rows, given = read(carrier), read(member)  # zeros where there is none
+            rows, given = read(target), read(source)  # zeros where there is none
             rows *= own_share.masked_fill(~exists, 0.0).unsqueeze(-1)
             given *= share.unsqueeze(-1)
             return rows.scatter_add_(1, group.unsqueeze(-1).expand_as(given), given)
@@ -155,20 +152,20 @@ class ZipMerger(Merger):
         scales = self._scales(factor)
         new_log_scores = torch.where(scales, log_mean_score, mean_log_score)
         positions = entries.positions.gather(1, own)
-        newest = positions.scatter_reduce(1, group, select(entries.positions, member), "amax")
+        newest = positions.scatter_reduce(1, group, select(entries.positions, source), "amax")
         newest = torch.where(protected.gather(1, own), positions, newest)
 
         keys = mean_rows(entries.keys_at) * torch.where(scales & exists, factor, 1.0).unsqueeze(-1)
-        outcome = CacheUpdate.of(entries, kept)
-        changed = select(inverse(kept, n), carrier)
+        update = CacheUpdate.of(entries, kept)
+        changed = select(inverse(kept, n), target)
         row = exists.nonzero(as_tuple=True)
         place = row[0], changed[row]
-        outcome.log_votes[place] = torch.where(scales, log_sum_votes, log_total - mean_log_score)[row]
-        outcome.positions[place] = newest[row]
-        # The bias correction depends on the carrier's aux alone, which stays: S moves by as much as L.
-        outcome.scores[place] += (new_log_scores - log_scores[0])[row]
+        update.log_votes[place] = torch.where(scales, log_sum_votes, log_total - mean_log_score)[row]
+        update.positions[place] = newest[row]
+        # The bias correction depends on the target's query count alone, which stays: S moves by as much as L.
+        update.scores[place] += (new_log_scores - log_scores[0])[row]
         values = mean_rows(entries.values_at)
-        return replace(outcome, changed=changed, keys=keys, values=values, merged=joins.sum(1))
+        return update.write(changed, keys, values, joins.sum(1))
 
     def _scales(self, factor: Tensor) -> Tensor:
         """``[H, r]`` bool: whether a merge scales its key, by L_r / L_bar; elsewhere the votes make up for it."""
@@ -194,11 +191,11 @@ class ZipMerger(Merger):
             first.touches + later.touches + 2 * sorting(n),
         )
 
-    def _absorb_cost(self, num_members: int, num_carriers: int, shape: CostShape) -> Cost:
-        """Of ``_absorb`` where all members join."""
-        rows = (num_members + num_carriers) * shape.head_size
+    def _absorb_cost(self, num_sources: int, num_targets: int, shape: CostShape) -> Cost:
+        """Of ``_absorb`` where all sources join."""
+        rows = (num_sources + num_targets) * shape.head_size
         return Cost(
-            numbers=rows + 2 * num_carriers * shape.head_size + 30 * shape.num_entries,
+            numbers=rows + 2 * num_targets * shape.head_size + 30 * shape.num_entries,
             touches=3 * gathering(rows) + 6 * rows + 120 * shape.num_entries,
         )
 

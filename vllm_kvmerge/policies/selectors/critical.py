@@ -1,13 +1,10 @@
 """Selector that also asks how much an entry's value can change the layer's output."""
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
+from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries, gathering, sorting
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import first, ranked, top
 from vllm_kvmerge.policies.pooling import max_pooled
@@ -27,10 +24,10 @@ class Critical(WindowTopK):
     probabilities, not a logarithm. A model whose output projection is not known is ranked by s alone.
     """
 
-    name: ClassVar[str] = "criticalkv"
-    source: ClassVar[str] = "CriticalKV, arXiv:2502.03805"
-    needs_output_weights: ClassVar[bool] = True
-    needs_probabilities: ClassVar[bool] = True
+    name = "criticalkv"
+    source = "CriticalKV, arXiv:2502.03805"
+    needs_output_weights = True
+    needs_probabilities = True
 
     first_stage_share: float = Field(
         0.5, ge=0.0, le=1.0, description="Share of what is left beside the window that scores alone decide."

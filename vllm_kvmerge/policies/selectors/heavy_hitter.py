@@ -1,12 +1,11 @@
 """Selector that keeps sinks, the newest entries and, of the others, those that attention used most."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, sinks, top
 from vllm_kvmerge.policies.registry import register
 
@@ -18,9 +17,9 @@ class HeavyHitter(Selector):
     The recent window gives way where sinks and at least one heavy hitter would not fit beside it.
     """
 
-    name: ClassVar[str] = "h2o"
-    source: ClassVar[str] = "H2O, arXiv:2306.14048"
-    needs_scores: ClassVar[bool] = True
+    name = "h2o"
+    source = "H2O, arXiv:2306.14048"
+    needs_scores = True
 
     num_sink_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."

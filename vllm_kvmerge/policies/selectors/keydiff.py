@@ -1,14 +1,11 @@
 """Selector that keeps the entries whose keys are unlike the others'."""
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering
+from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, gathering
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -21,9 +18,9 @@ class KeyDiff(RankedSelector):
     The source protects nothing; the newest entries stay here because generation needs them.
     """
 
-    name: ClassVar[str] = "keydiff"
-    source: ClassVar[str] = "KeyDiff, Park et al., arXiv:2504.15364"
-    needs_scores: ClassVar[bool] = False
+    name = "keydiff"
+    source = "KeyDiff, Park et al., arXiv:2504.15364"
+    needs_scores = False
 
     recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 

@@ -1,13 +1,10 @@
 """Selector that keeps the entries whose keys are short."""
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, gathering
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -20,9 +17,9 @@ class KeyNorm(RankedSelector):
     The source protects nothing; the newest entries stay here because generation needs them.
     """
 
-    name: ClassVar[str] = "knorm"
-    source: ClassVar[str] = "L2 norm, Devoto et al., arXiv:2406.11430"
-    needs_scores: ClassVar[bool] = False
+    name = "knorm"
+    source = "L2 norm, Devoto et al., arXiv:2406.11430"
+    needs_scores = False
 
     recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 

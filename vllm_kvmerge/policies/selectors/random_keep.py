@@ -1,12 +1,9 @@
 """Selector that keeps a random sample: what the others have to beat."""
 
-from typing import ClassVar
-
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -21,9 +18,9 @@ class RandomKeep(RankedSelector):
     sample, on any number of tensor-parallel workers.
     """
 
-    name: ClassVar[str] = "random"
-    source: ClassVar[str] = "control"
-    needs_scores: ClassVar[bool] = False
+    name = "random"
+    source = "control"
+    needs_scores = False
 
     seed: int = Field(0, ge=0, lt=2**32, description="Of the random numbers.")
 

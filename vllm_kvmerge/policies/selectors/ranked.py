@@ -5,8 +5,7 @@ from abc import abstractmethod
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, sinks, top
 
 

@@ -1,11 +1,8 @@
 """Selector that keeps the newest entries."""
 
-from typing import ClassVar
-
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries, Selector
 from vllm_kvmerge.policies.indexing import largest
 from vllm_kvmerge.policies.registry import register
 
@@ -14,9 +11,9 @@ from vllm_kvmerge.policies.registry import register
 class Recent(Selector):
     """A sliding window: the newest entries ("Local" of KeepKV table 2)."""
 
-    name: ClassVar[str] = "local"
-    source: ClassVar[str] = "sliding-window attention; KeepKV table 2"
-    needs_scores: ClassVar[bool] = False
+    name = "local"
+    source = "sliding-window attention; KeepKV table 2"
+    needs_scores = False
 
     @property
     def min_budget(self) -> int:

@@ -1,13 +1,10 @@
 """Selector that keeps the newest entries and, of the others, those that the newest queries attend to."""
 
-from typing import ClassVar
-
 from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.ops import Fusion
-from vllm_kvmerge.policies.base import MAX_QUERIES, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering
+from vllm_kvmerge.policies.base import MAX_QUERIES, CompressionContext, Cost, CostShape, Entries, gathering
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -24,9 +21,9 @@ class RecentQueries(RankedSelector):
     1, F is max-pooled over neighbours as SnapKV's scores are, which MorphKV's paper does not do.
     """
 
-    name: ClassVar[str] = "morphkv"
-    source: ClassVar[str] = "MorphKV, arXiv:2503.00979"
-    needs_scores: ClassVar[bool] = False
+    name = "morphkv"
+    source = "MorphKV, arXiv:2503.00979"
+    needs_scores = False
 
     recent_window: int = Field(
         32, ge=1, le=MAX_QUERIES, description="Newest entries, always kept, whose queries rank the others."
@@ -42,11 +39,10 @@ class RecentQueries(RankedSelector):
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         """``[H, n]``: F (eq. 4), pooled; positions, so that the newest stay, where there are no queries."""
-        if context.queries is None or context.query_positions is None:
+        if context.queries is None:
             return entries.positions.to(entries.scores.dtype)
-        queries = context.queries[:, :, -self.recent_window :]
-        positions = context.query_positions[..., -self.recent_window :]
-        fused = entries.fused_attention(queries, positions, context.scale, self.fusion)
+        newest = context.queries.newest(self.recent_window)
+        fused = entries.fused_attention(newest.vectors, newest.positions, context.scale, self.fusion)
         return fused if self.kernel_size == 1 else max_pooled(fused, protected, entries, self.kernel_size)
 
     def cost(self, shape: CostShape) -> Cost:

@@ -1,7 +1,5 @@
 """Selector that weighs attention against redundancy."""
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -30,10 +28,10 @@ class RedundancyAware(RankedSelector):
     over about as many, and which must be of probabilities, not a logarithm. Costs n^2 products per head.
     """
 
-    name: ClassVar[str] = "rkv"
-    source: ClassVar[str] = "R-KV, Cai et al., arXiv:2505.24133"
-    needs_scores: ClassVar[bool] = True
-    needs_probabilities: ClassVar[bool] = True
+    name = "rkv"
+    source = "R-KV, Cai et al., arXiv:2505.24133"
+    needs_scores = True
+    needs_probabilities = True
 
     recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
     attention_share: float = Field(

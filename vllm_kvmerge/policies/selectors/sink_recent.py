@@ -1,13 +1,10 @@
 """Selector that keeps the sequence's first tokens, and the newest entries."""
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
 from vllm_kvmerge.policies.indexing import largest, sinks
 from vllm_kvmerge.policies.registry import register
 
@@ -16,9 +13,9 @@ from vllm_kvmerge.policies.registry import register
 class SinkRecent(Selector):
     """Attention sinks and a sliding window (StreamingLLM section 3.2)."""
 
-    name: ClassVar[str] = "streaming_llm"
-    source: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
-    needs_scores: ClassVar[bool] = False
+    name = "streaming_llm"
+    source = "StreamingLLM, arXiv:2309.17453"
+    needs_scores = False
 
     num_sink_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."

@@ -1,11 +1,8 @@
 """Selector that keeps what the newest query attends to, the same entries for all heads of a layer."""
 
-from typing import ClassVar
-
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape
+from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -19,15 +16,15 @@ class Tova(RankedSelector):
     entries, so entry i is the same token in each. An entry that is dead in some heads counts as 0 there.
     """
 
-    name: ClassVar[str] = "tova"
-    source: ClassVar[str] = "TOVA, arXiv:2401.06104"
-    needs_scores: ClassVar[bool] = True
-    needs_probabilities: ClassVar[bool] = True
-    pools_heads: ClassVar[bool] = True
+    name = "tova"
+    source = "TOVA, arXiv:2401.06104"
+    needs_scores = True
+    needs_probabilities = True
+    pools_heads = True
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        pooled = context.heads_of_layers(importance.masked_fill(~entries.is_live, 0.0)).mean(dim=1, keepdim=True)
-        return pooled.expand_as(context.by_unit(importance)).flatten(0, 1)
+        pooled = context.heads.of_all_workers(importance.masked_fill(~entries.is_live, 0.0)).mean(dim=1, keepdim=True)
+        return pooled.expand_as(context.heads.by_sequence_layer(importance)).flatten(0, 1)
 
     def cost(self, shape: CostShape) -> Cost:
         return super().cost(shape) + Cost(numbers=2 * shape.num_entries, touches=8 * shape.num_entries)

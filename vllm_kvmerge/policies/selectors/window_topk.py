@@ -1,12 +1,9 @@
 """Selector that keeps an observation window and, of the entries before it, clusters of high scores."""
 
-from typing import ClassVar
-
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector, sorting
 from vllm_kvmerge.policies.indexing import newest, top
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
@@ -19,9 +16,9 @@ class WindowTopK(Selector):
     Pooling runs over neighbours in order of position, among the live entries before the window.
     """
 
-    name: ClassVar[str] = "snapkv"
-    source: ClassVar[str] = "SnapKV, arXiv:2404.14469"
-    needs_scores: ClassVar[bool] = True
+    name = "snapkv"
+    source = "SnapKV, arXiv:2404.14469"
+    needs_scores = True
 
     window_size: int = Field(32, ge=1, le=MAX_TOKENS, description="Newest entries, always kept.")
     kernel_size: KernelSize = Field(

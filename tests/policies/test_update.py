@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.sampling import SEEDS, assert_same, random_entries
+from tests.policies.sampling import SEEDS, assert_same, random_entries, stack_rows
 from tests.policies.test_baselines import built
 from tests.policies.test_composition import context_for, entries_for
 from vllm_kvmerge.policies import DEAD, PRESETS, CacheUpdate
@@ -21,21 +21,21 @@ from vllm_kvmerge.policies.indexing import (
 )
 
 
-def random_outcome(entries, num_places, num_changed, generator):
+def random_update(entries, num_places, num_changed, generator):
     """Some entries in random places, some places empty, some with new rows."""
     heads, n, d = entries.keys.shape
     kept = torch.rand(heads, max(n, num_places), generator=generator).argsort(1)[:, :num_places]
     kept = kept.masked_fill(kept >= n, DEAD)
-    outcome = CacheUpdate.of(entries, kept.clamp(min=0))
+    update = CacheUpdate.of(entries, kept.clamp(min=0))
     empty = (kept < 0) | (torch.rand(heads, num_places, generator=generator) < 0.1)
-    outcome.kept = kept.masked_fill(empty, DEAD)
-    outcome.positions = outcome.positions.masked_fill(empty, DEAD)
+    update.kept = kept.masked_fill(empty, DEAD)
+    update.positions = update.positions.masked_fill(empty, DEAD)
     changed = torch.rand(heads, num_places, generator=generator).argsort(1)[:, :num_changed]
-    outcome.changed = changed.masked_fill(torch.rand(changed.shape, generator=generator) < 0.3, DEAD)
-    outcome.keys = torch.randn(heads, num_changed, d, generator=generator)
-    outcome.values = torch.randn(heads, num_changed, d, generator=generator)
-    outcome.scores = torch.rand(heads, num_places, generator=generator)
-    return outcome
+    update.changed = changed.masked_fill(torch.rand(changed.shape, generator=generator) < 0.3, DEAD)
+    update.keys = torch.randn(heads, num_changed, d, generator=generator)
+    update.values = torch.randn(heads, num_changed, d, generator=generator)
+    update.scores = torch.rand(heads, num_places, generator=generator)
+    return update
 
 
 @settings(max_examples=100, deadline=None)
@@ -83,10 +83,10 @@ def test_outcomes_of_outcomes(seed, num_heads, n, data):
     """One after the other is the same as both in one, and putting entries in place changes their order alone."""
     generator = torch.Generator().manual_seed(seed)
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
-    earlier = random_outcome(entries, n, data.draw(st.integers(0, n)), generator)
+    earlier = random_update(entries, n, data.draw(st.integers(0, n)), generator)
     between = earlier.view(entries)
     num_places = data.draw(st.integers(1, n))
-    later = random_outcome(between, num_places, data.draw(st.integers(0, num_places)), generator)
+    later = random_update(between, num_places, data.draw(st.integers(0, num_places)), generator)
     if data.draw(st.booleans()):
         later.values = None
     both = later.after(earlier, between)
@@ -118,14 +118,14 @@ def test_outcomes_of_outcomes(seed, num_heads, n, data):
 def test_heads_of_several_outcomes():
     generator = torch.Generator().manual_seed(0)
     entries = [random_entries(seed, num_heads=2, n=12) for seed in range(3)]
-    outcomes = [random_outcome(some, 6, width, generator) for some, width in zip(entries, (3, 0, 5), strict=True)]
-    outcomes[1].keys = None
-    outcomes[2].values = None
-    whole = CacheUpdate.stack_heads(outcomes, entries)
-    stacked = type(entries[0]).stack_heads(entries)
-    expected = type(entries[0]).stack_heads([o.apply(e) for o, e in zip(outcomes, entries, strict=True)])
+    updates = [random_update(some, 6, width, generator) for some, width in zip(entries, (3, 0, 5), strict=True)]
+    updates[1].keys = None
+    updates[2].values = None
+    whole = CacheUpdate.stack_rows(updates, entries)
+    stacked = stack_rows(entries)
+    expected = stack_rows([o.apply(e) for o, e in zip(updates, entries, strict=True)])
     assert_same(whole.apply(stacked), expected)
-    assert_same(whole.heads([4, 1]).apply(stacked.heads([4, 1])), expected.heads([4, 1]))
+    assert_same(whole.of_rows([4, 1]).apply(stacked.of_rows([4, 1])), expected.of_rows([4, 1]))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -135,7 +135,7 @@ def test_entries_that_stay_keep_their_places(name):
     n = policy.allocator.capacity(budget) + 16
     entries = entries_for(policy, 5, 2, n, num_dead=0)
     result = policy.compress(entries, context_for(policy, entries, budget))
-    kept, capacity = result.outcome.kept, result.outcome.kept.shape[1]
+    kept, capacity = result.update.kept, result.update.kept.shape[1]
     assert capacity == n - 16
     where = {(head, int(e)): place for head in range(2) for place, e in enumerate(kept[head]) if e >= 0}
     assert all(place == e for (_, e), place in where.items() if e < capacity)
@@ -149,10 +149,10 @@ def test_similarity_to_entries_that_an_outcome_has_changed(seed, num_heads, n, d
     """What is compared where it lies, and what apart, together give what the dense entries give."""
     generator = torch.Generator().manual_seed(seed)
     entries = random_entries(seed, num_heads, n)
-    outcome = random_outcome(entries, n, data.draw(st.integers(0, n)), generator)
+    update = random_update(entries, n, data.draw(st.integers(0, n)), generator)
     if data.draw(st.booleans()):  # ties
-        outcome.keys, entries.keys = outcome.keys.sign(), entries.keys.sign()
-    view, dense = outcome.view(entries), outcome.apply(entries)
+        update.keys, entries.keys = update.keys.sign(), entries.keys.sign()
+    view, dense = update.view(entries), update.apply(entries)
     index = torch.rand(num_heads, n, generator=generator).argsort(1)
     cut = data.draw(st.integers(1, n - 1))
     members, carriers = index[:, :cut], index[:, cut:]

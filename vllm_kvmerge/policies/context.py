@@ -1,0 +1,135 @@
+"""What a policy may know besides the entries."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from vllm_kvmerge.policies.entries import Entries
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The rows of a batch: ``H`` of them, this worker's KV heads of each sequence layer, one after the other.
+
+    A sequence layer is one layer of one request.
+
+    num_kv_heads: rows of each sequence layer. layers: of each row, which layer of the model it is in. indices: of each
+    row, which of its layer's KV heads it is, counted over all tensor-parallel workers. num_layers: of the model.
+    gather: gives ``[num_kv_heads, ...]`` of all tensor-parallel workers, in the heads' order.
+    """
+
+    num_kv_heads: int
+    layers: list[int]
+    indices: list[int]
+    num_layers: int
+    gather: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, layers: list[int], indices: list[int], num_layers: int, gather: Callable[[Tensor], Tensor]) -> "Heads":
+        """The heads with these ``indices`` in each sequence layer; ``layers``: of each sequence layer."""
+        rows = [layer for layer in layers for _ in indices]
+        return cls(len(indices), rows, indices * len(layers), num_layers, gather)
+
+    def by_sequence_layer(self, tensor: Tensor) -> Tensor:
+        """``[H, ...]`` as ``[sequence layers, num_kv_heads, ...]``."""
+        return tensor.unflatten(0, (-1, self.num_kv_heads))
+
+    def of_all_workers(self, tensor: Tensor) -> Tensor:
+        """``[H, ...]`` to ``[sequence layers, heads, ...]``, with the heads of all tensor-parallel workers.
+
+        Every worker must call it equally often: trackers, allocators and selectors may, where nothing depends on data.
+        """
+        return self.gather(self.by_sequence_layer(tensor).transpose(0, 1)).transpose(0, 1)
+
+    def of_rows(self, rows: list[int]) -> "Heads":
+        """Some of the rows; where they are not whole sequence layers, each counts as one."""
+        size = self.num_kv_heads
+        sequence_layers = dict.fromkeys(row // size for row in rows)
+        whole = [row for one in sequence_layers for row in range(one * size, (one + 1) * size)]
+        return replace(
+            self,
+            num_kv_heads=size if rows == whole else 1,
+            layers=[self.layers[row] for row in rows],
+            indices=[self.indices[row] for row in rows],
+        )
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The newest queries of each row's request, oldest first.
+
+    vectors: ``[H, G, w, d]`` float32, of the G query heads that share the KV head. positions: ``[H, w]`` int64, of
+    their tokens.
+    """
+
+    vectors: Tensor
+    positions: Tensor
+
+    def newest(self, count: int) -> "Queries":
+        """The newest ``count``, or as many as there are."""
+        return Queries(self.vectors[:, :, -count:], self.positions[:, -count:])
+
+    def of_rows(self, rows: list[int]) -> "Queries":
+        return Queries(self.vectors[rows], self.positions[rows])
+
+
+@dataclass(frozen=True)
+class CompressionContext:
+    """What a policy may know besides the entries. ``H``, everywhere: sequence layers x KV heads, see ``Heads``.
+
+    budget: entries to keep per head, on average over layers and heads; parts see the number for their own.
+    capacity: entries to return per head, dead ones included.
+    num_tokens: tokens computed so far, so the next token's position; of several requests the longest one's.
+    at_prompt_end: whether this is a request's first compression.
+    heads: the rows that are compressed.
+    scale: of the attention logits.
+    min_budget: the fewest entries that any head of any layer can be given; set by the composition.
+    num_slots: how many of the budget's entries the merger fills itself; set by the composition.
+    queries: the newest queries, where the policy reads some (``query_window``) and they are known.
+    output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, where the policy
+    reads it and it is known.
+    layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
+    the request, where it has one and all layers are compressed.
+    """
+
+    budget: int
+    capacity: int
+    num_tokens: int
+    at_prompt_end: bool
+    heads: Heads
+    scale: float = 1.0
+    min_budget: int = 0
+    num_slots: int = 0
+    queries: Queries | None = None
+    output_weights: Tensor | None = None
+    layer_statistics: Tensor | None = None
+
+    @classmethod
+    def of_layer(
+        cls, entries: Entries, budget: int, num_tokens: int, at_prompt_end: bool, *, layer: int = 0, **fields: Any
+    ) -> "CompressionContext":
+        """For one layer of one request on one worker. ``fields``: others, of which ``capacity`` is the budget by
+        default, and ``num_layers``, of the model, 1."""
+        indices, num_layers = list(range(entries.num_rows)), fields.pop("num_layers", 1)
+        heads = Heads.of([layer], indices, num_layers, gather=lambda tensor: tensor)
+        capacity = fields.pop("capacity", budget)
+        return cls(budget, capacity, num_tokens, at_prompt_end, heads, **fields)
+
+    @property
+    def num_kept(self) -> int:
+        """Entries that the selector keeps."""
+        return self.budget - self.num_slots
+
+    def of_rows(self, rows: list[int]) -> "CompressionContext":
+        """The context as some of the rows see it, when budgets have been given."""
+        if len(rows) == len(self.heads.layers):
+            return self
+        return replace(
+            self,
+            heads=self.heads.of_rows(rows),
+            queries=None if self.queries is None else self.queries.of_rows(rows),
+            output_weights=None if self.output_weights is None else self.output_weights[rows],
+            layer_statistics=None,
+        )

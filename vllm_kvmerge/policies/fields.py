@@ -1,0 +1,57 @@
+"""Fields of a request that every policy has, besides its parts' names and hyper-parameters."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, WithJsonSchema
+
+from vllm_kvmerge.policies.base import MAX_TOKENS
+
+DecodeMode = Literal["bounded", "grow"]
+
+
+def _check_budget(budget: int | float) -> int | float:
+    if 1 <= budget <= MAX_TOKENS if isinstance(budget, int) else 0.0 < budget <= 1.0:
+        return budget
+    raise ValueError(
+        f"must be an integer from 1 to {MAX_TOKENS} (entries per KV head) or a float in (0, 1] (share of the prompt's "
+        "tokens)"
+    )
+
+
+TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
+
+Budget = Annotated[
+    StrictInt | StrictFloat,
+    AfterValidator(_check_budget),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
+                {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
+            ],
+            "description": "Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its "
+            "context where context_tokens says how long that is, rounded up.",
+        }
+    ),
+]
+
+
+class CommonFields(BaseModel):
+    """The size and the times of a request's compressions."""
+
+    model_config = ConfigDict(frozen=True)
+
+    budget: Budget = 0.2
+    interval: TokenCount | None = Field(
+        None, description="Live entries above the budget that trigger a compression; default: one block."
+    )
+    decode: DecodeMode = Field(
+        "bounded",
+        description="bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's "
+        "(or context's) end only.",
+    )
+    context_tokens: TokenCount | None = Field(
+        None,
+        description="Compress the prompt's first so many tokens as if they were the whole prompt, before the rest of "
+        "it, such as a question, is read; at most the prompt's tokens. Default: the whole prompt.",
+    )

@@ -1,0 +1,268 @@
+"""Changes that a compression makes to a cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vllm_kvmerge import ops
+from vllm_kvmerge.policies.entries import BLANK, DEAD, Entries, LazyEntries
+from vllm_kvmerge.policies.indexing import inverse, padded_nonzero, select
+
+
+@dataclass
+class CacheUpdate:
+    """``C`` places per head: which entry each holds, its metadata, and the places with a new key or value.
+
+    Mergers begin with ``of``, the kept entries as they are, and name the places that change, with their keys and
+    values, by ``write``.
+
+    kept: ``[H, C]`` int64, index of the entry that a place holds; negative: none, so what is not in ``changed`` is
+    empty. log_votes, scores, aux: ``[H, C]`` float32, positions: ``[H, C]`` int64, as in ``Entries``.
+    changed: ``[H, r]`` int64, places, none twice; negative: none. keys, values: ``[H, r, d]`` float32, what these
+    places hold instead; None: that plane stays. merged: ``[H]`` int64, how many live entries went into others.
+    """
+
+    kept: Tensor
+    log_votes: Tensor
+    scores: Tensor
+    aux: Tensor
+    positions: Tensor
+    changed: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+    merged: Tensor
+
+    @classmethod
+    def of(cls, entries: Entries, kept: Tensor) -> "CacheUpdate":
+        """The entries at ``kept`` (``[H, C]`` int64) as they are."""
+        return cls._as_they_are(kept, *ops.take(kept, entries.metadata))
+
+    @classmethod
+    def unchanged(cls, entries: Entries) -> "CacheUpdate":
+        """All entries as they are."""
+        return cls._as_they_are(entries.all_indices.clone(), *(plane.clone() for plane in entries.metadata))
+
+    @classmethod
+    def _as_they_are(cls, kept: Tensor, *metadata: Tensor) -> "CacheUpdate":
+        log_votes, scores, aux, positions = metadata
+        nothing, none = kept[:, :0], torch.zeros_like(kept[:, 0])
+        return cls(kept, log_votes, scores, aux, positions, nothing, None, None, none)
+
+    @property
+    def is_live(self) -> Tensor:
+        """``[H, C]`` bool."""
+        return self.positions != DEAD
+
+    @property
+    def num_places(self) -> int:
+        """``C``."""
+        return self.kept.shape[1]
+
+    @property
+    def metadata(self) -> list[Tensor]:
+        """The planes of ``BLANK``, in its order."""
+        return [getattr(self, name) for name in BLANK]
+
+    def write(
+        self, changed: Tensor, keys: Tensor | None, values: Tensor | None, merged: Tensor, **metadata: Tensor
+    ) -> "CacheUpdate":
+        """The same with these places changed, so many entries merged, and perhaps other ``metadata``."""
+        return replace(self, changed=changed, keys=keys, values=values, merged=merged, **metadata)
+
+    def without(self, gone: Tensor) -> "CacheUpdate":
+        """The same with the places where ``gone`` (``[H, C]`` bool) empty."""
+        return replace(self, kept=self.kept.masked_fill(gone, DEAD), positions=self.positions.masked_fill(gone, DEAD))
+
+    def view(self, entries: Entries) -> Entries:
+        """The places' entries; ``entries`` are those that this is an update of. Keys and values are read on demand."""
+        return _Places(self.emptied(), entries)
+
+    def apply(self, entries: Entries) -> Entries:
+        """The places' entries, dense; ``entries`` are those that this is an update of."""
+        return self.view(entries).clone()
+
+    def after(self, earlier: "CacheUpdate", entries: Entries) -> "CacheUpdate":
+        """This update of ``entries``, which are what ``earlier`` made of others, as an update of those others."""
+        changed_before = inverse(earlier.changed, len(entries)) >= 0
+        changed = inverse(self.changed, self.num_places) >= 0
+        changed |= changed_before.gather(1, self.kept.clamp(min=0)) & (self.kept >= 0)
+        places = padded_nonzero(changed)
+        view = self.view(entries)
+        update = replace(self, kept=select(earlier.kept, self.kept))
+        return update.write(places, view.keys_at(places), view.values_at(places), earlier.merged + self.merged)
+
+    def in_place(self, entries: Entries, num_places: int) -> "CacheUpdate":
+        """The same with ``num_places`` places, in which entries stay where they are if they can.
+
+        An entry whose index is a place gets that place; the others, in order, those that are free. What remains is
+        empty, preferably where an empty entry lies already.
+        """
+        place = ops.free_places(self.kept, num_places)
+        planes = [self.kept, *self.metadata]
+        if self.num_places == num_places:  # none is empty
+            planes = ops.take(inverse(place, num_places), planes)
+        else:
+            planes = [
+                plane.new_full((len(place), num_places), blank).scatter_(1, place, plane)
+                for plane, blank in zip(planes, (DEAD, *BLANK.values()), strict=True)
+            ]
+        kept, *metadata = planes
+        length = min(num_places, len(entries))
+        if not kept.is_cpu or (kept[:, :length] < 0).any():  # a GPU would be waited for
+            empty = (kept[:, :length] < 0) & ~entries.is_live[:, :length]
+            kept[:, :length] = torch.where(empty, entries.all_indices[:, :length], kept[:, :length])
+        named = dict(zip(BLANK, metadata, strict=True))
+        return replace(self, kept=kept, changed=select(place, self.changed), **named)
+
+    def emptied(self) -> "CacheUpdate":
+        """The same with the metadata of empty places overwritten, and nothing moved to them."""
+        dead = ~self.is_live
+        if dead.is_cpu and not dead.any():  # a GPU would be waited for
+            return self
+        moved = self.kept != torch.arange(self.num_places, device=dead.device)
+        metadata = {name: getattr(self, name).masked_fill(dead, blank) for name, blank in BLANK.items()}
+        return replace(self, kept=self.kept.masked_fill(dead & moved, DEAD), **metadata)
+
+    def finite(self, entries: Entries, dtype: torch.dtype) -> "tuple[CacheUpdate, Tensor]":
+        """The same with entries as they were in places whose new key or value is not finite in ``dtype``.
+
+        entries: those that this is an update of. A place that held none before is left empty. Also returns how many
+        places those are, ``[H]`` int64. What was merged into them is lost.
+        """
+        overflows = torch.zeros_like(self.changed, dtype=torch.bool)
+        for rows in (self.keys, self.values):
+            if rows is not None:
+                overflows |= ~rows.to(dtype).isfinite().all(-1)
+        if self.changed.shape[1]:
+            overflows |= ~(self.log_votes.gather(1, self.changed.clamp(min=0)) < torch.inf)  # NaN too
+        overflows &= self.changed >= 0
+        count = overflows.sum(1)
+        if count.is_cpu and not count.any():  # a GPU would be waited for
+            return self, count
+        # Everything else goes to a place behind the last, which is cut off again.
+        place = self.changed.masked_fill(~overflows, self.num_places)
+        source = select(self.kept, self.changed.masked_fill(~overflows, DEAD))
+        metadata = {}
+        for name, blank in BLANK.items():
+            before = getattr(entries, name).gather(1, source.clamp(min=0)).masked_fill(source < 0, blank)
+            metadata[name] = pad(getattr(self, name), (0, 1)).scatter_(1, place, before)[:, :-1]
+        return replace(self, changed=self.changed.masked_fill(overflows, DEAD), **metadata), count
+
+    def of_rows(self, rows: list[int]) -> "CacheUpdate":
+        """Some rows' part."""
+        return CacheUpdate(*(None if plane is None else plane[rows] for plane in vars(self).values()))  # type: ignore[arg-type]
+
+    @classmethod
+    def stack_rows(cls, parts: "list[CacheUpdate]", entries: "list[Entries]") -> "CacheUpdate":
+        """The rows of several, each with equally many places; ``entries`` are those that each is an update of."""
+        width = max(part.changed.shape[1] for part in parts)
+        planes = {name for name in ("keys", "values") if any(getattr(part, name) is not None for part in parts)}
+        full = [part._widened(some, width, planes) for part, some in zip(parts, entries, strict=True)]
+        stacked = zip(*(vars(part).values() for part in full), strict=True)
+        return cls(*(None if plane[0] is None else torch.cat(plane) for plane in stacked))
+
+    def _widened(self, entries: Entries, width: int, planes: set[str]) -> "CacheUpdate":
+        """With ``width`` columns in ``changed``, and the rows of these planes."""
+        missing = (0, width - self.changed.shape[1])
+        source = select(self.kept, self.changed)
+        rows: dict[str, Tensor] = {}
+        for name in planes:
+            new = getattr(self, name)
+            if new is None:
+                new = entries.keys_at(source) if name == "keys" else entries.values_at(source)
+            rows[name] = pad(new, (0, 0, *missing))
+        return replace(self, changed=pad(self.changed, missing, value=DEAD), **rows)
+
+
+class _Places(LazyEntries):
+    """An update's places as entries."""
+
+    def __init__(self, update: CacheUpdate, entries: Entries) -> None:
+        super().__init__(*update.metadata)
+        self._update, self._entries = update, entries
+        self._origin = update.kept.masked_fill(~update.is_live, DEAD)
+        self._row = inverse(update.changed, update.num_places)
+
+    def keys_at(self, index: Tensor) -> Tensor:
+        return self._read(index, self._entries.keys_at, self._update.keys)
+
+    def values_at(self, index: Tensor) -> Tensor:
+        return self._read(index, self._entries.values_at, self._update.values)
+
+    def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        # Most keys are the cache's own: those are compared where they lie, and new ones, of which there are few, apart.
+        is_new = select(self._row, targets) >= 0
+        where = self._origin.gather(1, targets)
+        origin = self._origin.gather(1, sources)
+        old = usable & ~is_new & (where >= 0)
+        similarity, best = self._entries.most_similar(origin.clamp(min=0), where.clamp(min=0), old)
+        # Which of the targets it is, so that of equally similar ones the first can be told.
+        best = inverse(where.masked_fill(~old, DEAD), len(self._entries)).gather(1, best).clamp(min=0)
+        new = padded_nonzero(usable & is_new)
+        if new.shape[1]:
+            new_similarity, chosen = super().most_similar(sources, select(targets, new), new >= 0)
+            number = inverse(targets, len(self)).gather(1, chosen.clamp(min=0))
+            better = (new_similarity > similarity) | ((new_similarity == similarity) & (number < best))
+            better &= new_similarity > -torch.inf
+            similarity, best = torch.where(better, new_similarity, similarity), torch.where(better, number, best)
+        best = targets.gather(1, best)
+        changed = padded_nonzero((select(self._row, sources) >= 0) | (origin < 0))
+        if changed.shape[1]:
+            apart = super().most_similar(select(sources, changed), targets, usable)
+            place = changed.masked_fill(changed < 0, sources.shape[1])
+            similarity, best = (
+                pad(whole, (0, 1)).scatter_(1, place, part)[:, :-1]
+                for whole, part in zip((similarity, best), apart, strict=True)
+            )
+        return similarity, best
+
+    def _read(self, index: Tensor, unchanged: Callable[[Tensor], Tensor], changed: Tensor | None) -> Tensor:
+        rows = unchanged(select(self._origin, index))
+        if changed is not None:
+            row = select(self._row, index)
+            here = row >= 0
+            head = torch.arange(len(row), device=row.device).unsqueeze(1).expand_as(row)
+            rows[here] = changed[head[here], row[here]]
+        return rows
+
+
+@dataclass
+class CompressionResult:
+    """A compression of ``source``, the entries that a policy was given.
+
+    evicted: ``[H]`` int64, live entries that were dropped; those that went into others are ``update.merged``.
+    as_before: ``[H]`` int64, places that ``finite`` has left as they were.
+    """
+
+    source: Entries
+    update: CacheUpdate
+    evicted: Tensor
+    as_before: Tensor
+
+    @classmethod
+    def of(cls, source: Entries, update: CacheUpdate) -> "CompressionResult":
+        update = update.emptied()
+        evicted = source.is_live.sum(1) - update.is_live.sum(1) - update.merged
+        return cls(source, update, evicted, torch.zeros_like(evicted))
+
+    def finite(self, dtype: torch.dtype) -> "CompressionResult":
+        """The same with ``CacheUpdate.finite``."""
+        update, as_before = self.update.finite(self.source, dtype)
+        return replace(self, update=update, as_before=as_before)
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The result, dense: exactly ``capacity`` entries per head."""
+        return self.update.apply(self.source)
+
+    @property
+    def num_merged(self) -> int:
+        return int(self.update.merged.sum())
+
+    @property
+    def num_evicted(self) -> int:
+        return int(self.evicted.sum())
