@@ -68,7 +68,12 @@ class PluginConfig(BaseModel):
     )
     max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of an HTTP request, in bytes.")
     operators: dict[str, str] = Field(
-        {}, description="Implementations of operators to run instead of those in kernels/choice.json."
+        {}, description="Implementations of operators to run instead of those in ops/choice.json."
+    )
+    example_prompts: str | None = Field(
+        None,
+        description="Where the page takes example prompts from, module:function; the function returns an object with a "
+        "prompt and the answer to it. Default: nowhere.",
     )
 
     @field_validator("operators")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from prometheus_client import Gauge, multiprocess, values
+from prometheus_client import Gauge, multiprocess
 from prometheus_client.mmap_dict import MmapedDict
 
 logger = logging.getLogger(__name__)
@@ -191,20 +191,3 @@ def _warn(message: str) -> None:
     if not _warned:
         _warned = True
         logger.warning("metrics: %s", message)
-
-
-def install() -> None:
-    """Makes prometheus_client, and so vLLM's metrics as well as ours, use these classes; before any metric is made.
-
-    A prometheus_client that reserves space and passes errors over would make this unnecessary: it has no setting for
-    the class that its values are stored with.
-    """
-    values.MmapedDict = multiprocess.MmapedDict = MetricFile  # type: ignore[misc]
-    multiprocess.MultiProcessCollector = MetricFiles  # type: ignore[misc]
-    gauge = Gauge(
-        "vllm:kvmerge_metrics_write_errors",
-        "Values of metrics that could not be written to PROMETHEUS_MULTIPROC_DIR.",
-        multiprocess_mode="livesum",
-    )
-    if gauge._value._multiprocess:
-        MetricFile.write_errors = gauge

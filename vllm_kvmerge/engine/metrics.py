@@ -1,23 +1,15 @@
-"""What is counted, under which Prometheus name.
+"""The plugin's Prometheus metrics.
 
 Engine cores, workers and API servers each count what they see; with ``PROMETHEUS_MULTIPROC_DIR`` set (as
 ``vllm-kvmerge serve`` does) prometheus_client adds the processes up on ``/metrics``, whichever API server is asked.
 Label ``engine``: the data-parallel rank, as in vLLM's own metrics.
 """
 
-import os
 from collections import defaultdict
-from contextlib import suppress
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm_kvmerge.engine import metric_files
-
-if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-    # A worker that Ray starts on another machine is given the first one's variables, and would not be seen there.
-    with suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
-metric_files.install()
+from vllm_kvmerge.engine.usage import CacheSize
 
 LABELS = ["policy", "engine"]
 
@@ -106,11 +98,12 @@ class CacheGauges:
         self._bytes_per_block = bytes_per_block
         self._policies: set[str] = set()
 
-    def update(self, sizes: list[tuple[str, int, int, int]]) -> None:
-        """``sizes``: (policy, live entries, represented tokens, blocks held) of each running request."""
+    def update(self, sizes: list[tuple[str, CacheSize]]) -> None:
+        """``sizes``: policy and size of each running request."""
         totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-        for policy, *values in sizes:
-            totals[policy] = [total + value for total, value in zip(totals[policy], values, strict=True)]
+        for policy, size in sizes:
+            for index, number in enumerate((size.entries, size.tokens, size.blocks)):
+                totals[policy][index] += number
         self._policies |= totals.keys()
         for policy in self._policies:
             entries, tokens, blocks = totals[policy]

@@ -178,7 +178,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             return output
         pages, metadata = self.pages(kv_cache), attn_metadata
         for reader in metadata.readers:
-            reader.read(layer.kvmerge_index, query, pages, self.scale)
+            reader.read(self.layer_index, query, pages, self.scale)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
             self._plain_attention(layer, query[:num_tokens], pages, metadata, output[:num_tokens])
