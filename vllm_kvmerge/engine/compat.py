@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
 CUDA_BACKEND = "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend"
 
-API_SERVER = ("vllm.v1.utils", "run_api_server_worker_proc")
-ENGINE_CORE = ("vllm.v1.engine.core:EngineCoreProc", "run_engine_core")
-COORDINATOR = ("vllm.v1.engine.coordinator:DPCoordinatorProc", "run_coordinator")
-"""Functions that vLLM starts processes with: where they are, and their names."""
+API_SERVER = "run_api_server_worker_proc"
+PROCESSES = {
+    API_SERVER: "vllm.v1.utils",
+    "run_engine_core": "vllm.v1.engine.core:EngineCoreProc",
+    "run_coordinator": "vllm.v1.engine.coordinator:DPCoordinatorProc",
+}
+"""Functions that vLLM starts processes with, and where they are."""
 
 
 def install() -> None:
@@ -67,8 +70,7 @@ def install_front_end() -> None:
 def install_server() -> None:
     """Prepares the process of the command ``serve``, before vLLM's server and its engines start."""
     install()
-    for owner, name in (API_SERVER, ENGINE_CORE, COORDINATOR):
-        prepare_process(owner, name)
+    prepare_processes()
     fail_when_engine_dies()
     fail_when_headless_engine_dies()
     leave_signals_alone()
@@ -190,29 +192,20 @@ def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "Samp
     engine_client.generate = generate_and_watch  # type: ignore[method-assign]
 
 
-class _Shutdown:
-    """An engine client's ``shutdown``, with what happens before it."""
-
-    def __init__(self, shut_down: Callable[..., None]) -> None:
-        self.shut_down = shut_down
-        self.hooks: list[Callable[[float | None], float | None]] = []
-
-    def __call__(self, timeout: float | None = None) -> None:
-        for hook in reversed(self.hooks):
-            timeout = hook(timeout)
-        self.shut_down(timeout=timeout)
-
-
 def before_shutdown(engine_client: "EngineClient", hook: Callable[[float | None], float | None]) -> None:
-    """Calls ``hook``, the newest first, before this one client stops its engine: with the seconds that requests have to
-    be finished, of which it returns what is left.
+    """Calls ``hook`` before this one client stops its engine, the newest hook first: with the seconds that are left to
+    finish requests; it returns what is left of them.
 
     The launcher stops the engine first when it is signalled, and keeps the signal to itself; an event or a hook of its
     own would make this unnecessary.
     """
-    if not isinstance(engine_client.shutdown, _Shutdown):
-        engine_client.shutdown = _Shutdown(engine_client.shutdown)  # type: ignore[method-assign]
-    engine_client.shutdown.hooks.append(hook)
+    shut_down = engine_client.shutdown
+
+    @wraps(shut_down)
+    def shutdown(timeout: float | None = None) -> None:
+        shut_down(timeout=hook(timeout))
+
+    engine_client.shutdown = shutdown  # type: ignore[method-assign]
 
 
 class EngineDiedError(RuntimeError):
@@ -225,25 +218,27 @@ class EngineDiedError(RuntimeError):
 
 
 _originals: dict[str, Callable[..., Any]] = {}
-"""vLLM's functions that ``prepare_process`` has replaced, in the process that did so and those forked from it."""
+"""vLLM's own ``PROCESSES``, in the process that has replaced them and those forked from it."""
 
 
-def prepare_process(owner: str, name: str) -> None:
-    """Makes ``owner.name``, with which vLLM starts a process, prepare it first.
+def prepare_processes() -> None:
+    """Makes each process that vLLM starts prepare itself first.
 
-    A hook at the start of each process of vLLM's would make this unnecessary.
+    A hook at the start of each would make this unnecessary.
     """
-    holder = pkgutil.resolve_name(owner)
-    _originals.setdefault(name, getattr(holder, name))
-    run: Any = partial(_run_process, owner, name)
-    setattr(holder, name, staticmethod(run) if isinstance(holder, type) else run)
+    for name, owner in PROCESSES.items():
+        holder = pkgutil.resolve_name(owner)
+        _originals[name] = getattr(holder, name)
+        run: Any = partial(_run_process, name)
+        setattr(holder, name, staticmethod(run) if isinstance(holder, type) else run)
 
 
-def _run_process(owner: str, name: str, *args: Any, **kwargs: Any) -> None:
+def _run_process(name: str, *args: Any, **kwargs: Any) -> None:
     install()
-    if (owner, name) == API_SERVER:
+    if name == API_SERVER:
         fail_when_engine_dies()
-    _originals.get(name, getattr(pkgutil.resolve_name(owner), name))(*args, **kwargs)
+    run = _originals.get(name) or getattr(pkgutil.resolve_name(PROCESSES[name]), name)
+    run(*args, **kwargs)
 
 
 def fail_when_engine_dies() -> None:
