@@ -24,13 +24,13 @@ INITIAL_BYTES = 1 << 16
 """Size of a new file, as prometheus_client has it."""
 
 RETRY_SECONDS = 10.0
-"""How long a file that could not grow is left alone."""
+"""Time for which a file that could not grow is left alone."""
 
 ENTRY_BYTES = 64
 """At least what an entry takes besides its key: length, padding, value, timestamp."""
 
 DAMAGE = (OSError, RuntimeError, ValueError, IndexError, struct.error)
-"""What reading or writing a file raises that is too short, or holds something else, besides what systems refuse."""
+"""Errors of reading or writing a file: the system refuses it, it is too short, or it holds something else."""
 
 
 class MetricFile(MmapedDict):

@@ -79,8 +79,8 @@ class CompressionStep:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request ends with an error. part: kind and name of the one that failed, such as ``merger:zip``; None: the
-    request cannot be honoured."""
+    """The reason why a request ends with an error. part: kind and name of the part that failed, such as ``merger:zip``;
+    None: the request cannot be honoured."""
 
     message: str
     part: str | None = None
@@ -88,7 +88,7 @@ class Failure:
 
 @dataclass
 class CompressionReport:
-    """What a worker has to say after a step, if anything.
+    """A worker's message after a step, if there is anything to say.
 
     failures: by request, of those whose compression failed; their caches hold their newest entries.
     rates: how fast this worker computes, once, with its first output.

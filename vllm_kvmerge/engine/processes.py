@@ -1,4 +1,4 @@
-"""The processes that vLLM starts for an engine or a server: none outlives the one that started it."""
+"""Processes that vLLM starts for an engine or a server: none outlives the one that started it."""
 
 import logging
 import multiprocessing

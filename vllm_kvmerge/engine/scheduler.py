@@ -32,10 +32,10 @@ from vllm_kvmerge.policies.failure import PartError
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
 KEPT_SHARE = 4
-"""How many times ``max_compaction_bytes`` workers keep outside the pool, of all running requests together."""
+"""Memory that workers keep outside the pool for all running requests, as a multiple of ``max_compaction_bytes``."""
 
 STEP_SECONDS = 0.25
-"""How long the compressions of one step may keep everybody else waiting, unless a single one takes longer."""
+"""Time for which the compressions of one step may keep everybody else waiting, unless a single one takes longer."""
 
 
 class CompressionSchedulerMixin(Scheduler):

@@ -1,4 +1,4 @@
-"""A worker's compressed requests: what is kept of them, what attention is told of them, and the plans of a step.
+"""A worker's compressed requests: their state, their rows in a batch for attention, and the plans of a step.
 
 Both of vLLM's model runners hold one ``Compression`` and tell it what only they know: the batch's order, and the blocks
 of a request.
@@ -36,7 +36,7 @@ logger = init_logger(__name__)
 
 @dataclass
 class RequestState:
-    """What the worker keeps of a request that has a policy. update: how attention keeps its scores after the first
+    """A request that has a policy, as the worker keeps it. update: of its scores by attention after the first
     compression, if its policy goes on scoring. prompt_scores: up to the first compression. ring: its newest queries."""
 
     front: int = 0
@@ -137,7 +137,7 @@ class Compression:
             pages.keys.index_fill_(0, index, 0.0)
             pages.values.index_fill_(0, index, 0.0)
 
-    # A step: what attention is told of its batch.
+    # A step: rows of its batch.
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
         """A step begins: forgets the requests that are gone or start anew."""
@@ -153,7 +153,7 @@ class Compression:
                 self.rings.give_back(state.ring)
 
     def row(self, request_id: str, num_scheduled: int, num_computed: int) -> BatchRow:
-        """What attention is told of a request of which ``num_scheduled`` tokens are computed after ``num_computed``."""
+        """A request's row in a batch where ``num_scheduled`` of its tokens are computed after ``num_computed``."""
         state = self.states.get(request_id)
         if state is not None and state.front > 0:
             return BatchRow(state.front, state.tail, state.update, ring=state.ring)
@@ -170,9 +170,9 @@ class Compression:
         return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
 
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
-        """What attention is told of each of the batch's requests; nothing where no request has a policy.
+        """The batch's rows; none where no request has a policy.
 
-        ``order``: the requests, with tokens scheduled and computed before.
+        ``order``: the batch's requests, with tokens scheduled and computed before.
         """
         if not self.states and not self.step.windows:
             return []
