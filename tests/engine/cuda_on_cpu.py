@@ -32,8 +32,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
 from tests.engine import full_graphs  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
-from vllm_kvmerge.engine.blocks import register_spec  # noqa: E402
-from vllm_kvmerge.engine.validation import drop_validator  # noqa: E402
+from vllm_kvmerge.engine.compat import CUDA_BACKEND, drop_validator, register_cache_spec  # noqa: E402
 from vllm_kvmerge.ops.workspace import workspace_of  # noqa: E402
 
 if IS_V2:
@@ -45,8 +44,8 @@ else:
 
     from vllm_kvmerge.engine.worker.cuda_runner import CUDARunnerMixin as Mixin
 
-register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend")
-register_spec()
+register_backend(AttentionBackendEnum.CPU_ATTN, CUDA_BACKEND)
+register_cache_spec()
 
 check_and_update_config = CpuPlatform.check_and_update_config
 

@@ -11,6 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kvmerge import compression
+from vllm_kvmerge.engine.plan import attached_step
 from vllm_kvmerge.engine.scheduler import AsyncCompressionScheduler, SyncCompressionScheduler
 
 BLOCK_SIZE = 32
@@ -47,7 +48,7 @@ def run(scheduler, requests: list[Request], depth: int) -> dict[str, list[tuple[
         if not scheduler.has_requests() and not in_flight:
             break
         output = scheduler.schedule()
-        for plan in output.kvmerge.plans:
+        for plan in attached_step(output).plans:
             plans[plan.request_id].append((plan.front, plan.tail, plan.num_tokens, plan.new_front))
         in_flight.append(output)
         while len(in_flight) >= depth or (in_flight and not output.num_scheduled_tokens):
@@ -93,7 +94,7 @@ def test_plans_are_those_of_synchronous_scheduling(engine, policy, context_share
         pool = scheduler.kv_cache_manager.block_pool
         results.append(run(scheduler, requests(), depth))
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert not scheduler._manager.segments
+        assert not scheduler._manager.segments and not scheduler._compressions
     sync, asynchronous = results
     assert any(sync.values())
     for name, plans in sync.items():

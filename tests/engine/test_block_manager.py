@@ -8,7 +8,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvmerge.engine.blocks import MergeableAttentionManager, MergeableAttentionSpec, Segments
+from vllm_kvmerge.engine.blocks import MergeableAttentionManager, MergeableAttentionSpec
+from vllm_kvmerge.engine.plan import Segments
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 20
@@ -58,8 +59,10 @@ def test_private_blocks_are_reused_and_the_hole_is_freed(manager):
     blocks = give(manager, "a", 7)
     relocation = manager.relocate("a", num_tokens=6 * BLOCK_SIZE + 5, new_front=40)
     assert relocation.blocks == [b.block_id for b in blocks[:2]]
+    assert relocation.hole == [manager.block_pool.null_block.block_id] * 4
     assert relocation.num_freed == 4
     row = manager.req_to_blocks["a"]
+    assert [b.block_id for b in row] == [*relocation.blocks, *relocation.hole, blocks[6].block_id]
     assert [b.is_null for b in row] == [False, False, True, True, True, True, False]
     assert row[6] is blocks[6]  # it holds the next token's slot
     assert manager.segments["a"] == Segments(front=40, tail=6 * BLOCK_SIZE + 5)
@@ -149,7 +152,7 @@ def test_a_front_as_long_as_the_sequence_is_a_copy(manager):
     """A tracking policy whose prompt fits the budget: nothing is freed, and no hashed block is written to."""
     blocks = give(manager, "a", 3, hashed=2)
     relocation = manager.relocate("a", num_tokens=70, new_front=70)
-    assert relocation.num_freed == 0
+    assert (relocation.num_freed, relocation.hole) == (0, [])
     assert blocks[2].block_id in relocation.blocks
     assert not {blocks[0].block_id, blocks[1].block_id} & set(relocation.blocks)
     manager.release_retired()

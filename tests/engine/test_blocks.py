@@ -68,8 +68,8 @@ def test_three_hundred_generated_tokens_stay_within_budget_and_interval(engine):
             segments = engine.manager.segments.get(request.request_id)
             if segments is None:
                 continue
-            policy, state = request.request_id.rsplit("-", 1)[0], request.kv_compression
-            assert segments.front <= state.capacity
+            policy, compression = request.request_id.rsplit("-", 1)[0], engine.scheduler._compressions
+            assert segments.front <= compression[request.request_id].capacity
             blocks = [b.block_id for b in engine.manager.req_to_blocks[request.request_id]][: -(-segments.front // 32)]
             live = [
                 (layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front] >= 0).sum(1)

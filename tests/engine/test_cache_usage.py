@@ -1,15 +1,15 @@
 """Counting what a request's cache holds."""
 
-from vllm_kvmerge.engine.usage import NUM_RECENT_CHANGES, NUM_RECENT_STEPS, CacheUsage
+from vllm_kvmerge.engine.usage import NUM_RECENT_CHANGES, NUM_RECENT_STEPS, CacheSize, CacheUsage
 
 KIB = 1024
 
 
 def take_step(usage: CacheUsage, tokens: int, before: int, after: int) -> None:
     """A step of a cache of ``before`` entries, compressed to ``after`` if that is less; one entry per block."""
-    usage.note_peak(before, before)
-    usage.count_step(after, after)
-    step = usage.begin_step(tokens, after, after, compressed=after < before)
+    usage.note_peak(CacheSize(before, tokens, before))
+    usage.count_step(CacheSize(after, tokens, after))
+    step = usage.begin_step(CacheSize(after, tokens, after), compressed=after < before)
     if step is not None:
         usage.end_step(step)
 
@@ -44,9 +44,9 @@ def test_the_newest_steps_and_changes_are_kept():
     """One entry per token, 10 to a block, compressed at 50 tokens though nothing has to go."""
     usage = CacheUsage(KIB, streams=True)
     for tokens in range(1, 101):
-        blocks = (tokens + 9) // 10
-        usage.note_peak(tokens, blocks)
-        usage.end_step(usage.begin_step(tokens, tokens, blocks, compressed=tokens == 50))
+        size = CacheSize(tokens, tokens, blocks=(tokens + 9) // 10)
+        usage.note_peak(size)
+        usage.end_step(usage.begin_step(size, compressed=tokens == 50))
     newest = list(range(101 - NUM_RECENT_STEPS, 101))
     steps = usage.steps_report()["steps"]
     assert [step["tokens"] for step in steps] == [1, 11, 21, 31, 41, 50, 51, 61, 71, 81, *newest]
@@ -60,6 +60,6 @@ def test_the_newest_steps_and_changes_are_kept():
 
 def test_who_asks_for_the_end_alone_gets_no_steps():
     usage = CacheUsage(KIB)
-    usage.note_peak(3, 3)
-    usage.count_step(3, 3)
+    usage.note_peak(CacheSize(3, 3, 3))
+    usage.count_step(CacheSize(3, 3, 3))
     assert set(usage.report()) == {"mean_entries", "mean_bytes", "peak_entries", "peak_bytes"}

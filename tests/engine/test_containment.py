@@ -15,6 +15,7 @@ from tests.engine.conftest import Engine, random_prompt
 from tests.policies import failing
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.metrics import FAILED
+from vllm_kvmerge.engine.plan import attached_step
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression, request_schema
@@ -252,7 +253,7 @@ def test_compressions_of_one_step_share_its_time(engine: Engine) -> None:
 
     def counted(*args):
         output = schedule(*args)
-        counts.append(len(output.kvmerge.plans))
+        counts.append(len(attached_step(output).plans))
         return output
 
     scheduler.schedule = counted

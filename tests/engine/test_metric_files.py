@@ -23,7 +23,8 @@ PREAMBLE = """
 import os, resource, shutil, sys
 from pathlib import Path
 folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
-from vllm_kvmerge.engine import metrics
+from vllm_kvmerge.engine import compat, metrics
+compat.keep_metric_files()
 from vllm_kvmerge.engine import metric_files as files
 from prometheus_client import CollectorRegistry, Counter, generate_latest, multiprocess
 

@@ -89,6 +89,24 @@ def test_processes_end_with_their_parent(tmp_path, method):
         assert still_there(children, 60) == []
 
 
+def test_a_process_that_an_engine_core_forks_ends_with_it(tmp_path):
+    """What it was forked from has been watching before it."""
+    code = PARENT.replace(
+        "    ready.set()",
+        "    if multiprocessing.current_process().name == 'EngineCore':\n"
+        "        forking = multiprocessing.get_context('fork')\n"
+        "        begun = forking.Event()\n"
+        "        worker = forking.Process(target=live, args=(begun,), name='VllmWorker-0')\n"
+        "        worker.start()\n"
+        "        begun.wait()\n"
+        "        print('PIDS' + json.dumps([os.getpid(), worker.pid]), flush=True)\n"
+        "    ready.set()",
+    )
+    with killed(tmp_path, code, "spawn", "EngineCore") as children:
+        assert len(children) == 2
+        assert still_there(children, 60) == []
+
+
 def test_a_process_of_the_users_own_goes_on(tmp_path):
     with killed(tmp_path, PARENT, "spawn", "Process-1", "EngineCore") as (own, engine):
         assert still_there([engine], 60) == []
@@ -99,7 +117,8 @@ def test_a_killed_parents_metrics_folder_is_removed(tmp_path):
     """By the child that it has started, and not by others."""
     code = PARENT.replace(
         "    context =",
-        f"    from vllm_kvmerge.engine import processes\n    os.environ['{METRICS_DIR}'] = processes.make_metrics_folder()\n"
+        "    from vllm_kvmerge.engine import processes\n"
+        f"    os.environ['{METRICS_DIR}'] = processes.make_metrics_folder()\n"
         "    context =",
     )
     other = tmp_path / f"{METRICS_PREFIX}1-other"

@@ -49,7 +49,7 @@ def test_reports(engine):
     assert (report["peak_entries"], report["peak_bytes"]) == (320, 10 * BYTES_PER_BLOCK)
     # Room for the largest head's share, not for the average.
     assert uneven[REPORT_KEY]["mean_entries"] > 66
-    assert engine.scheduler._usages == {}
+    assert len(engine.scheduler._usage) == 0
     engine.assert_empty()
 
 
@@ -57,11 +57,11 @@ def test_an_aborted_request_leaves_nothing(engine):
     core = engine.llm.llm_engine
     core.add_request("aborted", {"prompt_token_ids": random_prompt(np.random.default_rng(), 100)}, params("full", 50))
     core.step()
-    assert len(engine.scheduler._usages) == 1
+    assert len(engine.scheduler._usage) == 1
     core.abort_request(["aborted"])
     while core.has_unfinished_requests():
         core.step()
-    assert engine.scheduler._usages == {}
+    assert len(engine.scheduler._usage) == 0
     engine.assert_empty()
 
 
@@ -113,5 +113,5 @@ def test_steps_are_reported_while_requests_run(engine):
     assert all(step["entries"] == 96 for step in compressed.values())
     # 96 entries are three blocks; the block that is being filled stays.
     assert [step["bytes"] for step in compressed.values()] == [4 * BYTES_PER_BLOCK] * 3
-    assert engine.scheduler._usages == {}
+    assert len(engine.scheduler._usage) == 0
     engine.assert_empty()

@@ -11,8 +11,8 @@ from pydantic import model_validator
 
 from vllm_kvmerge.policies import ALLOCATORS, PARTS, PRESETS, SELECTORS
 from vllm_kvmerge.policies.allocators import Uniform
-from vllm_kvmerge.policies.mergers import ResidualMerger, ZipMerger
 from vllm_kvmerge.policies.fields import CommonFields
+from vllm_kvmerge.policies.mergers import ResidualMerger, ZipMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, SumTracker
 from vllm_kvmerge.request.parameters import (

@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 from tests.processes import end_with_tests
 from tests.server.conftest import free_port
-from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
+from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
 
 
 def answers(client) -> dict[str, int]:
@@ -42,7 +42,7 @@ def test_new_requests_are_refused_once_the_engine_stops():
     client = TestClient(app)
     calls = []
     engine = SimpleNamespace(shutdown=lambda timeout: calls.append((timeout, answers(client))))
-    note_shutdown(engine, app.state)
+    drain_first(engine, app.state)
     assert set(answers(client).values()) == {200}
     engine.shutdown(timeout=30)
     draining = {"/health": 503, "/ping": 503, "/metrics": 200, "post": 503}
@@ -65,7 +65,7 @@ def test_the_engine_stops_when_all_have_been_answered():
         app, stopped, answered = app_with(answer), [], []
         begun.clear(), go_on.clear()
         engine = SimpleNamespace(shutdown=lambda timeout, seen=stopped: seen.append(timeout))
-        note_shutdown(engine, app.state)
+        drain_first(engine, app.state)
         poster = threading.Thread(
             target=lambda app=app, seen=answered: seen.append(TestClient(app).post("/v1/completions").text)
         )
@@ -89,7 +89,7 @@ def test_the_thread_that_answers_does_not_wait_for_itself():
     app, stopped = app_with(None), []
     app.state.kvmerge_answering = 1
     engine = SimpleNamespace(shutdown=lambda timeout: stopped.append(timeout))
-    note_shutdown(engine, app.state)
+    drain_first(engine, app.state)
 
     async def stop() -> None:
         engine.shutdown(timeout=600)

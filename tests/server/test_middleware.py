@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
-from vllm_kvmerge.engine.verdict import VERDICT, Verdict
+from vllm_kvmerge.engine.validation import VERDICT, Verdict
 from vllm_kvmerge.request.parameters import CompressionError
 from vllm_kvmerge.server import middleware
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_refusal

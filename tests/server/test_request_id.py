@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from vllm_kvmerge.server.request_id import HEADER, RequestIdMiddleware, log_as_vllm, mark_log_records
+from vllm_kvmerge.engine.compat import log_as_vllm
+from vllm_kvmerge.server.request_id import HEADER, RequestIdMiddleware, mark_log_records
 
 
 @pytest.fixture

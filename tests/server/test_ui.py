@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from vllm_kvmerge import __version__, demo
+from vllm_kvmerge.cli.arguments import EXAMPLE_PROMPTS
 from vllm_kvmerge.demo.language import VOCABULARY
 from vllm_kvmerge.server import page
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint
@@ -17,16 +18,16 @@ from vllm_kvmerge.server.endpoint import KVMergeEndpoint
 SCRIPTS = sorted(path.name for path in page.FOLDER.glob("*.js"))
 
 
-def client_of(model: str, keys: list[str] | None = None) -> TestClient:
-    app = FastAPI()
-    app.state.args = Namespace(scheduler_cls="some.Scheduler", model=model, api_key=keys, additional_config=None)
+def client_of(model: str, keys: list[str] | None = None, examples: str | None = None) -> TestClient:
+    app, config = FastAPI(), {"kvmerge": {"example_prompts": examples}}
+    app.state.args = Namespace(scheduler_cls="some.Scheduler", model=model, api_key=keys, additional_config=config)
     KVMergeEndpoint().attach_router(app)
     return TestClient(app, follow_redirects=False)
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    yield client_of(demo.model_path())
+    yield client_of(demo.model_path(), examples=EXAMPLE_PROMPTS)
 
 
 @pytest.mark.parametrize(

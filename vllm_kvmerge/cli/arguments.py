@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 DEMO = "demo"
+EXAMPLE_PROMPTS = "vllm_kvmerge.demo.recall:draw_example"
 DEFAULT_HOST = "127.0.0.1"
 DRAIN_SECONDS = 30
 """Default of --shutdown-timeout: how long a server that is told to stop goes on with the requests that it has."""
@@ -92,7 +93,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
 
-    from vllm_kvmerge.server.request_id import log_as_vllm
+    from vllm_kvmerge.engine.compat import log_as_vllm
 
     try:
         args = parser.parse_args(_with_system_config(argv))
@@ -218,6 +219,7 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
+    from vllm_kvmerge.demo import model_path
     from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
     if args.model_runner is not None:
@@ -225,6 +227,8 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
             raise CommandError("--model-runner v2: CPU has v1 alone")
         os.environ[V2_MODEL_RUNNER] = str(int(args.model_runner == "v2"))
     ours = {name: getattr(args, name) for name in PLUGIN_OPTIONS if getattr(args, name) is not None}
+    if args.model == model_path():
+        ours["example_prompts"] = EXAMPLE_PROMPTS
     if ours:
         additional = args.additional_config or {}
         args.additional_config = {**additional, CONFIG_KEY: {**(additional.get(CONFIG_KEY) or {}), **ours}}

@@ -42,12 +42,9 @@ def serve(argv: list[str]) -> int:
     threading.Thread(target=_announce, args=(args,), daemon=True).start()
     from vllm.entrypoints.cli import serve as vllm_serve
 
-    from vllm_kvmerge.engine import compat as children
+    from vllm_kvmerge.engine import compat
 
-    # Needed until vLLM's zmq_socket_ctx stops swallowing the KeyboardInterrupt that its run_server makes of SIGTERM: a
-    # server that was told to stop while its engine started would start all the same, or hang for ten minutes.
-    vllm_serve.run_server = _run_server
-    children.prepare()
+    compat.install_server()
     try:
         vllm_serve.ServeSubcommand.cmd(args)
     except Exception as error:
@@ -60,16 +57,6 @@ def serve(argv: list[str]) -> int:
 def _exit_at_once(number: int, _: Any) -> NoReturn:
     """Handles a signal until the server is up; from then on vLLM stops it in good order."""
     sys.exit(128 + number)
-
-
-async def _run_server(args: argparse.Namespace) -> None:
-    """vLLM's ``run_server`` without its signal handler: ``_exit_at_once`` stays until the HTTP server sets its own."""
-    from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
-    from vllm.utils.system_utils import decorate_logs
-
-    decorate_logs("APIServer", skip_if_decorated=True)
-    listen_address, sock = setup_server(args, reuse_port=False)
-    await run_server_worker(listen_address, sock, args)
 
 
 def _bind_threads(args: argparse.Namespace) -> None:

@@ -37,6 +37,12 @@ def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> docume
     return documents.draw_prompt(rng, "recall", length, num_facts)
 
 
+def draw_example() -> dict[str, str]:
+    """A prompt and its answer, other ones each time, for the server's page."""
+    prompt = draw_prompt(np.random.default_rng(), length=1000, num_facts=16)
+    return {"prompt": prompt.text, "answer": prompt.answer}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints a prompt of the recall task, and its answer on stderr.")
     parser.add_argument("--length", type=int, default=1000, help="tokens")

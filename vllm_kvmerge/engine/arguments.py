@@ -1,4 +1,4 @@
-"""The engine arguments that switch compression on in vLLM."""
+"""The engine arguments that turn compression on in vLLM, and the plugin's own among them."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +10,7 @@ from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
 from vllm_kvmerge.policies import PRESETS, load_plugins
 from vllm_kvmerge.request.limits import Limits, ModelShape
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError, parse_compression
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -32,7 +32,7 @@ LAYERS_AT_ONCE = 3
 
 
 class PluginConfig(BaseModel):
-    """What ``additional_config`` may hold for the plugin."""
+    """The plugin's part of ``additional_config``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -68,7 +68,12 @@ class PluginConfig(BaseModel):
     )
     max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of an HTTP request, in bytes.")
     operators: dict[str, str] = Field(
-        {}, description="Implementations of operators to run instead of those in kernels/choice.json."
+        {}, description="Implementations of operators to run instead of those in ops/choice.json."
+    )
+    example_prompts: str | None = Field(
+        None,
+        description="Where the page takes example prompts from, module:function; the function returns an object with a "
+        "prompt and the answer to it. Default: nowhere.",
     )
 
     @field_validator("operators")
@@ -89,12 +94,12 @@ class PluginConfig(BaseModel):
 
 
 def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
-    """What the plugin was told in the ``additional_config`` of an engine, or of a server's arguments."""
+    """The plugin's part of an engine's ``additional_config``, or of a server's arguments."""
     return PluginConfig.model_validate((config.additional_config or {}).get(CONFIG_KEY) or {})
 
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:
-    """What an engine's requests are held to; how fast its workers compute is for them to say."""
+    """Limits of an engine's requests, without rates: those are for its workers to say."""
     options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     allowed, num_kv_heads = options.allowed_policies, model.get_num_kv_heads(parallel)
     one_layer = 4 * 2 * num_kv_heads * model.get_head_size() * model.max_model_len
@@ -116,7 +121,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
 
 
 def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **overrides: Any) -> dict[str, Any]:
-    """``LLM(model, **kvmerge_engine_args())``: what vLLM needs to compress per request.
+    """Engine arguments with which vLLM compresses per request: ``LLM(model, **kvmerge_engine_args())``.
 
     kv_compression: compression of requests that do not bring their own (an object or its JSON text); default: none.
     overrides: any other engine argument; what is given here wins over the plugin's own choice.
@@ -163,21 +168,19 @@ def _with_default(
             f"additional_config.{CONFIG_KEY}.default={given} is not supported together with {EXTRA_ARGS_KEY}; give one"
         )
     default = given if kv_compression is None else kv_compression
-    config = parse_compression(default)
-    allowed = ours.get("allowed_policies")
-    if config is not None and allowed is not None and config.name not in allowed:
-        raise CompressionError(
-            f"{EXTRA_ARGS_KEY}.policy",
-            f"{config.name!r} cannot be the default, because it is not among allowed_policies; "
-            f"allowed: {', '.join(sorted({FULL, *allowed}))}",
-            "not_allowed",
-        )
-    if config is not None and config.context_tokens is not None:
-        raise CompressionError(
-            f"{EXTRA_ARGS_KEY}.context_tokens",
-            f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request",
-            "not_a_default",
-        )
+    _check_default(parse_compression(default), ours.get("allowed_policies"))
     if isinstance(default, str):
         default = json.loads(default)
     return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}
+
+
+def _check_default(config: CompressionConfig | None, allowed: list[str] | None) -> None:
+    if config is None:
+        return
+    if allowed is not None and config.name not in allowed:
+        message = f"{config.name!r} cannot be the default, because it is not among allowed_policies; "
+        message += f"allowed: {', '.join(sorted({FULL, *allowed}))}"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", message, "not_allowed")
+    if config.context_tokens is not None:
+        message = f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.context_tokens", message, "not_a_default")

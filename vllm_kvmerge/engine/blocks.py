@@ -1,4 +1,4 @@
-"""vLLM's block side: the KV cache spec with metadata in the page, and the manager of two-segment sequences."""
+"""The engine's KV blocks: the cache spec with metadata in the page, and the manager of compressed sequences."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +7,9 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
 from vllm_kvmerge.ops.types import cell_bytes
 
 
@@ -23,18 +23,12 @@ class MergeableAttentionSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True)
-class Segments:
-    """A compressed sequence: entries in slots ``[0, front)``, ordinary tokens from slot ``tail`` on."""
-
-    front: int
-    tail: int
-
-
-@dataclass(frozen=True)
 class Relocation:
-    """Where a compressed front goes. blocks: ids of its blocks. num_freed: blocks the pool gains."""
+    """A compressed front's place: ids of its ``blocks`` and of those that follow them in the request's block table, up
+    to the first that the sequence still needs (``hole``: the null block's). num_freed: blocks that the pool gains."""
 
     blocks: list[int]
+    hole: list[int]
     num_freed: int
 
 
@@ -56,6 +50,9 @@ class MergeableAttentionManager(FullAttentionManager):
         self._retired: list[KVCacheBlock] = []
         self._unclean: set[int] = set()
 
+    def segments_of(self, request_id: str) -> Segments:
+        return self.segments.get(request_id, UNCOMPRESSED)
+
     def relocate(self, request_id: str, num_tokens: int, new_front: int) -> Relocation | None:
         """Gives a request its own blocks for ``new_front`` entries and retires all others before slot ``num_tokens``.
 
@@ -67,10 +64,10 @@ class MergeableAttentionManager(FullAttentionManager):
         Returns:
             None, and changes nothing, if there are not enough of these.
         """
-        blocks = self.req_to_blocks[request_id]
+        row = self.req_to_blocks[request_id]
         num_front_blocks = cdiv(new_front, self.block_size)
-        num_held = max(num_front_blocks, num_tokens // self.block_size)
-        held = [block for block in blocks[:num_held] if not block.is_null]
+        num_replaced = max(num_front_blocks, num_tokens // self.block_size)
+        held = [block for block in row[:num_replaced] if not block.is_null]
         own = [block for block in held if block.ref_cnt == 1]
         private = [block for block in own if block.block_hash is None][:num_front_blocks]
         num_fresh = min(num_front_blocks - len(private), self.block_pool.get_num_free_blocks())
@@ -80,14 +77,16 @@ class MergeableAttentionManager(FullAttentionManager):
             return None
         self.block_pool.evict_blocks({block.block_id for block in unhashed})
         front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
-        taken = {block.block_id for block in front}
+        hole = [self._null_block] * (num_replaced - num_front_blocks)
+        row[:num_replaced] = front + hole
+        blocks = [block.block_id for block in front]
+        taken = set(blocks)
         retired = [block for block in held if block.block_id not in taken]
         if request_id in self.segments:
             self._note_unclean(retired)
-        blocks[:num_held] = front + [self._null_block] * (num_held - num_front_blocks)
         self._retired += retired
         self.segments[request_id] = Segments(front=new_front, tail=num_tokens)
-        return Relocation([block.block_id for block in front], len(retired) - num_fresh)
+        return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
 
     def release_retired(self) -> None:
         """Returns retired blocks to the pool; call when a step's relocations are all made."""
@@ -119,13 +118,3 @@ class MergeableAttentionManager(FullAttentionManager):
         unclean = [block_id for block_id in super().take_new_block_ids() if block_id in self._unclean]
         self._unclean.difference_update(unclean)
         return unclean
-
-
-def register_spec() -> None:
-    """Makes vLLM use ``MergeableAttentionManager`` for ``MergeableAttentionSpec``."""
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(
-        MergeableAttentionSpec,
-        manager_class=MergeableAttentionManager,
-        uniform_type_base_spec=FullAttentionSpec,
-    )

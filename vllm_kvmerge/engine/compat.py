@@ -1,113 +1,304 @@
-"""What vLLM's server and the processes that it starts do first, and how it ends when its engine has died."""
+"""Patches: every place where vLLM, an object of it or a library of its is changed instead of subclassed.
 
-import importlib
-from collections.abc import Callable
-from functools import cache, wraps
+Each is one function, which says what would make it unnecessary. Importing this module changes nothing, and vLLM is
+imported where a function needs it. Each kind of process calls its ``install`` function; again changes nothing.
+"""
+
+import logging
+import os
+import pkgutil
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from functools import cache, partial, wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvmerge.engine.processes import end_with_parent
+from prometheus_client import Gauge, multiprocess, values
+
+from vllm_kvmerge.engine.metric_files import MetricFile, MetricFiles
+from vllm_kvmerge.engine.processes import METRICS_DIR, end_with_parent
 
 if TYPE_CHECKING:
-    from vllm.engine.protocol import EngineClient
+    from argparse import Namespace
 
-_originals: dict[str, Callable[..., Any]] = {}
-"""vLLM's functions that ``prepare`` has replaced, in the process that did so and those forked from it."""
+    from vllm import PoolingParams
+    from vllm.config import VllmConfig
+    from vllm.engine.protocol import EngineClient
+    from vllm.inputs import EngineInput
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
+CUDA_BACKEND = "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend"
+
+API_SERVER = "run_api_server_worker_proc"
+PROCESSES = {
+    API_SERVER: "vllm.v1.utils",
+    "run_engine_core": "vllm.v1.engine.core:EngineCoreProc",
+    "run_coordinator": "vllm.v1.engine.coordinator:DPCoordinatorProc",
+}
+"""Functions that vLLM starts processes with, and where they are."""
+
+
+def install() -> None:
+    """Prepares any process of an engine or a server, before anything is counted or logged in it."""
+    end_with_parent()
+    log_as_vllm()
+    keep_metric_files()
+
+
+def install_engine() -> None:
+    """Prepares a process with a scheduler."""
+    install()
+    register_cache_spec()
+
+
+def install_worker(vllm_config: "VllmConfig") -> None:
+    """Prepares a process with a worker, before that is initialized."""
+    install_engine()
+    register_attention_backend()
+    drop_validator(vllm_config)
+
+
+def install_front_end() -> None:
+    """Prepares a process that takes requests, before it admits one."""
+    install()
+    check_prompts()
+
+
+@cache
+def install_server() -> None:
+    """Prepares the process of the command ``serve``, before vLLM's server and its engines start."""
+    install()
+    prepare_processes()
+    fail_when_engine_dies()
+    fail_when_headless_engine_dies()
+    leave_signals_alone()
+
+
+def log_as_vllm() -> None:
+    """Sends the package's log lines where vLLM's go, in their format, unless something else takes them already.
+
+    A setting for the loggers that vLLM configures, other than a file for all of them, would make this unnecessary.
+    """
+    ours, theirs = logging.getLogger("vllm_kvmerge"), logging.getLogger("vllm")
+    # Some processes have yet to set up vLLM's logging when they come here, and come again.
+    if theirs.handlers and not ours.hasHandlers():
+        ours.handlers = theirs.handlers
+        ours.setLevel(theirs.level)
+
+
+def keep_metric_files() -> None:
+    """Makes prometheus_client, and so vLLM's metrics as well as ours, use our files, which never end a process.
+
+    To be called before anything is counted: files are opened then. A prometheus_client that reserves space and passes
+    errors over would make this unnecessary: it has no setting for the class that its values are stored with.
+    """
+    if values.MmapedDict is MetricFile:
+        return
+    if folder := os.environ.get(METRICS_DIR):
+        # A worker that Ray starts on another machine is given the first one's variables, and would not be seen there.
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+    values.MmapedDict = multiprocess.MmapedDict = MetricFile  # type: ignore[misc]
+    multiprocess.MultiProcessCollector = MetricFiles  # type: ignore[misc]
+    gauge = Gauge(
+        "vllm:kvmerge_metrics_write_errors",
+        "Values of metrics that could not be written to PROMETHEUS_MULTIPROC_DIR.",
+        multiprocess_mode="livesum",
+    )
+    if gauge._value._multiprocess:
+        MetricFile.write_errors = gauge
+
+
+def register_cache_spec() -> None:
+    """Makes vLLM use ``MergeableAttentionManager`` for ``MergeableAttentionSpec``: vLLM's own registration."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from vllm_kvmerge.engine.blocks import MergeableAttentionManager, MergeableAttentionSpec
+
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        MergeableAttentionSpec,
+        manager_class=MergeableAttentionManager,
+        uniform_type_base_spec=FullAttentionSpec,
+    )
+
+
+def register_attention_backend() -> None:
+    """Makes this worker use our attention: vLLM's own registration.
+
+    vLLM's CPU platform ignores a custom backend's name but honours an override of its own backend.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if current_platform.is_cuda():
+        register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
+    else:
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+
+
+def drop_validator(vllm_config: "VllmConfig") -> None:
+    """Removes the validator from a worker's configuration: the front end has bound it by then.
+
+    With any custom logits processor, vLLM's V1 runner hands every request's output tokens to the sampler at each step,
+    and under asynchronous scheduling waits for the last step's tokens to do so. A hook for validation that is no logits
+    processor would make this unnecessary.
+    """
+    from vllm_kvmerge.engine.arguments import VALIDATOR
+
+    model_config = vllm_config.model_config
+    model_config.logits_processors = [p for p in model_config.logits_processors or () if p != VALIDATOR] or None
+
+
+def check_prompts() -> None:
+    """Has ``validation.check_prompt`` see each request, prompt and parameters, before vLLM queues it.
+
+    A logits processor sees no prompt. The platform is asked next, and sees both; handing logits processors the prompt
+    as well would make this unnecessary.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_kvmerge.engine.validation import check_prompt
+
+    if "validate_request" in vars(current_platform):
+        return
+    validate = current_platform.validate_request
+
+    def validate_request(processed_inputs: "EngineInput", params: "SamplingParams | PoolingParams") -> None:
+        validate(processed_inputs, params)
+        check_prompt(processed_inputs, params)
+
+    current_platform.validate_request = validate_request  # type: ignore[method-assign]
+
+
+Outputs = AsyncGenerator["RequestOutput", None]
+
+
+def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "SamplingParams"], Outputs]) -> None:
+    """Passes the outputs of each request of this one client through ``watch``.
+
+    An error message that schedulers can give, and streamed answers with ``kv_transfer_params``, which vLLM's other
+    answers have, would make this unnecessary.
+    """
+    generate = engine_client.generate
+
+    @wraps(generate)
+    def generate_and_watch(prompt: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any) -> Outputs:
+        return watch(generate(prompt, sampling_params, *args, **kwargs), sampling_params)
+
+    engine_client.generate = generate_and_watch  # type: ignore[method-assign]
+
+
+def before_shutdown(engine_client: "EngineClient", hook: Callable[[float | None], float | None]) -> None:
+    """Calls ``hook`` before this one client stops its engine, the newest hook first: with the seconds that are left to
+    finish requests; it returns what is left of them.
+
+    The launcher stops the engine first when it is signalled, and keeps the signal to itself; an event or a hook of its
+    own would make this unnecessary.
+    """
+    shut_down = engine_client.shutdown
+
+    @wraps(shut_down)
+    def shutdown(timeout: float | None = None) -> None:
+        shut_down(timeout=hook(timeout))
+
+    engine_client.shutdown = shutdown  # type: ignore[method-assign]
 
 
 class EngineDiedError(RuntimeError):
     """The engine is gone though nobody stopped the server."""
 
+    def __init__(self, manager: Any) -> None:
+        ended = manager.finished_procs() if manager is not None else {}
+        processes = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
+        super().__init__(f"the engine has died ({processes or 'its log says why'})")
 
-@cache
-def prepare() -> None:
-    """Makes vLLM's server fail when its engine has died, and its processes end with their parent.
 
-    vLLM starts processes with functions of its own and gives no hook that all of them pass, and ends in good order,
-    with status 0, when an engine has died. A hook at the start of each process, and a status that tells, would make
-    this unnecessary.
+_originals: dict[str, Callable[..., Any]] = {}
+"""vLLM's own ``PROCESSES``, in the process that has replaced them and those forked from it."""
+
+
+def prepare_processes() -> None:
+    """Makes each process that vLLM starts prepare itself first.
+
+    A hook at the start of each would make this unnecessary.
     """
-    importlib.import_module("vllm_kvmerge.engine.metrics")
-    utils = importlib.import_module("vllm.v1.utils")
-    core = importlib.import_module("vllm.v1.engine.core")
-    coordinator = importlib.import_module("vllm.v1.engine.coordinator")
-    serve: Any = importlib.import_module("vllm.entrypoints.cli.serve")
-    _replace(utils, run_api_server_worker_proc)
-    _replace(core.EngineCoreProc, run_engine_core)
-    _replace(coordinator.DPCoordinatorProc, run_coordinator)
-    _fail_when_engine_dies()
-
-    class EngineProcesses(serve.CoreEngineProcManager):  # type: ignore[misc]
-        def monitor_engine_liveness(self) -> None:
-            super().monitor_engine_liveness()
-            if self.failed_proc_name is not None:
-                raise EngineDiedError(_fate(self))
-
-    serve.CoreEngineProcManager = EngineProcesses
+    for name, owner in PROCESSES.items():
+        holder = pkgutil.resolve_name(owner)
+        _originals[name] = getattr(holder, name)
+        run: Any = partial(_run_process, name)
+        setattr(holder, name, staticmethod(run) if isinstance(holder, type) else run)
 
 
-def _replace(owner: Any, ours: Callable[..., Any]) -> None:
-    _originals.setdefault(ours.__name__, getattr(owner, ours.__name__))
-    setattr(owner, ours.__name__, staticmethod(ours) if isinstance(owner, type) else ours)
+def _run_process(name: str, *args: Any, **kwargs: Any) -> None:
+    install()
+    if name == API_SERVER:
+        fail_when_engine_dies()
+    run = _originals.get(name) or getattr(pkgutil.resolve_name(PROCESSES[name]), name)
+    run(*args, **kwargs)
 
 
-def _begin() -> None:
-    end_with_parent()
-    # Before vLLM makes a metric.
-    importlib.import_module("vllm_kvmerge.engine.metrics")
+def fail_when_engine_dies() -> None:
+    """Makes an API server raise EngineDiedError where vLLM's ends in good order, as if it had been told to.
 
-
-def run_api_server_worker_proc(*args: Any, **kwargs: Any) -> None:
-    """vLLM's, for one of several API servers."""
-    _begin()
-    _fail_when_engine_dies()
-    utils = importlib.import_module("vllm.v1.utils")
-    _originals.get("run_api_server_worker_proc", utils.run_api_server_worker_proc)(*args, **kwargs)
-
-
-def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """vLLM's, for an engine core."""
-    _begin()
-    core = importlib.import_module("vllm.v1.engine.core")
-    _originals.get("run_engine_core", core.EngineCoreProc.run_engine_core)(*args, **kwargs)
-
-
-def run_coordinator(*args: Any, **kwargs: Any) -> None:
-    """vLLM's, for the process between several engines and API servers."""
-    _begin()
-    coordinator = importlib.import_module("vllm.v1.engine.coordinator")
-    _originals.get("run_coordinator", coordinator.DPCoordinatorProc.run_coordinator)(*args, **kwargs)
-
-
-def _fail_when_engine_dies() -> None:
-    """Makes an API server raise EngineDiedError where vLLM's ends as if it had been told to."""
-    entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
+    A status that tells would make this and the next function unnecessary.
+    """
+    entry: Any = import_module("vllm.entrypoints.launchers.api_server.entry")
     build_and_serve = entry.build_and_serve
+    if hasattr(build_and_serve, "__wrapped__"):  # in a process forked from one that has been here
+        return
 
     @wraps(build_and_serve)
     async def serve_or_fail(engine_client: "EngineClient", *args: Any, **kwargs: Any) -> Any:
         was_told = False
-        shut_down = engine_client.shutdown
 
-        @wraps(shut_down)
-        def shutdown(timeout: float | None = None) -> None:
+        def note(timeout: float | None) -> float | None:
             nonlocal was_told
             was_told = True
-            shut_down(timeout=timeout)
+            return timeout
 
-        # The launcher calls it before it stops the HTTP server, and only if it was signalled.
-        engine_client.shutdown = shutdown  # type: ignore[method-assign]
+        before_shutdown(engine_client, note)
         ended = await build_and_serve(engine_client, *args, **kwargs)
         if engine_client.errored and not was_told:
             ended.close()
             resources = getattr(getattr(engine_client, "engine_core", None), "resources", None)
-            raise EngineDiedError(_fate(getattr(resources, "engine_manager", None)))
+            raise EngineDiedError(getattr(resources, "engine_manager", None))
         return ended
 
     entry.build_and_serve = serve_or_fail
 
 
-def _fate(manager: Any) -> str:
-    """What became of the engine's processes, as far as their parent knows."""
-    ended = manager.finished_procs() if manager is not None else {}
-    processes = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
-    return f"the engine has died ({processes or 'its log says why'})"
+def fail_when_headless_engine_dies() -> None:
+    """Does the same for a node without API server."""
+    serve: Any = import_module("vllm.entrypoints.cli.serve")
+
+    class EngineProcesses(serve.CoreEngineProcManager):  # type: ignore[misc]
+        def monitor_engine_liveness(self) -> None:
+            super().monitor_engine_liveness()
+            if self.failed_proc_name is not None:
+                raise EngineDiedError(self)
+
+    serve.CoreEngineProcManager = EngineProcesses
+
+
+def leave_signals_alone() -> None:
+    """Leaves SIGTERM to the command's own handler until the HTTP server sets its own.
+
+    vLLM's ``run_server`` makes a KeyboardInterrupt of it, which its zmq_socket_ctx swallows: a server that was told to
+    stop while its engine started would start all the same, or hang for ten minutes. A zmq_socket_ctx that lets it pass
+    would make this unnecessary.
+    """
+    serve: Any = import_module("vllm.entrypoints.cli.serve")
+
+    async def run_server(args: "Namespace") -> None:
+        from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
+        from vllm.utils.system_utils import decorate_logs
+
+        decorate_logs("APIServer", skip_if_decorated=True)
+        listen_address, sock = setup_server(args, reuse_port=False)
+        await run_server_worker(listen_address, sock, args)
+
+    serve.run_server = run_server

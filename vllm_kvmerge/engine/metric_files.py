@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from prometheus_client import Gauge, multiprocess, values
+from prometheus_client import Gauge, multiprocess
 from prometheus_client.mmap_dict import MmapedDict
 
 logger = logging.getLogger(__name__)
@@ -24,13 +24,13 @@ INITIAL_BYTES = 1 << 16
 """Size of a new file, as prometheus_client has it."""
 
 RETRY_SECONDS = 10.0
-"""How long a file that could not grow is left alone."""
+"""Time for which a file that could not grow is left alone."""
 
 ENTRY_BYTES = 64
 """At least what an entry takes besides its key: length, padding, value, timestamp."""
 
 DAMAGE = (OSError, RuntimeError, ValueError, IndexError, struct.error)
-"""What reading or writing a file raises that is too short, or holds something else, besides what systems refuse."""
+"""Errors of reading or writing a file: the system refuses it, it is too short, or it holds something else."""
 
 
 class MetricFile(MmapedDict):
@@ -191,20 +191,3 @@ def _warn(message: str) -> None:
     if not _warned:
         _warned = True
         logger.warning("metrics: %s", message)
-
-
-def install() -> None:
-    """Makes prometheus_client, and so vLLM's metrics as well as ours, use these classes; before any metric is made.
-
-    A prometheus_client that reserves space and passes errors over would make this unnecessary: it has no setting for
-    the class that its values are stored with.
-    """
-    values.MmapedDict = multiprocess.MmapedDict = MetricFile  # type: ignore[misc]
-    multiprocess.MultiProcessCollector = MetricFiles  # type: ignore[misc]
-    gauge = Gauge(
-        "vllm:kvmerge_metrics_write_errors",
-        "Values of metrics that could not be written to PROMETHEUS_MULTIPROC_DIR.",
-        multiprocess_mode="livesum",
-    )
-    if gauge._value._multiprocess:
-        MetricFile.write_errors = gauge

@@ -1,23 +1,13 @@
-"""What is counted, under which Prometheus name.
+"""The plugin's Prometheus metrics.
 
 Engine cores, workers and API servers each count what they see; with ``PROMETHEUS_MULTIPROC_DIR`` set (as
 ``vllm-kvmerge serve`` does) prometheus_client adds the processes up on ``/metrics``, whichever API server is asked.
 Label ``engine``: the data-parallel rank, as in vLLM's own metrics.
 """
 
-import os
-from collections import defaultdict
-from contextlib import suppress
-
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm_kvmerge.engine import metric_files
-
-if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-    # A worker that Ray starts on another machine is given the first one's variables, and would not be seen there.
-    with suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
-metric_files.install()
+from vllm_kvmerge.engine.usage import CacheSize
 
 LABELS = ["policy", "engine"]
 
@@ -45,21 +35,14 @@ COMPACTION_SECONDS = Histogram(
     LABELS,
     buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
 )
-_LIVE_ENTRIES = Gauge(
-    "vllm:kvmerge_live_entries",
-    "Entries per KV head and layer held by running requests.",
-    LABELS,
-    multiprocess_mode="livesum",
-)
-_LIVE_BYTES = Gauge(
-    "vllm:kvmerge_live_bytes", "Bytes of the blocks held by running requests.", LABELS, multiprocess_mode="livesum"
-)
-_REPRESENTED_TOKENS = Gauge(
-    "vllm:kvmerge_represented_tokens",
-    "Tokens that the live entries of running requests stand for.",
-    LABELS,
-    multiprocess_mode="livesum",
-)
+_LIVE = [
+    Gauge(name, description, LABELS, multiprocess_mode="livesum")
+    for name, description in (
+        ("vllm:kvmerge_live_entries", "Entries per KV head and layer held by running requests."),
+        ("vllm:kvmerge_represented_tokens", "Tokens that the live entries of running requests stand for."),
+        ("vllm:kvmerge_live_bytes", "Bytes of the blocks held by running requests."),
+    )
+]
 
 
 def count_request(policy: str, engine: int) -> None:
@@ -106,14 +89,13 @@ class CacheGauges:
         self._bytes_per_block = bytes_per_block
         self._policies: set[str] = set()
 
-    def update(self, sizes: list[tuple[str, int, int, int]]) -> None:
-        """``sizes``: (policy, live entries, represented tokens, blocks held) of each running request."""
-        totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-        for policy, *values in sizes:
-            totals[policy] = [total + value for total, value in zip(totals[policy], values, strict=True)]
-        self._policies |= totals.keys()
-        for policy in self._policies:
-            entries, tokens, blocks = totals[policy]
-            _LIVE_ENTRIES.labels(policy, self._engine).set(entries)
-            _REPRESENTED_TOKENS.labels(policy, self._engine).set(tokens)
-            _LIVE_BYTES.labels(policy, self._engine).set(blocks * self._bytes_per_block)
+    def update(self, sizes: list[tuple[str, CacheSize]]) -> None:
+        """``sizes``: policy and size of each running request."""
+        totals = {policy: [0, 0, 0] for policy in self._policies | {policy for policy, _ in sizes}}
+        for policy, size in sizes:
+            for index, number in enumerate((size.entries, size.tokens, size.blocks * self._bytes_per_block)):
+                totals[policy][index] += number
+        for policy, numbers in totals.items():
+            for gauge, number in zip(_LIVE, numbers, strict=True):
+                gauge.labels(policy, self._engine).set(number)
+        self._policies = set(totals)

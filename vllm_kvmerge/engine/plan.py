@@ -1,19 +1,43 @@
-"""What the scheduler tells the workers: which caches to compress after this step, and which queries to score; and what
-they answer."""
+"""Messages between scheduler and workers: compressions that follow a step, queries to score, and workers' reports."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvmerge.policies.cost import Rates
+
+if TYPE_CHECKING:  # compactions can be run without vLLM
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A sequence's slots in use: compressed entries in ``[0, front)``, ordinary tokens from ``tail`` on."""
+
+    front: int = 0
+    tail: int = 0
+
+    @property
+    def are_compressed(self) -> bool:
+        return self.tail > 0
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Live entries per KV head of a sequence of ``num_tokens``."""
+        return self.front + num_tokens - self.tail
+
+
+UNCOMPRESSED = Segments()
 
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """Compress one request after the step's forward pass.
+    """Compression of one request's cache after the step's forward pass.
 
     Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
     slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.
     compression: the request's ``kv_compression`` as JSON text. budget: live entries per head, on average over layers
-    and heads; ``new_front`` holds the largest share of any of them.
+    and heads; ``new_front`` holds the largest share of any of them. hole: ids that follow ``blocks`` in the request's
+    block table, one for each block that the sequence no longer needs.
     """
 
     request_id: str
@@ -24,13 +48,19 @@ class CompressionPlan:
     budget: int
     new_front: int
     blocks: list[int]
+    hole: list[int] = field(default_factory=list)
+
+    @property
+    def row_prefix(self) -> list[int]:
+        """The beginning of the request's block table after the plan; the rest of it stays."""
+        return self.blocks + self.hole
 
 
 @dataclass(frozen=True)
 class PromptWindow:
-    """Score and keep, as its policy asks, the queries of a not yet compressed request from position ``start`` on.
+    """Queries of a not yet compressed request, from position ``start`` on, that its policy has scored and kept.
 
-    query_window: how many of the newest there will ever be to keep.
+    query_window: the most that are ever kept, the newest ones.
     """
 
     start: int
@@ -40,16 +70,17 @@ class PromptWindow:
 
 @dataclass
 class CompressionStep:
-    """Attached to vLLM's SchedulerOutput as ``kvmerge``."""
+    """One step's compressions and prompt windows; usage: its entries of ``UsageReports``, which workers ignore."""
 
     plans: list[CompressionPlan] = field(default_factory=list)
     windows: dict[str, PromptWindow] = field(default_factory=dict)
+    usage: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request ends with an error. part: kind and name of the one that failed, such as ``merger:zip``; None: the
-    request cannot be honoured."""
+    """The reason why a request ends with an error. part: kind and name of the part that failed, such as ``merger:zip``;
+    None: the request cannot be honoured."""
 
     message: str
     part: str | None = None
@@ -57,7 +88,7 @@ class Failure:
 
 @dataclass
 class CompressionReport:
-    """Attached to vLLM's ModelRunnerOutput as ``kvmerge`` where there is something to say.
+    """A worker's message after a step, if there is anything to say.
 
     failures: by request, of those whose compression failed; their caches hold their newest entries.
     rates: how fast this worker computes, once, with its first output.
@@ -65,3 +96,24 @@ class CompressionReport:
 
     failures: dict[str, Failure] = field(default_factory=dict)
     rates: Rates | None = None
+
+
+# Both messages travel as an attribute of vLLM's own, which are pickled whole. A field for plugins in vLLM's classes
+# would make these four functions unnecessary.
+
+
+def attach_step(output: "SchedulerOutput", step: CompressionStep) -> None:
+    output.kvmerge = step  # type: ignore[attr-defined]
+
+
+def attached_step(output: "SchedulerOutput") -> CompressionStep:
+    """The step of ``attach_step``; an empty one for outputs that vLLM makes by itself, such as those of dummy runs."""
+    return getattr(output, "kvmerge", CompressionStep())
+
+
+def attach_report(output: "ModelRunnerOutput", report: CompressionReport) -> None:
+    output.kvmerge = report  # type: ignore[attr-defined]
+
+
+def attached_report(output: "ModelRunnerOutput") -> CompressionReport:
+    return getattr(output, "kvmerge", CompressionReport())

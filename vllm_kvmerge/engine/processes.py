@@ -1,4 +1,4 @@
-"""The processes that vLLM starts for an engine or a server: none outlives the one that started it."""
+"""Processes that vLLM starts for an engine or a server: none outlives the one that started it."""
 
 import logging
 import multiprocessing
@@ -12,13 +12,14 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordinator")
-"""What vLLM calls the processes that it starts begins with one of these."""
+"""Beginnings of the names of the processes that vLLM starts."""
 
 METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 METRICS_PREFIX = "vllm-kvmerge-metrics-"
 POLL_SECONDS = 2.0
 
-_watching = threading.Event()
+_watching: int | None = None
+"""The process that watches its parent: this one, or one that it was forked from."""
 
 
 def end_with_parent() -> None:
@@ -27,10 +28,11 @@ def end_with_parent() -> None:
     For processes that vLLM starts for itself. In any other, such as a program with an engine inside, it does nothing.
     vLLM's own engine cores and API servers go on without their parent, and so do workers while they load a model.
     """
+    global _watching
     parent = multiprocessing.parent_process()
-    if parent is None or not multiprocessing.current_process().name.startswith(NAMES) or _watching.is_set():
+    if parent is None or not multiprocessing.current_process().name.startswith(NAMES) or _watching == os.getpid():
         return
-    _watching.set()
+    _watching = os.getpid()
     threading.Thread(target=_end_after, args=(parent.sentinel, parent.pid), name="end-with-parent", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What of vLLM the plugin works with, and the error for everything else."""
+"""Versions, platforms, options and models of vLLM that the plugin works with; everything else is refused."""
 
 import platform
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ CPU_BLOCK_MULTIPLE = 32
 
 CUDA_BLOCK_MULTIPLE = 16
 CUDA_HEAD_SIZES = range(16, 257, 8)
-"""What Triton's operators work with."""
+"""Head sizes that Triton's operators work with."""
 
 LEFT_OUT = {
     "speculative_config": "speculative decoding",
@@ -54,7 +54,7 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ("soft-capped attention logits", lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     ("bidirectional attention over images", lambda model: model.is_mm_prefix_lm),
 )
-"""What a model must not have, and how to tell."""
+"""Traits that a model must not have, and how to tell."""
 
 
 class UnsupportedConfigError(ValueError):
@@ -121,7 +121,7 @@ def _places_ray_workers() -> bool:
 
 
 def platform_obstacle() -> str | None:
-    """Why nothing can be served on the platform that vLLM found here; None if something can."""
+    """The reason why nothing can be served on the platform that vLLM found here; None if something can."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -134,7 +134,7 @@ def platform_obstacle() -> str | None:
 
 
 def unsupported_features() -> dict[str, str]:
-    """What is refused on every machine: names of engine options, each with the reason or with what is allowed."""
+    """Engine options that are refused on every machine, each with the reason or with what is allowed."""
     features = {name: f"{feature} does not work with compression" for name, feature in LEFT_OUT.items()}
     features |= dict.fromkeys(ONE_ONLY, "must be 1; tensor_parallel_size and data_parallel_size may be larger")
     features[SUPERVISOR] = SUPERVISOR_OBSTACLE

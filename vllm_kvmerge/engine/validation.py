@@ -1,20 +1,21 @@
 """The check that every request passes before vLLM queues it, offline requests included."""
 
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import split_enc_dec_input
-from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
-from vllm_kvmerge.engine.arguments import VALIDATOR
+from vllm_kvmerge.engine import compat
+from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.metrics import count_rejection
-from vllm_kvmerge.engine.verdict import VERDICT, Verdict
+from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionConfig, CompressionError, parse_compression
@@ -22,16 +23,54 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionConfig, C
 if TYPE_CHECKING:
     import torch
     from vllm import PoolingParams
-    from vllm.config import VllmConfig
+    from vllm.engine.protocol import EngineClient
     from vllm.inputs import EngineInput
+
+
+@dataclass
+class Verdict:
+    """The check of a request, for whoever waits for it. checked: whether a prompt of the request has been looked at.
+    error: why the request is refused, if it is."""
+
+    checked: bool = False
+    error: CompressionError | None = None
+
+
+VERDICT: ContextVar[Verdict | None] = ContextVar("kvmerge_verdict", default=None)
+"""That of the HTTP request being served; None outside of one, and for one that is not waited for."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Limits of a server's requests, and the compression of those that do not bring their own."""
+
+    limits: Limits | None = None
+    default: dict[str, Any] | str | None = None
+
+
+_terms = Terms()
+
+
+async def enforce_limits(engine_client: "EngineClient") -> None:
+    """Makes the check refuse requests that would cost more than the engine allows, at the speed of its slowest worker.
+
+    Without it, as offline, the scheduler alone looks at limits, and ends a request that exceeds them with an error.
+    """
+    global _terms
+    config = engine_client.vllm_config
+    workers = [Rates(**rates) for rates in await engine_client.collective_rpc("compression_rates")]
+    slowest = Rates(
+        products_per_second=min(rates.products_per_second for rates in workers),
+        touches_per_second=min(rates.touches_per_second for rates in workers),
+    )
+    _terms = Terms(replace(request_limits(config), rates=slowest), plugin_config(config).default)
 
 
 class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
     """Refuses a request whose ``kv_compression`` cannot be honoured; touches no logits.
 
     A logits processor is where vLLM lets a plugin see a request's parameters at admission. The front end accepts only
-    the interface of the model runner in use, hence the two base classes. Workers have no use for an instance and should
-    call ``drop_validator`` before they build their processors.
+    the interface of the model runner in use, hence the two base classes. Workers drop it (``compat.drop_validator``).
     """
 
     def __init__(self, *_: Any) -> None:
@@ -40,6 +79,7 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raises CompressionError, which vLLM turns into its VLLMValidationError with the same message."""
+        compat.install_front_end()  # offline, nothing of ours is called earlier
         _requested(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
@@ -55,39 +95,19 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
         return logits
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a server holds requests to. default: the compression of those that do not bring their own."""
-
-    limits: Limits
-    default: dict[str, Any] | str | None
+def _requested(params: SamplingParams) -> CompressionConfig | None:
+    return parse_compression((params.extra_args or {}).get(EXTRA_ARGS_KEY, _terms.default))
 
 
-_terms: Terms | None = None
+def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | PoolingParams") -> None:
+    """Checks what depends on the prompt's length, after ``validate_params``.
 
-
-def enforce(terms: Terms) -> None:
-    """Makes the check of this process's requests refuse what the server would not do.
-
-    Without it, as offline, the scheduler alone looks at limits, and ends a request that exceeds them with an error.
+    Raises:
+        VLLMValidationError: the request is refused; the verdict on it, if somebody waits for that, says so too.
     """
-    global _terms
-    _terms = terms
-
-
-def _requested(params: "SamplingParams | PoolingParams") -> CompressionConfig | None:
-    if not isinstance(params, SamplingParams):
-        return None
-    default = _terms.default if _terms is not None else None
-    return parse_compression((params.extra_args or {}).get(EXTRA_ARGS_KEY, default))
-
-
-def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams | PoolingParams") -> None:
-    """The platform's own check, then ours of what depends on the prompt's length."""
-    type(current_platform).validate_request(processed_inputs, params)
     verdict = VERDICT.get() or Verdict()
     verdict.checked = True
-    config = _requested(params)
+    config = _requested(params) if isinstance(params, SamplingParams) else None
     if config is None:
         return
     _, prompt = split_enc_dec_input(processed_inputs)
@@ -95,8 +115,7 @@ def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams |
     num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     try:
         config.check_context(num_tokens)
-        if _terms is not None:
-            assert isinstance(params, SamplingParams)
+        if _terms.limits is not None:
             try:
                 _terms.limits.check(config, num_tokens, params.max_tokens)
             except PartError as error:
@@ -105,18 +124,3 @@ def _validate_request(processed_inputs: "EngineInput", params: "SamplingParams |
         verdict.error = error
         count_rejection(error.reason)
         raise VLLMValidationError(str(error), parameter=error.param) from None
-
-
-# A logits processor sees no prompt. The platform is what vLLM asks next, and it sees prompt and parameters; handing
-# logits processors the prompt as well would make this unnecessary.
-current_platform.validate_request = _validate_request  # type: ignore[method-assign]
-
-
-def drop_validator(vllm_config: "VllmConfig") -> None:
-    """Removes the validator from a worker's configuration: the front end has bound it by then.
-
-    With any custom logits processor, vLLM's V1 runner hands every request's output tokens to the sampler at each step,
-    and under asynchronous scheduling waits for the last step's tokens to do so.
-    """
-    model_config = vllm_config.model_config
-    model_config.logits_processors = [p for p in model_config.logits_processors or () if p != VALIDATOR] or None

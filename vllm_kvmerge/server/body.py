@@ -20,7 +20,7 @@ ERROR_TYPES = {400: "BadRequestError", 413: "PayloadTooLargeError", 500: "Intern
 
 
 class Refusal(HTTPException):
-    """What a request is answered, in the shape of the OpenAI API, when its body is refused.
+    """The answer to a request whose body is refused, in the shape of the OpenAI API.
 
     Raised while the application reads the body, which lets a HTTPException through; ``answer_refusal`` is the
     application's handler for it.

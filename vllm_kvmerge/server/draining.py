@@ -1,4 +1,4 @@
-"""Refuses new requests while the server is being stopped and those that run are finished.
+"""Draining: new requests are refused while the server is being stopped, and those that run are finished.
 
 vLLM's ``--shutdown-timeout`` lets them finish where the one API server has started every engine; several API servers,
 and one whose engines run on other machines, break their answers off. What comes in meanwhile vLLM answers with HTTP 500
@@ -7,12 +7,12 @@ or an empty result, and /health goes on saying that all is well.
 
 import asyncio
 import time
-from functools import wraps
 from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm_kvmerge.engine import compat
 from vllm_kvmerge.server.guard import path_of
 
 if TYPE_CHECKING:
@@ -55,22 +55,17 @@ def _needs_engine(scope: Scope) -> bool:
     return scope["method"] == "POST" or path_of(scope) in ("/health", "/ping")
 
 
-def note_shutdown(engine_client: "EngineClient", state: "State") -> None:
+def drain_first(engine_client: "EngineClient", state: "State") -> None:
     """Lets ``engine_client`` be stopped only when all requests have been answered, or the time for it is over.
 
-    Sets ``state.kvmerge_draining`` as soon as vLLM's launcher has been signalled and stops ``engine_client``. The
-    launcher keeps to itself that it was signalled; an event or a hook of its own would make this unnecessary.
+    Sets ``state.kvmerge_draining`` as soon as vLLM's launcher has been signalled.
     """
-    shut_down = engine_client.shutdown
 
-    @wraps(shut_down)
-    def shutdown(timeout: float | None = None) -> None:
+    def drain(timeout: float | None) -> float | None:
         state.kvmerge_draining = True
-        if timeout and not _in_event_loop():
-            timeout = _wait_for_answers(state, timeout)
-        shut_down(timeout=timeout)
+        return _wait_for_answers(state, timeout) if timeout and not _in_event_loop() else timeout
 
-    engine_client.shutdown = shutdown  # type: ignore[method-assign]
+    compat.before_shutdown(engine_client, drain)
 
 
 def _wait_for_answers(state: "State", timeout: float) -> float:

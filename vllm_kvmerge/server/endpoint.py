@@ -1,6 +1,7 @@
 """The endpoint plugin: adds the body field ``kv_compression`` to vLLM's HTTP server, and a page to try it on."""
 
 import logging
+import pkgutil
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -8,17 +9,18 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from vllm import envs
 
+from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config
+from vllm_kvmerge.engine.validation import enforce_limits
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, request_schema
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
-from vllm_kvmerge.server.draining import DrainingMiddleware, note_shutdown
-from vllm_kvmerge.server.failures import enforce_limits, name_failures
+from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
 from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
+from vllm_kvmerge.server.outputs import follow_outputs
 from vllm_kvmerge.server.page import UI_ROUTE, add_page_routes
-from vllm_kvmerge.server.request_id import log_as_vllm, mark_log_records
-from vllm_kvmerge.server.usage_feed import feed_from
+from vllm_kvmerge.server.request_id import mark_log_records
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -46,31 +48,31 @@ class KVMergeEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds middleware, schema, the route that lists what the field may name, and the page."""
-        log_as_vllm()
+        compat.log_as_vllm()
         mark_log_records()
         if app.state.args.scheduler_cls is None:
             logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
             return
+        compat.install_front_end()
         add_middleware(app)
-        allowed = plugin_config(app.state.args).allowed_policies
-        document_field(app, allowed)
+        config = plugin_config(app.state.args)
+        document_field(app, config.allowed_policies)
         # Nothing is registered after start-up, so one description serves every request.
-        add_policies_route(app, describe_policies(allowed))
-        add_page_routes(app, app.state.args.model)
+        add_policies_route(app, describe_policies(config.allowed_policies))
+        add_page_routes(app, pkgutil.resolve_name(config.example_prompts) if config.example_prompts else None)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Listens for the server's end, and lets streamed answers report what their request's cache holds."""
+        """Drains the server at its end, follows the engine's outputs, and has its limits enforced."""
         if engine_client is None:
             return
-        note_shutdown(engine_client, state)
+        drain_first(engine_client, state)
         if args.scheduler_cls is not None:
-            name_failures(engine_client)
-            feed_from(engine_client)
+            follow_outputs(engine_client, has_default=plugin_config(args).default is not None)
             await enforce_limits(engine_client)
 
 
 def add_middleware(app: FastAPI) -> None:
-    """Adds the middlewares, the first to see a request first: nobody is told, and nothing is read, without the key."""
+    """Adds the middlewares, in the order in which they see a request: without the key nothing is told or read."""
     args = app.state.args
     config = plugin_config(args)
     tokens = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 OPEN_ROUTES = ("/health", "/ping", "/metrics")
-"""What probes and scrapers ask for."""
+"""Routes of probes and scrapers."""
 
 
 def path_of(scope: Scope) -> str:

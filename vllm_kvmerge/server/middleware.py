@@ -10,12 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.usage import USAGE_KEY
-from vllm_kvmerge.engine.verdict import VERDICT, Verdict
+from vllm_kvmerge.engine.validation import VERDICT, Verdict
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression
-from vllm_kvmerge.server import usage_feed
 from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal
-from vllm_kvmerge.server.usage_feed import FEED, UsageFeed
+from vllm_kvmerge.server.outputs import FEED, FEED_ROUTES, UsageFeed
 
 CARRIERS: dict[str, tuple[str, ...]] = {
     "/v1/completions": ("vllm_xargs",),
@@ -80,13 +79,19 @@ class _Exchange:
 
     By then the router has chosen the route, so the path's spelling does not matter. FEED and VERDICT are set in the
     application's context and never reset: each request is a task with a context of its own.
+
+    An answer is held back until there is a verdict on its request, and is HTTP 400 instead if that is a refusal: vLLM
+    looks at a request with its prompt after it has sent a stream's status, and would report what is wrong as an event
+    of the stream, or break it off.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, has_default: bool) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._has_default = has_default
-        self._is_read = False
-        self._held: _HeldAnswer | None = None
+        self._is_read = self._is_refused = False
+        self._feed: UsageFeed | None = None
+        self._verdict: Verdict | None = None  # as long as it is waited for
+        self._held: list[Message] = []
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -100,23 +105,43 @@ class _Exchange:
         except CompressionError as error:
             count_rejection(error.reason)
             raise as_refusal(error) from None
-        if route in usage_feed.ROUTES and USAGE_KEY.encode() in body:
-            feed = UsageFeed()
-            FEED.set(feed)
-            self._send = feed.wrap(self._send)
+        if route in FEED_ROUTES and USAGE_KEY.encode() in body:
+            self._feed = UsageFeed()
+            FEED.set(self._feed)
         if _may_name(FIELD, body) or (self._has_default and route in CARRIERS):
-            verdict = Verdict()
-            VERDICT.set(verdict)
-            self._held = _HeldAnswer(self._scope, self._receive, self._send, verdict)
-            self._send = self._held.send
+            self._verdict = Verdict()
+            VERDICT.set(self._verdict)
         return {**message, "body": body}
 
     async def send(self, message: Message) -> None:
-        await self._send(message)
+        if self._verdict is None:
+            if not self._is_refused:
+                await self._pass_on(message)
+            return
+        self._held.append(message)
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if self._verdict.checked or is_last:
+            await self._end_wait(self._verdict.error)
 
     async def broken_off(self) -> bool:
         """Whether the answer ended by an exception because the request was refused; the refusal has been sent then."""
-        return self._held is not None and await self._held.broken_off()
+        if self._verdict is not None and self._verdict.error is not None:
+            await self._end_wait(self._verdict.error)
+        return self._is_refused
+
+    async def _end_wait(self, error: CompressionError | None) -> None:
+        self._verdict = None
+        if error is not None:
+            self._is_refused = True
+            await as_refusal(error).response()(self._scope, self._receive, self._send)
+            return
+        for message in self._held:
+            await self._pass_on(message)
+
+    async def _pass_on(self, message: Message) -> None:
+        if self._feed is not None and message["type"] == "http.response.body":
+            message = {**message, "body": self._feed.add_to(bytes(message.get("body", b"")))}
+        await self._send(message)
 
 
 def rewrite_body(route: str, body: bytes) -> bytes | None:
@@ -207,43 +232,6 @@ def _move_field(data: dict[str, Any], carrier: tuple[str, ...]) -> bool:
         return False
     holder[carrier[-1]] = carried | {FIELD: json.dumps(value)}
     return True
-
-
-class _HeldAnswer:
-    """Holds an answer back until the verdict is known, and sends HTTP 400 instead if it is a refusal.
-
-    vLLM looks at a request with its prompt after it has sent a stream's status, and would report what is wrong as an
-    event of the stream, or break it off.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, verdict: Verdict) -> None:
-        self._scope, self._receive, self._send, self._verdict = scope, receive, send, verdict
-        self._held: list[Message] = []
-        self._decided = self._refused = False
-
-    async def send(self, message: Message) -> None:
-        if not self._decided:
-            self._held.append(message)
-            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if self._verdict.checked or is_last:
-                await self._decide()
-        elif not self._refused:
-            await self._send(message)
-
-    async def _decide(self) -> None:
-        self._decided = True
-        self._refused = self._verdict.error is not None
-        if self._verdict.error is not None:
-            await as_refusal(self._verdict.error).response()(self._scope, self._receive, self._send)
-            return
-        for message in self._held:
-            await self._send(message)
-
-    async def broken_off(self) -> bool:
-        """Whether the answer ended by an exception because of the verdict; the refusal has been sent then."""
-        if self._verdict.error is not None and not self._decided:
-            await self._decide()
-        return self._refused
 
 
 def as_refusal(error: CompressionError) -> Refusal:

@@ -1,16 +1,15 @@
-"""The page at ``/kvmerge/ui``: its files, and what it has to know of the server."""
+"""The page at ``/kvmerge/ui``: its files, and example prompts for it."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from fastapi import FastAPI, HTTPException, Request
 from starlette.responses import Response
 
 from vllm_kvmerge import __version__
-from vllm_kvmerge.demo import model_path, recall
 
 UI_ROUTE = "/kvmerge/ui"
 FOLDER = Path(__file__).parent / "ui"
@@ -30,8 +29,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-
-DEMO_TOKENS, DEMO_FACTS = 1000, 16
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,14 @@ class PageFile:
         return Response(self.content, headers={**headers, "Content-Type": self.content_type})
 
 
-def add_page_routes(app: FastAPI, model: str) -> None:
-    """Adds the page for a server of this model (a path, or a name on the hub).
+def add_page_routes(app: FastAPI, draw_example: Callable[[], dict[str, Any]] | None) -> None:
+    """Adds the page; with ``draw_example``, which returns a prompt and the answer to it, it can insert those.
 
     With an API key, the page takes it as a password (see GuardMiddleware), and again in a field, for /v1.
     """
     # Read once: a request's name is looked up among these, and never becomes a path.
     files = {path.name: PageFile.read(path) for path in FOLDER.iterdir() if path.suffix in CONTENT_TYPES}
-    is_demo = model == model_path()
-    config = {"version": __version__, "demo": is_demo}
+    config = {"version": __version__, "demo": draw_example is not None}
 
     @app.api_route(UI_ROUTE, methods=["GET", "HEAD"], include_in_schema=False)
     async def index(request: Request) -> Response:
@@ -73,11 +69,10 @@ def add_page_routes(app: FastAPI, model: str) -> None:
 
     @app.get(UI_ROUTE + "/demo-prompt", include_in_schema=False)
     async def demo_prompt() -> dict[str, Any]:
-        """A new prompt of the demo model's task, and the answer to its question."""
-        if not is_demo:
+        """A new prompt, and the answer to its question."""
+        if draw_example is None:
             raise HTTPException(404)
-        prompt = recall.draw_prompt(np.random.default_rng(), DEMO_TOKENS, DEMO_FACTS)
-        return {"prompt": prompt.text, "answer": prompt.answer}
+        return draw_example()
 
     @app.api_route(UI_ROUTE + "/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def page_file(name: str, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Gives every HTTP request an id that its answer and all that the API server logs on its behalf carry."""
+"""Request ids: carried by an HTTP request's answer and by all log lines of the API server on its behalf."""
 
 import logging
 import uuid
@@ -60,11 +60,3 @@ def mark_log_records() -> None:
 
     make_marked.marks_request_id = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(make_marked)
-
-
-def log_as_vllm() -> None:
-    """Sends the package's log lines where vLLM's go, in their format, unless something else takes them already."""
-    ours, theirs = logging.getLogger("vllm_kvmerge"), logging.getLogger("vllm")
-    if not ours.hasHandlers():
-        ours.handlers = theirs.handlers
-        ours.setLevel(theirs.level)

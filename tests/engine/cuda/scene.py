@@ -44,7 +44,8 @@ class Scene:
         )
         self.builder = CUDAAttentionBuilder(MergeableAttentionSpec.of(spec), ["layer"], config, self.device)
         self.impl = CUDAAttentionImpl(HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS)
-        self.layer = SimpleNamespace(kvmerge_index=0)
+        self.impl.layer_index = 0
+        self.layer = SimpleNamespace()
         numbers = {"dtype": torch.int32, "device": self.device}
         self.starts, self.seq_lens = torch.zeros(MAX_ROWS + 1, **numbers), torch.zeros(MAX_ROWS, **numbers)
         self.block_table = torch.zeros(MAX_ROWS, MAX_BLOCKS, **numbers)

@@ -230,11 +230,14 @@ def test_vllms_cuda_platform_takes_the_backend(monkeypatch):
     """The very function that chooses it in a worker with a GPU."""
     # Its compiled operators, which a build for the CPU has not, are not needed for this.
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
+    from vllm.platforms import current_platform
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
-    import vllm_kvmerge.engine.worker.cuda_worker  # noqa: F401  registers it
+    from vllm_kvmerge.engine.compat import register_attention_backend
 
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True, raising=False)
+    register_attention_backend()
     monkeypatch.setattr(NonNvmlCudaPlatform, "get_device_capability", lambda device_id=0: DeviceCapability(9, 0))
     selected = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=32)
     path = NonNvmlCudaPlatform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, selected)

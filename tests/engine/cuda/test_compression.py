@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryRings
 from vllm_kvmerge.engine.plan import CompressionStep, PromptWindow
-from vllm_kvmerge.engine.worker import compression as compression_module
+from vllm_kvmerge.engine.worker import reporting, tensor_parallel
 from vllm_kvmerge.engine.worker.compactor import Execution
 from vllm_kvmerge.engine.worker.compression import Compression, RequestState
 from vllm_kvmerge.engine.worker.cuda_runner import CUDARunnerMixin
@@ -94,15 +94,13 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     config.parallel_config.tensor_parallel_size = 4
     config.model_config.get_total_num_kv_heads = lambda: 2
     compression._compactor.execute = lambda compactions: Execution(torch.tensor([[3, 5, 1]]), {})
-    monkeypatch.setattr(compression_module, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: None)
     plan = SimpleNamespace(request_id="a", compression='{"policy": "h2o", "budget": 40}', new_front=40, num_tokens=50)
     counted = []
     for rank in range(4):
-        monkeypatch.setattr(compression_module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(
-            compression_module, "count_entries", lambda *counts, rank=rank: counted.append((rank, counts))
-        )
+        monkeypatch.setattr(tensor_parallel, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(reporting, "count_entries", lambda *counts, rank=rank: counted.append((rank, counts)))
         compression.step = CompressionStep(plans=[plan])
         compression.run_plans(lambda request: torch.tensor([0]))
     assert counted == [(0, ("h2o", 0, 3, 5, 1)), (2, ("h2o", 0, 3, 5, 1))]

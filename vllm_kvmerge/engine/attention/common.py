@@ -15,6 +15,8 @@ class MergeableImpl:
     """One layer's attention over a mergeable cache; beside a platform's own ``AttentionImpl``."""
 
     head_size: int
+    layer_index: int
+    """The layer's place among the model's attention layers; set when the cache has been allocated."""
     row_major_keys: ClassVar[bool]
     """The layout of keys, see ``PagedKVCache.of``."""
 

@@ -160,7 +160,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             return output
         cache, metadata = self.paged(kv_cache), attn_metadata
         for reader in metadata.readers:
-            reader.read(layer.kvmerge_index, query, cache, self.scale)
+            reader.read(self.layer_index, query, cache, self.scale)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
             self._plain_attention(layer, query[:num_tokens], cache, metadata, output[:num_tokens])

@@ -264,9 +264,9 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
         if metadata.rings is not None and metadata.ring_places is not None:
             places, tokens = metadata.ring_places, metadata.ring_tokens
             newest = query[: len(places)] if tokens is None else query.index_select(0, tokens)
-            metadata.rings[layer.kvmerge_index].index_copy_(0, places, newest)
+            metadata.rings[self.layer_index].index_copy_(0, places, newest)
         for reader in metadata.readers:
-            reader.read(layer.kvmerge_index, query, cache, self.scale)
+            reader.read(self.layer_index, query, cache, self.scale)
         for part in metadata.parts:
             paged_attention(query, cache, part, self.scale, output)
         return output

@@ -17,8 +17,8 @@ from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
 class CUDARunnerV2Mixin(GPUModelRunner):
     """Adds compression to vLLM's model runner V2.
 
-    V2 keeps block tables on the GPU alone. A plan's compaction reads a request's row there, after the forward pass;
-    what the plan makes of the row is staged with the next step's own writes, which follow on the same stream.
+    V2 keeps block tables on the GPU alone. A plan's compaction reads a request's row there, after the forward pass; the
+    row's new prefix is staged with the next step's own writes, which follow on the same stream.
     """
 
     block_tables: BlockTables
@@ -52,10 +52,10 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         self.compression.begin(scheduler_output)
         result = super().execute_model(scheduler_output, *args, **kwargs)
         self._moves = self.compression.run_plans(self._blocks_of)
-        return self.compression.reported(result)
+        return self.compression.reporter.attach_to(result)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compression.reported(super().sample_tokens(*args, **kwargs))
+        return self.compression.reporter.attach_to(super().sample_tokens(*args, **kwargs))
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         # All writes of a step are applied at once, in no order: a request that has left, or whose row is written anew,
@@ -64,9 +64,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         for plan in self._moves:
             index = self.req_states.req_id_to_index.get(plan.request_id)
             if index is not None and plan.request_id not in begun:
-                blocks, hole_end = self.compression.front_and_hole(plan)
-                row = blocks + [0] * (hole_end - len(blocks))
-                self.block_tables.block_tables[0].stage_write(index, 0, row)
+                self.block_tables.block_tables[0].stage_write(index, 0, plan.row_prefix)
         self._moves = []
         super().update_requests(scheduler_output)
 

@@ -1,4 +1,4 @@
-"""vLLM's model runner V1 with compression: which rows of a batch are special, and running plans after a step."""
+"""vLLM's model runner V1 with compression, and the one for CPU."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,10 +33,10 @@ class CompressionRunnerMixin(GPUModelRunner):
         self._scheduled = scheduler_output.num_scheduled_tokens
         result = super().execute_model(scheduler_output, *args, **kwargs)
         self._moves = self.compression.run_plans(self._blocks_of)
-        return self.compression.reported(result)
+        return self.compression.reporter.attach_to(result)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compression.reported(super().sample_tokens(*args, **kwargs))
+        return self.compression.reporter.attach_to(super().sample_tokens(*args, **kwargs))
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         # vLLM's own knows where a block lies in a cache without metadata.
@@ -64,7 +64,7 @@ class CompressionRunnerMixin(GPUModelRunner):
         return torch.tensor(self.requests[request_id].block_ids[0])
 
     def _move_to_front(self, plan: CompressionPlan) -> None:
-        """The request's row of blocks as the plan leaves it."""
+        """Changes the request's row of blocks as the plan says."""
         # vLLM keeps a request's blocks in two places: the state that rows are made from, and the row of a request that
         # is in the batch (one that had to wait for room is not).
         block_ids = self.requests[plan.request_id].block_ids[0]
@@ -72,9 +72,8 @@ class CompressionRunnerMixin(GPUModelRunner):
         index = self.input_batch.req_id_to_index.get(plan.request_id)
         if index is not None:
             rows.append(self.input_batch.block_table[0].block_table.np[index])
-        blocks, hole_end = self.compression.front_and_hole(plan)
         for row in rows:
-            row[:hole_end] = blocks + [0] * (hole_end - len(blocks))
+            row[: len(plan.row_prefix)] = plan.row_prefix
 
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):

@@ -9,10 +9,11 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from vllm.exceptions import GenerationError
 
-from vllm_kvmerge.engine.verdict import VERDICT
+from vllm_kvmerge.engine.validation import VERDICT
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
-from vllm_kvmerge.server.usage_feed import UsageFeed, feed_from
+from vllm_kvmerge.server.outputs import FEED, UsageFeed, follow_outputs
 
 EVENTS = [b'data: {"text": "a"}\n\n', b": keep-alive\n\n", b'data: {"text": "b"}\n\n', b"data: [DONE]\n\n"]
 
@@ -27,8 +28,9 @@ class Output:
 
 
 class Params:
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, extra_args: dict[str, Any] | None = None) -> None:
         self.n = n
+        self.extra_args = extra_args
 
 
 class Client:
@@ -52,7 +54,7 @@ REPORTS = [{"steps": steps(1, 2)}, {"steps": steps(1, 2, 3)}]
 def answer(route: str, body: Any, n: int = 1, num_prompts: int = 1, reports: Any = REPORTS) -> httpx.Response:
     """That of an application that sends one event after each of the engine's outputs."""
     client = Client(reports)
-    feed_from(client)  # type: ignore[arg-type]
+    follow_outputs(client, has_default=False)  # type: ignore[arg-type]
     app = FastAPI()
 
     @app.post(route)
@@ -117,7 +119,7 @@ def test_other_routes_and_whole_answers_are_untouched():
 
 def test_the_report_at_the_end_joins_the_last_steps():
     feed = UsageFeed()
-    asyncio.run(_consume(feed.follow(Client([]).generate(None, Params(1), ""), 1)))  # type: ignore[arg-type]
+    feed.num_sequences = 1
     feed.note({"steps": steps(4, 5)})
     feed.note({"mean_bytes": 7.5, "steps": steps(5, 6)})
     event = feed.add_to(b'data: {"text": ""}\n\n')
@@ -130,23 +132,46 @@ def test_the_report_at_the_end_joins_the_last_steps():
 
 def test_an_event_of_another_form_waits_for_the_next():
     feed = UsageFeed()
-    asyncio.run(_consume(feed.follow(Client([{"peak_bytes": 1}]).generate(None, Params(1), ""), 1)))  # type: ignore[arg-type]
+    feed.num_sequences = 1
+    feed.note({"peak_bytes": 1})
     for event in (b"", b": keep-alive\n\n", b"data: [DONE]\n\n", b'event: x\ndata: {"a": 1}\n\n', EVENTS[0] * 2):
         assert feed.add_to(event) == event
     assert b"peak_bytes" in feed.add_to(EVENTS[0])
 
 
-def test_a_client_that_leaves_ends_the_request():
+def generated(client: Client, params: Params, has_default: bool = False) -> AsyncIterator[Output]:
+    follow_outputs(client, has_default)  # type: ignore[arg-type]
+    return client.generate(None, params, "")
+
+
+@pytest.mark.parametrize("feed", [None, UsageFeed()], ids=["no feed", "feed"])
+def test_a_client_that_leaves_ends_the_request(feed):
     client = Client(REPORTS)
-    feed = UsageFeed()
 
     async def leave() -> None:
-        outputs = feed.follow(client.generate(None, Params(1), ""), 1)  # type: ignore[arg-type]
+        FEED.set(feed)
+        outputs = generated(client, Params(1, {"kv_compression": "{}"}))
         await anext(outputs)
         assert client.closed == 0
         await outputs.aclose()
 
     asyncio.run(leave())
+    assert client.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "has_default", "is_told"),
+    [({"kv_compression": "{}"}, False, True), (None, True, True), (None, False, False)],
+)
+def test_a_request_that_the_engine_ended_fails_with_its_reason(extra, has_default, is_told):
+    """Requests that cannot be compressed are not looked at."""
+    client = Client([{"error": "merger zip: it broke"}])
+    outputs = generated(client, Params(1, extra), has_default)
+    if is_told:
+        with pytest.raises(GenerationError, match="kv_compression: merger zip: it broke"):
+            asyncio.run(_consume(outputs))
+    else:
+        asyncio.run(_consume(outputs))
     assert client.closed == 1
 
 

@@ -1,0 +1,97 @@
+"""When a request's cache is compressed and to what size, without an engine."""
+
+from dataclasses import replace
+
+import pytest
+
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
+from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression
+from vllm_kvmerge.policies.cost import Rates
+from vllm_kvmerge.request.limits import Limits, ModelShape
+from vllm_kvmerge.request.parameters import parse_compression
+
+SHAPE = ModelShape(num_layers=2, num_kv_heads=4, group_size=2, head_size=32, hidden_size=256, item_size=2)
+LIMITS = Limits(None, 1 << 30, 1.0, SHAPE, block_size=32, max_model_len=4096)
+
+
+def compression(policy: str, num_prompt_tokens: int = 500, max_tokens: int = 100, **fields) -> RequestCompression:
+    config = parse_compression({"policy": policy, "budget": 96, **fields})
+    assert config is not None
+    return RequestCompression.of(config, num_prompt_tokens, max_tokens, LIMITS)
+
+
+def test_a_cache_that_grows_is_compressed_once():
+    one = compression("snapkv", decode="grow")
+    assert one.next_compression(UNCOMPRESSED) == 500
+    front = one.new_front(UNCOMPRESSED, 500)
+    assert front == 96
+    assert one.next_compression(Segments(front, 500)) is None
+    assert compression("snapkv", num_prompt_tokens=90, decode="grow").next_compression(UNCOMPRESSED) is None
+
+
+@pytest.mark.parametrize("interval", [None, 8])
+def test_a_bounded_cache_is_compressed_at_budget_and_interval(interval):
+    one = compression("streaming_llm", decode="bounded", interval=interval)
+    step = interval or LIMITS.block_size
+    at = [one.next_compression(UNCOMPRESSED)]
+    for _ in range(3):
+        assert at[-1] is not None
+        at.append(one.next_compression(Segments(96, at[-1])))
+    assert at == [500, 500 + step, 500 + 2 * step, 500 + 3 * step]
+    short = compression("streaming_llm", num_prompt_tokens=90, decode="bounded", interval=interval)
+    assert short.next_compression(UNCOMPRESSED) == 96 + step
+
+
+def test_a_policy_that_tracks_moves_at_the_contexts_end_though_nothing_has_to_go():
+    one = compression("h2o", num_prompt_tokens=90, decode="bounded")
+    assert one.next_compression(UNCOMPRESSED) == 90
+    assert one.new_front(UNCOMPRESSED, 90) == 90
+    assert one.next_compression(Segments(90, 90)) == 96 + 32
+
+
+def test_a_question_stays_whole_until_it_has_been_read():
+    one = compression("streaming_llm", decode="bounded", context_tokens=200)
+    assert one.next_compression(UNCOMPRESSED) == 200
+    assert one.next_compression(Segments(96, 200)) == 500
+    short = compression("streaming_llm", num_prompt_tokens=210, decode="bounded", context_tokens=200)
+    assert short.next_compression(Segments(96, 200)) == 200 + 32
+
+
+def test_where_some_layers_keep_everything_the_others_count():
+    one = replace(compression("streaming_llm", decode="bounded"), capacity=None)
+    assert one.new_front(UNCOMPRESSED, 500) == 500
+    assert one.next_compression(Segments(500, 500)) == 500 + 32
+    assert one.new_front(Segments(500, 500), 532) == 532
+
+
+def test_cached_tokens_end_where_queries_are_needed():
+    one = compression("streaming_llm")
+    assert (one.window_start(500), one.longest_prefix(500)) == (None, 499)
+    scored = replace(one, scored_from=468)
+    assert (scored.window_start(500), scored.longest_prefix(500)) == (468, 468)
+    kept = replace(scored, query_window=48)
+    assert (kept.window_start(500), kept.longest_prefix(500)) == (452, 452)
+    assert replace(one, query_window=600).longest_prefix(500) == 0
+    tracked = compression("h2o")
+    assert tracked.scored_from == 500 - 64 and tracked.score_bytes > 0 and one.score_bytes == 0
+
+
+def test_time_is_that_of_the_entries_there_are():
+    one, limits = compression("keepkv", decode="bounded"), replace(LIMITS, rates=Rates(1e9, 1e9))
+    first = one.seconds(UNCOMPRESSED, 500, limits)
+    assert first > one.seconds(Segments(96, 500), 532, limits) > 0
+    assert one.seconds(UNCOMPRESSED, 500, LIMITS) == 0, "rates are not known"
+
+
+def test_memory_is_kept_for_whoever_came_first():
+    kept = KeptBytes()
+    assert kept.reserve("nothing", 0, 100) and not kept
+    assert kept.reserve("large", 1000, 100), "alone, it always has room"
+    assert not kept.reserve("small", 1, 100)
+    assert kept.reserve("large", 1000, 100), "as before"
+    kept.shrink("large", 60)
+    kept.shrink("unknown", 5)
+    assert kept.reserve("small", 40, 100) and len(kept) == 2
+    kept.release("large")
+    kept.release("large")
+    assert kept.reserve("other", 60, 100) and not kept.reserve("third", 1, 100)

@@ -1,0 +1,125 @@
+"""A request's compressions: at how many computed tokens its cache is changed next, to what size, and from what.
+
+Decisions depend on counts alone, never on data, so that they hold for every tensor-parallel worker and under
+asynchronous scheduling. Nothing here knows vLLM.
+"""
+
+from dataclasses import dataclass
+
+from vllm_kvmerge.engine.plan import Segments
+from vllm_kvmerge.request.limits import Compression, Limits
+from vllm_kvmerge.request.parameters import CompressionConfig
+
+
+@dataclass(frozen=True)
+class RequestCompression:
+    """The compression of one request.
+
+    context: tokens of its prompt that are compressed first, before the others are computed; all of them as a rule.
+    budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all.
+    interval: live entries above those that trigger a compression. scored_from, query_window: queries that its first
+    compression needs: those from a position of the context on (None: none), and so many of the newest. ring_bytes,
+    score_bytes: memory of its worker outside the pool, for the newest queries and, up to the first compression, for
+    the context's scores.
+
+    Whatever a part of the policy is asked has been asked when this is made, so that nothing of it raises in a step.
+    """
+
+    config: CompressionConfig
+    num_prompt_tokens: int
+    context: int
+    budget: int
+    capacity: int | None
+    interval: int
+    scored_from: int | None
+    query_window: int
+    ring_bytes: int
+    score_bytes: int
+
+    @classmethod
+    def of(
+        cls, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, limits: Limits
+    ) -> "RequestCompression":
+        context, window = config.resolve_context(num_prompt_tokens), config.prompt_window
+        scored_from = 0 if window == "all" else max(0, context - window)
+        query_window = min(config.policy.query_window, num_prompt_tokens + max_tokens)
+        return cls(
+            config=config,
+            num_prompt_tokens=num_prompt_tokens,
+            context=context,
+            budget=config.resolve_budget(context),
+            capacity=config.resolve_capacity(context),
+            interval=config.interval or limits.block_size,
+            scored_from=scored_from if window else None,
+            query_window=query_window,
+            ring_bytes=limits.ring_bytes(query_window, num_prompt_tokens + max_tokens),
+            score_bytes=limits.prompt_score_bytes(context) if window else 0,
+        )
+
+    def next_compression(self, segments: Segments) -> int | None:
+        """Computed tokens at which a cache of these segments is compressed next; None: never."""
+        if not segments.are_compressed and (self.context > self.budget or self.config.tracks_decode):
+            # Attention writes scores into the blocks it reads, so a policy that tracks them moves to blocks of its own
+            # at the end of the context even if nothing has to go yet.
+            return self.context
+        if self.config.decode != "bounded":
+            return None
+        # Where some layers keep everything, the others count.
+        most, front = self.capacity, segments.front
+        if most is None:
+            most, front = self.budget, min(front, self.budget)
+        # What follows the context stays whole until the prompt has been computed.
+        return max(most + self.interval + segments.tail - front, self.num_prompt_tokens)
+
+    def window_start(self, compression: int) -> int | None:
+        """Position of the first query that the policy needs for a first compression at ``compression`` tokens."""
+        starts = [] if self.scored_from is None else [self.scored_from]
+        if self.query_window:
+            starts.append(max(0, compression - self.query_window))
+        return min(starts, default=None)
+
+    def longest_prefix(self, compression: int) -> int:
+        """Tokens of the prefix cache that may be used before a compression at ``compression`` tokens.
+
+        A compression follows a step that computes something, and the query of a cached token is gone.
+        """
+        start = self.window_start(compression)
+        return compression - 1 if start is None else min(compression - 1, start)
+
+    def new_front(self, segments: Segments, num_tokens: int) -> int:
+        """Entries per KV head that the front holds after a compression at ``num_tokens``."""
+        num_entries = segments.num_entries(num_tokens)
+        return num_entries if self.capacity is None else min(num_entries, self.capacity)
+
+    def seconds(self, segments: Segments, num_tokens: int, limits: Limits) -> float:
+        """Estimated time of a compression at ``num_tokens``. Raises PartError."""
+        one = Compression(segments.num_entries(num_tokens), self.budget, not segments.are_compressed)
+        return limits.seconds(self.config, one)
+
+
+class KeptBytes:
+    """Memory of workers outside the pool, by request: what is reserved stays so until the request ends or is preempted.
+
+    A request alone always finds room. Others wait, as they do for blocks.
+    """
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def reserve(self, request_id: str, num_bytes: int, max_bytes: int) -> bool:
+        """Whether ``num_bytes`` are reserved, now or before; ``max_bytes``: of all requests together."""
+        if num_bytes and request_id not in self._by_request:
+            if self._by_request and sum(self._by_request.values()) + num_bytes > max_bytes:
+                return False
+            self._by_request[request_id] = num_bytes
+        return True
+
+    def shrink(self, request_id: str, num_bytes: int) -> None:
+        if request_id in self._by_request:
+            self._by_request[request_id] = num_bytes
+
+    def release(self, request_id: str) -> None:
+        self._by_request.pop(request_id, None)

@@ -1,0 +1,48 @@
+"""A worker's share of the model's KV heads, and what tensor-parallel workers tell each other."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The KV heads of worker ``rank`` of ``num_workers``. num_replicas: workers that hold the same KV head, more than
+    one where there are more workers than heads."""
+
+    rank: int
+    num_workers: int
+    num_replicas: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> "HeadShare":
+        """This process's share."""
+        num_workers = vllm_config.parallel_config.tensor_parallel_size
+        num_replicas = max(1, num_workers // vllm_config.model_config.get_total_num_kv_heads())
+        return cls(get_tensor_model_parallel_rank(), num_workers, num_replicas)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether no worker of a lower rank holds the same KV heads."""
+        return self.rank % self.num_replicas == 0
+
+    def indices(self, num_kv_heads: int) -> list[int]:
+        """Indices of this worker's ``num_kv_heads`` among the model's KV heads."""
+        first = self.rank // self.num_replicas * num_kv_heads
+        return list(range(first, first + num_kv_heads))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All KV heads' ``[H, ...]``, each once, from that of each worker's KV heads."""
+        gathered = get_tp_group().all_gather(tensor.contiguous(), dim=0)
+        return gathered.unflatten(0, (-1, tensor.shape[0]))[:: self.num_replicas].flatten(0, 1)
+
+    def failed_anywhere(self, failed: list[bool]) -> list[bool]:
+        """The plans that failed on any worker; ``failed``: on this one."""
+        if self.num_workers == 1:
+            return failed
+        flags = torch.tensor(failed, dtype=torch.int32)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+        return flags.bool().tolist()
