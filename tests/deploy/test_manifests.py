@@ -18,7 +18,7 @@ def objects(repository) -> dict[str, dict[str, Any]]:
 
 
 VALUES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.example"}
-"""What the controller puts into the pods' environment."""
+"""Variables that the controller puts into the pods' environment."""
 
 
 @pytest.fixture(scope="module")
