@@ -1,14 +1,19 @@
-"""No circles among the package's modules and packages; modules that are imported alone, and what they leave out.
+"""No circles among the package's modules and packages; modules alone leave out what they do not need; vLLM is patched
+in one package.
 
 The directions between packages are import-linter's contracts in pyproject.toml (``make lint``).
 """
 
+import ast
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
 import pytest
+
+import vllm_kvmerge
 
 PACKAGE = "vllm_kvmerge"
 DEEPEST = 5
@@ -67,7 +72,6 @@ def test_circles_are_found() -> None:
         ("vllm_kvmerge.ops", {"vllm", "triton"}),
         ("vllm_kvmerge.policies", {"vllm", "triton"}),
         ("vllm_kvmerge.request", {"vllm", "triton"}),
-        ("vllm_kvmerge.server.middleware", {"vllm"}),
     ],
 )
 def test_module_alone(module: str, left_out: set[str]) -> None:
@@ -75,3 +79,46 @@ def test_module_alone(module: str, left_out: set[str]) -> None:
     code = f"import sys, {module}; print(*sorted({left_out} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+def vllm_names(tree: ast.Module) -> set[str]:
+    """Names that a module binds to parts of vLLM, by import statements or ``import_module``."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or "vllm" for alias in node.names if alias.name.split(".")[0] == "vllm"}
+        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm":
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and "import_module('vllm." in ast.unparse(node):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def root(expression: ast.expr) -> str:
+    """``a`` of ``a.b.c``."""
+    return ast.unparse(expression).split(".")[0]
+
+
+def test_vllm_is_subclassed_and_patched_in_the_engine_alone() -> None:
+    """Elsewhere: the base classes that vLLM offers for middlewares, options and logits processors."""
+    subclasses, patches = set(), set()
+    folder = Path(vllm_kvmerge.__file__).parent
+    for path in folder.rglob("*.py"):
+        place = path.relative_to(folder)
+        if place.parts[0] == "engine":
+            continue
+        tree = ast.parse(path.read_text())
+        names = vllm_names(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and any(root(base) in names for base in node.bases):
+                subclasses.add((str(place), node.name))
+            elif isinstance(node, ast.Assign):
+                attributes = [target for target in node.targets if isinstance(target, ast.Attribute)]
+                patches |= {(str(place), ast.unparse(target)) for target in attributes if root(target) in names}
+    assert subclasses == {
+        ("cli/arguments.py", "ServeParser"),
+        ("evaluation/continuation.py", "ForcedContinuation"),
+        ("server/guard.py", "GuardMiddleware"),
+    }
+    assert patches <= {("cli/serve.py", "vllm_serve.run_server")}

@@ -17,7 +17,7 @@ def rng() -> np.random.Generator:
 
 
 def statements(text: str, verb: str) -> list[list[str]]:
-    """What follows each ``verb`` up to the full stop."""
+    """Words that follow each ``verb`` up to the full stop."""
     return [part.split(" .")[0].split() for part in text.split(f"{verb} ")[1:]]
 
 
@@ -160,7 +160,7 @@ VERBS = {
 
 
 def check_answer(before: str, answer: str, kind: str) -> None:
-    """What is marked is the whole answer to the question that stands before it, and no more."""
+    """Marks cover the whole answer to the question that stands before it, and no more."""
     context, question = before.rsplit(f"{VERBS[kind]} ", 1)
     wanted = answer.removesuffix(" </s>").split()
     assert (answer.endswith("</s>")) == (kind != "lists")

@@ -28,7 +28,7 @@ def node_modules(repository: Path) -> Path:
 
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
-    """A command line of ``vllm-kvmerge serve`` -> its arguments, through the command's own parser."""
+    """The words after ``vllm-kvmerge serve`` -> its arguments, through the command's own parser."""
     from vllm_kvmerge.cli import arguments
     from vllm_kvmerge.engine.processes import METRICS_DIR
 

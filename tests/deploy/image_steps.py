@@ -17,7 +17,7 @@ from pathlib import Path
 from dockerfile_parse import DockerfileParser
 
 PACKAGES = "python3,python3-venv,ca-certificates"
-"""What the base of the CPU image, Python's slim image, has beyond a minimal Debian."""
+"""Packages that the base of the CPU image, Python's slim image, has beyond a minimal Debian."""
 
 
 def make_base(root: Path, suite: str = "bookworm") -> None:
@@ -73,7 +73,7 @@ class Stage:
         return ["unshare", "--mount", *(["--net"] if sealed else []), "bash", "-c", script]
 
     def run(self, script: str, *, sealed: bool = False) -> str:
-        """What the script prints; AssertionError with the end of it all if it fails."""
+        """Output of the script; AssertionError with the end of it if it fails."""
         done = subprocess.run(self.shell(script, sealed=sealed), capture_output=True, text=True)
         assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done.stdout
@@ -178,7 +178,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _pip_variables() -> dict[str, str]:
-    """How pip is told to find packages here; what it says of files and of certificates holds inside as well."""
+    """Settings with which pip finds packages here; its paths of files and of certificates hold inside as well."""
     listed = subprocess.run(["pip", "config", "list"], capture_output=True, text=True, check=True).stdout
     found = {}
     for line in listed.splitlines():

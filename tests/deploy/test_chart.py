@@ -172,7 +172,7 @@ def test_serve_takes_the_arguments(render, parse):
     """The chart's arguments, as they are, through the command's own parser."""
     from vllm_kvmerge.cli.arguments import read_compression
 
-    args = parse(["serve", *container(render(EVERYTHING))["args"]])
+    args = parse(container(render(EVERYTHING))["args"])
     assert (args.model_tag, args.host, args.port, args.max_num_seqs) == ("demo", "0.0.0.0", 8000, 8)
     assert (args.shutdown_timeout, args.ssl_certfile) == (60, "/tls/tls.crt")
     assert read_compression(args.kv_compression) == {"policy": "keepkv", "budget": 0.2}

@@ -95,7 +95,7 @@ def test_the_context_holds_what_is_copied_and_no_builds(dockerfile, repository):
 def test_serve_takes_the_images_options(repository, parse, monkeypatch, tmp_path):
     """The CPU image's file and command line, through the command's own parser; the command line wins."""
     steps = dict(last_stage(repository / "docker/Dockerfile.cpu"))
-    command = ["serve", *json.loads(steps["CMD"])]
+    command = json.loads(steps["CMD"])
     assert parse(command).host == "127.0.0.1"
     monkeypatch.setattr("vllm_kvmerge.cli.arguments.SYSTEM_CONFIG", repository / "docker/serve-cpu.yaml")
     args = parse(command)

@@ -18,7 +18,7 @@ def objects(repository) -> dict[str, dict[str, Any]]:
 
 
 VALUES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.example"}
-"""What the controller puts into the pods' environment."""
+"""Variables that the controller puts into the pods' environment."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_serve_takes_the_arguments(templates, parse):
         for name, value in VALUES.items():
             words = [word.replace(f"$({name})", value) for word in words]
         assert not any("$(" in word for word in words)
-        parsed[role] = parse(["serve", *words])
+        parsed[role] = parse(words)
     shared = ("data_parallel_size", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port")
     for name in (*shared, "max_model_len", "shutdown_timeout"):
         assert getattr(parsed["leader"], name) == getattr(parsed["worker"], name), name

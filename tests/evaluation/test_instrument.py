@@ -1,4 +1,4 @@
-"""What the attention instrument measures, and what it writes."""
+"""The attention instrument's measurements and files."""
 
 import json
 import re
@@ -155,19 +155,19 @@ def test_votes_and_sizes_are_counted(layers, full):
     assert edges[0] == 0 and edges[-1] == pytest.approx(0.6 * np.log(tokens / slots), rel=1e-5)
 
 
-def test_a_map_names_tokens_and_carriers(layers, full):
+def test_a_map_names_tokens_and_targets(layers, full):
     snapshot = measure(full, layers, config_of("kvmerger"), SCHEDULE, LAYERS).snapshots[PROMPT_END]
     for layer, provenance in snapshot.items():
         for head in range(2):
             found = MergeMap.of(provenance, head, layers[layer].keys)
             assert found.num_pairs == len(found.tokens) and not found.is_dense
-            assert not set(found.tokens) & set(found.retained) and set(found.carriers) <= set(found.retained)
+            assert not set(found.tokens) & set(found.retained) and set(found.targets) <= set(found.retained)
             keys = layers[layer].keys[:, head].double()
-            for token, carrier, weight, similarity in found.pairs():
-                one, other = keys[token], keys[carrier]
+            for token, target, weight, similarity in found.pairs():
+                one, other = keys[token], keys[target]
                 assert similarity == pytest.approx((one @ other / one.norm() / other.norm()).item(), abs=1e-4)
                 assert similarity > 0.75 - 1e-4 and 0 < weight < 1
-                # KVMerger's carrier is the most similar of all that stay.
+                # KVMerger's target is the most similar of all that stay.
                 cosines = torch.nn.functional.cosine_similarity(keys[found.retained], one, dim=-1)
                 assert cosines.max().item() == pytest.approx(similarity, abs=1e-4)
 

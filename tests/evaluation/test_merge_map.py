@@ -140,10 +140,10 @@ def test_zip_merges_into_the_nearest_key():
         own = kept[head].tolist()
         for entry in set(range(N)) - stays:
             similarity = keys[head, own] @ keys[head, entry]
-            carriers = [changed[head, row].item() for row in weights[head, :, entry].nonzero().flatten()]
+            targets = [changed[head, row].item() for row in weights[head, :, entry].nonzero().flatten()]
             expected = [similarity.argmax().item()] if similarity.max() > policy.merger.merge_threshold else []
-            assert carriers == expected
-            num_joined += len(carriers)
+            assert targets == expected
+            num_joined += len(targets)
     assert num_joined == result.num_merged > 0
 
 
@@ -170,8 +170,8 @@ def test_weighted_kv_hands_values_to_the_right():
         stays = positions[kept[head]].sort().values
         for entry in set(range(N)) - set(kept[head].tolist()):
             (row,) = weights[head, :, entry].nonzero().flatten()
-            carrier = positions[kept[head, changed[head, row]]]
-            assert carrier == stays[torch.searchsorted(stays, positions[entry])]
+            target = positions[kept[head, changed[head, row]]]
+            assert target == stays[torch.searchsorted(stays, positions[entry])]
 
 
 @pytest.mark.parametrize("name", ["keepkv", "zsmerge", "grkv"])
@@ -208,7 +208,7 @@ def test_provenance_follows_tokens_through_compressions():
     assert provenance.survives.tolist() == [[True, False, True, False, True]]
     assert provenance.is_represented.tolist() == [[True, True, True, False, True]]
     assert provenance.num_tokens_of_each.tolist() == [[1, 2, 0, 1]]
-    # Once more: the carrier goes into the newest entry, and what is in it with it.
+    # Once more: the target goes into the newest entry, and what is in it with it.
     provenance.compress(
         merge_map.Mixture(
             layer=0,

@@ -71,7 +71,7 @@ def allowed_plugins(given: str | None) -> list[str]:
 def read_arguments(argv: list[str], needs_port: bool) -> tuple[argparse.Namespace, int | None]:
     """Arguments for vLLM's ``serve`` with the plugin's engine arguments, and the value of --metrics-port.
 
-    argv: starts with the word ``serve``. needs_port: whether a port that is taken is an error.
+    argv: the words after ``serve``. needs_port: whether a port that is taken is an error.
 
     Raises:
         CommandError: the server cannot be started like this.
@@ -95,8 +95,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"
 
     from vllm_kvmerge.engine.compat import log_as_vllm
 
+    has_config = any(word.split("=")[0] == "--config" for word in argv)
+    # vLLM puts a file's options under those of the command line.
+    system_config = [] if has_config or not SYSTEM_CONFIG.exists() else ["--config", str(SYSTEM_CONFIG)]
     try:
-        args = parser.parse_args(_with_system_config(argv))
+        args = parser.parse_args(["serve", *argv, *system_config])
         configure_logging_from_args(args)
         log_as_vllm()
         validate_parsed_serve_args(args)
@@ -164,12 +167,6 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
     )
     options.set_defaults(host=DEFAULT_HOST, shutdown_timeout=DRAIN_SECONDS)
     return parser, options
-
-
-def _with_system_config(argv: list[str]) -> list[str]:
-    """``argv`` with ``--config SYSTEM_CONFIG``, whose options vLLM puts under those of the command line."""
-    has_config = any(word.split("=")[0] == "--config" for word in argv)
-    return argv if has_config or not SYSTEM_CONFIG.exists() else [*argv, "--config", str(SYSTEM_CONFIG)]
 
 
 def _check_front_end(args: argparse.Namespace) -> None:

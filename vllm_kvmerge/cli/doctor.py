@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import platform
+from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Instruction sets, as Linux calls them, that decide which operators run."""
 
 
-def doctor(argv: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Prints the report. Status 1: no server can start here, or not the one that the arguments describe."""
     from rich.console import Console
 
@@ -66,7 +67,7 @@ def _refusal(arguments: list[str]) -> str | None:
     """The reason why ``serve`` would refuse these arguments before it starts an engine; None if it would not."""
     set_environment()
     try:
-        read_arguments(["serve", *arguments], needs_port=False)
+        read_arguments(arguments, needs_port=False)
     except CommandError as error:
         return str(error)
     return None
@@ -88,12 +89,11 @@ def examine() -> dict[str, Any]:
     and why not others. problems: why no server can start here, one line each. unsupported: engine options that are
     refused on every machine, and why.
     """
-    problems = [problem for problem in (_version_problem(), _platform_problem()) if problem]
     return {
         "versions": versions(),
         "devices": devices(),
         "operators": operators(),
-        "problems": problems,
+        "problems": _problems(),
         "unsupported": unsupported_features(),
     }
 
@@ -153,16 +153,12 @@ def operators() -> dict[str, str]:
     return {"in use": ops.implementation(), "native": in_library, "triton": in_triton}
 
 
-def _version_problem() -> str | None:
+def _problems() -> list[str]:
+    found = []
     try:
         check_vllm_version()
     except (UnsupportedConfigError, ImportError) as error:
-        return " ".join(str(error).split())
-    return None
-
-
-def _platform_problem() -> str | None:
-    try:
-        return platform_obstacle()
-    except ImportError:
-        return None  # the other problem says so
+        found.append(" ".join(str(error).split()))
+    with suppress(ImportError):  # which the version's problem says already
+        found += filter(None, [platform_obstacle()])
+    return found

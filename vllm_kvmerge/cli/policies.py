@@ -5,7 +5,7 @@ import json
 from vllm_kvmerge.cli.common import CommandParser, table_of
 
 
-def policies(argv: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Prints tables, or with ``--json`` the catalogue that servers have at ``/kvmerge/policies``."""
     from rich.console import Console
 

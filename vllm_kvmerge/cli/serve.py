@@ -10,6 +10,9 @@ import ssl
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from vllm_kvmerge import __version__
@@ -23,8 +26,8 @@ THREAD_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 logger = logging.getLogger("vllm_kvmerge.server")
 
 
-def serve(argv: list[str]) -> int:
-    """Runs vLLM's server with the plugin's engine arguments. ``argv`` starts with the word ``serve``.
+def run(argv: list[str]) -> int:
+    """Runs vLLM's server with the plugin's engine arguments.
 
     Returns the exit status: 0 if the server was told to stop, 1 if it stopped by itself.
 
@@ -128,16 +131,11 @@ def _announce(args: argparse.Namespace) -> None:
 
 
 def _is_healthy(host: str, port: int, is_tls: bool) -> bool:
-    connection: http.client.HTTPConnection
+    connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
     if is_tls:
         # The certificate is the server's own business here: it may be for another name.
-        connection = http.client.HTTPSConnection(host, port, timeout=2, context=ssl._create_unverified_context())
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=2)
-    try:
+        connect = partial(http.client.HTTPSConnection, context=ssl._create_unverified_context())
+    with closing(connect(host, port, timeout=2)) as connection, suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False

@@ -288,7 +288,7 @@ def _write_weights(place: Path, found: Findings) -> list[Path]:
             arrays = {
                 f"layer{layer}_head{head}_{name}": value.astype(np.float32) if name == "weights" else value
                 for (layer, head), one in maps.items()
-                for name, value in (("tokens", one.tokens), ("carriers", one.carriers), ("weights", one.weights))
+                for name, value in (("tokens", one.tokens), ("carriers", one.targets), ("weights", one.weights))
             }
             files.append(place / f"merge-map-{moment.replace(' ', '-')}.npz")
             np.savez_compressed(files[-1], **arrays)  # type: ignore[arg-type]

@@ -22,8 +22,8 @@ from vllm_kvmerge.request.parameters import CompressionConfig
 PROMPT_END, END = "prompt end", "end"
 """Moments at which the cache is recorded: after the first compression, and after the last one."""
 
-MAX_CARRIERS = 8
-"""Carriers that are listed for each merged token, those of largest weight."""
+MAX_TARGETS = 8
+"""Targets that are listed for each merged token, those of largest weight."""
 
 QUANTITIES = ("error", "kept", "represented")
 
@@ -105,16 +105,16 @@ def _masses(probabilities: Tensor, provenance: Provenance) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class MergeMap:
-    """Merges in one KV head: ``m`` tokens whose own entry is gone, ``c`` carriers that took them in.
+    """Merges in one KV head: ``m`` tokens whose own entry is gone, ``c`` targets that took them in.
 
-    tokens: ``[m]``, positions of the tokens that have a part in a carrier. carriers: ``[c]``, positions of the entries
+    tokens: ``[m]``, positions of the tokens that have a part in a target. targets: ``[c]``, positions of the entries
     that have taken some in: of the token whose own entry it is, or of the newest one in it. retained: positions of all
-    tokens that survive. weights: ``[m, c]``, of each token's value in each carrier's. similarity: ``[m, c]``, cosine of
-    the token's key and that of the token whose entry the carrier is; NaN where it is nobody's.
+    tokens that survive. weights: ``[m, c]``, of each token's value in each target's. similarity: ``[m, c]``, cosine of
+    the token's key and that of the token whose entry the target is; NaN where it is nobody's.
     """
 
     tokens: Array
-    carriers: Array
+    targets: Array
     retained: Array
     weights: Array
     similarity: Array
@@ -127,46 +127,46 @@ class MergeMap:
         given = (shares != 0) & gone
         # In order of position, so that a map reads like the text.
         position = torch.where(origins >= 0, origins, provenance.positions[head])
-        carriers = given.any(1).nonzero().squeeze(1)
-        carriers = carriers[position[carriers].argsort()]
+        targets = given.any(1).nonzero().squeeze(1)
+        targets = targets[position[targets].argsort()]
         tokens = given.any(0).nonzero().squeeze(1)
         directions = normalize(keys[:, head], dim=-1)
-        similarity = directions[tokens] @ directions[origins[carriers].clamp(min=0)].T
-        similarity = similarity.masked_fill(origins[carriers] < 0, torch.nan)
+        similarity = directions[tokens] @ directions[origins[targets].clamp(min=0)].T
+        similarity = similarity.masked_fill(origins[targets] < 0, torch.nan)
         return cls(
             tokens.numpy(),
-            position[carriers].numpy(),
+            position[targets].numpy(),
             (~gone).nonzero().squeeze(1).numpy(),
-            shares[carriers][:, tokens].T.double().numpy(),
+            shares[targets][:, tokens].T.double().numpy(),
             similarity.double().numpy(),
         )
 
     @property
     def is_dense(self) -> bool:
-        """True if some token went into more carriers than are listed."""
-        return self.tokens.size > 0 and int((self.weights != 0).sum(1).max()) > MAX_CARRIERS
+        """True if some token went into more targets than are listed."""
+        return self.tokens.size > 0 and int((self.weights != 0).sum(1).max()) > MAX_TARGETS
 
     @property
     def num_pairs(self) -> int:
         return int((self.weights != 0).sum())
 
     def pairs(self) -> list[list[float | int | None]]:
-        """[token, carrier, weight, similarity], for each token at most ``MAX_CARRIERS``, the largest weight first."""
+        """[token, target, weight, similarity], for each token at most ``MAX_TARGETS``, the largest weight first."""
         rows: list[list[float | int | None]] = []
-        order = np.argsort(-np.abs(self.weights), axis=1, kind="stable")[:, :MAX_CARRIERS]
+        order = np.argsort(-np.abs(self.weights), axis=1, kind="stable")[:, :MAX_TARGETS]
         for row, columns in enumerate(order):
             for column in columns:
                 weight, similarity = self.weights[row, column], self.similarity[row, column]
                 if weight != 0:
                     cosine = None if np.isnan(similarity) else _short(similarity)
-                    rows.append([int(self.tokens[row]), int(self.carriers[column]), _short(weight), cosine])
+                    rows.append([int(self.tokens[row]), int(self.targets[column]), _short(weight), cosine])
         return rows
 
     def as_json(self) -> dict[str, Any]:
         return {
             "retained": self.retained.tolist(),
             "num_merged_tokens": len(self.tokens),
-            "num_carriers": len(self.carriers),
+            "num_carriers": len(self.targets),
             "num_pairs": self.num_pairs,
             "pairs": self.pairs(),
         }

@@ -147,7 +147,7 @@ def merge_maps(title: str, found: Findings, moment: str) -> "Figure":
     """For each layer and KV head: which token's value went into which entry (GRKV figure 1).
 
     Black bars below mark the tokens whose own entries stay. Colour: cosine similarity of the two tokens' keys; the
-    weight where carriers are nobody's own entry; signed weights where tokens are spread over many carriers.
+    weight where targets are nobody's own entry; signed weights where tokens are spread over many targets.
     """
     by_layer = found.maps[moment]
     layers = _spread(list(by_layer), MAX_MAP_LAYERS)
@@ -196,14 +196,14 @@ def _draw_pairs(axis: "Axes", one: MergeMap, has_cosine: bool, low: float):  # t
     row, column = np.nonzero(one.weights)
     colours = _pair_colours(one, has_cosine)
     return axis.scatter(
-        one.carriers[column], one.tokens[row], c=colours, s=5, cmap="viridis", vmin=low, vmax=1.0, rasterized=True
+        one.targets[column], one.tokens[row], c=colours, s=5, cmap="viridis", vmin=low, vmax=1.0, rasterized=True
     )
 
 
 def _draw_dense(axis: "Axes", one: MergeMap, limit: float):  # type: ignore[no-untyped-def]
-    size = 1 + int(max(one.tokens.max(), one.carriers.max(), one.retained.max()))
+    size = 1 + int(max(one.tokens.max(), one.targets.max(), one.retained.max()))
     image = np.full((size, size), np.nan, dtype=np.float32)
-    image[one.tokens[:, None], one.carriers] = one.weights
+    image[one.tokens[:, None], one.targets] = one.weights
     extent = (-0.5, size - 0.5, -0.5, size - 0.5)
     return axis.imshow(
         image,

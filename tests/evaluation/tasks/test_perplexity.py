@@ -69,7 +69,7 @@ def text_file(tmp_path, tokenizer):
 
 
 def read(tokenizer, sample) -> tuple[list[int], list[int]]:
-    """What a runner makes of a sample: the prompt's tokens, and those to generate."""
+    """Tokens of a sample as a runner has them: the prompt's, and those to generate."""
     prompt, whole = tokenizer.encode(sample.prompt), tokenizer.encode(sample.prompt + sample.continuation)
     assert whole[: len(prompt)] == prompt
     return prompt, whole[len(prompt) :]

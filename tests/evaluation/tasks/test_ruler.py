@@ -229,7 +229,7 @@ def test_what_is_asked_is_there_once(task: str, keys: int | None, values_per_key
 
 
 def even(counts: list[int], bins: int) -> bool:
-    """Whether chi-square is below its quantile at about 1 - 1e-4 (Wilson and Hilferty's approximation)."""
+    """True if chi-square is below its quantile at about 1 - 1e-4 (Wilson and Hilferty's approximation)."""
     expected = sum(counts) / bins
     statistic = sum((count - expected) ** 2 for count in counts) / expected
     freedom = bins - 1
@@ -402,7 +402,7 @@ def test_frequencies_of_common_words(length: int, frequencies: tuple[int, int], 
 
 
 def numbered(text: str) -> Counter[str]:
-    """How often each word occurs in a list ``1. word 2. word``; words may have spaces."""
+    """Number of times that each word occurs in a list ``1. word 2. word``; words may have spaces."""
     parts = re.split(r"(?:^| )(\d+)\. ", text)[1:]
     assert [int(number) for number in parts[::2]] == list(range(1, len(parts) // 2 + 1))
     return Counter(parts[1::2])

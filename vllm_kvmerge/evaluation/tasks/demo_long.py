@@ -1,7 +1,5 @@
 """The demo model over long texts: perplexity of documents, and repetition in text of its own."""
 
-import math
-from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 import numpy as np
@@ -10,18 +8,16 @@ from pydantic import Field, model_validator
 from vllm_kvmerge.demo import documents
 from vllm_kvmerge.demo.language import plain_text, words_of
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.perplexity import PerplexityTask
 from vllm_kvmerge.evaluation.tasks.repetition import repetition
 
 
 @register
-class DemoPerplexity(Task):
+class DemoPerplexity(PerplexityTask):
     """``perplexity``'s protocol on documents that are drawn afresh, one window each."""
 
     name = "demo_perplexity"
-    source = "WeightedKV, arXiv 2503.01330, section V-A; vllm_kvmerge.demo.documents"
-    metric = "perplexity (a sample's score: -ln p per token)"
-    higher_is_better = False
-    needs_logprobs = True
+    source = f"{PerplexityTask.source}; vllm_kvmerge.demo.documents"
 
     length: Annotated[int, Field(ge=16, description="Tokens of a document.")] = 2048
     prompt: Annotated[int, Field(ge=1, description="Of them, read at once, and not scored.")] = 64
@@ -48,16 +44,9 @@ class DemoPerplexity(Task):
             else:
                 tokens = documents.training_sample(rng, self.length)[0][1:].tolist()
             prompt, continuation = tokens[: self.prompt - 1], tokens[self.prompt - 1 :]
-            samples.append(
-                Sample(words_of(prompt), "", [], len(continuation), " " * bool(prompt) + words_of(continuation))
-            )
+            text = " " * bool(prompt) + words_of(continuation)
+            samples.append(Sample(words_of(prompt), "", [], len(continuation), text, {"num_scored": self.scored}))
         return samples
-
-    def score(self, sample: Sample, completion: Completion) -> float:
-        return -math.fsum(completion.logprobs[-self.scored :]) / self.scored
-
-    def summary(self, scores: Sequence[float]) -> float:
-        return math.exp(super().summary(scores))
 
 
 @register

@@ -214,25 +214,15 @@ def _period(weeks: int) -> str:
 _NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elif", "Farid", "Greta", "Hiroshi")
 _OCCUPATIONS = ("carpenter", "geologist", "librarian", "pilot", "translator", "veterinarian")
 _RANGE_EVENTS = (
-    "Canoe trip down the Danube",
-    "Sheepdog training course in Wales",
-    "Archaeological dig in Crete",
-    "Train journey across Siberia",
-    "Bread baking course in Lyon",
-    "Volcano walks on Stromboli",
-    "Orchestra rehearsals in Vienna",
-    "Beekeeping course in Slovenia",
-)
+    "Canoe trip down the Danube", "Sheepdog training course in Wales", "Archaeological dig in Crete",
+    "Train journey across Siberia", "Bread baking course in Lyon", "Volcano walks on Stromboli",
+    "Orchestra rehearsals in Vienna", "Beekeeping course in Slovenia",
+)  # fmt: skip
 _PERIODIC_EVENTS = (
-    "Attend a choir rehearsal",
-    "Repair bicycles at the youth centre",
-    "Play badminton with the neighbours",
-    "Visit the flea market",
-    "Attend a calligraphy lesson",
-    "Volunteer at the soup kitchen",
-    "Join a mushroom walk",
+    "Attend a choir rehearsal", "Repair bicycles at the youth centre", "Play badminton with the neighbours",
+    "Visit the flea market", "Attend a calligraphy lesson", "Volunteer at the soup kitchen", "Join a mushroom walk",
     "Practise archery in the castle meadow",
-)
+)  # fmt: skip
 _MEMBERS = ("my wife", "my child_1", "my father", "my mother", "my sister", "my uncle")
 
 
@@ -285,27 +275,19 @@ class Diary(LongGen):
 
 
 _FEASTS = (
-    ("Harvest Moon Supper", "Pheasant Pie"),
-    ("Fisherman's Jubilee", "Monkfish Stew"),
-    ("Poets' Banquet", "Saffron Risotto"),
-    ("Orchard Gala", "Quince Tart"),
-    ("Lantern Night", "Sesame Dumplings"),
-    ("Founders' Luncheon", "Beef Wellington"),
-    ("Skaters' Ball", "Chestnut Soup"),
+    ("Harvest Moon Supper", "Pheasant Pie"), ("Fisherman's Jubilee", "Monkfish Stew"),
+    ("Poets' Banquet", "Saffron Risotto"), ("Orchard Gala", "Quince Tart"), ("Lantern Night", "Sesame Dumplings"),
+    ("Founders' Luncheon", "Beef Wellington"), ("Skaters' Ball", "Chestnut Soup"),
     ("Cartographers' Dinner", "Tagine with Apricots"),
-)
+)  # fmt: skip
 _SEASONS = (
-    ("Asparagus Weeks", "White Asparagus with Ham"),
-    ("Crab Carnival", "Dressed Crab"),
-    ("Citrus Days", "Blood Orange Salad"),
-    ("Wild Herb Season", "Nettle Gnocchi"),
-)
+    ("Asparagus Weeks", "White Asparagus with Ham"), ("Crab Carnival", "Dressed Crab"),
+    ("Citrus Days", "Blood Orange Salad"), ("Wild Herb Season", "Nettle Gnocchi"),
+)  # fmt: skip
 _REGULARS = (
-    ("Curry Wednesdays", "Lentil Dal"),
-    ("Oyster Fridays", "Grilled Oysters"),
-    ("Crepe Sundays", "Buckwheat Crepes"),
+    ("Curry Wednesdays", "Lentil Dal"), ("Oyster Fridays", "Grilled Oysters"), ("Crepe Sundays", "Buckwheat Crepes"),
     ("Barbecue Thursdays", "Smoked Ribs"),
-)
+)  # fmt: skip
 
 
 @register
@@ -365,17 +347,9 @@ class Menu(LongGen):
 
 
 _FACILITIES = (
-    "violin maker",
-    "dental clinic",
-    "notary office",
-    "planetarium",
-    "ceramics workshop",
-    "chess club",
-    "radio station",
-    "puppet theatre",
-    "tax consultancy",
-    "map archive",
-)
+    "violin maker", "dental clinic", "notary office", "planetarium", "ceramics workshop", "chess club",
+    "radio station", "puppet theatre", "tax consultancy", "map archive",
+)  # fmt: skip
 _RANGE_FACILITIES = ("hotel with panoramic suites", "university of applied sciences", "indoor climbing hall")
 _PERIODIC_FACILITIES = ("winter garden", "tea room", "fire refuge", "sculpture terrace")
 
@@ -427,17 +401,9 @@ class Skyscraper(LongGen):
 
 _COLUMNS = 10
 _BLOCK_USES = (
-    "aquarium",
-    "courthouse",
-    "tram depot",
-    "observatory",
-    "weaving mill",
-    "velodrome",
-    "concert hall",
-    "fish market",
-    "botanical institute",
-    "water tower",
-)
+    "aquarium", "courthouse", "tram depot", "observatory", "weaving mill", "velodrome", "concert hall", "fish market",
+    "botanical institute", "water tower",
+)  # fmt: skip
 _RANGE_USES = ("harbour quarter", "artisan district", "university campus", "allotment gardens")
 _PERIODIC_USES = ("bicycle workshop", "drinking fountain", "post office", "playground")
 

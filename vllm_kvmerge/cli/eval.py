@@ -1,7 +1,7 @@
 """``vllm-kvmerge eval``: hands over to the evaluations."""
 
 
-def evaluate(argv: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Runs a configuration or, after the word ``attention``, the measurement of attention's error."""
     if argv[:1] == ["attention"]:
         from vllm_kvmerge.evaluation.attention import main as measure_attention
