@@ -36,17 +36,18 @@ import vllm_kvmerge.cli.serve, vllm_kvmerge.engine.scheduler, vllm_kvmerge.engin
 import vllm_kvmerge.engine.worker.cuda_worker, vllm_kvmerge.engine.worker.cuda_runner, vllm_kvmerge.server.endpoint
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import VALIDATOR
+from vllm_kvmerge.engine.validation import check_prompt
 assert state() == before, [pair for pair in zip(before, state()) if pair[0] != pair[1]]
 
 config = SimpleNamespace(model_config=SimpleNamespace(logits_processors=["other", VALIDATOR]))
 compat.install_worker(config)
 assert config.model_config.logits_processors == ["other"]
-compat.install_front_end()
+compat.install_front_end(check_prompt)
 compat.install_server()
 after = state()
 assert [old != new for old, new in zip(before, after)] == [True] * len(before), after
 compat.install_worker(config)
-compat.install_front_end()
+compat.install_front_end(check_prompt)
 compat.install_server()
 compat.fail_when_engine_dies()
 assert state() == after

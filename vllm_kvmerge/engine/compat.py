@@ -60,10 +60,13 @@ def install_worker(vllm_config: "VllmConfig") -> None:
     drop_validator(vllm_config)
 
 
-def install_front_end() -> None:
-    """Prepares a process that takes requests, before it admits one."""
+PromptCheck = Callable[["EngineInput", "SamplingParams | PoolingParams"], None]
+
+
+def install_front_end(check_prompt: PromptCheck) -> None:
+    """Prepares a process that takes requests, before it admits one; ``check_prompt`` raises to refuse."""
     install()
-    check_prompts()
+    check_prompts(check_prompt)
 
 
 @cache
@@ -153,15 +156,13 @@ def drop_validator(vllm_config: "VllmConfig") -> None:
     model_config.logits_processors = [p for p in model_config.logits_processors or () if p != VALIDATOR] or None
 
 
-def check_prompts() -> None:
-    """Has ``validation.check_prompt`` see each request, prompt and parameters, before vLLM queues it.
+def check_prompts(check_prompt: PromptCheck) -> None:
+    """Has ``check_prompt`` see each request, prompt and parameters, before vLLM queues it.
 
     A logits processor sees no prompt. The platform is asked next, and sees both; handing logits processors the prompt
     as well would make this unnecessary.
     """
     from vllm.platforms import current_platform
-
-    from vllm_kvmerge.engine.validation import check_prompt
 
     if "validate_request" in vars(current_platform):
         return

@@ -79,7 +79,7 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raises CompressionError, which vLLM turns into its VLLMValidationError with the same message."""
-        compat.install_front_end()  # offline, nothing of ours is called earlier
+        compat.install_front_end(check_prompt)  # offline, nothing of ours is called earlier
         _requested(sampling_params)
 
     def is_argmax_invariant(self) -> bool:

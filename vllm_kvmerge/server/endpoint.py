@@ -11,7 +11,7 @@ from vllm import envs
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config
-from vllm_kvmerge.engine.validation import enforce_limits
+from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, request_schema
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
@@ -53,7 +53,7 @@ class KVMergeEndpoint:
         if app.state.args.scheduler_cls is None:
             logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
             return
-        compat.install_front_end()
+        compat.install_front_end(check_prompt)
         add_middleware(app)
         config = plugin_config(app.state.args)
         document_field(app, config.allowed_policies)
