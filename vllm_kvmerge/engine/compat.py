@@ -47,15 +47,10 @@ def install() -> None:
     keep_metric_files()
 
 
-def install_engine() -> None:
-    """Prepares a process with a scheduler."""
-    install()
-    register_cache_spec()
-
-
 def install_worker(vllm_config: "VllmConfig") -> None:
     """Prepares a process with a worker, before that is initialized."""
-    install_engine()
+    install()
+    register_cache_spec()
     register_attention_backend()
     drop_validator(vllm_config)
 

@@ -281,6 +281,7 @@ class AsyncCompressionScheduler(CompressionSchedulerMixin, AsyncScheduler):
 
 def KVMergeScheduler(vllm_config: Any, **kwargs: Any) -> CompressionSchedulerMixin:  # noqa: N802
     """The ``scheduler_cls`` of an engine: vLLM calls it as a class, once asynchronous scheduling is settled."""
-    compat.install_engine()
+    compat.install()
+    compat.register_cache_spec()
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncCompressionScheduler if asynchronous else SyncCompressionScheduler)(vllm_config=vllm_config, **kwargs)
