@@ -1,5 +1,6 @@
 """The documentation's links, paths, commands and tables, compared with the repository."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -169,6 +170,18 @@ def test_every_parameter_of_the_parts_is_listed():
         assert listed == expected, kind
         for name, part in parts.items():
             assert part.model_fields or f"`{name}`" in section.rpartition("Without parameters:")[2], name
+
+
+def test_every_patch_of_vllm_is_listed():
+    tree = ast.parse((PACKAGE / "engine" / "compat.py").read_text())
+    patches = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "install"))
+    }
+    section = (ROOT / "docs" / "design.md").read_text().partition("## Places where vLLM gives no hook")[2]
+    rows = re.findall(r"^\| (`.*?`) \|", section.partition("\n## ")[0], re.M)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} == patches
 
 
 def test_routes_that_take_the_field_are_listed():
