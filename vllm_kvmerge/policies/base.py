@@ -50,7 +50,7 @@ class Part(BaseModel):
 
     @property
     def query_window(self) -> int:
-        """How many of the newest queries (prompt or generated) the part reads from ``context.queries``."""
+        """Number of the newest queries (prompt or generated) that the part reads from ``context.queries``."""
         return 0
 
     def cost(self, shape: CostShape) -> Cost:
@@ -79,7 +79,11 @@ class Allocator(Part):
 
     def capacity(self, budget: int) -> int | None:
         """Entries per head that the cache must hold, whatever the data: the largest budget of any layer and head.
-        None: every entry there is, because some layer or head keeps them all."""
+        None: every entry there is, because some layer or head keeps them all.
+
+        Layers share their blocks, so every head has that much room. Where one does not use it, dead entries lie, whose
+        memory is not returned yet.
+        """
         return budget
 
     def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
@@ -98,8 +102,8 @@ class Tracker(Part):
 
     @property
     def prompt_window(self) -> int | Literal["all"]:
-        """How many of the prompt's last tokens are scored as queries before the first compression; more than 0 unless
-        ``mode`` is ``none``. Default: 0."""
+        """Number of the prompt's last tokens that are scored as queries before the first compression; more than 0
+        unless ``mode`` is ``none``. Default: 0."""
         return 0
 
     @property
@@ -153,7 +157,7 @@ class Merger(Part):
     """Modes of the trackers that this merger can work from."""
 
     def num_slots(self, budget: int) -> int:
-        """How many entries of the budget this merger would fill itself; the selector keeps the rest. Default: 0."""
+        """Entries of the budget that this merger would fill itself; the selector keeps the rest. Default: 0."""
         return 0
 
     def is_slot(self, entries: Entries) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a policy may know besides the entries."""
+"""Knowledge of a policy besides the entries: rows, sizes, queries, weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -77,7 +77,7 @@ class Queries:
 
 @dataclass(frozen=True)
 class CompressionContext:
-    """What a policy may know besides the entries. ``H``, everywhere: sequence layers x KV heads, see ``Heads``.
+    """All that a policy may know besides the entries. ``H``, everywhere: sequence layers x KV heads, see ``Heads``.
 
     budget: entries to keep per head, on average over layers and heads; parts see the number for their own.
     capacity: entries to return per head, dead ones included.

@@ -14,7 +14,7 @@ from vllm_kvmerge.ops.attention import fused_attention
 from vllm_kvmerge.ops.similarity import most_similar
 
 PART_ENTRIES = 1024
-"""How many of a head's entries are read at a time where all of them are, one part after the other."""
+"""Entries of a head that are read at a time where all of them are, one part after the other."""
 
 DEAD = -1
 """Position of an entry that holds nothing; its ``log_votes`` is ``-inf``, so attention gives it no weight."""
@@ -65,9 +65,9 @@ class Entries:
         return self.aux
 
     @property
-    def metadata(self) -> list[Tensor]:
+    def metadata(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The planes of ``BLANK``, in its order."""
-        return [getattr(self, name) for name in BLANK]
+        return self.log_votes, self.scores, self.aux, self.positions
 
     def keys_at(self, index: Tensor) -> Tensor:
         """``[H, m, d]``: the keys of the entries at ``index`` (``[H, m]`` int64), zeros where it is negative."""

@@ -1,10 +1,18 @@
-"""Index arithmetic over the entries of each head."""
+"""Index arithmetic over the entries of each row; ``ops.reference`` defines what is imported here."""
 
 import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
+from vllm_kvmerge.ops import in_place, inverse, largest, padded_nonzero
 from vllm_kvmerge.policies.entries import Entries
+
+# fmt: off
+__all__ = [
+    "any_at", "by_position", "complement", "first", "in_place", "inverse", "largest", "mask_of", "newest",
+    "padded_nonzero", "ranked", "select", "sinks", "top",
+]
+# fmt: on
 
 
 def mask_of(index: Tensor, num_entries: int) -> Tensor:
@@ -13,18 +21,9 @@ def mask_of(index: Tensor, num_entries: int) -> Tensor:
     return mask.scatter_(1, index, True)
 
 
-def in_place(mask: Tensor, count: int) -> Tensor:
-    """``[H, count]`` int64: the entries in ``mask`` (``[H, n]`` bool, ``count`` per head), each its own number.
-
-    Entry i is at i where i < ``count``; the entries behind, in order, take the numbers of those that are not in the
-    mask. So of a cache that is compressed into its first ``count`` places hardly anything moves.
-    """
-    return ops.in_place(mask, count)
-
-
 def complement(index: Tensor, num_entries: int) -> Tensor:
     """``[H, num_entries - m]`` int64, ascending: what ``index`` (``[H, m]``, without repeats) leaves out."""
-    return ops.padded_nonzero(~mask_of(index, num_entries), num_entries - index.shape[1])
+    return padded_nonzero(~mask_of(index, num_entries), num_entries - index.shape[1])
 
 
 def any_at(index: Tensor, where: Tensor, size: int) -> Tensor:
@@ -32,30 +31,9 @@ def any_at(index: Tensor, where: Tensor, size: int) -> Tensor:
     return mask_of(index.masked_fill(~where, size), size + 1)[:, :size]
 
 
-def padded_nonzero(mask: Tensor, width: int | None = None) -> Tensor:
-    """``[H, width]`` int64: where ``mask`` (``[H, n]`` bool) is true, ascending, then -1.
-
-    width: at least the most that any head has, which it is by default.
-    """
-    return ops.padded_nonzero(mask, width)
-
-
-def inverse(index: Tensor, size: int) -> Tensor:
-    """``[H, size]`` int64: where in ``index`` (``[H, m]`` int64, without repeats) each number is; -1: nowhere.
-
-    Negative elements of ``index`` are nowhere.
-    """
-    return ops.inverse(index, size)
-
-
 def select(plane: Tensor, index: Tensor) -> Tensor:
     """``[H, m]``: elements of ``plane`` (``[H, n]``) at ``index`` (``[H, m]`` int64); -1 where that is negative."""
     return plane.gather(1, index.clamp(min=0)).masked_fill(index < 0, -1)
-
-
-def largest(ranking: Tensor, count: int) -> Tensor:
-    """``[H, n]`` bool: the ``count`` entries of largest ``ranking`` (``[H, n]``, no NaN). Ties: lower index first."""
-    return ops.largest(ranking, count)
 
 
 def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:

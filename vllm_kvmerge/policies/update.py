@@ -39,7 +39,7 @@ class CacheUpdate:
     @classmethod
     def of(cls, entries: Entries, kept: Tensor) -> "CacheUpdate":
         """The entries at ``kept`` (``[H, C]`` int64) as they are."""
-        return cls._as_they_are(kept, *ops.take(kept, entries.metadata))
+        return cls._as_they_are(kept, *ops.take(kept, [*entries.metadata]))
 
     @classmethod
     def unchanged(cls, entries: Entries) -> "CacheUpdate":
@@ -63,9 +63,9 @@ class CacheUpdate:
         return self.kept.shape[1]
 
     @property
-    def metadata(self) -> list[Tensor]:
+    def metadata(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The planes of ``BLANK``, in its order."""
-        return [getattr(self, name) for name in BLANK]
+        return self.log_votes, self.scores, self.aux, self.positions
 
     def write(
         self, changed: Tensor, keys: Tensor | None, values: Tensor | None, merged: Tensor, **metadata: Tensor
@@ -232,7 +232,7 @@ class _Places(LazyEntries):
 
 @dataclass
 class CompressionResult:
-    """A compression of ``source``, the entries that a policy was given.
+    """Result of compressing ``source``, the entries that a policy was given.
 
     evicted: ``[H]`` int64, live entries that were dropped; those that went into others are ``update.merged``.
     as_before: ``[H]`` int64, places that ``finite`` has left as they were.

@@ -1,4 +1,4 @@
-"""What one request's compression may cost the others: memory outside the pool, and time in which nobody computes."""
+"""Limits on what a request's compression costs others: memory outside the pool, time in which nobody computes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def compressions(
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests are held to.
+    """Limits that requests are held to.
 
     allowed_policies: None: all. max_bytes: of working memory for one compression, and of what a request has kept
     outside the pool. max_seconds: of one compression, as estimated; of those during generation, for each block of
@@ -129,7 +129,7 @@ class Limits:
         )
 
     def _excess(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> str | None:
-        """What is too much, in words; None: nothing."""
+        """Says what is too much; None where nothing is."""
         rings = self.ring_bytes(config.policy.query_window, num_prompt_tokens + max_tokens)
         if rings > self.max_bytes:
             return f"its newest queries would take {_mebibytes(rings)}, more than {_mebibytes(self.max_bytes)}"
@@ -163,7 +163,7 @@ class Limits:
         return max(config.policy.parts, key=lambda part: of(part.cost(self._cost_shape(one))))
 
     def _remedies(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> Iterator[str]:
-        """What would do, one at a time: a smaller parameter, a longer interval, a shorter prompt."""
+        """Changes that would do, one at a time: a smaller parameter, a longer interval, a shorter prompt."""
 
         def fits(config: CompressionConfig, num_prompt_tokens: int = num_prompt_tokens) -> bool:
             return self._excess(config, num_prompt_tokens, max_tokens) is None

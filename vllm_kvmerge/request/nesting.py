@@ -1,4 +1,4 @@
-"""How deeply JSON text may nest: parsers that call themselves, such as Python's, fail on text that nests further."""
+"""Depth of JSON text: parsers that call themselves, such as Python's, fail on text that nests too deep."""
 
 import numpy as np
 

@@ -98,7 +98,7 @@ class CompressionConfig(CommonFields):
 
     @property
     def prompt_window(self) -> int | Literal["all"]:
-        """How many of the context's last tokens must be scored as queries; 0 where the policy needs no scores."""
+        """Number of the context's last tokens that must be scored as queries; 0 where the policy needs no scores."""
         return self.policy.tracker.prompt_window
 
     def check_context(self, num_prompt_tokens: int) -> None:
@@ -111,7 +111,7 @@ class CompressionConfig(CommonFields):
             )
 
     def resolve_context(self, num_prompt_tokens: int) -> int:
-        """How many of a prompt's tokens are compressed first; all of them where the request does not say."""
+        """Number of a prompt's tokens that are compressed first; all where the request does not say."""
         return min(self.context_tokens or num_prompt_tokens, num_prompt_tokens)
 
     def resolve_budget(self, num_context_tokens: int) -> int:

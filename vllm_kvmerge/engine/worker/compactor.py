@@ -89,7 +89,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Execution:
-    """What became of a step's plans.
+    """Results of a step's plans.
 
     counts: ``[plans, 3]`` int64 on the cache's device, over layers and heads: entries that were merged, those that were
     evicted, and places that hold an entry as it was because what was to be merged into it is not finite. failures:
@@ -206,7 +206,7 @@ class Compactor:
             counts.index_add_(0, index, by_head.unflatten(0, (-1, self.num_kv_heads)).sum(1))
             destination = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
             rows = Rows(update.changed, update.keys, update.values)
-            ops.merge_entries(result.source.seq_layers, destination, update.kept, tuple(update.metadata), rows)
+            ops.merge_entries(result.source.seq_layers, destination, update.kept, update.metadata, rows)
 
         for part in self._parts(batch):
             for some, result in _contained(part, batch.failed, compress):

@@ -1,8 +1,6 @@
-"""How a budget is split over layers and heads; one file per allocator."""
+"""Allocators: the split of a budget over layers and heads."""
 
-from vllm_kvmerge.policies.allocators.adaptive import Adaptive
-from vllm_kvmerge.policies.allocators.pyramid import Pyramid
-from vllm_kvmerge.policies.allocators.uniform import Uniform
-from vllm_kvmerge.policies.allocators.variance import Variance
-
-__all__ = ["Adaptive", "Pyramid", "Uniform", "Variance"]
+from vllm_kvmerge.policies.allocators.adaptive import Adaptive as Adaptive
+from vllm_kvmerge.policies.allocators.pyramid import Pyramid as Pyramid
+from vllm_kvmerge.policies.allocators.uniform import Uniform as Uniform
+from vllm_kvmerge.policies.allocators.variance import Variance as Variance

@@ -17,9 +17,6 @@ class Adaptive(Allocator):
     ``max_share`` of the budget; budgets add up to H * budget over the heads of all tensor-parallel workers, which all
     come to the same split. Of equal shares, those of lower rank in their head come first, so heads that nothing tells
     apart get the same. Ada-KV compares scores that SnapKV has max-pooled; here they are as the tracker has them.
-
-    Every head's cache has room for ``max_share`` times the budget: what a head does not use is dead entries, whose
-    memory is not returned yet.
     """
 
     name = "adaptive"

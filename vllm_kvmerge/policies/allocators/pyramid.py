@@ -19,8 +19,7 @@ class Pyramid(Allocator):
     2 beta - 1: its default, beta = 20, is the default here. Where the last layer's share is less than its selector's
     least, budgets fall to that instead. PyramidKV divides what is left beside the window; here the window counts.
 
-    Every layer's cache has room for the first layer's share, nearly twice the budget where ``ratio`` is large: what a
-    layer does not use is dead entries, whose memory is not returned yet.
+    The first layer's share is nearly twice the budget where ``ratio`` is large.
     """
 
     name = "pyramid"

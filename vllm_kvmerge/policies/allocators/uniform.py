@@ -11,7 +11,7 @@ from vllm_kvmerge.policies.registry import register
 class Uniform(Allocator):
     """Every layer and head alike, except that the first ``skip_layers`` keep all their tokens (MorphKV appendix A.6).
 
-    All layers share their blocks, so with ``skip_layers`` the others hold dead entries instead of giving memory back.
+    Then all other layers hold dead entries instead of giving memory back (see ``capacity``).
     """
 
     name = "uniform"

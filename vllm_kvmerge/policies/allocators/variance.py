@@ -21,9 +21,6 @@ class Variance(Allocator):
     over layers is the budget.
 
     D2O allocates once, for the prompt; here every compression allocates anew from the scores that it finds.
-
-    Every layer's cache has room for ``max_share`` times the budget: what a layer does not use is dead entries, whose
-    memory is not returned yet.
     """
 
     name = "variance"

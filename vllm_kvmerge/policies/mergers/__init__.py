@@ -1,23 +1,11 @@
 """Mergers: what becomes of the entries that do not stay."""
 
-from vllm_kvmerge.policies.mergers.asymkv import AsymKVMerger
-from vllm_kvmerge.policies.mergers.cam import CamMerger
-from vllm_kvmerge.policies.mergers.d2o import D2OMerger
-from vllm_kvmerge.policies.mergers.drop import DropMerger
-from vllm_kvmerge.policies.mergers.kvmerger import KVMergerMerger
-from vllm_kvmerge.policies.mergers.neighbour_value import NeighbourValueMerger
-from vllm_kvmerge.policies.mergers.regression import RegressionMerger
-from vllm_kvmerge.policies.mergers.residual import ResidualMerger
-from vllm_kvmerge.policies.mergers.zip_merge import ZipMerger
-
-__all__ = [
-    "AsymKVMerger",
-    "CamMerger",
-    "D2OMerger",
-    "DropMerger",
-    "KVMergerMerger",
-    "NeighbourValueMerger",
-    "RegressionMerger",
-    "ResidualMerger",
-    "ZipMerger",
-]
+from vllm_kvmerge.policies.mergers.asymkv import AsymKVMerger as AsymKVMerger
+from vllm_kvmerge.policies.mergers.cam import CamMerger as CamMerger
+from vllm_kvmerge.policies.mergers.d2o import D2OMerger as D2OMerger
+from vllm_kvmerge.policies.mergers.drop import DropMerger as DropMerger
+from vllm_kvmerge.policies.mergers.kvmerger import KVMergerMerger as KVMergerMerger
+from vllm_kvmerge.policies.mergers.neighbour_value import NeighbourValueMerger as NeighbourValueMerger
+from vllm_kvmerge.policies.mergers.regression import RegressionMerger as RegressionMerger
+from vllm_kvmerge.policies.mergers.residual import ResidualMerger as ResidualMerger
+from vllm_kvmerge.policies.mergers.zip_merge import ZipMerger as ZipMerger

@@ -79,7 +79,7 @@ class CamMerger(Merger):
         first receive (``spread``, ``[H, c, d]``), over m."""
 
         def total(end: Tensor) -> Tensor:
-            """What those up to ``end``, itself included, first receive; 0 where it is negative."""
+            """Sum of what those up to ``end``, itself included, first receive; 0 where it is negative."""
             rows = sums.gather(1, end.clamp(min=0).unsqueeze(-1).expand(-1, -1, sums.shape[2]))
             return rows.masked_fill_((end < 0).unsqueeze(-1), 0.0)
 

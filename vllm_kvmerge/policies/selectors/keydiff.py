@@ -13,10 +13,7 @@ from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
 @register
 class KeyDiff(RankedSelector):
-    """Keys of small cosine similarity to the anchor, the mean of all keys' directions (KeyDiff).
-
-    The source protects nothing; the newest entries stay here because generation needs them.
-    """
+    """Keys of small cosine similarity to the anchor, the mean of all keys' directions (KeyDiff)."""
 
     name = "keydiff"
     source = "KeyDiff, Park et al., arXiv:2504.15364"

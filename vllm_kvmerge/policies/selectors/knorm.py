@@ -12,10 +12,7 @@ from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
 @register
 class KeyNorm(RankedSelector):
-    """Keys of small L2 norm, which attract attention (Devoto et al.).
-
-    The source protects nothing; the newest entries stay here because generation needs them.
-    """
+    """Keys of small L2 norm, which attract attention (Devoto et al.)."""
 
     name = "knorm"
     source = "L2 norm, Devoto et al., arXiv:2406.11430"

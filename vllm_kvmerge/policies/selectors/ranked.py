@@ -1,4 +1,4 @@
-"""What selectors share that keep the newest entries and, of the others, those of largest ranking."""
+"""Base of selectors that keep the newest entries and, of the others, those of largest ranking."""
 
 from abc import abstractmethod
 
@@ -10,7 +10,7 @@ from vllm_kvmerge.policies.indexing import newest, sinks, top
 
 
 class RankedSelector(Selector):
-    """A subclass says how entries rank; defaults are those of methods that protect only what they cannot judge."""
+    """Selector whose subclass ranks. The newest stay even where its source protects nothing: generation needs them."""
 
     num_sink_tokens: int = Field(
         0, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
