@@ -1,4 +1,4 @@
-"""Measuring on a GPU, for gpu_operators.py: what is timed and how, caches to run on, and the file of results."""
+"""Measuring on a GPU, for gpu_operators.py: timing, caches to run on, and the file of results."""
 
 import json
 import math
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops import PagedKVCache, ScoreUpdate, SequenceLayers, cell_bytes, reference
+from vllm_kvmerge.ops.attention import accumulate_scores
 from vllm_kvmerge.policies.entries import Entries
 
 BLOCK_SIZE = 16
@@ -171,14 +172,14 @@ class Caches:
     def pages(self, number: int) -> PagedKVCache:
         return self.layers[number % self.copies]
 
-    def units(self, number: int, front: int) -> SequenceLayers:
+    def seq_layers(self, number: int, front: int) -> SequenceLayers:
         """All sequences in one layer; where they are is on the GPU, how many entries they have is known."""
         device = self.bench.device
         segments = torch.tensor([[front, front, self.entries]] * self.rows, device=device)
         layer = torch.zeros(self.rows, dtype=torch.int64, device=device)
-        units = SequenceLayers((self.pages(number),), layer, self.table, segments)
-        assert units.num_entries == self.entries  # read from the GPU once, before a graph is captured
-        return units
+        seq_layers = SequenceLayers((self.pages(number),), layer, self.table, segments)
+        assert seq_layers.num_entries == self.entries  # read from the GPU once, before a graph is captured
+        return seq_layers
 
     def on_cpu(self) -> "Caches":
         """The first copy, on the CPU."""
@@ -196,6 +197,14 @@ class Caches:
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     difference, size = float((actual.double() - expected.double()).norm()), float(expected.double().norm())
     return difference / size if size else difference
+
+
+def gather_entries(cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> Entries:
+    """Live entries of one layer of one sequence, float32 copies."""
+    seq_layers = SequenceLayers.of(cache, blocks, front, tail, seq_len)
+    index = torch.arange(seq_layers.num_entries, device=blocks.device).repeat(seq_layers.num_heads, 1)
+    keys, values = (reference.gather_rows(seq_layers, plane, index) for plane in ("keys", "values"))
+    return Entries(keys, values, *reference.gather_metadata(seq_layers))
 
 
 def expected_attention(
@@ -223,7 +232,7 @@ def expected_attention(
             weights = (logits + votes).masked_fill(~seen, -torch.inf).softmax(-1)
             parts.append(weights @ values)
             if update is not None:
-                statistics = list(reference.accumulate_scores(update, logits[None], weights[None], seen, *statistics))
+                statistics = list(accumulate_scores(update, logits[None], weights[None], seen, *statistics))
         outputs.append(torch.cat(parts, 1))
         scores.append(statistics[0])
     output = torch.stack(outputs).permute(2, 0, 1, 3).flatten(1, 2)

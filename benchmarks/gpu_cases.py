@@ -1,22 +1,31 @@
-"""What gpu_operators.py runs, part by part: each case is checked, then timed."""
+"""The cases of gpu_operators.py, part by part: each is checked, then timed."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from gpu_bench import DECAY, Bench, Caches, Results, Row, expected_attention, relative_error
+from gpu_bench import DECAY, Bench, Caches, Results, Row, expected_attention, gather_entries, relative_error
 from gpu_peers import Problem, all_peers, timed
 from torch import Tensor
-from vllm_kvmerge.ops.merge import Sums
 
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cuda, reference, triton
-from vllm_kvmerge.policies.entries import ScoreMode
+from vllm_kvmerge.ops import (
+    NO_UPDATE,
+    AttentionBatch,
+    PagedKVCache,
+    Rows,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    cuda,
+    reference,
+    triton,
+)
 from vllm_kvmerge.request.parameters import parse_compression
 
 Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
@@ -55,15 +64,14 @@ class Attention:
 
     @property
     def update(self) -> ScoreUpdate | None:
-        return None if self.mode == "none" else ScoreUpdate(cast(ScoreMode, self.mode), DECAY)
+        return None if self.mode == "none" else ScoreUpdate(ScoreMode(self.mode), DECAY)
 
-    def numbers(self, bench: Bench, rows: int, entries: int) -> list[Tensor]:
-        """What follows the block table in a call of attention, decays included."""
-        starts = torch.arange(rows) * self.queries
-        mode = ScoreMode(cast(ScoreMode, self.mode)).code
-        same = (torch.full((rows,), n) for n in (self.queries, entries, self.front, self.front, mode))
-        tensors = [number.to(bench.device, torch.int32) for number in (starts, *same)]
-        return [*tensors, torch.full((rows,), DECAY, device=bench.device)]
+    def batch(self, bench: Bench, table: Tensor, entries: int) -> AttentionBatch:
+        rows, update = len(table), self.update or NO_UPDATE
+        same = (torch.full((rows,), n) for n in (self.queries, entries, self.front, self.front, update.mode.code))
+        numbers = [number.to(bench.device, torch.int32) for number in (torch.arange(rows) * self.queries, *same)]
+        decays = torch.full((rows,), update.decay, device=bench.device)
+        return AttentionBatch(table, *numbers, decays, self.queries)
 
     def seen(self, entries: int) -> int:
         """Pairs of a query and an entry that it sees, for a sequence and query head."""
@@ -73,11 +81,11 @@ class Attention:
 def attention(bench: Bench, caches: Caches, shape: Attention, part: str, name: str, call: Callable[..., None]) -> Row:
     """One implementation of attention; checked for the first and the last sequence."""
     rows, n, heads, scale = caches.rows, caches.entries, bench.heads, bench.head_size**-0.5
-    query, tensors = shape.query(bench, rows), shape.numbers(bench, rows, n)
+    query, batch = shape.query(bench, rows), shape.batch(bench, caches.table, n)
     output = torch.full_like(query, torch.nan)
 
     def run(number: int) -> None:
-        call(query, caches.pages(number), caches.table, *tensors, scale, output, num_queries=shape.queries)
+        call(query, caches.pages(number), batch, scale, output)
 
     checked = sorted({0, rows - 1})
     front = shape.front
@@ -183,17 +191,17 @@ def scores(bench: Bench, arguments: argparse.Namespace, results: Results) -> Ite
     """The newest queries of a prompt score its entries."""
     caches = Caches(bench, 1, max(arguments.entries[:3]))
     for mode in ("sum", "mean", "log_ema"):
-        yield _columns(bench, caches, max(arguments.groups), min(64, caches.entries), mode)
+        yield _prompt_scores(bench, caches, max(arguments.groups), min(64, caches.entries), mode)
 
 
-def _columns(bench: Bench, caches: Caches, groups: int, num_queries: int, mode: str) -> Row:
+def _prompt_scores(bench: Bench, caches: Caches, groups: int, num_queries: int, mode: str) -> Row:
     n, scale, shape = caches.entries, bench.head_size**-0.5, Attention(groups, 0, mode, num_queries)
     query, update = shape.query(bench, 1), shape.update
     assert update is not None
     statistics, aux = torch.zeros(2, bench.heads, n, device=bench.device)
 
     def run(number: int) -> None:
-        triton.score_prompt_queries(query, caches.pages(number), caches.table[0], n, update, scale, statistics, aux)
+        triton.score_prompt_queries(query, caches.pages(number), caches.table[0], update, scale, statistics, aux)
 
     run(0)
     entries = gather_entries(caches.pages(0), caches.table[0], 0, 0, n)
@@ -246,7 +254,7 @@ def merges(bench: Bench, arguments: argparse.Namespace, results: Results) -> Ite
     entries = arguments.entries[0]
     for rows in sorted({arguments.units, max(arguments.batch)}):
         caches = Caches(bench, rows, entries + arguments.interval)
-        known = [caches.units(number, caches.entries // 2) for number in range(caches.copies)]
+        known = [caches.seq_layers(number, caches.entries // 2) for number in range(caches.copies)]
         yield from _merge(bench, caches, known, arguments.interval)
         for name, call in attention_calls(bench.device).items():
             shape = Attention(max(arguments.groups), entries, "sum")
@@ -255,25 +263,23 @@ def merges(bench: Bench, arguments: argparse.Namespace, results: Results) -> Ite
 
 
 def _merge(bench: Bench, caches: Caches, known: list[SequenceLayers], interval: int) -> Iterator[Row]:
-    """An interval's entries leave each unit (a request, of one layer), half of them merged.
+    """An interval's entries leave each sequence layer (of one layer); half as many of the others get a new row.
 
     Those that leave lie anywhere; the newest take their places.
     """
     n, d, item, heads = caches.entries, bench.head_size, bench.dtype.itemsize, caches.rows * bench.heads
-    places = n - interval
+    places, num_rows = n - interval, interval // 2
     order = bench.rand(heads, places).argsort(1)
-    gone, carriers = order[:, :interval], order[:, interval : interval + interval // 2]
+    gone, targets = order[:, :interval], order[:, interval : interval + num_rows]
     kept = torch.arange(places, device=bench.device).repeat(heads, 1)
     kept.scatter_(1, gone, torch.arange(places, n, device=bench.device).expand(heads, -1))
-    members = torch.cat([carriers, gone[:, : carriers.shape[1]]], 1)
-    row_of = torch.arange(carriers.shape[1], device=bench.device).repeat(heads, 2)
-    weights = torch.full(members.shape, 0.5, device=bench.device)
-    size = heads * (2 * d * item * (2 * interval + 3 * carriers.shape[1]) + 2 * 16 * places)
+    given = [kept, targets, *bench.rand(2, heads, targets.shape[1], d), *bench.rand(3, heads, places), kept]
+    size = heads * (2 * d * (2 * interval * item + targets.shape[1] * (4 + item)) + (20 + 16) * places)
 
     def run(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
-        units = known[number % caches.copies] if where is caches else where.units(number, n // 2)
-        there = [tensor.to(where.bench.device) for tensor in (carriers, members, row_of, weights, weights)]
-        module.merge_entries(units, where.table, kept.to(where.bench.device), None, Sums(*there))
+        seq_layers = known[number % caches.copies] if where is caches else where.seq_layers(number, n // 2)
+        kept, targets, keys, values, *metadata = (tensor.to(where.bench.device) for tensor in given)
+        module.merge_entries(seq_layers, where.table, kept, tuple(metadata), Rows(targets, keys, values))
         return []
 
     case, shape = f"{caches.rows} units x {n}, {interval} leave", {"units": caches.rows, "entries": n}
@@ -374,33 +380,36 @@ def _first(caches: Caches, entries: int, copies: int | None = None) -> Caches:
 
 
 def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
-    """Any ``budget`` entries of each layer move to the front, alone or with all others merged into them.
+    """Any ``budget`` entries of each layer move to the front, as they are or each with a new row.
 
     As a worker does it, as many layers at a time as its memory for keys and values is enough for.
     """
     n, d, item, layers = caches.entries, bench.head_size, bench.dtype.itemsize, caches.copies
     heads = layers * bench.heads
-    order = bench.rand(heads, n).argsort(1)
-    kept = order[:, :budget].sort(1).values
-    places = torch.arange(budget, device=bench.device).repeat(heads, 1)
-    members = torch.cat([kept, order[:, budget:]], 1)
-    row_of = torch.cat([places, torch.randint(budget, (heads, n - budget), device=bench.device)], 1)
-    weights = torch.full(members.shape, budget / n, device=bench.device)
+    kept = bench.rand(heads, n).argsort(1)[:, :budget].sort(1).values
+    places = torch.arange(budget, device=bench.device).repeat(bench.heads, 1)
+    planes = bench.rand(3, bench.heads, budget).unbind()
+    keys, values = bench.rand(2, bench.heads, budget, d).unbind()
 
     step = max(1, Compactor.max_bytes // (4 * bench.heads * n * 2 * d))
 
     def run(module: Any, where: Caches, first: int, count: int, merged: bool) -> None:
-        """Of ``count`` layers."""
-        device, of = where.bench.device, slice(first * bench.heads, (first + count) * bench.heads)
-        given = (tensor[of].to(device) for tensor in (kept, places, members, row_of, weights, weights))
-        chosen, *sums = given
+        """Compacts ``count`` layers; all get the same metadata and rows."""
+        device = where.bench.device
+
+        def given(tensor: Tensor) -> Tensor:
+            return tensor.to(device).repeat(count, *[1] * (tensor.dim() - 1))
+
+        chosen = kept[first * bench.heads : (first + count) * bench.heads].to(device)
+        metadata = *(given(plane) for plane in planes), chosen
+        rows = Rows(given(places if merged else places[:, :0]), *(given(t) if merged else None for t in (keys, values)))
         blocks, segments = where.table.expand(count, -1), torch.tensor([[0, 0, n]] * count)
-        units = SequenceLayers(where.layers[first : first + count], torch.arange(count), blocks, segments)
-        module.merge_entries(units, blocks, chosen, None, Sums(*sums) if merged else None)
+        seq_layers = SequenceLayers(where.layers[first : first + count], torch.arange(count), blocks, segments)
+        module.merge_entries(seq_layers, blocks, chosen, metadata, rows)
 
     for merged in (False, True):
-        size = heads * 2 * d * item * ((n + budget) if merged else 2 * budget)
-        case = f"{layers} layers x {n} to {budget}, others {'merged' if merged else 'dropped'}"
+        size = heads * budget * (2 * d * (4 + item if merged else 2 * item) + 20 + 16)
+        case = f"{layers} layers x {n} to {budget}, {'new rows' if merged else 'moved'}"
         shape = {"units": layers, "entries": n, "layers": layers, "merged": merged}
         for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
 
@@ -420,7 +429,7 @@ def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
 
 
 def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
-    """What compactions call, on units (layers x requests)."""
+    """The operators of compactions, on sequence layers (layers x requests)."""
     rows, n, groups = arguments.units, arguments.entries[0], max(arguments.groups)
     caches = Caches(bench, rows, n)
     d, item, all_heads = bench.head_size, bench.dtype.itemsize, rows * bench.heads
@@ -439,15 +448,15 @@ def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
 
     def operation(run: Callable[[Any, SequenceLayers, Caches], Any]) -> Operation:
         def wrapped(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
-            found = run(module, units(where, number), where)
+            found = run(module, seq_layers(where, number), where)
             return [] if found is None else [found] if isinstance(found, Tensor) else list(found)
 
         return wrapped
 
-    known = [caches.units(number, n // 2) for number in range(caches.copies)]
+    known = [caches.seq_layers(number, n // 2) for number in range(caches.copies)]
 
-    def units(where: Caches, number: int) -> SequenceLayers:
-        return known[number % caches.copies] if where is caches else where.units(number, n // 2)
+    def seq_layers(where: Caches, number: int) -> SequenceLayers:
+        return known[number % caches.copies] if where is caches else where.seq_layers(number, n // 2)
 
     def to(where: Caches, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(where.bench.device) for tensor in tensors]

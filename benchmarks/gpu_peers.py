@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from gpu_bench import Caches, expected_attention, relative_error
+from gpu_bench import Caches, expected_attention, gather_entries, relative_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -57,7 +57,7 @@ class Problem:
     def votes(self) -> Tensor:
         """``[rows, H, n]`` of the first copy; every entry has one. The others are given the same."""
         caches = self.caches
-        return reference.gather_metadata(caches.units(0, caches.entries))[0].view(caches.rows, -1, caches.entries)
+        return reference.gather_metadata(caches.seq_layers(0, caches.entries))[0].view(caches.rows, -1, caches.entries)
 
     @cached_property
     def by_head(self) -> Tensor:

@@ -88,15 +88,17 @@ def _entries(
     run: Callable[[SequenceLayers, Caches, Callable[[Tensor], Tensor], Any], Any],
     size: tuple[int, int] = (16, 1024),
 ) -> Callable[[Bench, int], Measure]:
-    """Cases of an operator on units; ``run`` gets them, where they are, what brings tensors there, and a module."""
+    """Cases of an operator on sequence layers; ``run`` gets them, where they are, what brings tensors there, and a module."""
 
     def prepare(bench: Bench, groups: int) -> Measure:
         (caches,) = _sizes(bench, [size])
-        known = [caches.units(number, caches.entries // 2) for number in range(caches.copies)]
+        known = [caches.seq_layers(number, caches.entries // 2) for number in range(caches.copies)]
 
         def operation(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
-            units = known[number % caches.copies] if where is caches else where.units(number, caches.entries // 2)
-            found = run(units, where, lambda tensor: tensor.to(where.bench.device), module)
+            seq_layers = (
+                known[number % caches.copies] if where is caches else where.seq_layers(number, caches.entries // 2)
+            )
+            found = run(seq_layers, where, lambda tensor: tensor.to(where.bench.device), module)
             return [] if found is None else list(found) if isinstance(found, tuple | list) else [found]
 
         return lambda: [checked(bench, "tune", name, f"{caches.rows} x {caches.entries}", caches, 0, operation)]
@@ -110,31 +112,33 @@ def _given(heads: int, count: int, most: int) -> Tensor:
     return torch.rand(heads, most, generator=generator).argsort(1)[:, :count]
 
 
-def _metadata(units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
-    return module.gather_metadata(units)
+def _metadata(seq_layers: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+    return module.gather_metadata(seq_layers)
 
 
-def _rows(units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _rows(seq_layers: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     n = where.entries
-    kept = there(_cached(_given, units.num_heads, n // 2, n))
-    module.move_entries(units, where.table, kept)
-    return module.gather_rows(units, "keys", kept)
+    kept = there(_cached(_given, seq_layers.num_heads, n // 2, n))
+    module.move_entries(seq_layers, where.table, kept)
+    return module.gather_rows(seq_layers, "keys", kept)
 
 
-def _similar(units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _similar(seq_layers: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     n = where.entries
-    index = there(_cached(_given, units.num_heads, n, n))
-    usable = torch.ones(units.num_heads, n - n // 8, dtype=torch.bool, device=index.device)
-    return module.most_similar(units, index[:, : n // 8], index[:, n // 8 :], usable)[0]
+    index = there(_cached(_given, seq_layers.num_heads, n, n))
+    usable = torch.ones(seq_layers.num_heads, n - n // 8, dtype=torch.bool, device=index.device)
+    return module.most_similar(seq_layers, index[:, : n // 8], index[:, n // 8 :], usable)[0]
 
 
-def _newest(groups: int, units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _newest(
+    groups: int, seq_layers: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any
+) -> Any:
     n, d = where.entries, where.bench.head_size
-    queries = there(_cached(_normal, units.num_heads, groups, 32, d))
-    seen = there(_cached(_newest_positions, units.num_heads, n))
-    votes = there(_cached(_normal, units.num_heads, n))
-    positions = there(_cached(_given, units.num_heads, n, n))
-    return module.fused_attention(units, queries, seen, votes, positions, d**-0.5, "sum")
+    queries = there(_cached(_normal, seq_layers.num_heads, groups, 32, d))
+    seen = there(_cached(_newest_positions, seq_layers.num_heads, n))
+    votes = there(_cached(_normal, seq_layers.num_heads, n))
+    positions = there(_cached(_given, seq_layers.num_heads, n, n))
+    return module.fused_attention(seq_layers, queries, seen, votes, positions, d**-0.5, "sum")
 
 
 def _normal(*shape: int) -> Tensor:
@@ -156,10 +160,10 @@ def _cached(make: Callable[..., Tensor], *shape: int) -> Tensor:
     return _kept[key]
 
 
-def _write(units: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
+def _write(seq_layers: SequenceLayers, where: Caches, there: Callable[[Tensor], Tensor], module: Any) -> Any:
     slots = there(_cached(_given, 1, 8 * where.rows, where.rows * where.entries))[0] + 16
     rows = there(_cached(_normal, len(slots), where.bench.heads, where.bench.head_size)).to(where.bench.dtype)
-    module.write_tokens(units.layers[0], slots, rows, rows)
+    module.write_tokens(seq_layers.layers[0], slots, rows, rows)
 
 
 KERNELS = {

@@ -1,4 +1,4 @@
-"""Every native operator beside what else could run: ``python benchmarks/operators.py``.
+"""Every native operator beside its alternatives: ``python benchmarks/operators.py``.
 
 Its PyTorch reference; vLLM's CPU kernels, on their own layout, where they do the same; and torch's
 ``scaled_dot_product_attention`` over keys and values that lie contiguous already (gathering them is not counted).
@@ -24,10 +24,19 @@ from rich.progress import track
 from torch import Tensor
 from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm_kvmerge.ops.merge import Rows
 
 from vllm_kvmerge.evaluation.options import print_table
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cell_bytes, cpu, reference
+from vllm_kvmerge.ops import (
+    AttentionBatch,
+    PagedKVCache,
+    Rows,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    cell_bytes,
+    cpu,
+    reference,
+)
 
 BLOCK_SIZE = 128
 DECAY = 0.9
@@ -84,14 +93,15 @@ class Caches:
         self._pages = [PagedKVCache.of(cache.clone(), head_size) for _ in range(self.copies)]
         stock = torch.cat([pages.stock_keys, pages.values], 2)
         self._stock = [stock.clone().chunk(2, 2) for _ in range(self.copies)]
-        entries = gather_entries(pages, self.blocks, 0, 0, self.entries)
-        dense = [plane.unsqueeze(0).to(dtype) for plane in (entries.keys, entries.values)]
+        seq_layers = SequenceLayers.of(pages, self.blocks, 0, 0, self.entries)
+        index = torch.arange(self.entries).repeat(self.heads, 1)
+        dense = [reference.gather_rows(seq_layers, plane, index).unsqueeze(0).to(dtype) for plane in ("keys", "values")]
         self._dense = [[plane.clone() for plane in dense] for _ in range(self.copies)]
 
     def pages(self, call: int) -> PagedKVCache:
         return self._pages[call % self.copies]
 
-    def units(self, call: int, front: int) -> SequenceLayers:
+    def seq_layers(self, call: int, front: int) -> SequenceLayers:
         """The first ``front`` entries as the front, the others as the tail."""
         return SequenceLayers.of(self.pages(call), self.blocks, front, front, self.entries)
 
@@ -158,7 +168,7 @@ def torch_attention(caches: Caches, query: Tensor, front: int) -> Side:
         visible = torch.ones(num_queries, caches.entries, dtype=torch.bool).tril(caches.entries - num_queries)
         mask = visible.repeat(num_heads // caches.heads, 1)
     if front:
-        log_votes = reference.gather_metadata(caches.units(0, front))[0]
+        log_votes = reference.gather_metadata(caches.seq_layers(0, front))[0]
         mask = log_votes.to(caches.dtype)[None, :, None]
 
     def run(call: int) -> Sequence[Tensor]:
@@ -171,13 +181,12 @@ def torch_attention(caches: Caches, query: Tensor, front: int) -> Side:
 def attention(caches: Caches, groups: int, num_queries: int, front: int, mode: str) -> Case:
     """Decode where ``num_queries == 1``. front: entries with a vote bias; half of them, or none."""
     query = torch.randn(num_queries, caches.heads * groups, caches.head_size).to(caches.dtype)
-    numbers = [0, num_queries, caches.entries, front, front, ScoreMode(mode).code]  # type: ignore[arg-type]
-    rows = [torch.tensor([number], dtype=torch.int32) for number in numbers]
+    update = ScoreUpdate(ScoreMode(mode), DECAY)
+    batch = AttentionBatch.single(caches.blocks, num_queries, caches.entries, front, front, update)
 
     def run(module: ModuleType, call: int) -> Sequence[Tensor]:
         output = torch.empty_like(query)
-        decays, scale = torch.tensor([DECAY]), caches.head_size**-0.5
-        module.paged_attention(query, caches.pages(call), caches.blocks.unsqueeze(0), *rows, decays, scale, output)
+        module.paged_attention(query, caches.pages(call), batch, caches.head_size**-0.5, output)
         return [output]
 
     sides = both(run)
@@ -200,9 +209,7 @@ def scores(caches: Caches, groups: int, num_queries: int, update: ScoreUpdate) -
     def run(module: ModuleType, call: int) -> Sequence[Tensor]:
         statistics = torch.zeros(2, caches.heads, caches.entries)
         scale = caches.head_size**-0.5
-        module.score_prompt_queries(
-            query, caches.pages(call), caches.blocks, caches.entries, update, scale, *statistics
-        )
+        module.score_prompt_queries(query, caches.pages(call), caches.blocks, update, scale, *statistics)
         return list(statistics)
 
     flops = 2 * num_queries * caches.entries * caches.heads * groups * caches.head_size
@@ -210,14 +217,14 @@ def scores(caches: Caches, groups: int, num_queries: int, update: ScoreUpdate) -
 
 
 def similarities(caches: Caches) -> Case:
-    members, carriers = caches.some(caches.entries // 8), caches.some(caches.entries // 8)
-    usable = torch.rand(carriers.shape) < 0.9
+    sources, targets = caches.some(caches.entries // 8), caches.some(caches.entries // 8)
+    usable = torch.rand(targets.shape) < 0.9
 
     def run(module: ModuleType, call: int) -> Sequence[Tensor]:
-        return list(module.most_similar(caches.units(call, 0), members, carriers, usable))
+        return list(module.most_similar(caches.seq_layers(call, 0), sources, targets, usable))
 
-    flops = 2 * members.numel() * carriers.shape[1] * caches.head_size
-    return Case("most_similar", f"{members.shape[1]} of {carriers.shape[1]}", "gemm", flops, both(run))
+    flops = 2 * sources.numel() * targets.shape[1] * caches.head_size
+    return Case("most_similar", f"{sources.shape[1]} of {targets.shape[1]}", "gemm", flops, both(run))
 
 
 def newest_queries(caches: Caches, groups: int, count: int) -> Case:
@@ -228,7 +235,7 @@ def newest_queries(caches: Caches, groups: int, count: int) -> Case:
 
     def run(module: ModuleType, call: int) -> Sequence[Tensor]:
         scale = caches.head_size**-0.5
-        return [module.fused_attention(caches.units(call, 0), queries, seen, log_votes, positions, scale, "sum")]
+        return [module.fused_attention(caches.seq_layers(call, 0), queries, seen, log_votes, positions, scale, "sum")]
 
     flops = 2 * queries.numel() * n
     return Case("fused_attention", f"{count} queries, G {groups}", "gemm", flops, both(run))
@@ -242,7 +249,7 @@ def selections(caches: Caches) -> list[Case]:
     mask = reference.largest(ranking, kept)
     positions = torch.rand(ranking.shape).argsort(1)
     products, weights = torch.randn(caches.heads, 64, kept), torch.rand(caches.heads, kept)
-    between, member_weights = torch.randn(caches.heads, 64, 64), torch.rand(caches.heads, 64)
+    between, source_weights = torch.randn(caches.heads, 64, 64), torch.rand(caches.heads, 64)
     arguments: dict[str, tuple[object, ...]] = {
         "largest": (ranking, kept),
         "top": (ranking, protected, is_live, kept),
@@ -252,7 +259,7 @@ def selections(caches: Caches) -> list[Case]:
         "inverse": (index, n),
         "free_places": (index, kept),
         "take": (index, [ranking, positions]),
-        "join_slots": (products, between, member_weights, weights),
+        "join_slots": (products, between, source_weights, weights),
     }
 
     def run(name: str, module: ModuleType, call: int) -> Sequence[Tensor]:
@@ -276,14 +283,10 @@ def gathers(caches: Caches) -> list[Case]:
     grown = 1 + 4 / caches.dtype.itemsize  # read in the cache's dtype, written in float32
 
     def rows(plane: str, module: ModuleType, call: int) -> Sequence[Tensor]:
-        return [module.gather_rows(caches.units(call, 0), plane, index)]
+        return [module.gather_rows(caches.seq_layers(call, 0), plane, index)]
 
     def metadata(module: ModuleType, call: int) -> Sequence[Tensor]:
-        return list(module.gather_metadata(caches.units(call, half)))
-
-    def entries(module: ModuleType, call: int) -> Sequence[Tensor]:
-        found = gather_entries(caches.pages(call), caches.blocks, half, half, n)
-        return [getattr(found, field.name) for field in fields(found)]
+        return list(module.gather_metadata(caches.seq_layers(call, half)))
 
     metadata_bytes = caches.heads * (8 * n + 8 * half + 20 * n)
     name = f"{half} of {n} entries"
@@ -291,7 +294,6 @@ def gathers(caches: Caches) -> list[Case]:
         Case("gather_rows", f"keys, {name}", "copy", caches.bytes(half, grown / 2), both(partial(rows, "keys"))),
         Case("gather_rows", f"values, {name}", "copy", caches.bytes(half, grown / 2), both(partial(rows, "values"))),
         Case("gather_metadata", f"{n} entries", "copy", metadata_bytes, both(metadata)),
-        Case("gather_entries", f"{n} entries", "copy", metadata_bytes + caches.bytes(n, grown), both(entries)),
     ]
 
 
@@ -319,26 +321,26 @@ def writes(caches: Caches) -> list[Case]:
     n, quarter = caches.entries, caches.entries // 4
     places = caches.some(quarter)
     keys, values = torch.randn(2, caches.heads, quarter, caches.head_size)
-    metadata = cpu.gather_metadata(caches.units(0, n))
+    metadata = cpu.gather_metadata(caches.seq_layers(0, n))
     log_votes, statistics, aux, positions = (plane.flip(1) for plane in metadata)
     merged = torch.arange(0, quarter, 4).expand(caches.heads, -1)
 
     def rows(module: ModuleType, call: int) -> Sequence[Tensor]:
-        module.write_rows(caches.units(call, 0), caches.blocks[None], places, keys, values)
+        module.write_rows(caches.seq_layers(call, 0), caches.blocks[None], places, keys, values)
         return []
 
     def planes(module: ModuleType, call: int) -> Sequence[Tensor]:
-        module.write_metadata(caches.units(call, n), caches.blocks[None], log_votes, statistics, aux, positions)
+        module.write_metadata(caches.seq_layers(call, n), caches.blocks[None], log_votes, statistics, aux, positions)
         return []
 
     def moves(module: ModuleType, call: int) -> Sequence[Tensor]:
-        module.move_entries(caches.units(call, 0), caches.blocks[None], places)
+        module.move_entries(caches.seq_layers(call, 0), caches.blocks[None], places)
         return []
 
     def merges(module: ModuleType, call: int) -> Sequence[Tensor]:
         sums = Rows(merged, keys[:, : merged.shape[1]], values[:, : merged.shape[1]])
         front = [plane[:, :quarter] for plane in (log_votes, statistics, aux, positions)]
-        module.merge_entries(caches.units(call, 0), caches.blocks[None], places, tuple(front), sums)
+        module.merge_entries(caches.seq_layers(call, 0), caches.blocks[None], places, tuple(front), sums)
         return []
 
     grown = 1 + 4 / caches.dtype.itemsize

@@ -12,7 +12,6 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_kvmerge.engine.attention import cuda as backend
-from vllm_kvmerge.ops import AttentionBatch
 
 SIZES = [1, 2, 4]
 """Batches of three are padded."""
@@ -37,7 +36,7 @@ def install() -> None:
 
     def of_rows_with_queries(query, cache, batch, scale, output) -> None:
         """The reference knows no rows that only pad a batch."""
-        some = AttentionBatch(*(tensor[batch.query_lens > 0] for tensor in batch.tensors), batch.max_query_len)
+        some = batch.map(lambda tensor: tensor[batch.query_lens > 0], batch.max_query_len)
         attention(query, cache, some, scale, output)
 
     backend.paged_attention = of_rows_with_queries

@@ -238,5 +238,4 @@ def batch_of(
 
 def padded(batch: AttentionBatch, max_query_len: int | None) -> AttentionBatch:
     """The batch with two more rows, without queries, as captured graphs are padded."""
-    tensors = (torch.nn.functional.pad(t, (0, 0, 0, 2) if t.dim() == 2 else (0, 2)) for t in batch.tensors)
-    return AttentionBatch(*tensors, max_query_len)
+    return batch.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, 2) if t.dim() == 2 else (0, 2)), max_query_len)

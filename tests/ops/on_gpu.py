@@ -50,7 +50,7 @@ class OnGPU:
             there[id(value)] = value, self._tensor(value)
             return there[id(value)][1]
         if isinstance(value, AttentionBatch):
-            return AttentionBatch(*(self._moved(tensor, there) for tensor in value.tensors), value.max_query_len)
+            return value.map(lambda tensor: self._moved(tensor, there), value.max_query_len)
         if isinstance(value, SequenceLayers):
             layers = [self._moved(pages, there) for pages in value.layers]
             return replace(value, layers=layers, blocks=self._moved(value.blocks, there))

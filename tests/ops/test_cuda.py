@@ -166,8 +166,7 @@ def test_what_kernels_cannot_do_is_left_to_others(cuda):
     for operators, output in zip((reference, cuda), outputs, strict=True):
         operators.paged_attention(query, maker.pages, batch, 0.1, output)
     assert torch.equal(*outputs)
-    empty = AttentionBatch(*(tensor[:0] for tensor in batch.tensors))
-    cuda.paged_attention(query[:0], maker.pages, empty, 1.0, query[:0])
+    cuda.paged_attention(query[:0], maker.pages, batch.map(lambda tensor: tensor[:0], 1), 1.0, query[:0])
     with pytest.raises(ValueError, match="does not suit"):
         cuda.paged_attention(query[..., :32], maker.pages, batch, 1.0, query[..., :32])
 

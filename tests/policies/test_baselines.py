@@ -26,7 +26,7 @@ from tests.policies.sampling import (
 )
 from tests.policies.test_allocators import on_two_workers
 from vllm_kvmerge.ops import ScoreMode, ScoreUpdate
-from vllm_kvmerge.ops.reference import accumulate_scores
+from vllm_kvmerge.ops.attention import accumulate_scores
 from vllm_kvmerge.policies import (
     DEAD,
     PARTS,

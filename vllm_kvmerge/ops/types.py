@@ -23,7 +23,7 @@ takes for a paged cache: rows contiguous, strides of blocks, slots and heads as 
 and its slot is its position, so requests without a policy never write metadata.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -278,7 +278,8 @@ class AttentionBatch:
     ) -> "AttentionBatch":
         """One sequence, which all queries belong to; ``blocks``: ``[blocks]``."""
         numbers = (0, num_queries, seq_len, front, tail, update.mode.code)
-        return cls(blocks[None], *_one_row(blocks.device, numbers, update.decay), max_query_len=num_queries)
+        row = _one_row(blocks.device, numbers, update.decay)
+        return cls(blocks[None], *row, num_queries)  # type: ignore[call-arg]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -287,6 +288,10 @@ class AttentionBatch:
             self.block_table, self.query_starts, self.query_lens, self.seq_lens,
             self.fronts, self.tails, self.score_modes, self.score_decays,
         )  # fmt: skip
+
+    def map(self, change: Callable[[Tensor], Tensor], max_query_len: int | None) -> "AttentionBatch":
+        """The batch with ``change`` of each tensor."""
+        return AttentionBatch(*map(change, self.tensors), max_query_len)  # type: ignore[call-arg]
 
     def __len__(self) -> int:
         return len(self.query_lens)

@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, SCALE, Request, Scene  # noqa: E402
-from tests.ops.test_native import relative_error  # noqa: E402
+from tests.ops.test_cpu import relative_error  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
-from vllm_kvmerge.ops import ScoreMode, ScoreUpdate, reference  # noqa: E402
+from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, reference  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SUM, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
@@ -32,7 +32,7 @@ def rings(num_rings=2, window=4) -> QueryRings:
     return QueryRings(1, num_rings, window, HEADS * GROUPS, HEAD_SIZE, torch.float32, torch.device("cpu"))
 
 
-def compressed(scene, front, tail, seq_len, num_tokens=1, update=None, ring=None) -> Request:
+def compressed(scene, front, tail, seq_len, num_tokens=1, update=NO_UPDATE, ring=None) -> Request:
     row = BatchRow(front, tail, update, ring=ring)
     return Request(scene.maker.sequence(front, tail, seq_len), num_tokens, row)
 

@@ -28,14 +28,17 @@ def _compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]
     """``rows``: the compressed ones by their place in the batch."""
     index = torch.tensor(list(rows))
     starts = common.query_start_loc
-    segments = [[row.front, row.tail, row.update.mode.code] for row in rows.values()]
+    numbers = [(row.front, row.tail, row.update.mode.code) for row in rows.values()]
+    fronts, tails, modes = torch.tensor(numbers, dtype=torch.int32).unbind(1)
     return AttentionBatch(
         common.block_table_tensor[index],
         starts[index],
         starts[index + 1] - starts[index],
         common.seq_lens[index],
-        *torch.tensor(segments, dtype=torch.int32).unbind(1),
-        score_decays=torch.tensor([row.update.decay for row in rows.values()]),
+        fronts,
+        tails,
+        modes,
+        torch.tensor([row.update.decay for row in rows.values()]),
     )
 
 

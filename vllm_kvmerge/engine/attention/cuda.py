@@ -85,9 +85,9 @@ def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> Atte
     """``rows``: places in the batch, ascending."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first == len(rows) - 1:
-        return AttentionBatch(*(tensor[first : last + 1] for tensor in batch.tensors), max_query_len=max_query_len)
+        return batch.map(lambda tensor: tensor[first : last + 1], max_query_len)
     index = async_tensor_h2d(rows, device=batch.seq_lens.device)
-    return AttentionBatch(*(tensor.index_select(0, index) for tensor in batch.tensors), max_query_len=max_query_len)
+    return batch.map(lambda tensor: tensor.index_select(0, index), max_query_len)
 
 
 @dataclass
