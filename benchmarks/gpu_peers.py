@@ -204,7 +204,7 @@ class PagedPlanes:
         return self.spread(by_entry.unflatten(1, (width, self.size)))
 
     def seen(self, num_queries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """PagedKVCache that the newest queries see, for a block mask: how many in part, which, how many whole, and which.
+        """Pages that the newest queries see, for a block mask: how many in part, which, how many whole, and which.
 
         ``[rows, 1, blocks of queries]`` and, with all pages of a sequence, ``[rows, 1, blocks of queries, pages]``,
         int32; what lies behind the count is not looked at. A single query sees none whole.

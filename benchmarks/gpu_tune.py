@@ -88,7 +88,7 @@ def _entries(
     run: Callable[[SequenceLayers, Caches, Callable[[Tensor], Tensor], Any], Any],
     size: tuple[int, int] = (16, 1024),
 ) -> Callable[[Bench, int], Measure]:
-    """Cases of an operator on sequence layers; ``run`` gets them, where they are, what brings tensors there, and a module."""
+    """Cases of an operator on sequence layers; ``run`` gets them, their caches, a copier of tensors, and a module."""
 
     def prepare(bench: Bench, groups: int) -> Measure:
         (caches,) = _sizes(bench, [size])

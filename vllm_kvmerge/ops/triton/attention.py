@@ -65,26 +65,12 @@ class _Call:
         lse, rows = buffers["lse"], self.rows
         planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
         attention_kernels.attend[(len(self.batch) * plan.tiles, cache.num_kv_heads, plan.splits)](
-            self.query,
-            *planes,
-            output,
-            *rows,
-            buffers.get("partial", lse),
-            lse,
-            buffers.get("kept", lse),
-            self.scale * LOG2E,
-            plan.tiles,
-            *self.query.stride()[:2],
-            *output.stride()[:2],
-            rows[0].stride(0),
+            self.query, *planes, output, *rows, buffers.get("partial", lse), lse, buffers.get("kept", lse),
+            self.scale * LOG2E, plan.tiles, *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0),
             *cache.strides,
-            VALUES=values,
-            KEEP=plan.kept,
-            COMPUTE=product_type(self.query.dtype, cache.keys.dtype),
-            BLOCK_N=plan.settings.block_n,
-            **self.constants,
-            **plan.settings.launch,
-        )
+            VALUES=values, KEEP=plan.kept, COMPUTE=product_type(self.query.dtype, cache.keys.dtype),
+            BLOCK_N=plan.settings.block_n, **self.constants, **plan.settings.launch,
+        )  # fmt: skip
         return lse
 
     def finish(self, output: Tensor, lse: Tensor) -> None:
@@ -99,25 +85,11 @@ class _Call:
         if num_combined + parts == 0:
             return
         attention_kernels.finish[(len(self.batch) * plan.tiles, cache.num_kv_heads, num_combined + parts)](
-            cache.scores,
-            cache.aux,
-            output,
-            *rows,
-            self.work.take("partial", 1),
-            lse,
-            self.work.take("kept", 1),
-            plan.tiles,
-            num_combined,
-            *output.stride()[:2],
-            rows[0].stride(0),
-            *cache.log_votes.stride()[:2],
-            KEEP=plan.kept,
-            BLOCK_N=plan.settings.block_n,
-            BLOCK_S=min(plan.splits, 16),
-            BLOCK_U=chosen.block_n,
-            **self.constants,
-            **chosen.launch,
-        )
+            cache.scores, cache.aux, output, *rows, self.work.take("partial", 1), lse, self.work.take("kept", 1),
+            plan.tiles, num_combined, *output.stride()[:2], rows[0].stride(0), *cache.log_votes.stride()[:2],
+            KEEP=plan.kept, BLOCK_N=plan.settings.block_n, BLOCK_S=min(plan.splits, 16), BLOCK_U=chosen.block_n,
+            **self.constants, **chosen.launch,
+        )  # fmt: skip
 
     def update_columns(self, scores: Tensor, aux: Tensor, lse: Tensor, paged: bool) -> None:
         """Launches ``update_columns``. scores, aux: planes of the cache (``paged``), or ``[H, entries]``."""
@@ -127,27 +99,12 @@ class _Call:
             chosen.programs, len(self.batch) * cache.num_kv_heads, -(-self.max_entries // chosen.block_n), cache
         )
         attention_kernels.update_columns[(len(self.batch), cache.num_kv_heads, parts)](
-            self.query,
-            cache.keys,
-            cache.log_votes,
-            scores,
-            aux,
-            *rows,
-            lse,
-            self.scale * LOG2E,
-            plan.tiles,
-            *self.query.stride()[:2],
-            rows[0].stride(0),
-            *cache.keys.stride(),
-            *cache.log_votes.stride()[:2],
+            self.query, cache.keys, cache.log_votes, scores, aux, *rows, lse, self.scale * LOG2E, plan.tiles,
+            *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(), *cache.log_votes.stride()[:2],
             *(scores.stride()[:2] if paged else (0, scores.stride(0))),
-            PAGED=paged,
-            COMPUTE=product_type(self.query.dtype, cache.keys.dtype),
-            BLOCK_N=chosen.block_n,
-            LSE_BLOCK_N=plan.settings.block_n,
-            **self.constants,
-            **chosen.launch,
-        )
+            PAGED=paged, COMPUTE=product_type(self.query.dtype, cache.keys.dtype), BLOCK_N=chosen.block_n,
+            LSE_BLOCK_N=plan.settings.block_n, **self.constants, **chosen.launch,
+        )  # fmt: skip
 
 
 def paged_attention(
@@ -206,20 +163,8 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
     key, value = (rounded(t if t.stride(2) == 1 else t.contiguous(), dtype) for t in (key, value))
     chosen = settings_for("write", cache)
     attention_kernels.write[(len(slot_mapping), -(-cache.num_kv_heads // chosen.block_n))](
-        slot_mapping,
-        key,
-        value,
-        cache.keys,
-        cache.values,
-        cache.num_kv_heads,
-        slot_mapping.stride(0),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *cache.keys.stride(),
-        *cache.values.stride()[:3],
-        HEAD_SIZE=cache.head_size,
-        BLOCK_SIZE=cache.block_size,
-        BLOCK_H=chosen.block_n,
-        BLOCK_D=power_of_two(cache.head_size),
-        **chosen.launch,
-    )
+        slot_mapping, key, value, cache.keys, cache.values, cache.num_kv_heads, slot_mapping.stride(0),
+        *key.stride()[:2], *value.stride()[:2], *cache.keys.stride(), *cache.values.stride()[:3],
+        HEAD_SIZE=cache.head_size, BLOCK_SIZE=cache.block_size, BLOCK_H=chosen.block_n,
+        BLOCK_D=power_of_two(cache.head_size), **chosen.launch,
+    )  # fmt: skip

@@ -66,52 +66,14 @@ def averaged(level, score, aux, num_queries, counted, decay):
 
 @triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def attend(
-    query,
-    keys,
-    values,
-    log_votes,
-    scores,
-    aux,
-    output,
-    block_table,
-    query_starts,
-    query_lens,
-    seq_lens,
-    fronts,
-    tails,
-    score_modes,
-    score_decays,
-    partial,
-    lse,
-    kept,
-    scale,
-    tiles_per_row,
-    stride_q_token,
-    stride_q_head,
-    stride_o_token,
-    stride_o_head,
-    stride_table,
-    stride_k_block,
-    stride_k_head,
-    stride_k_dim,
-    stride_k_slot,
-    stride_v_block,
-    stride_v_head,
-    stride_v_slot,
-    stride_m_block,
-    stride_m_head,
-    G: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    VALUES: tl.constexpr,
-    KEEP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    query, keys, values, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts,
+    tails, score_modes, score_decays, partial, lse, kept, scale, tiles_per_row,
+    stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block, stride_k_head,
+    stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot, stride_m_block, stride_m_head,
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, KEEP: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """One split of the entries for one tile of a sequence's queries and one KV head. Grid: tiles, heads, splits.
 
     VALUES: attend to values too, not only find the log-sum-exp. KEEP: rows of logits that are kept for ``finish``, 0 if
@@ -232,39 +194,13 @@ def whole_lse(lse, tile, head, num_heads, wanted, num_splits, SPLITS: tl.constex
 
 @triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def finish(
-    scores,
-    aux,
-    output,
-    block_table,
-    query_starts,
-    query_lens,
-    seq_lens,
-    fronts,
-    tails,
-    score_modes,
-    score_decays,
-    partial,
-    lse,
-    kept,
-    tiles_per_row,
-    num_combined,
-    stride_o_token,
-    stride_o_head,
-    stride_table,
-    stride_m_block,
-    stride_m_head,
-    G: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEEP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays,
+    partial, lse, kept, tiles_per_row, num_combined,
+    stride_o_token, stride_o_head, stride_table, stride_m_block, stride_m_head,
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_U: tl.constexpr,
-):
+):  # fmt: skip
     """Puts splits together, and updates scores from the logits that were kept.
 
     Grid: tiles, heads, ``num_combined`` programs for a row of the tile each, then any number that share the entries.
@@ -341,25 +277,11 @@ def finish(
 
 @triton.jit
 def tile_logits(
-    query,
-    k,
-    votes,
-    entry,
-    live,
-    first_query,
-    num_queries,
-    old,
-    start_token,
-    head,
-    stride_q_token,
-    stride_q_head,
+    query, k, votes, entry, live, first_query, num_queries, old, start_token, head,
+    stride_q_token, stride_q_head,
     scale,
-    G: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """(logits with votes where the row's query sees the entry and -inf elsewhere, its number, whether it is one)."""
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -376,45 +298,14 @@ def tile_logits(
 
 @triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def update_columns(
-    query,
-    keys,
-    log_votes,
-    scores,
-    aux,
-    block_table,
-    query_starts,
-    query_lens,
-    seq_lens,
-    fronts,
-    tails,
-    score_modes,
-    score_decays,
-    lse,
-    scale,
-    tiles_per_row,
-    stride_q_token,
-    stride_q_head,
-    stride_table,
-    stride_k_block,
-    stride_k_head,
-    stride_k_dim,
-    stride_k_slot,
-    stride_m_block,
-    stride_m_head,
-    stride_s_block,
-    stride_s_head,
-    G: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    query, keys, log_votes, scores, aux, block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes,
+    score_decays, lse, scale, tiles_per_row,
+    stride_q_token, stride_q_head, stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    stride_m_block, stride_m_head, stride_s_block, stride_s_head,
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     LSE_BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
 
     Grid: sequences, heads, any number that share the entries. PAGED: statistics lie in cache, where new tokens' start
@@ -461,25 +352,9 @@ def update_columns(
             level = tl.full([BLOCK_N], float("-inf"), tl.float32)
             for tile in range(first_tile, num_tiles):
                 logits, number, _ = tile_logits(
-                    query,
-                    k,
-                    tl.zeros([BLOCK_N], tl.float32),
-                    entry,
-                    live,
-                    tile * QUERIES,
-                    num_queries,
-                    old,
-                    start_token,
-                    head,
-                    stride_q_token,
-                    stride_q_head,
-                    scale,
-                    G,
-                    HEAD_SIZE,
-                    COMPUTE,
-                    BLOCK_M,
-                    BLOCK_D,
-                )
+                    query, k, tl.zeros([BLOCK_N], tl.float32), entry, live, tile * QUERIES, num_queries, old,
+                    start_token, head, stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
                 weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
                 level = log2_add(level, log2_sum(logits + weight[:, None]))
             after = averaged(level, score, aux_before, num_queries, counted, decay)
@@ -494,37 +369,15 @@ def update_columns(
             added = tl.zeros([BLOCK_N], tl.float32)
             for tile in range(first_tile, num_tiles):
                 logits, number, wanted = tile_logits(
-                    query,
-                    k,
-                    votes,
-                    entry,
-                    live,
-                    tile * QUERIES,
-                    num_queries,
-                    old,
-                    start_token,
-                    head,
-                    stride_q_token,
-                    stride_q_head,
-                    scale,
-                    G,
-                    HEAD_SIZE,
-                    COMPUTE,
-                    BLOCK_M,
-                    BLOCK_D,
-                )
+                    query, k, votes, entry, live, tile * QUERIES, num_queries, old, start_token, head, stride_q_token,
+                    stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
                 seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
                 size = split_size(seen, SPLITS, LEAST, LSE_BLOCK_N)
                 total = whole_lse(
-                    lse,
-                    row * tiles_per_row + tile,
-                    head,
-                    tl.num_programs(1),
-                    wanted,
-                    (seen + size - 1) // size,
-                    SPLITS,
-                    BLOCK_M,
-                )
+                    lse, row * tiles_per_row + tile, head, tl.num_programs(1), wanted, (seen + size - 1) // size,
+                    SPLITS, BLOCK_M,
+                )  # fmt: skip
                 weight = tl.where(wanted, power(decay, num_queries - 1 - number), 0.0)
                 added += tl.sum(tl.exp2(logits - total[:, None]) * weight[:, None], 0)
             tl.store(scores + at, score * power(decay, num_queries) + added, mask=live)
@@ -533,29 +386,11 @@ def update_columns(
 
 @triton.jit
 def write(
-    slot_mapping,
-    key,
-    value,
-    keys,
-    values,
-    num_heads,
-    stride_slot,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_k_block,
-    stride_k_head,
-    stride_k_dim,
-    stride_k_slot,
-    stride_v_block,
-    stride_v_head,
-    stride_v_slot,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    slot_mapping, key, value, keys, values, num_heads,
+    stride_slot, stride_key_token, stride_key_head, stride_value_token, stride_value_head, stride_k_block,
+    stride_k_head, stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Stores one token's keys and values of some heads. Grid: tokens, tiles of heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token * stride_slot).to(tl.int64)

@@ -70,16 +70,9 @@ def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
     chosen = settings_for("metadata", at.cache)
     if log_votes.numel():
         entry_kernels.read_metadata[at.grid(n, chosen.block_n)](
-            *at.entries,
-            *metadata,
-            at.cache.num_kv_heads,
-            n,
-            at.blocks.stride(0),
-            *at.cache.log_votes.stride()[:2],
-            BLOCK_SIZE=at.cache.block_size,
-            BLOCK_N=chosen.block_n,
-            **chosen.launch,
-        )
+            *at.entries, *metadata, at.cache.num_kv_heads, n, at.blocks.stride(0), *at.cache.log_votes.stride()[:2],
+            BLOCK_SIZE=at.cache.block_size, BLOCK_N=chosen.block_n, **chosen.launch,
+        )  # fmt: skip
     return metadata
 
 
@@ -89,18 +82,10 @@ def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], in
     chosen = settings_for("rows", at.cache)
     if rows.numel():
         entry_kernels.read_rows[at.grid(count, chosen.block_n)](
-            *at.entries,
-            index.contiguous(),
-            rows,
-            at.cache.num_kv_heads,
-            count,
-            at.blocks.stride(0),
+            *at.entries, index.contiguous(), rows, at.cache.num_kv_heads, count, at.blocks.stride(0),
             *at.strides(plane),
-            PLANE=PLANES[plane],
-            BLOCK_N=chosen.block_n,
-            **at.constants,
-            **chosen.launch,
-        )
+            PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
+        )  # fmt: skip
     return rows
 
 
@@ -114,19 +99,10 @@ def write_rows(
         if rows is None or rows.numel() == 0:
             continue
         entry_kernels.write_rows[at.grid(places.shape[1], chosen.block_n)](
-            *at.layers,
-            blocks,
-            places,
-            rounded(rows, at.cache.keys.dtype).contiguous(),
-            at.cache.num_kv_heads,
-            places.shape[1],
-            blocks.stride(0),
-            *at.strides(plane),
-            PLANE=PLANES[plane],
-            BLOCK_N=chosen.block_n,
-            **at.constants,
-            **chosen.launch,
-        )
+            *at.layers, blocks, places, rounded(rows, at.cache.keys.dtype).contiguous(), at.cache.num_kv_heads,
+            places.shape[1], blocks.stride(0), *at.strides(plane),
+            PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
+        )  # fmt: skip
 
 
 def write_metadata(
@@ -137,17 +113,10 @@ def write_metadata(
     chosen = settings_for("metadata", at.cache)
     if count:
         entry_kernels.write_metadata[at.grid(count, chosen.block_n)](
-            *at.layers,
-            blocks,
-            *(plane.contiguous() for plane in (log_votes, scores, aux, positions)),
-            at.cache.num_kv_heads,
-            count,
-            blocks.stride(0),
-            *at.cache.log_votes.stride()[:2],
-            BLOCK_SIZE=at.cache.block_size,
-            BLOCK_N=chosen.block_n,
-            **chosen.launch,
-        )
+            *at.layers, blocks, *(plane.contiguous() for plane in (log_votes, scores, aux, positions)),
+            at.cache.num_kv_heads, count, blocks.stride(0), *at.cache.log_votes.stride()[:2],
+            BLOCK_SIZE=at.cache.block_size, BLOCK_N=chosen.block_n, **chosen.launch,
+        )  # fmt: skip
 
 
 def move_entries(seq_layers: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
@@ -173,24 +142,10 @@ def _move_entries(at: _KernelArguments, destination: Tensor, kept: Tensor) -> No
     for plane in PLANES:
         for write in (False, True):
             entry_kernels.move_rows[at.grid(count, chosen.block_n)](
-                addresses,
-                layer,
-                blocks,
-                destination,
-                segments,
-                kept,
-                staging,
-                at.cache.num_kv_heads,
-                count,
-                blocks.stride(0),
-                destination.stride(0),
-                *at.strides(plane),
-                PLANE=PLANES[plane],
-                WRITE=write,
-                BLOCK_N=chosen.block_n,
-                **at.constants,
-                **chosen.launch,
-            )
+                addresses, layer, blocks, destination, segments, kept, staging, at.cache.num_kv_heads, count,
+                blocks.stride(0), destination.stride(0), *at.strides(plane),
+                PLANE=PLANES[plane], WRITE=write, BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
+            )  # fmt: skip
 
 
 merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__])
@@ -203,23 +158,12 @@ def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, u
     chosen = settings_for("similar", at.cache)
     if best.numel():
         entry_kernels.find_similar[at.grid(sources.shape[1], chosen.block_m)](
-            *at.entries,
-            sources.contiguous(),
-            targets.contiguous(),
-            usable.contiguous().view(torch.uint8),
-            similarity,
-            best,
-            at.cache.num_kv_heads,
-            sources.shape[1],
-            targets.shape[1],
-            at.blocks.stride(0),
+            *at.entries, sources.contiguous(), targets.contiguous(), usable.contiguous().view(torch.uint8),
+            similarity, best, at.cache.num_kv_heads, sources.shape[1], targets.shape[1], at.blocks.stride(0),
             *at.strides("keys"),
-            COMPUTE=product_type(at.cache.keys.dtype),
-            BLOCK_M=chosen.block_m,
-            BLOCK_N=chosen.block_n,
-            **at.constants,
+            COMPUTE=product_type(at.cache.keys.dtype), BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, **at.constants,
             **chosen.launch,
-        )
+        )  # fmt: skip
     return similarity, best
 
 

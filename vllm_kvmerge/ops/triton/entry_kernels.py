@@ -31,22 +31,10 @@ def segments_of(segments, seq_layer):
 
 @triton.jit
 def read_metadata(
-    addresses,
-    layers,
-    blocks,
-    segments,
-    log_votes,
-    scores,
-    aux,
-    positions,
-    num_heads,
-    num_entries,
-    stride_blocks,
-    stride_m_block,
-    stride_m_head,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    addresses, layers, blocks, segments, log_votes, scores, aux, positions, num_heads, num_entries,
+    stride_blocks, stride_m_block, stride_m_head,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Copies metadata of some entries. Grid: heads, tiles of entries."""
     seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
@@ -69,21 +57,10 @@ def read_metadata(
 
 @triton.jit
 def write_metadata(
-    addresses,
-    layers,
-    blocks,
-    log_votes,
-    scores,
-    aux,
-    positions,
-    num_heads,
-    num_slots,
-    stride_blocks,
-    stride_m_block,
-    stride_m_head,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    addresses, layers, blocks, log_votes, scores, aux, positions, num_heads, num_slots,
+    stride_blocks, stride_m_block, stride_m_head,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes metadata of slots from 0 on. Grid: heads, tiles of slots."""
     seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
@@ -103,21 +80,10 @@ def write_metadata(
 
 @triton.jit
 def rows_at(
-    plane,
-    index,
-    live,
-    front,
-    tail,
-    table,
-    head,
-    stride_block,
-    stride_head,
-    stride_dim,
-    stride_slot,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    plane, index, live, front, tail, table, head,
+    stride_block, stride_head, stride_dim, stride_slot,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """``[n, BLOCK_D]``: keys or values of the entries at ``index``; zeros where not live, and behind the head size."""
     block, offset = place_of(index, live, front, tail, table, BLOCK_SIZE)
     dims = tl.arange(0, BLOCK_D)[None, :]
@@ -127,26 +93,11 @@ def rows_at(
 
 @triton.jit
 def read_rows(
-    addresses,
-    layers,
-    blocks,
-    segments,
-    index,
-    out,
-    num_heads,
-    num_rows,
-    stride_blocks,
-    stride_block,
-    stride_head,
-    stride_dim,
-    stride_slot,
-    PLANE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    addresses, layers, blocks, segments, index, out, num_heads, num_rows,
+    stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
+    PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Copies keys or values of the entries at ``index`` as float32. Grid: heads, tiles."""
     seq_layer = tl.program_id(0) // num_heads
     front, tail = segments_of(segments, seq_layer)
@@ -155,46 +106,21 @@ def read_rows(
     at = tl.program_id(0).to(tl.int64) * num_rows + number
     entry = tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
     rows = rows_at(
-        plane_of(addresses, tl.load(layers + seq_layer), PLANE, ELEMENT),
-        entry,
-        wanted & (entry >= 0),
-        front,
-        tail,
-        blocks + seq_layer.to(tl.int64) * stride_blocks,
-        tl.program_id(0) % num_heads,
-        stride_block,
-        stride_head,
-        stride_dim,
-        stride_slot,
-        HEAD_SIZE,
-        BLOCK_SIZE,
-        BLOCK_D,
-    )
+        plane_of(addresses, tl.load(layers + seq_layer), PLANE, ELEMENT), entry, wanted & (entry >= 0), front, tail,
+        blocks + seq_layer.to(tl.int64) * stride_blocks, tl.program_id(0) % num_heads, stride_block, stride_head,
+        stride_dim, stride_slot, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)[None, :]
     tl.store(out + at[:, None] * HEAD_SIZE + dims, rows.to(tl.float32), mask=wanted[:, None] & (dims < HEAD_SIZE))
 
 
 @triton.jit
 def write_rows(
-    addresses,
-    layers,
-    blocks,
-    places,
-    rows,
-    num_heads,
-    num_rows,
-    stride_blocks,
-    stride_block,
-    stride_head,
-    stride_dim,
-    stride_slot,
-    PLANE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    addresses, layers, blocks, places, rows, num_heads, num_rows,
+    stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
+    PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Writes keys or values to slots; none where the place is negative. Grid: heads, tiles of rows."""
     seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
@@ -213,29 +139,11 @@ def write_rows(
 
 @triton.jit
 def move_rows(
-    addresses,
-    layers,
-    blocks,
-    destination,
-    segments,
-    kept,
-    staging,
-    num_heads,
-    num_slots,
-    stride_blocks,
-    stride_destination,
-    stride_block,
-    stride_head,
-    stride_dim,
-    stride_slot,
-    PLANE: tl.constexpr,
-    WRITE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    addresses, layers, blocks, destination, segments, kept, staging, num_heads, num_slots,
+    stride_blocks, stride_destination, stride_block, stride_head, stride_dim, stride_slot,
+    PLANE: tl.constexpr, WRITE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Half of a move: copies what leaves its place to ``staging``, or (WRITE) from there to where it goes.
 
     The halves are two launches, so that all is read before anything is written. Grid: heads, tiles of slots.
@@ -267,31 +175,12 @@ def move_rows(
 
 @triton.jit
 def find_similar(
-    addresses,
-    layers,
-    blocks,
-    segments,
-    sources,
-    targets,
-    usable,
-    similarity,
-    best,
-    num_heads,
-    num_sources,
+    addresses, layers, blocks, segments, sources, targets, usable, similarity, best, num_heads, num_sources,
     num_targets,
-    stride_blocks,
-    stride_k_block,
-    stride_k_head,
-    stride_k_dim,
-    stride_k_slot,
-    ELEMENT: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    ELEMENT: tl.constexpr, COMPUTE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The most similar target of some sources. Grid: heads, tiles of sources.
 
     Products of stored keys, in the type that they are stored in, are exact but for the order of the sum; norms are
@@ -306,21 +195,9 @@ def find_similar(
     at = tl.program_id(0).to(tl.int64) * num_sources + number
     source = tl.load(sources + at, mask=number < num_sources, other=-1).to(tl.int32)
     m = rows_at(
-        keys,
-        source,
-        source >= 0,
-        front,
-        tail,
-        table,
-        head,
-        stride_k_block,
-        stride_k_head,
-        stride_k_dim,
-        stride_k_slot,
-        HEAD_SIZE,
-        BLOCK_SIZE,
-        BLOCK_D,
-    )
+        keys, source, source >= 0, front, tail, table, head, stride_k_block, stride_k_head, stride_k_dim,
+        stride_k_slot, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
     m_norm = tl.sqrt(tl.sum(m.to(tl.float32) * m.to(tl.float32), 1))
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK_M], tl.int32)
@@ -331,21 +208,9 @@ def find_similar(
         target = tl.load(targets + base + place, mask=live, other=-1).to(tl.int32)
         allowed = tl.load(usable + base + place, mask=live, other=0) != 0
         c = rows_at(
-            keys,
-            target,
-            allowed & (target >= 0),
-            front,
-            tail,
-            table,
-            head,
-            stride_k_block,
-            stride_k_head,
-            stride_k_dim,
-            stride_k_slot,
-            HEAD_SIZE,
-            BLOCK_SIZE,
-            BLOCK_D,
-        )
+            keys, target, allowed & (target >= 0), front, tail, table, head, stride_k_block, stride_k_head,
+            stride_k_dim, stride_k_slot, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        )  # fmt: skip
         c_norm = tl.sqrt(tl.sum(c.to(tl.float32) * c.to(tl.float32), 1))
         products = tl.dot(m.to(COMPUTE), tl.trans(c.to(COMPUTE)), input_precision="ieee")
         cosine = products / tl.maximum(m_norm, 1e-12)[:, None] / tl.maximum(c_norm, 1e-12)[None, :]
@@ -361,20 +226,9 @@ def find_similar(
 
 @triton.jit
 def seen_logits(
-    queries,
-    query_positions,
-    k,
-    votes,
-    position,
-    live,
-    rows,
-    group,
-    window,
-    scale,
-    G: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    queries, query_positions, k, votes, position, live, rows, group, window, scale,
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """``[m, n]``: logits of the queries ``rows`` of a query head, times log2(e); -inf where the entry is not seen."""
     flat = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
@@ -389,45 +243,19 @@ def seen_logits(
 
 @triton.jit
 def entries_at(
-    addresses,
-    layers,
-    blocks,
-    segments,
-    log_votes,
-    positions,
-    entry,
-    num_heads,
-    num_entries,
-    stride_blocks,
-    stride_k_block,
-    stride_k_head,
-    stride_k_dim,
-    stride_k_slot,
-    ELEMENT: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    addresses, layers, blocks, segments, log_votes, positions, entry, num_heads, num_entries,
+    stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """(keys ``[BLOCK_D, n]`` float32, votes, positions, whether there is one) of some entries of a head."""
     seq_layer = tl.program_id(0) // num_heads
     front, tail = segments_of(segments, seq_layer)
     live = entry < num_entries
     rows = rows_at(
-        plane_of(addresses, tl.load(layers + seq_layer), KEYS, ELEMENT),
-        entry,
-        live,
-        front,
-        tail,
-        blocks + seq_layer.to(tl.int64) * stride_blocks,
-        tl.program_id(0) % num_heads,
-        stride_k_block,
-        stride_k_head,
-        stride_k_dim,
-        stride_k_slot,
-        HEAD_SIZE,
-        BLOCK_SIZE,
-        BLOCK_D,
-    )
+        plane_of(addresses, tl.load(layers + seq_layer), KEYS, ELEMENT), entry, live, front, tail,
+        blocks + seq_layer.to(tl.int64) * stride_blocks, tl.program_id(0) % num_heads, stride_k_block, stride_k_head,
+        stride_k_dim, stride_k_slot, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * num_entries + entry
     votes = tl.load(log_votes + at, mask=live, other=0.0)
     position = tl.load(positions + at, mask=live, other=-1)
@@ -436,72 +264,26 @@ def entries_at(
 
 @triton.jit
 def newest_lse(
-    addresses,
-    layers,
-    blocks,
-    segments,
-    queries,
-    query_positions,
-    log_votes,
-    positions,
-    lse,
-    scale,
-    num_heads,
-    num_entries,
-    window,
-    stride_blocks,
-    stride_k_block,
-    stride_k_head,
-    stride_k_dim,
-    stride_k_slot,
-    G: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    addresses, layers, blocks, segments, queries, query_positions, log_votes, positions, lse, scale, num_heads,
+    num_entries, window,
+    stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    G: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Log-sum-exp of some of the newest queries over all entries. Grid: heads, query heads, tiles."""
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, num_entries, BLOCK_N):
         k, votes, position, live = entries_at(
-            addresses,
-            layers,
-            blocks,
-            segments,
-            log_votes,
-            positions,
-            start + tl.arange(0, BLOCK_N),
-            num_heads,
-            num_entries,
-            stride_blocks,
-            stride_k_block,
-            stride_k_head,
-            stride_k_dim,
-            stride_k_slot,
-            ELEMENT,
-            HEAD_SIZE,
-            BLOCK_SIZE,
-            BLOCK_D,
-        )
+            addresses, layers, blocks, segments, log_votes, positions, start + tl.arange(0, BLOCK_N), num_heads,
+            num_entries, stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, ELEMENT,
+            HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        )  # fmt: skip
         logits = seen_logits(
-            queries,
-            query_positions,
-            k,
-            votes,
-            position,
-            live,
-            rows,
-            tl.program_id(1),
-            window,
-            scale,
-            G,
-            HEAD_SIZE,
+            queries, query_positions, k, votes, position, live, rows, tl.program_id(1), window, scale, G, HEAD_SIZE,
             BLOCK_D,
-        )
+        )  # fmt: skip
         new_top = tl.maximum(top, tl.max(logits, 1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
@@ -513,56 +295,18 @@ def newest_lse(
 
 @triton.jit
 def newest_columns(
-    addresses,
-    layers,
-    blocks,
-    segments,
-    queries,
-    query_positions,
-    log_votes,
-    positions,
-    lse,
-    fused,
-    scale,
-    num_heads,
-    num_entries,
-    window,
-    stride_blocks,
-    stride_k_block,
-    stride_k_head,
-    stride_k_dim,
-    stride_k_slot,
-    MAX: tl.constexpr,
-    G: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    addresses, layers, blocks, segments, queries, query_positions, log_votes, positions, lse, fused, scale, num_heads,
+    num_entries, window,
+    stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    MAX: tl.constexpr, G: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Attention to some entries, summed over query heads, then sum or largest over queries. Grid: heads, tiles."""
     entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k, votes, position, live = entries_at(
-        addresses,
-        layers,
-        blocks,
-        segments,
-        log_votes,
-        positions,
-        entry,
-        num_heads,
-        num_entries,
-        stride_blocks,
-        stride_k_block,
-        stride_k_head,
-        stride_k_dim,
-        stride_k_slot,
-        ELEMENT,
-        HEAD_SIZE,
-        BLOCK_SIZE,
-        BLOCK_D,
-    )
+        addresses, layers, blocks, segments, log_votes, positions, entry, num_heads, num_entries, stride_blocks,
+        stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
     result = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, window, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
@@ -583,16 +327,9 @@ def newest_columns(
 
 @triton.jit
 def join(
-    products,
-    between,
-    source_weights,
-    totals,
-    joined,
-    num_sources,
-    num_slots,
-    BLOCK_M: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    products, between, source_weights, totals, joined, num_sources, num_slots,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """Members of one head join slots, one after the other (``reference.join_slots``). Grid: heads.
 
     products ``[H, m, s]`` is written to. BLOCK_S: at least ``s``. BLOCK_M: sources whose products change at a time.
