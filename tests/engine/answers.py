@@ -1,6 +1,6 @@
 """What each policy answers, so that a change of structure shows that it changes nothing.
 
-``python -m tests.engine.answers`` writes ``tests/data/answers.json`` anew: for changes that are meant to change answers.
+``python -m tests.engine.answers`` writes ``tests/data/answers.json`` anew, for changes that are to change answers.
 """
 
 import json
