@@ -73,11 +73,11 @@ def test_a_machine_that_cannot_serve(capsys, monkeypatch, target, value, said):
 def test_operators_that_are_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "none.so")
     cpu.library.cache_clear()
-    dispatch._native_failure.cache_clear()
+    dispatch.forget()
     try:
         found = doctor.operators()
     finally:
         cpu.library.cache_clear()
-        dispatch._native_failure.cache_clear()
+        dispatch.forget()
     assert found["in use"].startswith("PyTorch reference: ")
     assert "none.so is missing" in found["native"]

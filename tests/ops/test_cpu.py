@@ -247,8 +247,9 @@ def unloaded(monkeypatch):
     """Forgets what has been loaded, before the test and after it."""
 
     def forget():
-        for cached in (dispatch.failure, cpu.library, cpu._function):
+        for cached in (cpu.library, cpu._function):
             cached.cache_clear()
+        dispatch.forget()
 
     forget()
     yield

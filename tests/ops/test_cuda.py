@@ -449,7 +449,7 @@ def test_a_library_that_is_missing_is_said_once(monkeypatch, caplog, tmp_path):
     from vllm_kvmerge.ops import cuda
 
     monkeypatch.setattr(cuda.backend, "_path", tmp_path / "_cuda.so")
-    dispatch.failure.cache_clear()
+    dispatch.forget()
     maker = CacheMaker(0, 2, 64, 16, torch.float32)
     try:
         ops.override({"paged_attention": "cuda"})
@@ -464,7 +464,7 @@ def test_a_library_that_is_missing_is_said_once(monkeypatch, caplog, tmp_path):
             cuda.use(tmp_path / "broken.so")
     finally:
         ops.override({})
-        dispatch.failure.cache_clear()
+        dispatch.forget()
 
 
 # Compilation

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from vllm_kvmerge.ops import choice, reference
 from vllm_kvmerge.ops.layout import Operand
@@ -35,6 +36,8 @@ MODULES = {"native": "cpu", "triton": "triton", "cuda": "cuda"}
 
 _chosen: str | None = None
 _overrides: dict[str, str] = {}
+_of_tensors: dict[tuple[torch.device, torch.dtype], dict[str, ModuleType]] = {}
+_age = 0  # times that decisions were forgotten
 
 
 def choose(name: str | None) -> None:
@@ -48,8 +51,8 @@ def choose(name: str | None) -> None:
         raise ValueError(f"there are no operators called {name!r}")
     if name in MODULES:
         _load(name)
-        failure.cache_clear()
     _chosen = name
+    forget()
 
 
 def override(implementations: Mapping[str, str]) -> None:
@@ -59,6 +62,30 @@ def override(implementations: Mapping[str, str]) -> None:
     """
     global _overrides
     _overrides = choice.check_overrides(implementations, OPERATORS)
+    _forget_decisions()
+
+
+def forget() -> None:
+    """Forgets which implementations are there, and what has been decided for tensors and caches."""
+    failure.cache_clear()
+    _forget_decisions()
+
+
+def _forget_decisions() -> None:
+    global _age
+    _age += 1
+    _of_tensors.clear()
+
+
+def _decisions(operand: Operand) -> dict[str, ModuleType]:
+    """The modules that run operators, as far as they were asked for, on a cache or on tensors like ``operand``."""
+    if isinstance(operand, Tensor):
+        return _of_tensors.setdefault((operand.device, operand.dtype), {})
+    age, modules = operand.__dict__.get("_decisions", (None, {}))
+    if age != _age:
+        modules = {}
+        operand.__dict__["_decisions"] = _age, modules
+    return modules
 
 
 @functools.cache
@@ -150,8 +177,10 @@ def _dispatched(operator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
         operand = args[index] if len(args) > index else kwargs[parameter]
-        module, _ = _implementation(name, operand.device, operand)
-        return getattr(module, name)(*args, **kwargs)
+        modules = _decisions(operand)
+        if name not in modules:
+            modules[name], _ = _implementation(name, operand.device, operand)
+        return getattr(modules[name], name)(*args, **kwargs)
 
     return run
 
