@@ -15,11 +15,12 @@ from tests.random_model import write_llama
 from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
 
+pytestmark = pytest.mark.engine
+
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-pytestmark = pytest.mark.engine
 if __name__ == "__main__":
     arguments, jobs = json.load(sys.stdin)
     llm = LLM(**arguments)
