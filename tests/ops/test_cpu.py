@@ -140,10 +140,10 @@ def test_float32_is_rounded_as_pytorch_does(operators):
         maker = CacheMaker(3, 1, 48, 32, dtype)
         places = torch.arange(40)[None]
         blocks = torch.tensor([4, 9])
-        units = SequenceLayers.of(maker.pages, blocks, 40, 40, 40)
-        operators.write_rows(units, blocks[None], places, rows, rows)
+        seq_layers = SequenceLayers.of(maker.pages, blocks, 40, 40, 40)
+        operators.write_rows(seq_layers, blocks[None], places, rows, rows)
         for plane in ("keys", "values"):
-            back = operators.gather_rows(units, plane, places)
+            back = operators.gather_rows(seq_layers, plane, places)
             assert torch.equal(back, rows.to(dtype).float())
 
 
@@ -186,39 +186,39 @@ def test_bad_arguments_raise(change, error, message):
 def test_bad_entries_and_slots_raise():
     maker = CacheMaker(0, 2, 32, 32, torch.float32)
     pages, blocks, index = maker.pages, torch.tensor([3, 4]), torch.tensor([[0], [64]])
-    units = SequenceLayers.of(pages, blocks, 0, 0, 64)
+    seq_layers = SequenceLayers.of(pages, blocks, 0, 0, 64)
     with pytest.raises(IndexError, match="index: there is no entry 64 among 64"):
-        cpu.gather_rows(units, "keys", index)
+        cpu.gather_rows(seq_layers, "keys", index)
     with pytest.raises(IndexError, match="no entry 64"):
-        cpu.move_entries(units, blocks[None], index)
+        cpu.move_entries(seq_layers, blocks[None], index)
     with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):
-        cpu.move_entries(units, blocks[None], torch.zeros(2, 65).long())
+        cpu.move_entries(seq_layers, blocks[None], torch.zeros(2, 65).long())
     with pytest.raises(IndexError, match="slot 64"):
-        cpu.write_rows(units, blocks[None], index, torch.zeros(2, 1, 32), None)
+        cpu.write_rows(seq_layers, blocks[None], index, torch.zeros(2, 1, 32), None)
     with pytest.raises(IndexError, match="no entry 64"):
-        cpu.most_similar(units, index, index, torch.ones(2, 1, dtype=torch.bool))
+        cpu.most_similar(seq_layers, index, index, torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(IndexError, match="no entry -1"):
-        cpu.most_similar(units, index - 1, index, torch.ones(2, 1, dtype=torch.bool))
+        cpu.most_similar(seq_layers, index - 1, index, torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):
-        cpu.write_metadata(units, blocks[None], *(torch.zeros(2, 65) for _ in range(3)), torch.zeros(2, 65).long())
+        cpu.write_metadata(seq_layers, blocks[None], *(torch.zeros(2, 65) for _ in range(3)), torch.zeros(2, 65).long())
     with pytest.raises(ValueError, match="block 256"):
         cpu.gather_metadata(SequenceLayers.of(pages, torch.tensor([3, 256]), 0, 0, 64))
     with pytest.raises(ValueError, match="not in order"):
         cpu.gather_metadata(SequenceLayers.of(pages, blocks, 9, 7, 64))
     with pytest.raises(IndexError, match="no layer 1"):
-        cpu.gather_metadata(replace(units, layer=torch.tensor([1])))
+        cpu.gather_metadata(replace(seq_layers, layer=torch.tensor([1])))
     with pytest.raises(ValueError, match="differ in number of entries"):
         cpu.gather_metadata(
             SequenceLayers([pages], torch.tensor([0, 0]), blocks.repeat(2, 1), torch.tensor([[0, 0, 64], [0, 0, 63]]))
         )
     with pytest.raises(ValueError, match="layers differ"):
-        cpu.gather_metadata(replace(units, layers=[pages, CacheMaker(0, 2, 64, 32, torch.float32).pages]))
+        cpu.gather_metadata(replace(seq_layers, layers=[pages, CacheMaker(0, 2, 64, 32, torch.float32).pages]))
     with pytest.raises(IndexError, match="slot 8192"):
         cpu.write_tokens(pages, torch.tensor([8192]), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32))
     with pytest.raises(TypeError, match="index must hold integers"):
-        cpu.gather_rows(units, "keys", index.int())
+        cpu.gather_rows(seq_layers, "keys", index.int())
     with pytest.raises(ValueError, match="keys must have shape"):
-        cpu.write_rows(units, blocks[None], torch.zeros(2, 1).long(), torch.zeros(2, 2, 32), None)
+        cpu.write_rows(seq_layers, blocks[None], torch.zeros(2, 1).long(), torch.zeros(2, 2, 32), None)
     with pytest.raises(ValueError, match="queries, but 3 tokens"):
         cpu.score_prompt_queries(torch.zeros(4, 4, 32), pages, blocks, UPDATES[1], 1.0, *torch.zeros(2, 2, 3))
     with pytest.raises(ValueError, match="not among"):
@@ -279,7 +279,7 @@ def test_similarity_does_not_depend_on_how_many_members_there_are(dtype):
     """Padding makes a call's width depend on a request's company, its results must not: bit for bit."""
     maker = CacheMaker(0, 2, 64, 32, dtype)
     s = maker.sequence(front=37, tail=200, seq_len=463)
-    units = SequenceLayers.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
+    seq_layers = SequenceLayers.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
     members = torch.stack([torch.randperm(300, generator=maker.generator)[:100] for _ in range(2)])
     carriers = torch.arange(300).expand(2, -1)
     usable = torch.rand(2, 300, generator=maker.generator) < 0.7
@@ -287,9 +287,9 @@ def test_similarity_does_not_depend_on_how_many_members_there_are(dtype):
     try:
         for level in cpu.levels():
             cpu.set_level(level)
-            many = cpu.most_similar(units, members, carriers, usable)
+            many = cpu.most_similar(seq_layers, members, carriers, usable)
             for count in (1, 16, 33, 64, 65):
-                few = cpu.most_similar(units, members[:, :count], carriers, usable)
+                few = cpu.most_similar(seq_layers, members[:, :count], carriers, usable)
                 assert all(torch.equal(a, b[:, :count]) for a, b in zip(few, many, strict=True))
     finally:
         cpu.set_level(chosen)

@@ -340,8 +340,8 @@ def test_compactions_of_policies(strict, policy):
         s = maker.sequence(96, 128, 160)
         maker.pages.scores.copy_(torch.rand(maker.pages.scores.shape, generator=maker.generator))
         maker.pages.aux.copy_(torch.ones_like(maker.pages.aux))
-        units = SequenceLayers.of(maker.pages, s.blocks, 96, 128, 160)
-        entries = PagedEntries.gather(units)
+        seq_layers = SequenceLayers.of(maker.pages, s.blocks, 96, 128, 160)
+        entries = PagedEntries.gather(seq_layers)
         context = CompressionContext(
             budget=96, capacity=96, num_tokens=160, at_prompt_end=False, num_heads=2, layers=[0, 0], num_layers=1
         )
@@ -352,7 +352,7 @@ def test_compactions_of_policies(strict, policy):
         assert bool(outcome.merged.any()) == (policy != "h2o")
         metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
         merged = Rows(outcome.changed, outcome.keys, outcome.values)
-        operators.merge_entries(units, s.blocks[None, :6], outcome.kept, metadata, merged)
+        operators.merge_entries(seq_layers, s.blocks[None, :6], outcome.kept, metadata, merged)
         found.append(gather_entries(maker.pages, s.blocks, 96, 96, 96))
     for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
         assert torch.equal(getattr(found[1], name), getattr(found[0], name)), name

@@ -31,23 +31,27 @@ def on_gpu(**operators) -> OnGPU:
 def test_an_operator_is_given_copies_as_a_gpu_has_them():
     maker = CacheMaker(0, 2, 32, 16, torch.bfloat16)
     sequence = maker.sequence(20, 40, 90)
-    units = SequenceLayers(
+    seq_layers = SequenceLayers(
         (maker.pages, maker.pages), torch.tensor([0, 1]), sequence.blocks.repeat(2, 1), torch.ones(2, 3)
     )
     packed = maker.randn(3, 5, 8)
     strided, expanded = packed[:, 1:3], maker.randn(1, 5).expand(7, -1)
     seen = []
 
-    def operator(units, strided, *, expanded):
-        seen.extend([units, strided, expanded])
-        units.layers[0].scores.fill_(5.0)
+    def operator(seq_layers, strided, *, expanded):
+        seen.extend([seq_layers, strided, expanded])
+        seq_layers.layers[0].scores.fill_(5.0)
         strided += 1
-        return {}, (strided, None), [units.layers[1]]
+        return {}, (strided, None), [seq_layers.layers[1]]
 
     before = packed.clone()
-    _, (result, _), (pages,) = on_gpu(operator=operator).operator(units, strided, expanded=expanded)
+    _, (result, _), (pages,) = on_gpu(operator=operator).operator(seq_layers, strided, expanded=expanded)
     copied = seen[0]
-    assert copied.layers[0] is copied.layers[1] and copied.layer is units.layer and copied.segments is units.segments
+    assert (
+        copied.layers[0] is copied.layers[1]
+        and copied.layer is seq_layers.layer
+        and copied.segments is seq_layers.segments
+    )
     assert planes_obstacle(copied.layers[0]) is None and cpu.obstacle(copied.layers[0]) == "keys are not transposed"
     assert seen[1].stride() == strided.stride() and seen[1].data_ptr() != strided.data_ptr()
     assert torch.equal(seen[2], expanded)

@@ -33,7 +33,7 @@ def live(maker: CacheMaker, s: Sequence) -> Entries:
     return gather_entries(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
 
 
-def units(maker: CacheMaker, s: Sequence) -> SequenceLayers:
+def seq_layers(maker: CacheMaker, s: Sequence) -> SequenceLayers:
     return SequenceLayers.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
 
 
@@ -55,7 +55,7 @@ def test_metadata_and_rows_are_those_of_the_dense_sequence(operators, dtype, sha
     maker, s = make(dtype, shape)
     slots = torch.tensor([*range(s.front), *range(s.tail, s.seq_len)])
     block, offset = s.blocks[slots // 32].long(), slots % 32
-    log_votes, scores, aux, positions = operators.gather_metadata(units(maker, s))
+    log_votes, scores, aux, positions = operators.gather_metadata(seq_layers(maker, s))
     assert torch.equal(log_votes.double(), s.log_votes)
     assert torch.equal(scores, maker.pages.scores[block, :, offset].t())
     assert torch.equal(aux, maker.pages.aux[block, :, offset].t())
@@ -68,9 +68,9 @@ def test_metadata_and_rows_are_those_of_the_dense_sequence(operators, dtype, sha
 
     index = random_index(maker, len(slots), len(slots) // 2, num_negative=4)
     for plane, dense in (("keys", s.keys), ("values", s.values)):
-        rows = operators.gather_rows(units(maker, s), plane, index)
+        rows = operators.gather_rows(seq_layers(maker, s), plane, index)
         assert rows.dtype == torch.float32 and torch.equal(rows.double(), by_index(dense, index))
-        assert operators.gather_rows(units(maker, s), plane, index[:, :0]).shape == (3, 0, 48)
+        assert operators.gather_rows(seq_layers(maker, s), plane, index[:, :0]).shape == (3, 0, 48)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -82,7 +82,7 @@ def test_most_similar_against_a_loop(operators, dtype, shape):
     members, carriers = index[:, : n // 4], index[:, n // 4 :]
     usable = torch.rand(carriers.shape, generator=maker.generator) < 0.7
     usable[2] = False
-    similarity, best = operators.most_similar(units(maker, s), members, carriers, usable)
+    similarity, best = operators.most_similar(seq_layers(maker, s), members, carriers, usable)
     for head in range(2):
         candidates = carriers[head][usable[head]]
         for j, member in enumerate(members[head]):
@@ -97,12 +97,12 @@ def test_of_equally_similar_carriers_the_first_is_taken(operators):
     maker, s = make(torch.float32, (37, 200, 231, 0))
     rows = maker.randn(3, 1, 48)
     operators.write_rows(
-        units(maker, s), s.blocks[None], torch.tensor([[4, 8, 20]]).expand(3, -1), rows.expand(-1, 3, -1), None
+        seq_layers(maker, s), s.blocks[None], torch.tensor([[4, 8, 20]]).expand(3, -1), rows.expand(-1, 3, -1), None
     )
     members = torch.tensor([[8]]).expand(3, -1)
     carriers = torch.tensor([[5, 20, 4, 40]]).expand(3, -1)
     usable = torch.ones(3, 4, dtype=torch.bool)
-    similarity, best = operators.most_similar(units(maker, s), members, carriers, usable)
+    similarity, best = operators.most_similar(seq_layers(maker, s), members, carriers, usable)
     assert (best == 20).all() and (similarity <= 1.0).all() and (similarity > 0.999).all()
 
 
@@ -132,7 +132,7 @@ def test_moves_are_as_if_everything_had_been_read_first(operators, dtype, shape,
     stays = torch.arange(num_kept) % 3 == 0  # some entries stay in their place
     kept[0] = torch.where(stays, torch.arange(num_kept), kept[0])
     untouched = maker.cache.clone()
-    operators.move_entries(units(maker, s), destination[None], kept)
+    operators.move_entries(seq_layers(maker, s), destination[None], kept)
 
     after, old = maker.pages, PagedKVCache.of(untouched, 48)
     expected_keys, expected_values = old.keys.clone(), old.values.clone()
@@ -170,11 +170,11 @@ def test_moves_rows_and_metadata_make_a_front(operators, dtype):
                 entries.values[head, place] = -rows[head, row]
     fresh, again = maker.sequence(0, 0, 64), maker.sequence(0, 0, 64)
     write_front(maker.pages, fresh.blocks, entries)
-    operators.move_entries(units(maker, s), again.blocks[None], kept)
-    operators.write_rows(units(maker, s), again.blocks[None], places, rows, None)
-    operators.write_rows(units(maker, s), again.blocks[None], places, None, -rows)
+    operators.move_entries(seq_layers(maker, s), again.blocks[None], kept)
+    operators.write_rows(seq_layers(maker, s), again.blocks[None], places, rows, None)
+    operators.write_rows(seq_layers(maker, s), again.blocks[None], places, None, -rows)
     operators.write_metadata(
-        units(maker, s), again.blocks[None], entries.log_votes, entries.scores, entries.aux, entries.positions
+        seq_layers(maker, s), again.blocks[None], entries.log_votes, entries.scores, entries.aux, entries.positions
     )
     one, other = (gather_entries(maker.pages, q.blocks, 50, 50, 50) for q in (fresh, again))
     for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
@@ -185,11 +185,11 @@ def test_rows_and_metadata_elsewhere_stay(operators):
     maker, s = make(torch.bfloat16, (37, 200, 231, 0))
     before = maker.cache.clone()
     operators.write_rows(
-        units(maker, s), s.blocks[None], torch.full((3, 4), -1), maker.randn(3, 4, 48), maker.randn(3, 4, 48)
+        seq_layers(maker, s), s.blocks[None], torch.full((3, 4), -1), maker.randn(3, 4, 48), maker.randn(3, 4, 48)
     )
     assert torch.equal(maker.cache.view(torch.int16), before.view(torch.int16))
     planes = maker.randn(3, 3, 20).unbind(1)
-    operators.write_metadata(units(maker, s), s.blocks[None], *planes, torch.arange(60).view(3, 20))
+    operators.write_metadata(seq_layers(maker, s), s.blocks[None], *planes, torch.arange(60).view(3, 20))
     after = live(maker, s)
     assert torch.equal(torch.stack([after.log_votes, after.scores, after.aux], 1)[..., :20], torch.stack(planes, 1))
     assert torch.equal(after.positions[:, :20], torch.arange(60).view(3, 20))
@@ -204,7 +204,7 @@ def test_units_together_are_as_each_alone(operators, dtype):
     makers = [CacheMaker(seed, 3, 48, 32, dtype) for seed in range(2)]
     shapes, layer = [(0, 0, 71, 0), (37, 200, 234, 5), (50, 64, 85, 1), (71, 71, 71, 0)], [1, 0, 1, 1]
     sequences = [makers[which].sequence(*shape) for which, shape in zip(layer, shapes, strict=True)]
-    alone = [units(makers[which], s) for which, s in zip(layer, sequences, strict=True)]
+    alone = [seq_layers(makers[which], s) for which, s in zip(layer, sequences, strict=True)]
     blocks = torch.nn.utils.rnn.pad_sequence([s.blocks for s in sequences], batch_first=True, padding_value=-1)
     together = SequenceLayers(
         [maker.pages for maker in makers], torch.tensor(layer), blocks, torch.cat([unit.segments for unit in alone])
@@ -270,7 +270,9 @@ def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, n
     query_positions[0, 0] = 9
     log_votes = maker.randn(3, n).masked_fill(positions == DEAD, -torch.inf)
     scale = 48**-0.5
-    fused = operators.fused_attention(units(maker, s), queries, query_positions, log_votes, positions, scale, fusion)
+    fused = operators.fused_attention(
+        seq_layers(maker, s), queries, query_positions, log_votes, positions, scale, fusion
+    )
     logits = torch.einsum("hgwd,hnd->hgwn", queries.double(), s.keys) * scale + log_votes[:, None, None].double()
     seen = (positions != DEAD).unsqueeze(1) & (positions.unsqueeze(1) <= query_positions.unsqueeze(2))
     weights = logits.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).nan_to_num(0.0).sum(1)

@@ -107,15 +107,15 @@ def test_triton_entries_on_row_major_keys():
     index = torch.stack([torch.randperm(n, generator=generator) for _ in range(2)])
     results = []
     for module, pages in ((reference, theirs), (triton, ours)):
-        units = SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)
-        found = [*module.gather_metadata(units), module.gather_rows(units, "keys", index)]
-        found += module.most_similar(units, index[:, :20], index[:, 20:], index[:, 20:] % 3 > 0)
+        seq_layers = SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)
+        found = [*module.gather_metadata(seq_layers), module.gather_rows(seq_layers, "keys", index)]
+        found += module.most_similar(seq_layers, index[:, :20], index[:, 20:], index[:, 20:] % 3 > 0)
         queries = torch.randn(2, 3, 5, 48, generator=torch.Generator().manual_seed(1))
         seen = torch.tensor([[150, 140, 90, 20, 10]]).expand(2, -1)
-        found.append(module.fused_attention(units, queries, seen, found[0], found[3], 0.2, "max"))
+        found.append(module.fused_attention(seq_layers, queries, seen, found[0], found[3], 0.2, "max"))
         kept = index[:, :40].masked_fill(index[:, :40] < 4, -1)
-        module.move_entries(units, s.blocks[None, :3], kept)
-        module.write_rows(units, s.blocks[None, :3], index[:, :1] % 40, found[4][:, :1] + 1, -found[4][:, :1])
+        module.move_entries(seq_layers, s.blocks[None, :3], kept)
+        module.write_rows(seq_layers, s.blocks[None, :3], index[:, :1] % 40, found[4][:, :1] + 1, -found[4][:, :1])
         module.write_tokens(pages, torch.tensor([-1, 16 * 40 + 3]), *queries[:, :2].transpose(1, 2).bfloat16()[:, :2])
         after = gather_entries(pages, s.blocks, 40, 100, 150)
         results.append(
