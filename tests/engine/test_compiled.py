@@ -6,18 +6,19 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
 from tests.processes import end_with_tests
 from vllm_kvmerge import compression
 
+pytestmark = pytest.mark.engine
+
 COMPILED = """
 import json, sys
 from vllm import LLM, SamplingParams
-import pytest
 from vllm_kvmerge import kvmerge_engine_args
 
-pytestmark = pytest.mark.engine
 arguments, prompts, extras, max_tokens = json.load(sys.stdin)
 llm = LLM(**kvmerge_engine_args(**arguments))
 assert llm.llm_engine.vllm_config.compilation_config.mode.name == "DYNAMO_TRACE_ONCE"

@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.processes import end_with_tests
+
+pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 
 ABORTS = """
-import pytest
 import os
-
-pytestmark = pytest.mark.engine
 
 def test_before():
     pass

@@ -16,14 +16,14 @@ from vllm_kvmerge import demo
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.evaluation.tasks.perplexity import Perplexity
 
+pytestmark = pytest.mark.engine
+
 SCRIPT = """
 import json, sys
 from vllm import LLM
 from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 from vllm_kvmerge.evaluation.loss import continuation_loss
-
-pytestmark = pytest.mark.engine
 
 model, prompts, continuations = json.load(open(sys.argv[1]))
 llm = LLM(model, **kvmerge_engine_args(
