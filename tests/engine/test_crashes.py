@@ -57,7 +57,7 @@ def test_a_crash_is_a_failure_with_a_name(tmp_path):
     )
     assert done.returncode == 1
     assert re.search(r"worker 'gw\d' crashed while running '\S*test_planted.py::test_that_aborts'", done.stdout)
-    assert "worker restarting disabled" in done.stdout and "1 failed, 1 passed" in done.stdout
+    assert "worker restarting disabled" in done.stdout and re.search(r"\b1 failed, [12] passed", done.stdout)
 
 
 def test_a_suite_that_is_killed_leaves_nothing_behind(tmp_path):
