@@ -63,7 +63,7 @@ serve: setup
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart 0 --durations 10 $(ARGS)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10 $(ARGS)
 
 # Short: the tests that run vLLM's operators, beside ours and in an engine.
 test-levels: setup

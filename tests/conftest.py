@@ -1,10 +1,13 @@
 """Which builds of operators are tested, and how many of each test's cases."""
 
+import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import vllm_library
 from vllm_kvmerge.ops import cpu
@@ -62,31 +65,39 @@ SHARED = ("server", "engine")
 """Session fixtures that take long to set up, in the order in which the tests that use them begin."""
 
 
+@cache
+def shared_fixture(path):
+    """Name of the fixture of ``SHARED`` that a test file uses and does not define; None: it uses none."""
+    text = (Path(__file__).parents[1] / path).read_text()
+    for name in SHARED:
+        used = re.search(rf"(?:def test_\w+|@pytest\.fixture[^\n]*\ndef \w+)\([^)]*\b{name}\b", text)
+        if used and f"\ndef {name}(" not in text:
+            return name
+    return None
+
+
+class FilesThatShare(LoadScopeScheduling):
+    """Files that use one engine or server run in one process, one after the other; any other file by itself."""
+
+    def _split_scope(self, nodeid):
+        path = nodeid.partition("::")[0]
+        return shared_fixture(path) or path
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return FilesThatShare(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    _group(items)
+    for item in items:
+        if set(SHARED) & set(item.fixturenames):
+            item.add_marker(pytest.mark.engine)
+    items.sort(key=lambda item: (*SHARED, None).index(shared_fixture(item.location[0])))
     result = yield
     # After -k has chosen: what is counted is the cases that would run.
     _thin(config, items)
     return result
-
-
-def _group(items):
-    """Tests that share an engine or a server run in one process; the others by file (``--dist loadgroup``)."""
-    begins = {}
-    for item in items:
-        if set(SHARED) & set(item.fixturenames):
-            item.add_marker(pytest.mark.engine)
-        shared = next((name for name in SHARED if _is_shared(item, name)), None)
-        item.add_marker(pytest.mark.xdist_group(shared or item.location[0]))
-        begins[item] = SHARED.index(shared) if shared else len(SHARED)
-    items.sort(key=begins.__getitem__)
-
-
-def _is_shared(item, name):
-    """Whether the test uses the fixture of that name that is everybody's; some modules have their own."""
-    definitions = item._fixtureinfo.name2fixturedefs.get(name, ())
-    return bool(definitions) and definitions[-1].baseid == f"tests/{name}"
 
 
 def _thin(config, items):
