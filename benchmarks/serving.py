@@ -2,7 +2,8 @@
 
 Decode: ``--requests`` requests whose prompts are cached generate ``--tokens`` tokens each; what counts is the time from
 when all of them have been compressed. Prefill: one request with an unknown prompt. All sides take turns, ``--repeats``
-times; ratios are to stock vLLM in the same turn. Plain is the plugin serving requests without a policy.
+times; ratios are to stock vLLM in the same turn. Plain is the plugin serving requests without a policy. ``--before``
+names another checkout of the plugin, whose cases take turns with these.
 """
 
 import argparse
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=POLICIES)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout of the plugin, built")
     parser.add_argument("--kvpress", metavar="PYTHON", help="of an environment with kvpress; without it, no such side")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/serving.json"))
     arguments = parser.parse_args()
@@ -127,11 +129,15 @@ def main() -> None:
         cases = [Case("stock vLLM", stock), Case("plain", ours)]
         settings = {"budget": arguments.budget, "interval": arguments.interval}
         cases += [Case(policy, ours, {"policy": policy} | settings) for policy in arguments.policies]
+        if arguments.before is not None:
+            before = stack.enter_context(vllm_side("before", folder, shape, pool, True, package=arguments.before))
+            cases += [Case(f"{case.name}, before", before, case.compression) for case in cases[1:]]
         if arguments.kvpress:
             peer = stack.enter_context(kvpress_side("kvpress", folder, shape, arguments.kvpress))
             cases.append(Case("kvpress SnapKV", peer, {"ratio": 1 - arguments.budget}))
         rows = [row for length in arguments.lengths for row in measure(cases, length, arguments)]
-    save(arguments.output, vars(arguments) | {"shape": shape, "kvpress": bool(arguments.kvpress)}, rows)
+    settings = {"shape": shape, "kvpress": bool(arguments.kvpress), "before": arguments.before is not None}
+    save(arguments.output, vars(arguments) | settings, rows)
     for length in arguments.lengths:
         print_table(
             f"{arguments.requests} requests of {length} tokens, budget {arguments.budget}; median (range)",

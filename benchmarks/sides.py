@@ -129,7 +129,8 @@ LOG_END = 10_000
 class Side:
     """A handle on one engine, whose process is ``script``, run by ``python`` with ``arguments`` as JSON.
 
-    log: a file to which what it prints is added; default: one that is not kept.
+    log: a file to which what it prints is added; default: one that is not kept. package: another checkout of the
+    plugin, to run instead of the installed one.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Side:
         arguments: dict[str, Any],
         python: str = sys.executable,
         log: Path | None = None,
+        package: Path | None = None,
     ) -> None:
         self.name = name
         self._log = log.open("a+") if log is not None else tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -149,6 +151,7 @@ class Side:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            env=os.environ | ({} if package is None else {"PYTHONPATH": str(package.resolve())}),
         )
         self._guard = subprocess.Popen(
             [sys.executable, "-c", GUARD, str(self._process.pid)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -18,9 +18,13 @@ def vllm_side(
     pool_tokens: int,
     plugin: bool,
     log: Path | None = None,
+    package: Path | None = None,
     **arguments: Any,
 ) -> Side:
-    """vLLM with a pool of ``pool_tokens`` tokens; what the plugin's metadata takes comes on top of that."""
+    """vLLM with a pool of ``pool_tokens`` tokens; what the plugin's metadata takes comes on top of that.
+
+    log, package: see ``Side``.
+    """
     bytes_per_token = shape.bytes_per_token + (shape.metadata_bytes_per_token if plugin else 0)
     settings = {
         "model": shape.write(folder),
@@ -34,7 +38,7 @@ def vllm_side(
         # One block is never given out.
         "kv_cache_memory_bytes": (pool_tokens + BLOCK_SIZE) * bytes_per_token,
     }
-    return Side(name, "vllm_side.py", {"plugin": plugin, "engine": settings | arguments}, log=log)
+    return Side(name, "vllm_side.py", {"plugin": plugin, "engine": settings | arguments}, log=log, package=package)
 
 
 class Engine:
