@@ -75,14 +75,14 @@ def test_a_context_is_compressed_as_if_it_were_the_whole_prompt(engine, policy):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "criticalkv", "cam"])
+@pytest.mark.parametrize("policy", ["h2o", "keepkv", "morphkv", "criticalkv"])
 def test_a_budget_that_is_never_exceeded_changes_nothing(engine, policy):
     rng = np.random.default_rng(22)
-    prompts = [random_prompt(rng, length) for length in (60, 700, 1500, 2600)]
+    prompts = [random_prompt(rng, length) for length in (60, 700, 1500)]
     full = engine.tokens(prompts, greedy(24))
     for decode in ("bounded", "grow"):
         roomy = [
-            greedy(24, policy, budget=2600, interval=24, decode=decode, context_tokens=int(len(prompt) * 0.7))
+            greedy(24, policy, budget=1500, interval=24, decode=decode, context_tokens=int(len(prompt) * 0.7))
             for prompt in prompts
         ]
         assert engine.tokens(prompts, roomy) == full
@@ -174,19 +174,19 @@ def test_the_result_does_not_depend_on_chunks_company_or_the_prefix_cache(engine
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_prefix_cache_holds_what_full_attention_computed(engine, policy):
     """The context's full blocks are found by hash afterwards; what was read on the compressed cache is not."""
-    prompt = random_prompt(np.random.default_rng(26), 1500)
-    context = 1000
+    prompt = random_prompt(np.random.default_rng(26), 1100)
+    context = 700
     assert engine.llm.reset_prefix_cache()
-    cold = engine.generate([prompt], greedy(40))[0]
+    cold = engine.generate([prompt], greedy(12))[0]
     assert engine.llm.reset_prefix_cache()
-    engine.generate([prompt], greedy(60, policy, budget=200, context_tokens=context))
-    warm = engine.generate([prompt], greedy(40))[0]
+    engine.generate([prompt], greedy(40, policy, budget=200, context_tokens=context))
+    warm = engine.generate([prompt], greedy(12))[0]
     assert warm.num_cached_tokens == context // 32 * 32
     assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
     # One that finds all of the prompt's blocks leaves them as they are.
-    engine.generate([prompt], greedy(60, policy, budget=200, context_tokens=context))
-    warm = engine.generate([prompt], greedy(40))[0]
-    assert warm.num_cached_tokens == 1472
+    engine.generate([prompt], greedy(40, policy, budget=200, context_tokens=context))
+    warm = engine.generate([prompt], greedy(12))[0]
+    assert warm.num_cached_tokens == 1088
     assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
     engine.assert_empty()
 
@@ -197,7 +197,7 @@ def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
     policies = ["h2o", "keepkv", "zsmerge", "streaming_llm", "snapkv", "morphkv", "grkv"]
     prompts = [random_prompt(rng, 900) for _ in policies]
     params = [greedy(400, policy, budget=600, context_tokens=750) for policy in policies]
-    alone = [engine.tokens([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    undisturbed = engine.tokens(prompts, params)
     for i in range(3):  # these only grow, and push the others out
         add(engine, f"plain{i}", random_prompt(rng, 1000), greedy(900))
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
@@ -210,7 +210,7 @@ def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
 
     tokens = run(engine, watch)
     assert sum(seen[str(i)] > 0 for i in range(len(policies))) >= 2, seen
-    assert [tokens[str(i)] for i in range(len(policies))] == alone
+    assert [tokens[str(i)] for i in range(len(policies))] == undisturbed
     engine.assert_empty()
 
 
@@ -239,9 +239,8 @@ def test_a_context_of_one_token_and_one_that_leaves_one(engine):
     prompt = random_prompt(np.random.default_rng(30), 400)
     assert engine.tokens([prompt], greedy(20, "snapkv", context_tokens=1)) == engine.tokens([prompt], greedy(20))
     for policy in POLICIES:
-        for context in (1, 33, 64, 399):
-            tokens = engine.tokens([prompt], greedy(20, policy, budget=96, context_tokens=context))[0]
-            assert len(tokens) == 20
+        params = [greedy(20, policy, budget=96, context_tokens=context) for context in (1, 33, 64, 399)]
+        assert [len(tokens) for tokens in engine.tokens([prompt] * 4, params)] == [20] * 4
     engine.assert_empty()
 
 
