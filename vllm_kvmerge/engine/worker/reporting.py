@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvmerge.engine.metrics import count_entries
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, Failure, attach_report
+from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, Failure, attach
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.policies.errors import PartError
@@ -56,7 +56,7 @@ class Reporter:
 
 def _with_report(output: ModelRunnerOutput, report: CompressionReport) -> ModelRunnerOutput:
     output = copy(output)  # vLLM shares the one of a step in which nothing was computed
-    attach_report(output, report)
+    attach(output, report)
     return output
 
 
