@@ -41,8 +41,8 @@ class PluginConfig(BaseModel):
     query_rings: int = Field(
         16,
         ge=0,
-        description="On CUDA: number of requests with policies that read queries (such as morphkv and grkv) that run in "
-        "captured graphs; further ones run more slowly.",
+        description="On CUDA: number of requests with policies that read queries (such as morphkv and grkv) that run "
+        "in captured graphs; more run more slowly.",
     )
     query_ring_size: int = Field(32, ge=1, description="On CUDA: number of queries kept for each of them.")
     allowed_policies: list[str] | None = Field(
@@ -52,8 +52,8 @@ class PluginConfig(BaseModel):
     max_compaction_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] | None = Field(
         None,
         description="Memory outside the cache that compressing one request may take, per worker; requests that need "
-        f"more are refused. Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times the float32 keys and "
-        "values of one layer of the longest request if that is more.",
+        f"more are refused. Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times the float32 keys "
+        "and values of one layer of the longest request if that is more.",
     )
     max_compaction_seconds: float = Field(
         5.0,
@@ -73,8 +73,8 @@ class PluginConfig(BaseModel):
     )
     example_prompts: str | None = Field(
         None,
-        description="Source of the page's example prompts, module:function; the function returns an object with a prompt "
-        "and the answer to it. Default: none.",
+        description="Source of the page's example prompts, module:function; the function returns an object with a "
+        "prompt and the answer to it. Default: none.",
     )
 
     @field_validator("operators")

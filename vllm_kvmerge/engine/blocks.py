@@ -25,7 +25,8 @@ class MergeableAttentionSpec(FullAttentionSpec):
 @dataclass(frozen=True)
 class Relocation:
     """Location of a compressed front: ids of its ``blocks``, and of the null blocks (``hole``) that follow them in the
-    request's block table, up to the first block that the sequence still needs. num_freed: blocks that the pool gains."""
+    request's block table, up to the first block that the sequence still needs. num_freed: blocks that the pool
+    gains."""
 
     blocks: list[int]
     hole: list[int]

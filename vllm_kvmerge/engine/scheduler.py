@@ -64,6 +64,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._usage = UsageReports(self._bytes_per_block)
         self._gauges = CacheGauges(self._engine, self._bytes_per_block)
 
+    # Requests, as they arrive, are preempted and end.
+
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
@@ -104,6 +106,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._compressions.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
         return self._usage.end(request.request_id, params), *others
+
+    # Scheduling of a step: first tokens, by vLLM, then the compressions that follow them.
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._end_failed()
@@ -227,6 +231,8 @@ class CompressionSchedulerMixin(Scheduler):
         num_bytes = relocation.num_freed * self._bytes_per_block
         count_compression(compression.config.name, self._engine, relocation.num_freed, num_bytes)
         return True
+
+    # Outputs of a step.
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *args: Any, **kwargs: Any

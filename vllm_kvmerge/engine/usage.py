@@ -17,8 +17,8 @@ STREAM = "stream"
 """Value of ``USAGE_KEY`` that asks for sizes with every output as well."""
 
 REPORT_KEY = "kvmerge"
-"""Key of the report in the response's ``kv_transfer_params``, the only field in which vLLM's schedulers can tell a client
-about its request; KV connectors, which it is meant for, are refused together with compression."""
+"""Key of the report in the response's ``kv_transfer_params``, the only field in which vLLM's schedulers can tell a
+client about its request; KV connectors, which it is meant for, are refused together with compression."""
 
 ERROR_KEY = "error"
 """Key in the report of a request that failed: the reason."""
@@ -27,8 +27,8 @@ STEPS_KEY = "steps"
 """Key in the report of a request that asked for a stream: its newest steps, oldest first."""
 
 NUM_RECENT_STEPS, NUM_RECENT_CHANGES = 16, 32
-"""Numbers of steps in a report, of the newest ones and of the newest that changed the number of blocks or compressed the
-cache: vLLM merges outputs that the front end has not taken yet, and keeps the newest report."""
+"""Numbers of steps in a report, of the newest ones and of the newest that changed the number of blocks or compressed
+the cache: vLLM merges outputs that the front end has not taken yet, and keeps the newest report."""
 
 
 @dataclass(frozen=True)
