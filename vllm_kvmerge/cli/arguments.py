@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import yaml
 
 from vllm_kvmerge.cli.common import one_line, quiet
+from vllm_kvmerge.demo import model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version
 from vllm_kvmerge.errors import CommandError
@@ -182,8 +183,6 @@ def _check_model(args: argparse.Namespace) -> None:
     """Resolves the word ``demo``, and refuses a missing folder before vLLM asks the Hugging Face hub."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_kvmerge.demo import model_path
-
     model = args.model_tag or args.model
     if args.model_tag is None and model == EngineArgs.model:
         raise CommandError("name a model: vllm-kvmerge serve demo, or a folder, or a name on the Hugging Face hub")
@@ -213,7 +212,6 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    from vllm_kvmerge.demo import model_path
     from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
     if args.model_runner is not None:

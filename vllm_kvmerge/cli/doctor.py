@@ -44,10 +44,7 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument(
-        "server",
-        nargs=argparse.REMAINDER,
-        metavar="MODEL [OPTION...]",
-        help="check the arguments of vllm-kvmerge serve, too",
+        "server", nargs=argparse.REMAINDER, metavar="MODEL [OPTION...]", help="also check these arguments of serve"
     )
     args = parser.parse_args(argv)
     with quiet():
@@ -59,9 +56,13 @@ def run(argv: list[str]) -> int:
             "unsupported": unsupported_features(),
         }
         if args.server:
-            reason = _refusal(args.server)
-            report["server"] = {"arguments": args.server, "fault": reason}
-            report["problems"] += [reason] if reason else []
+            report["server"] = {"arguments": args.server, "fault": None}
+            set_environment()
+            try:
+                read_arguments(args.server, needs_port=False)
+            except CommandError as error:
+                report["server"]["fault"] = str(error)
+                report["problems"].append(str(error))
     status = 1 if report["problems"] else 0
     if args.json:
         print(json.dumps(report, indent=2))
@@ -75,16 +76,6 @@ def run(argv: list[str]) -> int:
     if not report["problems"]:
         console.print("vllm-kvmerge serve", *args.server, "can start here." if args.server else "MODEL can start here.")
     return status
-
-
-def _refusal(arguments: list[str]) -> str | None:
-    """The reason why ``serve`` would refuse these arguments before it starts an engine; None if it would not."""
-    set_environment()
-    try:
-        read_arguments(arguments, needs_port=False)
-    except CommandError as error:
-        return str(error)
-    return None
 
 
 def _pairs(title: str, rows: dict[str, str]) -> "Table":

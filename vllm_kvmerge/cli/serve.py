@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from vllm_kvmerge import __version__
 from vllm_kvmerge.cli.arguments import DEFAULT_HOST, read_arguments, set_environment
 from vllm_kvmerge.cli.common import one_line
+from vllm_kvmerge.demo import model_path
 from vllm_kvmerge.errors import CommandError
 
 REQUEST_ID_MIDDLEWARE = "vllm_kvmerge.server.request_id.RequestIdMiddleware"
@@ -102,7 +103,6 @@ def _serve_metrics(host: str | None, port: int) -> None:
 
 def _announce(args: argparse.Namespace) -> None:
     """Waits for the server, then prints its URL and an example request."""
-    from vllm_kvmerge.demo import model_path
     from vllm_kvmerge.demo.language import KEY_WORDS
 
     if args.uds or args.headless:

@@ -10,7 +10,7 @@ from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
 from vllm_kvmerge.policies import PRESETS, load_plugins
 from vllm_kvmerge.request.limits import Limits, ModelShape
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError, parse_compression
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -164,19 +164,14 @@ def _with_default(
             f"additional_config.{CONFIG_KEY}.default={given} is not supported together with {EXTRA_ARGS_KEY}; give one"
         )
     default = given if kv_compression is None else kv_compression
-    _check_default(parse_compression(default), ours.get("allowed_policies"))
-    if isinstance(default, str):
-        default = json.loads(default)
-    return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}
-
-
-def _check_default(config: CompressionConfig | None, allowed: list[str] | None) -> None:
-    if config is None:
-        return
-    if allowed is not None and config.name not in allowed:
+    config, allowed = parse_compression(default), ours.get("allowed_policies")
+    if config is not None and allowed is not None and config.name not in allowed:
         message = f"{config.name!r} cannot be the default, because it is not among allowed_policies; "
         message += f"allowed: {', '.join(sorted({FULL, *allowed}))}"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", message, "not_allowed")
-    if config.context_tokens is not None:
+    if config is not None and config.context_tokens is not None:
         message = f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.context_tokens", message, "not_a_default")
+    if isinstance(default, str):
+        default = json.loads(default)
+    return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}

@@ -42,7 +42,9 @@ def _end_after(sentinel: int, pid: int | None) -> None:
     while not connection.wait([sentinel], POLL_SECONDS) and os.getppid() == started_by:
         pass
     logger.error("%s ends: process %s, which started it, is gone", multiprocessing.current_process().name, pid)
-    _remove_metrics_folder(pid)
+    folder = Path(os.environ.get(METRICS_DIR, ""))
+    if folder.name.startswith(f"{METRICS_PREFIX}{pid}-"):  # made by the parent, which could not remove it
+        shutil.rmtree(folder, ignore_errors=True)
     # An orderly shutdown would serve nobody, and the main thread may be busy in an operator. multiprocessing's resource
     # tracker frees shared memory once the last of these processes is gone.
     os._exit(1)
@@ -51,10 +53,3 @@ def _end_after(sentinel: int, pid: int | None) -> None:
 def make_metrics_folder() -> str:
     """Makes a folder for the metric files of this process and those that it starts. Raises OSError."""
     return tempfile.mkdtemp(prefix=f"{METRICS_PREFIX}{os.getpid()}-")
-
-
-def _remove_metrics_folder(pid: int | None) -> None:
-    """Removes the folder that process ``pid`` made and could not remove itself."""
-    folder = Path(os.environ.get(METRICS_DIR, ""))
-    if folder.name.startswith(f"{METRICS_PREFIX}{pid}-"):
-        shutil.rmtree(folder, ignore_errors=True)

@@ -37,7 +37,7 @@ class DrainingMiddleware:
             await self.app(scope, receive, send)
             return
         state = scope["app"].state
-        # Counts and then checks for the stop; the stopping thread does the reverse: every request is refused or awaited.
+        # Counts, then checks for the stop; the stopping thread does the reverse: every request is refused or awaited.
         state.kvmerge_answering = getattr(state, "kvmerge_answering", 0) + 1
         try:
             if not getattr(state, "kvmerge_draining", False):

@@ -152,9 +152,21 @@ class Compactor:
 
     def _batch(self, compactions: list[Compaction]) -> _Batch:
         """Starts the clock. On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
-        policy, started, max_seconds = compactions[0].policy, time.monotonic(), self.max_seconds
-        cost = self._cost(compactions[0])
-        is_hurried = self.device.type == "cpu" or any(map(is_foreign, policy.parts))
+        first, started, max_seconds = compactions[0], time.monotonic(), self.max_seconds
+        shape = CostShape(
+            num_entries=first.num_entries,
+            budget=first.plan.budget,
+            head_size=self.layers[0].head_size,
+            group_size=self.group_size,
+            hidden_size=self.hidden_size,
+            at_prompt_end=first.plan.front == 0,
+        )
+        cost: Cost | PartError
+        try:
+            cost = first.policy.cost(shape)
+        except Exception as error:
+            cost = as_part_error(error)
+        is_hurried = self.device.type == "cpu" or any(map(is_foreign, first.policy.parts))
 
         def time_left() -> float | None:
             if max_seconds is None or not is_hurried:
@@ -167,20 +179,6 @@ class Compactor:
             return max_seconds + SLACK * expected - (time.monotonic() - started)
 
         return _Batch(compactions, cost, time_left)
-
-    def _cost(self, compaction: Compaction) -> Cost | PartError:
-        shape = CostShape(
-            num_entries=compaction.num_entries,
-            budget=compaction.plan.budget,
-            head_size=self.layers[0].head_size,
-            group_size=self.group_size,
-            hidden_size=self.hidden_size,
-            at_prompt_end=compaction.plan.front == 0,
-        )
-        try:
-            return compaction.policy.cost(shape)
-        except Exception as error:
-            return as_part_error(error)
 
     def _run_batch(self, batch: _Batch) -> Tensor:
         """Executes the plans; returns their ``Execution.counts``."""

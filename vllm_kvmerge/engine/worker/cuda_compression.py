@@ -25,9 +25,7 @@ logger = init_logger(__name__)
 class CUDACompression(Compression):
     """The compressed requests of one worker that has a GPU."""
 
-    _num_layers = 0
-    _num_kv_heads = 0
-    _head_size = 0
+    _score_shape = (0, 0, 0)
 
     def reserve(self, specs: Mapping[str, Any]) -> None:
         """Allocates the memory that is needed permanently; call it when the model has been loaded.
@@ -37,7 +35,8 @@ class CUDACompression(Compression):
         """
         spec = cast(FullAttentionSpec, next(iter(specs.values())))
         impl: Any = next(iter(self.layers.values())).impl
-        self._num_layers, self._num_kv_heads, self._head_size = len(specs), spec.num_kv_heads, spec.head_size
+        max_model_len = int(self._config.model_config.max_model_len)
+        self._score_shape = len(specs), spec.num_kv_heads, max_model_len
         options = plugin_config(self._config)
         dtype = self._config.model_config.dtype
         num_rings = min(options.query_rings, self._config.scheduler_config.max_num_seqs)
@@ -48,7 +47,7 @@ class CUDACompression(Compression):
         shape = num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size
         cache = PagedKVCache.planned(*shape, dtype, self._device)
         work = workspace_of(self._device)
-        width = get_block_table_width(cdiv(self._max_model_len, spec.block_size), spec.block_size)
+        width = get_block_table_width(cdiv(max_model_len, spec.block_size), spec.block_size)
         self._reserve_attention(work, cache, impl.num_heads, width)
         rings = self.rings.queries.nbytes if self.rings is not None else 0
         logger.info(
@@ -58,10 +57,6 @@ class CUDACompression(Compression):
             options.query_ring_size,
             work.num_bytes / 2**20,
         )
-
-    @property
-    def _max_model_len(self) -> int:
-        return int(self._config.model_config.max_model_len)
 
     def _most_blocks(self, block_bytes: int) -> int:
         """A bound on the number of blocks. block_bytes: size of one block in all layers."""
@@ -83,8 +78,8 @@ class CUDACompression(Compression):
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """Context for vLLM's profiling run: allocates and frees the temporary memory of prompt scores and a compaction."""
-        scores = PromptScores.empty(self._num_layers, self._num_kv_heads, self._max_model_len, self._device)
+        """Context for vLLM's profiling run: allocates and frees temporary memory of prompt scores and a compaction."""
+        scores = PromptScores.empty(*self._score_shape, self._device)
         yield
         torch.empty(request_limits(self._config).max_bytes, dtype=torch.uint8, device=self._device)
         del scores

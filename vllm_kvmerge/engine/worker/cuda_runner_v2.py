@@ -17,8 +17,8 @@ from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
 class CUDARunnerV2Mixin(GPUModelRunner):
     """Adds compression to vLLM's model runner V2.
 
-    V2 keeps block tables on the GPU only. A compaction reads a request's row there after the forward pass; the row's new
-    prefix is staged with the next step's writes, which follow on the same stream.
+    V2 keeps block tables on the GPU only. A compaction reads a request's row there after the forward pass; the row's
+    new prefix is staged with the next step's writes, which follow on the same stream.
     """
 
     block_tables: BlockTables

@@ -45,7 +45,12 @@ class CompressionRunnerMixin(GPUModelRunner):
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Not earlier: only here has vLLM waited for the GPU, which may still be copying the last step's rows.
         for plan in self._moves:
-            self._move_to_front(plan)
+            # vLLM keeps a request's blocks in its state and, unless it had to wait for room, in a row of the batch.
+            prefix = plan.row_prefix
+            self.requests[plan.request_id].block_ids[0][: len(prefix)] = prefix
+            index = self.input_batch.req_id_to_index.get(plan.request_id)
+            if index is not None:
+                self.input_batch.block_table[0].block_table.np[index, : len(prefix)] = prefix
         self._moves = []
         return super()._update_states(scheduler_output)
 
@@ -62,17 +67,6 @@ class CompressionRunnerMixin(GPUModelRunner):
 
     def _blocks_of(self, request_id: str) -> torch.Tensor:
         return torch.tensor(self.requests[request_id].block_ids[0])
-
-    def _move_to_front(self, plan: CompressionPlan) -> None:
-        """Replaces the beginning of the request's block table by the plan's blocks."""
-        # vLLM keeps a request's blocks in its state and, unless it had to wait for room, in a row of the batch.
-        block_ids = self.requests[plan.request_id].block_ids[0]
-        rows = [block_ids]
-        index = self.input_batch.req_id_to_index.get(plan.request_id)
-        if index is not None:
-            rows.append(self.input_batch.block_table[0].block_table.np[index])
-        for row in rows:
-            row[: len(plan.row_prefix)] = plan.row_prefix
 
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
