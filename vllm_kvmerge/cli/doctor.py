@@ -126,7 +126,7 @@ def _processor() -> str:
 
 
 def operators() -> dict[str, str]:
-    """``in use``: the operators that run on the CPU; others: what each implementation offers, or why nothing."""
+    """``in use``: the operators that run on the CPU; others: availability of each implementation, with reasons."""
     from vllm_kvmerge import ops
     from vllm_kvmerge.ops import cpu
 

@@ -33,49 +33,44 @@ LAYERS_AT_ONCE = 3
 class PluginConfig(BaseModel):
     """The plugin's part of ``additional_config``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    default: dict[str, Any] | str | None = Field(
-        None, description="Compression of requests that do not bring their own."
-    )
-    query_rings: int = Field(
-        16,
-        ge=0,
-        description="On CUDA: number of requests with policies that read queries (such as morphkv and grkv) that run "
-        "in captured graphs; more run more slowly.",
-    )
-    query_ring_size: int = Field(32, ge=1, description="On CUDA: number of queries kept for each of them.")
-    allowed_policies: list[str] | None = Field(
-        None,
-        description="Policies, besides full, that requests may name and whose parts they may combine. Default: all.",
-    )
+    default: dict[str, Any] | str | None = None
+    """Compression of requests that do not bring their own."""
+
+    query_rings: int = Field(16, ge=0)
+    """On CUDA: number of requests with policies that read queries (such as morphkv and grkv) that run in captured
+    graphs; further ones run more slowly."""
+
+    query_ring_size: int = Field(32, ge=1)
+    """On CUDA: number of queries kept for each of them."""
+
+    allowed_policies: list[str] | None = None
+    """Policies, besides full, that requests may name and whose parts they may combine. Default: all."""
+
     max_compaction_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] | None = Field(
         None,
         description="Memory outside the cache that compressing one request may take, per worker; requests that need "
         f"more are refused. Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times the float32 keys "
         "and values of one layer of the longest request if that is more.",
     )
-    max_compaction_seconds: float = Field(
-        5.0,
-        gt=0.0,
-        le=3600.0,
-        description="Estimated seconds that compressing one request may keep all others waiting, once per block of "
-        "tokens during generation; requests that would take longer are refused.",
-    )
-    api_key_routes: Literal["all", "v1"] = Field(
-        "all",
-        description="Routes that require the API key, if there is one. all: all but /health, /ping and /metrics; v1: "
-        "those below /v1, /v2, /inference and /cohere, as in vLLM.",
-    )
-    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of an HTTP request, in bytes.")
-    operators: dict[str, str] = Field(
-        {}, description="Implementations of operators to run instead of those in ops/choice.json."
-    )
-    example_prompts: str | None = Field(
-        None,
-        description="Source of the page's example prompts, module:function; the function returns an object with a "
-        "prompt and the answer to it. Default: none.",
-    )
+    max_compaction_seconds: float = Field(5.0, gt=0.0, le=3600.0)
+    """Estimated seconds that compressing one request may keep all others waiting, once per block of tokens during
+    generation; requests that would take longer are refused."""
+
+    api_key_routes: Literal["all", "v1"] = "all"
+    """Routes that require the API key, if there is one. all: all but /health, /ping and /metrics; v1: those below /v1,
+    /v2, /inference and /cohere, as in vLLM."""
+
+    max_body_bytes: int = Field(32 << 20, ge=1024)
+    """Largest body of an HTTP request, in bytes."""
+
+    operators: dict[str, str] = {}
+    """Implementations of operators to run instead of those in ops/choice.json."""
+
+    example_prompts: str | None = None
+    """Source of the page's example prompts, module:function; the function returns an object with a prompt and the
+    answer to it. Default: none."""
 
     @field_validator("operators")
     @classmethod

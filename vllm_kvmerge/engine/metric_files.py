@@ -69,7 +69,7 @@ class MetricFile(MmapedDict):
             self._kept[key] = value, timestamp
 
     def _in_file(self, key: str) -> bool:
-        """Whether this key's value is in the file; adds it if there is room."""
+        """True if this key's value is in the file; adds it if there is room."""
         if key in self._positions:
             return True
         num_kept = len(self._kept)

@@ -1,4 +1,4 @@
-"""Schedule of a request's compressions: at how many computed tokens, from what and to what size.
+"""Schedule of a request's compressions: when each one is due, the queries that it needs, and the resulting size.
 
 Decisions depend on counts alone, never on data, so that they hold for every tensor-parallel worker and under
 asynchronous scheduling. This module does not depend on vLLM.

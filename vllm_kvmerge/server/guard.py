@@ -48,7 +48,7 @@ class GuardMiddleware(AuthenticationMiddleware):
         return refusal(scope, receive, send)
 
     def verify_password(self, headers: Headers) -> bool:
-        """Whether the headers bring a key as the password of HTTP Basic."""
+        """True if the headers contain a key as the password of HTTP Basic."""
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "basic":
             return False

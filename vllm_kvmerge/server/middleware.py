@@ -122,7 +122,7 @@ class _Exchange:
             await self._end_wait(self._verdict.error)
 
     async def broken_off(self) -> bool:
-        """Whether the application raised because the request was refused; the refusal has been sent then."""
+        """True if the application raised because the request was refused; the refusal has been sent then."""
         if self._verdict is not None and self._verdict.error is not None:
             await self._end_wait(self._verdict.error)
         return self._is_refused
@@ -162,7 +162,7 @@ def rewrite_body(route: str, body: bytes) -> bytes | None:
 
 
 def _may_name(field: str, body: bytes) -> bool:
-    """Whether the body may name the field, in plain letters or in JSON escapes, and has to be parsed."""
+    """True if the body may name the field, in plain letters or JSON escapes, and has to be parsed."""
     return field.encode() in body or (b"\\u00" in body and ESCAPED_LETTER.search(body) is not None)
 
 
@@ -196,7 +196,7 @@ def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...]) ->
 
 
 def _is_true(value: Any) -> bool:
-    """Whether vLLM reads the value as true."""
+    """True if vLLM reads the value as true."""
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:

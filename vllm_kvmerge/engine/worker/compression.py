@@ -175,7 +175,7 @@ class Compression:
         return [self.row(*request) for request in order]
 
     def needs_python(self, order: Iterable[tuple[str, int, int]]) -> bool:
-        """Whether Python code must see this step's queries, which rules out a captured graph."""
+        """True if Python code must see this step's queries, which rules out a captured graph."""
         return any(row.needs_python for row in self.rows(order))
 
     def _new_state(self, config: CompressionConfig, seq_len: int, query_window: int) -> RequestState:

@@ -44,7 +44,7 @@ class PagedEntries(LazyEntries):
         return self._read("values", index)
 
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        # Other heads have no sources and no targets, but their indices must be valid all the same.
+        # Other heads have no sources and no targets, but their indices must be valid too.
         everywhere = self._everywhere(sources, 0), self._everywhere(targets, 0), self._everywhere(usable, False)
         similarity, best = ops.most_similar(self.seq_layers, *everywhere)
         return self._of_these(similarity), self._of_these(best)

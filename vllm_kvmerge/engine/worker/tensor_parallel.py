@@ -26,7 +26,7 @@ class HeadShare:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether no worker of a lower rank holds the same KV heads."""
+        """True if no worker of a lower rank holds the same KV heads."""
         return self.rank % self.num_replicas == 0
 
     def indices(self, num_kv_heads: int) -> list[int]:
