@@ -155,9 +155,8 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
             kind = {"type": float, "metavar": "SECONDS"}
         elif field.annotation == list[str] | None:
             kind = {"nargs": "+", "metavar": "NAME"}
-        help_text = " ".join(str(field.description).split()) + (
-            "" if field.default is None else f" Default: {field.default}."
-        )
+        help_text = " ".join(str(field.description).split())
+        help_text += "" if field.default is None else f" Default: {field.default}."
         group.add_argument("--" + name.replace("_", "-"), help=help_text, **kind)
     group.add_argument(
         "--metrics-port",
