@@ -14,11 +14,11 @@ COMMANDS = {
     "doctor": "print versions, devices, operators in use, and what is not supported",
     "policies": "list the policies and parts that a request can name",
 }
-"""Summaries by name, which is also that of the module; its function ``run`` takes the words after the name."""
+"""Summaries by the name of the command and its module, whose ``run`` takes the words after the name."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status. A CommandError is one line on stderr and status 2."""
+    """Runs the command and returns its exit status; a CommandError is one line on stderr and status 2."""
     name, *words = (sys.argv[1:] if argv is None else argv) or [""]
     try:
         if name not in COMMANDS:

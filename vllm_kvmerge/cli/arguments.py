@@ -1,4 +1,4 @@
-"""Arguments of ``vllm-kvmerge serve``: vLLM's own and the plugin's, read and checked before an engine starts."""
+"""Arguments of ``vllm-kvmerge serve``, vLLM's and the plugin's: read and checked before an engine starts."""
 
 import argparse
 import atexit
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import yaml
 
 from vllm_kvmerge.cli.common import one_line, quiet
+from vllm_kvmerge.demo import model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version
 from vllm_kvmerge.errors import CommandError
@@ -24,16 +25,16 @@ DEMO = "demo"
 EXAMPLE_PROMPTS = "vllm_kvmerge.demo.recall:draw_example"
 DEFAULT_HOST = "127.0.0.1"
 DRAIN_SECONDS = 30
-"""Default of --shutdown-timeout: how long a server that is told to stop goes on with the requests that it has."""
+"""Default of --shutdown-timeout: seconds that a server that is told to stop has to finish its requests."""
 
 SYSTEM_CONFIG = Path("/etc/vllm-kvmerge/serve.yaml")
-"""Options of ``serve`` for a whole machine or image; read where --config names no other file."""
+"""Options of ``serve`` for a whole machine or image; read unless --config names another file."""
 
 PLUGIN = "kvmerge"
 ALLOWED_PLUGINS = "VLLM_PLUGINS"
 V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 LISTED_GROUPS = ("general_plugins", "platform_plugins", "io_processor_plugins", "stat_logger_plugins")
-"""Entry point groups of which vLLM loads everything as long as VLLM_PLUGINS is unset."""
+"""Entry point groups from which vLLM loads all plugins while VLLM_PLUGINS is unset."""
 
 PLUGIN_OPTIONS = (
     "query_rings",
@@ -44,7 +45,7 @@ PLUGIN_OPTIONS = (
     "api_key_routes",
     "max_body_bytes",
 )
-"""Fields of PluginConfig that are options too."""
+"""Fields of PluginConfig that are also options."""
 
 
 def set_environment() -> None:
@@ -60,7 +61,7 @@ def set_environment() -> None:
 
 
 def allowed_plugins(given: str | None) -> list[str]:
-    """VLLM_PLUGINS with this plugin: vLLM loads endpoint plugins that it names, and nothing that it does not name."""
+    """VLLM_PLUGINS with this plugin: vLLM loads endpoint plugins only by name, and no plugin that the list omits."""
     if given is None:
         names = [entry.name for group in LISTED_GROUPS for entry in metadata.entry_points(group=f"vllm.{group}")]
     else:
@@ -71,10 +72,7 @@ def allowed_plugins(given: str | None) -> list[str]:
 def read_arguments(argv: list[str], needs_port: bool) -> tuple[argparse.Namespace, int | None]:
     """Arguments for vLLM's ``serve`` with the plugin's engine arguments, and the value of --metrics-port.
 
-    argv: the words after ``serve``. needs_port: whether a port that is taken is an error.
-
-    Raises:
-        CommandError: the server cannot be started like this.
+    argv: the words after ``serve``. needs_port: whether a port that is in use is an error. Raises CommandError.
     """
     args, options = parse(argv)
     _check_front_end(args)
@@ -96,7 +94,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"
     from vllm_kvmerge.engine.compat import log_as_vllm
 
     has_config = any(word.split("=")[0] == "--config" for word in argv)
-    # vLLM puts a file's options under those of the command line.
+    # The command line's own options win over the file's.
     system_config = [] if has_config or not SYSTEM_CONFIG.exists() else ["--config", str(SYSTEM_CONFIG)]
     try:
         args = parser.parse_args(["serve", *argv, *system_config])
@@ -109,7 +107,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"
 
 
 def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]:
-    """The whole parser and that of ``serve``, which has vLLM's options and the plugin's."""
+    """The whole parser, and the one of ``serve`` with vLLM's options and the plugin's."""
     try:
         with quiet():
             check_vllm_version()
@@ -146,7 +144,7 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
     group.add_argument(
         "--model-runner",
         choices=["v1", "v2"],
-        help="Which of vLLM's model runners computes; default: the one that vLLM chooses, v2 on CUDA. On CPU: v1.",
+        help="vLLM's model runner; default: the one that vLLM chooses, v2 on CUDA. On CPU: v1.",
     )
     for name in PLUGIN_OPTIONS:
         field = PluginConfig.model_fields[name]
@@ -157,13 +155,14 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
             kind = {"type": float, "metavar": "SECONDS"}
         elif field.annotation == list[str] | None:
             kind = {"nargs": "+", "metavar": "NAME"}
-        help_text = str(field.description) + ("" if field.default is None else f" Default: {field.default}.")
+        help_text = " ".join(str(field.description).split())
+        help_text += "" if field.default is None else f" Default: {field.default}."
         group.add_argument("--" + name.replace("_", "-"), help=help_text, **kind)
     group.add_argument(
         "--metrics-port",
         type=int,
         metavar="PORT",
-        help="With --headless: where what this node's engines count is served, on --host. Default: nowhere.",
+        help="With --headless: port on --host where this node serves its engines' metrics. Default: none.",
     )
     options.set_defaults(host=DEFAULT_HOST, shutdown_timeout=DRAIN_SECONDS)
     return parser, options
@@ -182,10 +181,8 @@ def _check_front_end(args: argparse.Namespace) -> None:
 
 
 def _check_model(args: argparse.Namespace) -> None:
-    """Resolves the word ``demo``, and refuses a folder that is not there before vLLM asks the Hugging Face hub."""
+    """Resolves the word ``demo``, and refuses a missing folder before vLLM asks the Hugging Face hub."""
     from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_kvmerge.demo import model_path
 
     model = args.model_tag or args.model
     if args.model_tag is None and model == EngineArgs.model:
@@ -212,11 +209,10 @@ def _check_port(args: argparse.Namespace) -> None:
 
 
 def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser") -> None:
-    """Puts the plugin's engine arguments under what the command line says."""
+    """Adds the plugin's engine arguments; those of the command line win."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    from vllm_kvmerge.demo import model_path
     from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
     if args.model_runner is not None:
@@ -239,13 +235,13 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
     except ValueError as error:
         raise CommandError(str(error)) from None
     for name in ("kv_compression", "model_runner", "metrics_port", *PLUGIN_OPTIONS):
-        delattr(args, name)  # vLLM takes the other attributes for its own
+        delattr(args, name)  # vLLM takes all attributes for its own
     for name, value in engine_args.items():
         setattr(args, name, value)
 
 
 def read_compression(text: str | None) -> dict[str, Any] | None:
-    """The object that ``--kv-compression`` gives or names."""
+    """The object given by ``--kv-compression``, as JSON or as the name of a file."""
     if text is None:
         return None
     try:
@@ -267,7 +263,7 @@ def read_compression(text: str | None) -> dict[str, Any] | None:
 
 
 def _check_engine_config(args: argparse.Namespace) -> None:
-    """Builds the engine's configuration here first: what is wrong with it would surface in a child process."""
+    """Builds the engine's configuration once in this process: its errors would otherwise surface in a child process."""
     from vllm import AsyncEngineArgs
 
     try:

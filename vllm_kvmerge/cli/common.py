@@ -1,4 +1,4 @@
-"""Pieces that the commands share: their parser, tables, and errors in one line."""
+"""Shared pieces of the commands: their parser, tables, and errors in one line."""
 
 import argparse
 import logging
@@ -30,7 +30,7 @@ def table_of(title: str, *headers: str) -> "Table":
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Holds back log lines, so that an error stays the only line."""
+    """Suppresses log lines, so that an error is the only line."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -39,7 +39,7 @@ def quiet() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an exception's message; of pydantic's lists the first entry."""
+    """The first line of an exception's message, or the first of pydantic's errors."""
     if hasattr(error, "errors") and callable(error.errors) and (errors := error.errors()):
         return str(errors[0]["msg"]).removeprefix("Value error, ")
     lines = str(error).strip().splitlines()

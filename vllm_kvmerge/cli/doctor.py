@@ -1,4 +1,4 @@
-"""``vllm-kvmerge doctor``: versions, devices, operators in use, and what does not work and why."""
+"""``vllm-kvmerge doctor``: versions, devices, operators in use, and what is unsupported, with reasons."""
 
 import argparse
 import importlib
@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 
 LIBRARIES = (*DISTRIBUTIONS, "torch", "transformers", "triton", "apache-tvm-ffi", "numpy")
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""Instruction sets, as Linux calls them, that decide which operators run."""
+"""Instruction sets, by their Linux names, that determine which operators run."""
 
 
 def run(argv: list[str]) -> int:
-    """Prints the report. Status 1: no server can start here, or not the one that the arguments describe."""
+    """Prints the report. Status 1: no server can start here, or not the one that the arguments describe.
+
+    The JSON report's versions: of installed software, by name. devices: one line each. operators: those that run on the
+    KV cache, and why others do not. problems: reasons why no server can start here, one line each. unsupported: engine
+    options that are refused on every machine, with reasons. server: its arguments, and why they are refused.
+    """
     from rich.console import Console
 
     parser = CommandParser(
@@ -39,15 +44,25 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument(
-        "server", nargs=argparse.REMAINDER, metavar="MODEL [OPTION...]", help="would vllm-kvmerge serve take these?"
+        "server", nargs=argparse.REMAINDER, metavar="MODEL [OPTION...]", help="also check these arguments of serve"
     )
     args = parser.parse_args(argv)
     with quiet():
-        report = examine()
+        report: dict[str, Any] = {
+            "versions": versions(),
+            "devices": devices(),
+            "operators": operators(),
+            "problems": _problems(),
+            "unsupported": unsupported_features(),
+        }
         if args.server:
-            reason = _refusal(args.server)
-            report["server"] = {"arguments": args.server, "fault": reason}
-            report["problems"] += [reason] if reason else []
+            report["server"] = {"arguments": args.server, "fault": None}
+            set_environment()
+            try:
+                read_arguments(args.server, needs_port=False)
+            except CommandError as error:
+                report["server"]["fault"] = str(error)
+                report["problems"].append(str(error))
     status = 1 if report["problems"] else 0
     if args.json:
         print(json.dumps(report, indent=2))
@@ -63,16 +78,6 @@ def run(argv: list[str]) -> int:
     return status
 
 
-def _refusal(arguments: list[str]) -> str | None:
-    """The reason why ``serve`` would refuse these arguments before it starts an engine; None if it would not."""
-    set_environment()
-    try:
-        read_arguments(arguments, needs_port=False)
-    except CommandError as error:
-        return str(error)
-    return None
-
-
 def _pairs(title: str, rows: dict[str, str]) -> "Table":
     """A table of names and their texts."""
     table = table_of(title.capitalize(), "name", "")
@@ -80,22 +85,6 @@ def _pairs(title: str, rows: dict[str, str]) -> "Table":
     for name, text in rows.items():
         table.add_row(name, text)
     return table
-
-
-def examine() -> dict[str, Any]:
-    """The report, ready for JSON.
-
-    versions: by name; what is not installed is not in it. devices: one line each. operators: which run on the KV cache,
-    and why not others. problems: why no server can start here, one line each. unsupported: engine options that are
-    refused on every machine, and why.
-    """
-    return {
-        "versions": versions(),
-        "devices": devices(),
-        "operators": operators(),
-        "problems": _problems(),
-        "unsupported": unsupported_features(),
-    }
 
 
 def versions() -> dict[str, str]:
@@ -127,7 +116,7 @@ def _processor() -> str:
                 name, _, value = line.partition(":")
                 described.setdefault(name.strip(), value.strip())
     except OSError:
-        pass  # no Linux
+        pass  # not Linux
     flags = described.get("flags", "").split()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -137,7 +126,7 @@ def _processor() -> str:
 
 
 def operators() -> dict[str, str]:
-    """``in use``: what runs on the CPU. The others: what there is of each implementation, or why there is none."""
+    """``in use``: the operators that run on the CPU; others: availability of each implementation, with reasons."""
     from vllm_kvmerge import ops
     from vllm_kvmerge.ops import cpu
 
@@ -159,6 +148,6 @@ def _problems() -> list[str]:
         check_vllm_version()
     except (UnsupportedConfigError, ImportError) as error:
         found.append(" ".join(str(error).split()))
-    with suppress(ImportError):  # which the version's problem says already
+    with suppress(ImportError):  # reported with the version
         found += filter(None, [platform_obstacle()])
     return found

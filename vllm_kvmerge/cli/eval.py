@@ -2,7 +2,7 @@
 
 
 def run(argv: list[str]) -> int:
-    """Runs a configuration or, after the word ``attention``, the measurement of attention's error."""
+    """Runs a configuration or, for the word ``attention``, measures the error of attention."""
     if argv[:1] == ["attention"]:
         from vllm_kvmerge.evaluation.attention import main as measure_attention
 

@@ -6,7 +6,7 @@ from vllm_kvmerge.cli.common import CommandParser, table_of
 
 
 def run(argv: list[str]) -> int:
-    """Prints tables, or with ``--json`` the catalogue that servers have at ``/kvmerge/policies``."""
+    """Prints tables, or with ``--json`` the catalogue that servers return at ``/kvmerge/policies``."""
     from rich.console import Console
 
     parser = CommandParser(prog="vllm-kvmerge policies")
@@ -39,6 +39,6 @@ def run(argv: list[str]) -> int:
             )
             table.add_row(part["name"], part["summary"], "\n".join(fields), part["source"])
         tables.append(table)
-    # Square brackets in a text are no markup.
+    # Square brackets in texts are not markup.
     Console(markup=False).print(*tables, sep="\n")
     return 0

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from vllm_kvmerge import __version__
 from vllm_kvmerge.cli.arguments import DEFAULT_HOST, read_arguments, set_environment
 from vllm_kvmerge.cli.common import one_line
+from vllm_kvmerge.demo import model_path
 from vllm_kvmerge.errors import CommandError
 
 REQUEST_ID_MIDDLEWARE = "vllm_kvmerge.server.request_id.RequestIdMiddleware"
@@ -29,10 +30,8 @@ logger = logging.getLogger("vllm_kvmerge.server")
 def run(argv: list[str]) -> int:
     """Runs vLLM's server with the plugin's engine arguments.
 
-    Returns the exit status: 0 if the server was told to stop, 1 if it stopped by itself.
-
-    Raises:
-        CommandError: the server cannot be started as asked.
+    Returns the exit status: 0 if the server was told to stop, 1 if it stopped by itself. Raises CommandError if it
+    cannot be started with these arguments.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_at_once)
@@ -58,12 +57,12 @@ def run(argv: list[str]) -> int:
 
 
 def _exit_at_once(number: int, _: Any) -> NoReturn:
-    """Handles a signal until the server is up; from then on vLLM stops it in good order."""
+    """Handles signals until the server is up; from then on vLLM shuts it down cleanly."""
     sys.exit(128 + number)
 
 
 def _bind_threads(args: argparse.Namespace) -> None:
-    """Gives each worker its own cores on CPU, where vLLM by itself starts one worker per memory node and no more."""
+    """Gives each worker its own cores on CPU, where vLLM's own binding supports one worker per memory node."""
     from vllm.platforms import current_platform
     from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
@@ -78,7 +77,8 @@ def _bind_threads(args: argparse.Namespace) -> None:
 
 
 def thread_binding(num_workers: int, num_nodes: int, cores: list[int]) -> str | None:
-    """An equal share of the cores for each worker, one of it left to the other processes; None: vLLM knows how."""
+    """An equal share of the cores for each worker, with one core of each share left to other processes; None if vLLM's
+    own binding works."""
     if num_workers <= num_nodes:
         return None
     share = len(cores) // num_workers
@@ -89,7 +89,7 @@ def thread_binding(num_workers: int, num_nodes: int, cores: list[int]) -> str | 
 
 
 def _serve_metrics(host: str | None, port: int) -> None:
-    """Serves ``/metrics`` from a thread of its own, on a node that has no API server."""
+    """Serves ``/metrics`` from a thread, on a node without an API server."""
     from prometheus_client import start_http_server
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -102,8 +102,7 @@ def _serve_metrics(host: str | None, port: int) -> None:
 
 
 def _announce(args: argparse.Namespace) -> None:
-    """Waits for the server, then prints where it listens and a request to try."""
-    from vllm_kvmerge.demo import model_path
+    """Waits for the server, then prints its URL and an example request."""
     from vllm_kvmerge.demo.language import KEY_WORDS
 
     if args.uds or args.headless:
@@ -115,7 +114,7 @@ def _announce(args: argparse.Namespace) -> None:
         time.sleep(0.5)
     url = f"http{'s' if is_tls else ''}://{url_host}:{args.port}"
     name = (args.served_model_name or [args.model])[0]
-    # The demo model knows its own made-up words only.
+    # The demo model knows only its own made-up words.
     prompt = f"remember {KEY_WORDS[0]} 4821. recall {KEY_WORDS[0]}" if args.model == model_path() else "Hello"
     body = {"model": name, "prompt": prompt, "max_tokens": 16, "kv_compression": {"policy": "keepkv", "budget": 256}}
     ready = f"ready on {url} (model {name}, vllm-kvmerge {__version__})"
@@ -133,7 +132,7 @@ def _announce(args: argparse.Namespace) -> None:
 def _is_healthy(host: str, port: int, is_tls: bool) -> bool:
     connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
     if is_tls:
-        # The certificate is the server's own business here: it may be for another name.
+        # The certificate is not checked: it may be for another name.
         connect = partial(http.client.HTTPSConnection, context=ssl._create_unverified_context())
     with closing(connect(host, port, timeout=2)) as connection, suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/health")

@@ -1,4 +1,4 @@
-"""The engine arguments that turn compression on in vLLM, and the plugin's own among them."""
+"""Engine arguments that turn compression on in vLLM, the plugin's own included."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +10,7 @@ from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
 from vllm_kvmerge.policies import PRESETS, load_plugins
 from vllm_kvmerge.request.limits import Limits, ModelShape
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError, parse_compression
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -25,56 +25,52 @@ CONFIG_KEY = "kvmerge"
 """The plugin's part of vLLM's ``additional_config``, see ``PluginConfig``."""
 
 BLOCK_SIZE = 32
-
 LEAST_COMPACTION_BYTES = 256 << 20
 LAYERS_AT_ONCE = 3
-"""Sizes of a layer of the longest request that the presets' mergers get by with."""
+"""Working memory that suffices for the presets' mergers, as a multiple of one layer of the longest request."""
 
 
 class PluginConfig(BaseModel):
     """The plugin's part of ``additional_config``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    default: dict[str, Any] | str | None = Field(None, description="Compression of requests that do not say how.")
-    query_rings: int = Field(
-        16,
-        ge=0,
-        description="On CUDA: how many requests of policies that read queries (such as morphkv and grkv) have room for "
-        "them in captured graphs; more than these run, more slowly.",
-    )
-    query_ring_size: int = Field(32, ge=1, description="On CUDA: queries that there is room for, of each of those.")
-    allowed_policies: list[str] | None = Field(
-        None,
-        description="Policies that requests may name, besides full, and whose parts they may combine. Default: all.",
-    )
+    default: dict[str, Any] | str | None = None
+    """Compression of requests that do not bring their own."""
+
+    query_rings: int = Field(16, ge=0)
+    """On CUDA: number of requests with policies that read queries (such as morphkv and grkv) that run in captured
+    graphs; further ones run more slowly."""
+
+    query_ring_size: int = Field(32, ge=1)
+    """On CUDA: number of queries kept for each of them."""
+
+    allowed_policies: list[str] | None = None
+    """Policies, besides full, that requests may name and whose parts they may combine. Default: all."""
+
     max_compaction_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] | None = Field(
         None,
-        description="Memory outside the cache that compressing one request may take, per worker; more is refused. "
-        f"Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times what keys and values of one layer of "
-        "the longest request take in float32, where that is more.",
+        description="Memory outside the cache that compressing one request may take, per worker; requests that need "
+        f"more are refused. Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times the float32 keys "
+        "and values of one layer of the longest request if that is more.",
     )
-    max_compaction_seconds: float = Field(
-        5.0,
-        gt=0.0,
-        le=3600.0,
-        description="Seconds, as estimated, that compressing one request may keep all others waiting; during "
-        "generation once per block of tokens. What would take longer is refused.",
-    )
-    api_key_routes: Literal["all", "v1"] = Field(
-        "all",
-        description="Routes that ask for the API key if there is one: all but /health, /ping and /metrics; v1: those "
-        "below /v1, /v2, /inference and /cohere, as in vLLM.",
-    )
-    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of an HTTP request, in bytes.")
-    operators: dict[str, str] = Field(
-        {}, description="Implementations of operators to run instead of those in ops/choice.json."
-    )
-    example_prompts: str | None = Field(
-        None,
-        description="Where the page takes example prompts from, module:function; the function returns an object with a "
-        "prompt and the answer to it. Default: nowhere.",
-    )
+    max_compaction_seconds: float = Field(5.0, gt=0.0, le=3600.0)
+    """Estimated seconds that compressing one request may keep all others waiting, once per block of tokens during
+    generation; requests that would take longer are refused."""
+
+    api_key_routes: Literal["all", "v1"] = "all"
+    """Routes that require the API key, if there is one. all: all but /health, /ping and /metrics; v1: those below /v1,
+    /v2, /inference and /cohere, as in vLLM."""
+
+    max_body_bytes: int = Field(32 << 20, ge=1024)
+    """Largest body of an HTTP request, in bytes."""
+
+    operators: dict[str, str] = {}
+    """Implementations of operators to run instead of those in ops/choice.json."""
+
+    example_prompts: str | None = None
+    """Source of the page's example prompts, module:function; the function returns an object with a prompt and the
+    answer to it. Default: none."""
 
     @field_validator("operators")
     @classmethod
@@ -99,7 +95,7 @@ def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
 
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:
-    """Limits of an engine's requests, without rates: those are for its workers to say."""
+    """Limits of an engine's requests, without the speed of its workers, which they report."""
     options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     allowed, num_kv_heads = options.allowed_policies, model.get_num_kv_heads(parallel)
     one_layer = 4 * 2 * num_kv_heads * model.get_head_size() * model.max_model_len
@@ -124,35 +120,30 @@ def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **ov
     """Engine arguments with which vLLM compresses per request: ``LLM(model, **kvmerge_engine_args())``.
 
     kv_compression: compression of requests that do not bring their own (an object or its JSON text); default: none.
-    overrides: any other engine argument; what is given here wins over the plugin's own choice.
+    overrides: any other engine arguments; these win over the plugin's own choices.
 
     Raises:
         CompressionError: kv_compression is not valid (a ValueError, like the next).
         UnsupportedConfigError: an override, or this platform, does not work with compression.
     """
+    from vllm.platforms import current_platform
+
     check_options(overrides)
-    overrides = _for_platform() | overrides
+    if obstacle := platform_obstacle():
+        raise UnsupportedConfigError(obstacle)
+    is_cuda = current_platform.is_cuda()
+    ours = {"worker_cls": CUDA_WORKER_CLS, "attention_backend": "CUSTOM"} if is_cuda else {"worker_cls": WORKER_CLS}
+    overrides = ours | overrides
     overrides["additional_config"] = _with_default(overrides.get("additional_config"), kv_compression)
     processors = list(overrides.get("logits_processors") or [])
     overrides["logits_processors"] = processors if VALIDATOR in processors else [*processors, VALIDATOR]
     return {"scheduler_cls": SCHEDULER_CLS, "block_size": BLOCK_SIZE} | overrides
 
 
-def _for_platform() -> dict[str, Any]:
-    """The engine arguments that depend on the platform."""
-    from vllm.platforms import current_platform
-
-    if obstacle := platform_obstacle():
-        raise UnsupportedConfigError(obstacle)
-    if current_platform.is_cuda():
-        return {"worker_cls": CUDA_WORKER_CLS, "attention_backend": "CUSTOM"}
-    return {"worker_cls": WORKER_CLS}
-
-
 def _with_default(
     additional_config: dict[str, Any] | None, kv_compression: dict[str, Any] | str | None
 ) -> dict[str, Any]:
-    """``additional_config`` with the validated default in the plugin's part of it."""
+    """``additional_config`` with the validated default in the plugin's part."""
     ours = dict((additional_config or {}).get(CONFIG_KEY) or {})
     try:
         PluginConfig.model_validate(ours)
@@ -168,19 +159,14 @@ def _with_default(
             f"additional_config.{CONFIG_KEY}.default={given} is not supported together with {EXTRA_ARGS_KEY}; give one"
         )
     default = given if kv_compression is None else kv_compression
-    _check_default(parse_compression(default), ours.get("allowed_policies"))
-    if isinstance(default, str):
-        default = json.loads(default)
-    return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}
-
-
-def _check_default(config: CompressionConfig | None, allowed: list[str] | None) -> None:
-    if config is None:
-        return
-    if allowed is not None and config.name not in allowed:
+    config, allowed = parse_compression(default), ours.get("allowed_policies")
+    if config is not None and allowed is not None and config.name not in allowed:
         message = f"{config.name!r} cannot be the default, because it is not among allowed_policies; "
         message += f"allowed: {', '.join(sorted({FULL, *allowed}))}"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", message, "not_allowed")
-    if config.context_tokens is not None:
+    if config is not None and config.context_tokens is not None:
         message = f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.context_tokens", message, "not_a_default")
+    if isinstance(default, str):
+        default = json.loads(default)
+    return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}

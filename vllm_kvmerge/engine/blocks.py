@@ -24,8 +24,9 @@ class MergeableAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True)
 class Relocation:
-    """A compressed front's place: ids of its ``blocks`` and of those that follow them in the request's block table, up
-    to the first that the sequence still needs (``hole``: the null block's). num_freed: blocks that the pool gains."""
+    """Location of a compressed front: ids of its ``blocks``, and of the null blocks (``hole``) that follow them in the
+    request's block table, up to the first block that the sequence still needs. num_freed: blocks that the pool
+    gains."""
 
     blocks: list[int]
     hole: list[int]
@@ -35,13 +36,12 @@ class Relocation:
 class MergeableAttentionManager(FullAttentionManager):
     """Full-attention manager whose requests may own a compressed front, a hole and a tail.
 
-    Blocks that a compression makes superfluous are *retired*: they leave the request's row at once and return to the
-    pool with ``release_retired``, after the last relocation of the step. Whoever is given one writes to it in a later
-    step than the one whose compaction still reads it.
+    Blocks that a compression makes superfluous are *retired*: they leave the request's block table at once and return
+    to the pool with ``release_retired``, after the last relocation of the step. Their next owner writes to them in a
+    later step than the one whose compaction still reads them.
 
-    What a compressed request computed may hold anything that a policy or an overflow made of it. vLLM's CPU operators
-    read slots behind a sequence's end, where a NaN would spread: such blocks are zeroed before another request that is
-    not compressed gets them.
+    Blocks that a compressed request wrote may hold any value, NaN included. vLLM's CPU operators read slots past the
+    end of a sequence, where a NaN would spread, so such blocks are zeroed before an uncompressed request gets them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,13 +56,9 @@ class MergeableAttentionManager(FullAttentionManager):
     def relocate(self, request_id: str, num_tokens: int, new_front: int) -> Relocation | None:
         """Gives a request its own blocks for ``new_front`` entries and retires all others before slot ``num_tokens``.
 
-        Shared blocks are never written to, and hashed ones only if there is no other way. In this order it takes
-        blocks that only this request holds and that are not hashed, free blocks of the pool, and blocks that only
-        this request holds but that are hashed: those lose their hash. What it does not take goes back to the pool,
-        with its hash if it has one.
-
-        Returns:
-            None, and changes nothing, if there are not enough of these.
+        Shared blocks are never written to. In this order it takes unhashed blocks that only this request holds, free
+        blocks of the pool, and hashed blocks that only this request holds, which lose their hash. The others go back
+        to the pool with theirs. Returns None, and changes nothing, if there are not enough blocks.
         """
         row = self.req_to_blocks[request_id]
         num_front_blocks = cdiv(new_front, self.block_size)
@@ -89,17 +85,17 @@ class MergeableAttentionManager(FullAttentionManager):
         return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
 
     def release_retired(self) -> None:
-        """Returns retired blocks to the pool; call when a step's relocations are all made."""
+        """Returns retired blocks to the pool, after all relocations of a step."""
         # Last blocks first, as vLLM frees a request: a prefix's tail is evicted before its head.
         self.block_pool.free_blocks(reversed(self._retired))
         self._retired = []
 
     def num_held_blocks(self, request_id: str) -> int:
-        """Blocks of the pool that the request holds now."""
+        """Number of the pool's blocks that the request holds."""
         return sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        # After a compression keys and values are approximations: they must not be found by hash.
+        # Compressed keys and values are approximations, which other requests must not find by hash.
         if request.request_id not in self.segments:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
@@ -110,11 +106,11 @@ class MergeableAttentionManager(FullAttentionManager):
         return blocks
 
     def _note_unclean(self, blocks: list[KVCacheBlock]) -> None:
-        # A hashed block is from before the first compression: it holds what the model computed.
+        # A hashed block is from before the first compression: the model itself computed its contents.
         self._unclean |= {block.block_id for block in blocks if block.block_hash is None and not block.is_null}
 
     def take_new_block_ids(self) -> list[int]:
-        """Ids of the blocks handed out since the last call that must be zeroed before they are written to."""
+        """Ids of blocks that were handed out since the last call and must be zeroed before they are used."""
         unclean = [block_id for block_id in super().take_new_block_ids() if block_id in self._unclean]
         self._unclean.difference_update(unclean)
         return unclean

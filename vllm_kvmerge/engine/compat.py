@@ -1,7 +1,7 @@
-"""Patches: every place where vLLM, an object of it or a library of its is changed instead of subclassed.
+"""Patches: every place where vLLM, one of its objects, or a library that it uses is changed rather than subclassed.
 
-Each is one function, which says what would make it unnecessary. Importing this module changes nothing, and vLLM is
-imported where a function needs it. Each kind of process calls its ``install`` function; again changes nothing.
+Each is one function, which says what would make it unnecessary. Importing this module has no effect; functions import
+vLLM when they run. Each kind of process calls its own ``install`` function; calling it again has no effect.
 """
 
 import logging
@@ -37,18 +37,18 @@ PROCESSES = {
     "run_engine_core": "vllm.v1.engine.core:EngineCoreProc",
     "run_coordinator": "vllm.v1.engine.coordinator:DPCoordinatorProc",
 }
-"""Functions that vLLM starts processes with, and where they are."""
+"""Functions that vLLM starts processes with, and their modules or classes."""
 
 
 def install() -> None:
-    """Prepares any process of an engine or a server, before anything is counted or logged in it."""
+    """Prepares any process of an engine or a server, before it counts or logs anything."""
     end_with_parent()
     log_as_vllm()
     keep_metric_files()
 
 
 def install_worker(vllm_config: "VllmConfig") -> None:
-    """Prepares a process with a worker, before that is initialized."""
+    """Prepares a worker's process, before the worker is initialized."""
     install()
     register_cache_spec()
     register_attention_backend()
@@ -59,7 +59,7 @@ PromptCheck = Callable[["EngineInput", "SamplingParams | PoolingParams"], None]
 
 
 def install_front_end(check_prompt: PromptCheck) -> None:
-    """Prepares a process that takes requests, before it admits one; ``check_prompt`` raises to refuse."""
+    """Prepares a process that admits requests, before the first one; ``check_prompt`` raises to refuse."""
     install()
     check_prompts(check_prompt)
 
@@ -75,12 +75,12 @@ def install_server() -> None:
 
 
 def log_as_vllm() -> None:
-    """Sends the package's log lines where vLLM's go, in their format, unless something else takes them already.
+    """Sends the package's log lines where vLLM's go, in their format, unless it has a handler already.
 
-    A setting for the loggers that vLLM configures, other than a file for all of them, would make this unnecessary.
+    A vLLM setting for additional loggers, other than a file for all of them, would make this unnecessary.
     """
     ours, theirs = logging.getLogger("vllm_kvmerge"), logging.getLogger("vllm")
-    # Some processes have yet to set up vLLM's logging when they come here, and come again.
+    # Processes that have not set up vLLM's logging yet call this again when they have.
     if theirs.handlers and not ours.hasHandlers():
         ours.handlers = theirs.handlers
         ours.setLevel(theirs.level)
@@ -89,13 +89,13 @@ def log_as_vllm() -> None:
 def keep_metric_files() -> None:
     """Makes prometheus_client, and so vLLM's metrics as well as ours, use our files, which never end a process.
 
-    To be called before anything is counted: files are opened then. A prometheus_client that reserves space and passes
-    errors over would make this unnecessary: it has no setting for the class that its values are stored with.
+    Call it before anything is counted: files are opened then. prometheus_client has no setting for the class that
+    stores its values. If it reserved disk space and tolerated errors, this would be unnecessary.
     """
     if values.MmapedDict is MetricFile:
         return
     if folder := os.environ.get(METRICS_DIR):
-        # A worker that Ray starts on another machine is given the first one's variables, and would not be seen there.
+        # A worker that Ray starts on another machine gets the first machine's variables, but not its folder.
         with suppress(OSError):
             os.makedirs(folder, exist_ok=True)
     values.MmapedDict = multiprocess.MmapedDict = MetricFile  # type: ignore[misc]
@@ -110,7 +110,7 @@ def keep_metric_files() -> None:
 
 
 def register_cache_spec() -> None:
-    """Makes vLLM use ``MergeableAttentionManager`` for ``MergeableAttentionSpec``: vLLM's own registration."""
+    """Makes vLLM use ``MergeableAttentionManager`` for ``MergeableAttentionSpec``, by vLLM's own registration."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -118,14 +118,12 @@ def register_cache_spec() -> None:
 
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(
-        MergeableAttentionSpec,
-        manager_class=MergeableAttentionManager,
-        uniform_type_base_spec=FullAttentionSpec,
+        MergeableAttentionSpec, manager_class=MergeableAttentionManager, uniform_type_base_spec=FullAttentionSpec
     )
 
 
 def register_attention_backend() -> None:
-    """Makes this worker use our attention: vLLM's own registration.
+    """Makes this worker use our attention, by vLLM's own registration.
 
     vLLM's CPU platform ignores a custom backend's name but honours an override of its own backend.
     """
@@ -139,11 +137,11 @@ def register_attention_backend() -> None:
 
 
 def drop_validator(vllm_config: "VllmConfig") -> None:
-    """Removes the validator from a worker's configuration: the front end has bound it by then.
+    """Removes the validator from a worker's configuration: the front end has loaded it by then.
 
     With any custom logits processor, vLLM's V1 runner hands every request's output tokens to the sampler at each step,
-    and under asynchronous scheduling waits for the last step's tokens to do so. A hook for validation that is no logits
-    processor would make this unnecessary.
+    and under asynchronous scheduling waits for the last step's tokens. A separate hook for validation would make this
+    unnecessary.
     """
     from vllm_kvmerge.engine.arguments import VALIDATOR
 
@@ -152,10 +150,10 @@ def drop_validator(vllm_config: "VllmConfig") -> None:
 
 
 def check_prompts(check_prompt: PromptCheck) -> None:
-    """Has ``check_prompt`` see each request, prompt and parameters, before vLLM queues it.
+    """Passes the prompt and parameters of each request to ``check_prompt`` before vLLM queues it.
 
-    A logits processor sees no prompt. The platform is asked next, and sees both; handing logits processors the prompt
-    as well would make this unnecessary.
+    A logits processor sees no prompt; the platform, which vLLM asks next, does. Passing the prompt to logits
+    processors too would make this unnecessary.
     """
     from vllm.platforms import current_platform
 
@@ -176,8 +174,8 @@ Outputs = AsyncGenerator["RequestOutput", None]
 def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "SamplingParams"], Outputs]) -> None:
     """Passes the outputs of each request of this one client through ``watch``.
 
-    An error message that schedulers can give, and streamed answers with ``kv_transfer_params``, which vLLM's other
-    answers have, would make this unnecessary.
+    Error messages from schedulers, and ``kv_transfer_params`` in streamed responses as in all others, would make this
+    unnecessary.
     """
     generate = engine_client.generate
 
@@ -189,11 +187,10 @@ def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "Samp
 
 
 def before_shutdown(engine_client: "EngineClient", hook: Callable[[float | None], float | None]) -> None:
-    """Calls ``hook`` before this one client stops its engine, the newest hook first: with the seconds that are left to
-    finish requests; it returns what is left of them.
+    """Calls ``hook`` before this one client stops its engine, the newest hook first.
 
-    The launcher stops the engine first when it is signalled, and keeps the signal to itself; an event or a hook of its
-    own would make this unnecessary.
+    It takes the seconds left to finish requests, and returns the rest of them. When signalled, vLLM's launcher stops
+    the engine first and tells nobody; a shutdown event or hook would make this unnecessary.
     """
     shut_down = engine_client.shutdown
 
@@ -205,7 +202,7 @@ def before_shutdown(engine_client: "EngineClient", hook: Callable[[float | None]
 
 
 class EngineDiedError(RuntimeError):
-    """The engine is gone though nobody stopped the server."""
+    """The engine died without the server having been told to stop."""
 
     def __init__(self, manager: Any) -> None:
         ended = manager.finished_procs() if manager is not None else {}
@@ -214,14 +211,11 @@ class EngineDiedError(RuntimeError):
 
 
 _originals: dict[str, Callable[..., Any]] = {}
-"""vLLM's own ``PROCESSES``, in the process that has replaced them and those forked from it."""
+"""vLLM's own functions by name, in the process that replaced them and those forked from it."""
 
 
 def prepare_processes() -> None:
-    """Makes each process that vLLM starts prepare itself first.
-
-    A hook at the start of each would make this unnecessary.
-    """
+    """Makes each process that vLLM starts prepare itself; a hook at its start would make this unnecessary."""
     for name, owner in PROCESSES.items():
         holder = pkgutil.resolve_name(owner)
         _originals[name] = getattr(holder, name)
@@ -238,9 +232,9 @@ def _run_process(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def fail_when_engine_dies() -> None:
-    """Makes an API server raise EngineDiedError where vLLM's ends in good order, as if it had been told to.
+    """Makes an API server raise EngineDiedError where vLLM's exits normally, as if it had been told to stop.
 
-    A status that tells would make this and the next function unnecessary.
+    A nonzero exit status in vLLM would make this and the next function unnecessary.
     """
     entry: Any = import_module("vllm.entrypoints.launchers.api_server.entry")
     build_and_serve = entry.build_and_serve
@@ -268,7 +262,7 @@ def fail_when_engine_dies() -> None:
 
 
 def fail_when_headless_engine_dies() -> None:
-    """Does the same for a node without API server."""
+    """Does the same for a node without an API server."""
     serve: Any = import_module("vllm.entrypoints.cli.serve")
 
     class EngineProcesses(serve.CoreEngineProcManager):  # type: ignore[misc]
@@ -283,9 +277,9 @@ def fail_when_headless_engine_dies() -> None:
 def leave_signals_alone() -> None:
     """Leaves SIGTERM to the command's own handler until the HTTP server sets its own.
 
-    vLLM's ``run_server`` makes a KeyboardInterrupt of it, which its zmq_socket_ctx swallows: a server that was told to
-    stop while its engine started would start all the same, or hang for ten minutes. A zmq_socket_ctx that lets it pass
-    would make this unnecessary.
+    vLLM's ``run_server`` turns it into a KeyboardInterrupt, which its zmq_socket_ctx swallows: a server told to stop
+    while its engine starts would start nonetheless, or hang for ten minutes. A zmq_socket_ctx that lets the exception
+    pass would make this unnecessary.
     """
     serve: Any = import_module("vllm.entrypoints.cli.serve")
 

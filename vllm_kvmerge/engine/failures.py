@@ -1,4 +1,4 @@
-"""Requests that the engine ends with an error: each alone, with a message for its client."""
+"""Requests that the engine ends with an error, each alone, with a message for its client."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,7 +6,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request
 
-from vllm_kvmerge.engine.metrics import count_failure
+from vllm_kvmerge.engine.metrics import FAILED
 from vllm_kvmerge.engine.plan import Failure
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
 from vllm_kvmerge.policies.errors import PartError, describe
@@ -16,7 +16,7 @@ logger = init_logger(__name__)
 
 
 class FailedRequests:
-    """Requests that have failed, up to the step at which they end, and those whose clients are not told yet."""
+    """Requests that have failed but not ended yet, and ended ones whose clients have not been told yet."""
 
     def __init__(self, engine: int) -> None:
         self._engine = engine
@@ -40,17 +40,17 @@ class FailedRequests:
         self._failures[request_id] = failure
 
     def end(self, finish: Callable[[Iterable[str]], list[Request]], policy_of: Callable[[str], str]) -> None:
-        """Ends them. finish: makes the scheduler end requests, and returns those that had not ended before."""
+        """Ends the failed requests. finish: ends requests by id and returns those that were still running."""
         failures, self._failures = self._failures, {}
         policies = {request_id: policy_of(request_id) for request_id in failures}
         for request in finish(failures):
             failure = failures[request.request_id]
             if failure.part is not None:
-                count_failure(policies[request.request_id], failure.part, self._engine)
+                FAILED.labels(policies[request.request_id], failure.part, self._engine).inc()
             self._ended.append((request, failure))
 
     def tell(self, outputs_by_client: dict[int, EngineCoreOutputs]) -> None:
-        """Adds the errors of those that have ended to a step's outputs."""
+        """Adds the errors of ended requests to a step's outputs."""
         for request, failure in self._ended:
             output = EngineCoreOutput(
                 request_id=request.request_id,

@@ -1,8 +1,8 @@
 """Metric files that never end a process.
 
 With ``PROMETHEUS_MULTIPROC_DIR``, prometheus_client writes each value through a memory map of a sparse file. A full
-disk is then no exception but SIGBUS, which ends the process without a word; a folder that is gone or may not be written
-to raises OSError wherever something is counted for the first time.
+disk then raises no exception but SIGBUS, which kills the process silently; a missing or read-only folder raises OSError
+wherever a metric is first used.
 """
 
 import glob
@@ -21,23 +21,23 @@ from prometheus_client.mmap_dict import MmapedDict
 logger = logging.getLogger(__name__)
 
 INITIAL_BYTES = 1 << 16
-"""Size of a new file, as prometheus_client has it."""
+"""Size of a new file, as in prometheus_client."""
 
 RETRY_SECONDS = 10.0
-"""Time for which a file that could not grow is left alone."""
+"""Time to wait before trying again to write to a file that could not grow."""
 
 ENTRY_BYTES = 64
-"""At least what an entry takes besides its key: length, padding, value, timestamp."""
+"""Bound on the size of an entry without its key: length, padding, value, timestamp."""
 
 DAMAGE = (OSError, RuntimeError, ValueError, IndexError, struct.error)
-"""Errors of reading or writing a file: the system refuses it, it is too short, or it holds something else."""
+"""Exceptions from reading or writing a file that is truncated, corrupt, or refused by the system."""
 
 
 class MetricFile(MmapedDict):
     """prometheus_client's file of values, with disk space reserved before it is written to.
 
-    Values that the file has no room for are kept in memory, where this process's own ``/metrics`` finds them, and move
-    to the file when it can grow again. Like the class it extends, not thread safe: prometheus_client holds a lock.
+    Values for which the file has no room stay in memory, where this process's own ``/metrics`` finds them, and move to
+    the file when it can grow again. Like its base class, it is not thread safe: prometheus_client holds a lock.
     """
 
     opened: ClassVar[dict[str, "MetricFile"]] = {}
@@ -59,11 +59,8 @@ class MetricFile(MmapedDict):
         self.opened[filename] = self
 
     def read_value(self, key: str) -> tuple[float, float]:
-        """(value, timestamp); a new key's are zero."""
-        if self._in_file(key):
-            value: tuple[float, float] = super().read_value(key)
-            return value
-        return self._kept[key]
+        """Returns (value, timestamp), zeros for a new key."""
+        return super().read_value(key) if self._in_file(key) else self._kept[key]
 
     def write_value(self, key: str, value: float, timestamp: float) -> None:
         if self._in_file(key):
@@ -72,7 +69,7 @@ class MetricFile(MmapedDict):
             self._kept[key] = value, timestamp
 
     def _in_file(self, key: str) -> bool:
-        """Whether the file has a place for this key's value, which it is given if possible."""
+        """True if this key's value is in the file; adds it if there is room."""
         if key in self._positions:
             return True
         num_kept = len(self._kept)
@@ -80,7 +77,7 @@ class MetricFile(MmapedDict):
             try:
                 if self._f is None:
                     self._open()
-                if key not in self._positions:  # a file that was there before may have it
+                if key not in self._positions:  # an existing file may have it
                     self._init_value(key)
                 for name, kept in list(self._kept.items()):
                     super().write_value(name, *kept)
@@ -107,7 +104,7 @@ class MetricFile(MmapedDict):
         super()._init_value(key)
 
     def _open(self) -> None:
-        """Opens the file with its space reserved; leaves none behind that has none."""
+        """Opens the file and reserves its space; removes a new file again if there is no space."""
         descriptor = os.open(self._fname, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             size = os.fstat(descriptor).st_size
@@ -129,11 +126,10 @@ class MetricFile(MmapedDict):
             raise
 
     def _report(self) -> None:
-        """Sets the gauge to the number of values that are in no file, below the lock that its own methods take."""
-        gauge = self.write_errors
-        if gauge is None:
+        """Sets the gauge to the number of values that are in no file, without the lock of its own methods."""
+        if self.write_errors is None:
             return
-        file, key = gauge._value._file, gauge._value._key
+        file, key = self.write_errors._value._file, self.write_errors._value._key
         missing = sum(len(one._kept) for one in self.opened.values())
         if key in file._positions:
             MmapedDict.write_value(file, key, float(missing), 0.0)
@@ -147,9 +143,9 @@ class MetricFile(MmapedDict):
 
     @staticmethod
     def read_all_values_from_file(filename: str) -> Iterator[tuple[str, float, float, int]]:
-        """(key, value, timestamp, position) of all values of a file, up to where it is damaged.
+        """Yields (key, value, timestamp, position) of a file's values, up to where it is damaged.
 
-        This process's own files are read even where they have been deleted, with what could not be written to them.
+        This process's own files are read even if they have been deleted, values in memory included.
         """
         own = MetricFile.opened.get(filename)
         try:
@@ -168,7 +164,7 @@ class MetricFile(MmapedDict):
 
 
 class MetricFiles(multiprocess.MultiProcessCollector):
-    """prometheus_client's collector of all processes' files, for a folder that may be gone, and this process's own."""
+    """prometheus_client's collector of all processes' files, with this process's own if the folder is gone."""
 
     def __init__(self, registry: Any, path: str | None = None) -> None:
         self._path = path or os.environ["PROMETHEUS_MULTIPROC_DIR"]
@@ -186,7 +182,7 @@ _warned = False
 
 
 def _warn(message: str) -> None:
-    """One warning per process: what follows has the same cause, and the gauge says how much of it there is."""
+    """Logs one warning per process: later ones would have the same cause, and the gauge counts the values."""
     global _warned
     if not _warned:
         _warned = True

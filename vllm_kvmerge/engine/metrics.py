@@ -1,8 +1,8 @@
 """The plugin's Prometheus metrics.
 
-Engine cores, workers and API servers each count what they see; with ``PROMETHEUS_MULTIPROC_DIR`` set (as
-``vllm-kvmerge serve`` does) prometheus_client adds the processes up on ``/metrics``, whichever API server is asked.
-Label ``engine``: the data-parallel rank, as in vLLM's own metrics.
+Engine cores, workers and API servers count separately; with ``PROMETHEUS_MULTIPROC_DIR`` (which ``vllm-kvmerge serve``
+sets) prometheus_client sums over the processes on every API server's ``/metrics``. Label ``engine``: the data-parallel
+rank, as in vLLM's own metrics.
 """
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -50,12 +50,7 @@ def count_request(policy: str, engine: int) -> None:
 
 
 def count_rejection(reason: str) -> None:
-    """``reason``: a CompressionError's."""
     REJECTED.labels(reason).inc()
-
-
-def count_generated(policy: str, engine: int, num_tokens: int) -> None:
-    GENERATED.labels(policy, engine).inc(num_tokens)
 
 
 def count_compression(policy: str, engine: int, num_blocks_freed: int, num_bytes_freed: int) -> None:
@@ -65,16 +60,11 @@ def count_compression(policy: str, engine: int, num_blocks_freed: int, num_bytes
 
 
 def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int, num_overflows: int) -> None:
-    """One worker's share: its own KV heads, all layers."""
+    """Counts the entries of one worker's KV heads, over all layers."""
     MERGED.labels(policy, engine).inc(num_merged)
     EVICTED.labels(policy, engine).inc(num_evicted)
     if num_overflows:
         OVERFLOWS.labels(policy, engine).inc(num_overflows)
-
-
-def count_failure(policy: str, part: str, engine: int) -> None:
-    """``part``: kind and name of the one that failed."""
-    FAILED.labels(policy, part, engine).inc()
 
 
 def observe_compaction(policy: str, engine: int, seconds: float) -> None:
@@ -82,7 +72,7 @@ def observe_compaction(policy: str, engine: int, seconds: float) -> None:
 
 
 class CacheGauges:
-    """Sizes of an engine's running requests' caches, summed by policy."""
+    """Gauges of the sizes of an engine's running requests' caches, summed by policy."""
 
     def __init__(self, engine: int, bytes_per_block: int) -> None:
         self._engine = engine

@@ -36,8 +36,8 @@ class CompressionPlan:
     Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
     slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.
     compression: the request's ``kv_compression`` as JSON text. budget: live entries per head, on average over layers
-    and heads; ``new_front`` holds the largest share of any of them. hole: ids that follow ``blocks`` in the request's
-    block table, one for each block that the sequence no longer needs.
+    and heads; ``new_front`` fits the largest share. hole: ids that follow ``blocks`` in the request's block table, one
+    for each block that the sequence no longer needs.
     """
 
     request_id: str
@@ -52,15 +52,15 @@ class CompressionPlan:
 
     @property
     def row_prefix(self) -> list[int]:
-        """The beginning of the request's block table after the plan; the rest of it stays."""
+        """The new beginning of the request's block table; the rest stays."""
         return self.blocks + self.hole
 
 
 @dataclass(frozen=True)
 class PromptWindow:
-    """Queries of a not yet compressed request, from position ``start`` on, that its policy has scored and kept.
+    """Queries from position ``start`` on that are scored and kept for a request's first compression.
 
-    query_window: the most that are ever kept, the newest ones.
+    query_window: number of the newest queries to keep.
     """
 
     start: int
@@ -70,7 +70,7 @@ class PromptWindow:
 
 @dataclass
 class CompressionStep:
-    """One step's compressions and prompt windows; usage: its entries of ``UsageReports``, which workers ignore."""
+    """One step's compressions and prompt windows. usage: its ``UsageReports`` entries, which workers ignore."""
 
     plans: list[CompressionPlan] = field(default_factory=list)
     windows: dict[str, PromptWindow] = field(default_factory=dict)
@@ -88,31 +88,24 @@ class Failure:
 
 @dataclass
 class CompressionReport:
-    """A worker's message after a step, if there is anything to say.
-
-    failures: by request, of those whose compression failed; their caches hold their newest entries.
-    rates: how fast this worker computes, once, with its first output.
-    """
+    """A worker's report after a step. failures: by request; the caches of these hold their newest entries. rates: this
+    worker's speed, with its first output only."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
     rates: Rates | None = None
 
 
 # Both messages travel as an attribute of vLLM's own, which are pickled whole. A field for plugins in vLLM's classes
-# would make these four functions unnecessary.
+# would make these functions unnecessary.
 
 
-def attach_step(output: "SchedulerOutput", step: CompressionStep) -> None:
-    output.kvmerge = step  # type: ignore[attr-defined]
+def attach(output: "SchedulerOutput | ModelRunnerOutput", message: CompressionStep | CompressionReport) -> None:
+    output.kvmerge = message  # type: ignore[union-attr]
 
 
 def attached_step(output: "SchedulerOutput") -> CompressionStep:
-    """The step of ``attach_step``; an empty one for outputs that vLLM makes by itself, such as those of dummy runs."""
+    """The output's step, empty for outputs that vLLM makes by itself, such as those of dummy runs."""
     return getattr(output, "kvmerge", CompressionStep())
-
-
-def attach_report(output: "ModelRunnerOutput", report: CompressionReport) -> None:
-    output.kvmerge = report  # type: ignore[attr-defined]
 
 
 def attached_report(output: "ModelRunnerOutput") -> CompressionReport:

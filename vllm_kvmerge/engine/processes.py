@@ -1,4 +1,4 @@
-"""Processes that vLLM starts for an engine or a server: none outlives the one that started it."""
+"""Lifetime of the processes that vLLM starts for an engine or a server: none outlives its parent."""
 
 import logging
 import multiprocessing
@@ -12,21 +12,21 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordinator")
-"""Beginnings of the names of the processes that vLLM starts."""
+"""Prefixes of the names of the processes that vLLM starts."""
 
 METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 METRICS_PREFIX = "vllm-kvmerge-metrics-"
 POLL_SECONDS = 2.0
 
 _watching: int | None = None
-"""The process that watches its parent: this one, or one that it was forked from."""
+"""Id of the process that watches its parent: this one, or one that it was forked from."""
 
 
 def end_with_parent() -> None:
-    """Ends this process as soon as the one that started it is gone, in whatever way that ended.
+    """Ends this process as soon as its parent is gone, however the parent ended.
 
-    For processes that vLLM starts for itself. In any other, such as a program with an engine inside, it does nothing.
-    vLLM's own engine cores and API servers go on without their parent, and so do workers while they load a model.
+    Only in processes that vLLM starts, not in a program with an engine inside. Without this, vLLM's engine cores and
+    API servers go on without their parent, and so do workers while they load a model.
     """
     global _watching
     parent = multiprocessing.parent_process()
@@ -37,24 +37,19 @@ def end_with_parent() -> None:
 
 
 def _end_after(sentinel: int, pid: int | None) -> None:
-    # A forked process passes the other end of its sentinel on to those forked after it: then its new parent tells.
+    # Processes forked later inherit the other end of the sentinel and keep it open: a new parent id tells as well.
     started_by = os.getppid()
     while not connection.wait([sentinel], POLL_SECONDS) and os.getppid() == started_by:
         pass
     logger.error("%s ends: process %s, which started it, is gone", multiprocessing.current_process().name, pid)
-    _remove_metrics_folder(pid)
-    # Nobody is left to hear of an orderly end, and the main thread may be busy in an operator. Shared memory is freed
-    # by multiprocessing's resource tracker once the last of these processes is gone.
+    folder = Path(os.environ.get(METRICS_DIR, ""))
+    if folder.name.startswith(f"{METRICS_PREFIX}{pid}-"):  # made by the parent, which could not remove it
+        shutil.rmtree(folder, ignore_errors=True)
+    # An orderly shutdown would serve nobody, and the main thread may be busy in an operator. multiprocessing's resource
+    # tracker frees shared memory once the last of these processes is gone.
     os._exit(1)
 
 
 def make_metrics_folder() -> str:
-    """Makes a folder for all processes that this one starts to count in, and returns its name. Raises OSError."""
+    """Makes a folder for the metric files of this process and those that it starts. Raises OSError."""
     return tempfile.mkdtemp(prefix=f"{METRICS_PREFIX}{os.getpid()}-")
-
-
-def _remove_metrics_folder(pid: int | None) -> None:
-    """Removes the folder that process ``pid`` has made and could not remove."""
-    folder = Path(os.environ.get(METRICS_DIR, ""))
-    if folder.name.startswith(f"{METRICS_PREFIX}{pid}-"):
-        shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""A request's compressions: at how many computed tokens its cache is changed next, to what size, and from what.
+"""Schedule of a request's compressions: when each one is due, the queries that it needs, and the resulting size.
 
 Decisions depend on counts alone, never on data, so that they hold for every tensor-parallel worker and under
-asynchronous scheduling. Nothing here knows vLLM.
+asynchronous scheduling. This module does not depend on vLLM.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,13 @@ from vllm_kvmerge.request.parameters import CompressionConfig
 class RequestCompression:
     """The compression of one request.
 
-    context: tokens of its prompt that are compressed first, before the others are computed; all of them as a rule.
-    budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all.
-    interval: live entries above those that trigger a compression. scored_from, query_window: queries that its first
-    compression needs: those from a position of the context on (None: none), and so many of the newest. ring_bytes,
-    score_bytes: memory of its worker outside the pool, for the newest queries and, up to the first compression, for
-    the context's scores.
+    context: tokens of its prompt that are compressed before the rest is computed, usually all of them. budget: live
+    entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all. interval: live
+    entries beyond those that trigger a compression. scored_from, query_window: queries that its first compression
+    needs, from a position of the context on (None: none), and a number of the newest. ring_bytes, score_bytes: memory
+    outside the pool for the newest queries and, up to the first compression, for the context's scores.
 
-    Whatever a part of the policy is asked has been asked when this is made, so that nothing of it raises in a step.
+    The policy's parts are queried once, in ``of``, so that none of them can raise during a step.
     """
 
     config: CompressionConfig
@@ -57,14 +56,14 @@ class RequestCompression:
         )
 
     def next_compression(self, segments: Segments) -> int | None:
-        """Computed tokens at which a cache of these segments is compressed next; None: never."""
+        """Number of computed tokens at which a cache of these segments is compressed next; None: never."""
         if not segments.are_compressed and (self.context > self.budget or self.config.tracks_decode):
-            # Attention writes scores into the blocks it reads, so a policy that tracks them moves to blocks of its own
-            # at the end of the context even if nothing has to go yet.
+            # Attention writes scores into the blocks it reads, so a request whose policy tracks them moves to blocks of
+            # its own at the end of the context, even if it is within its budget.
             return self.context
         if self.config.decode != "bounded":
             return None
-        # Where some layers keep everything, the others count.
+        # If some layers keep everything, the others decide.
         most, front = self.capacity, segments.front
         if most is None:
             most, front = self.budget, min(front, self.budget)
@@ -72,17 +71,15 @@ class RequestCompression:
         return max(most + self.interval + segments.tail - front, self.num_prompt_tokens)
 
     def window_start(self, compression: int) -> int | None:
-        """Position of the first query that the policy needs for a first compression at ``compression`` tokens."""
+        """Position of the first query needed for a first compression at ``compression`` tokens; None: none is."""
         starts = [] if self.scored_from is None else [self.scored_from]
         if self.query_window:
             starts.append(max(0, compression - self.query_window))
         return min(starts, default=None)
 
     def longest_prefix(self, compression: int) -> int:
-        """Tokens of the prefix cache that may be used before a compression at ``compression`` tokens.
-
-        A compression follows a step that computes something, and the query of a cached token is gone.
-        """
+        """Tokens of the prefix cache that may be used before a compression at ``compression`` tokens, which follows a
+        step that computes something; the queries of cached tokens are gone."""
         start = self.window_start(compression)
         return compression - 1 if start is None else min(compression - 1, start)
 
@@ -92,15 +89,15 @@ class RequestCompression:
         return num_entries if self.capacity is None else min(num_entries, self.capacity)
 
     def seconds(self, segments: Segments, num_tokens: int, limits: Limits) -> float:
-        """Estimated time of a compression at ``num_tokens``. Raises PartError."""
+        """Estimated seconds of a compression at ``num_tokens``. Raises PartError."""
         one = Compression(segments.num_entries(num_tokens), self.budget, not segments.are_compressed)
         return limits.seconds(self.config, one)
 
 
 class KeptBytes:
-    """Memory of workers outside the pool, by request: what is reserved stays so until the request ends or is preempted.
+    """Bytes reserved in workers outside the pool, by request, until it ends or is preempted.
 
-    A request alone always finds room. Others wait, as they do for blocks.
+    A request that runs alone always finds room. Others wait, as they do for blocks.
     """
 
     def __init__(self) -> None:
@@ -110,7 +107,7 @@ class KeptBytes:
         return len(self._by_request)
 
     def reserve(self, request_id: str, num_bytes: int, max_bytes: int) -> bool:
-        """Whether ``num_bytes`` are reserved, now or before; ``max_bytes``: of all requests together."""
+        """Reserves ``num_bytes`` unless done before; False if all requests would exceed ``max_bytes``."""
         if num_bytes and request_id not in self._by_request:
             if self._by_request and sum(self._by_request.values()) + num_bytes > max_bytes:
                 return False

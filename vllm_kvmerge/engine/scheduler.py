@@ -1,4 +1,4 @@
-"""vLLM's scheduler with compression: carries out, step by step, what ``schedule`` says of each request."""
+"""vLLM's scheduler with compression: carries out each request's ``schedule``, step by step."""
 
 import time
 from dataclasses import replace
@@ -16,12 +16,12 @@ from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.failures import FailedRequests
-from vllm_kvmerge.engine.metrics import CacheGauges, count_compression, count_generated, count_request
+from vllm_kvmerge.engine.metrics import GENERATED, CacheGauges, count_compression, count_request
 from vllm_kvmerge.engine.plan import (
     CompressionPlan,
     CompressionStep,
     PromptWindow,
-    attach_step,
+    attach,
     attached_report,
     attached_step,
 )
@@ -32,10 +32,10 @@ from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
 KEPT_SHARE = 4
-"""Memory that workers keep outside the pool for all running requests, as a multiple of ``max_compaction_bytes``."""
+"""Bound on workers' memory outside the pool for all running requests, as a multiple of ``max_compaction_bytes``."""
 
 STEP_SECONDS = 0.25
-"""Time for which the compressions of one step may keep everybody else waiting, unless a single one takes longer."""
+"""Bound on the estimated time of one step's compressions, in seconds, unless a single one exceeds it."""
 
 
 class CompressionSchedulerMixin(Scheduler):
@@ -64,14 +64,14 @@ class CompressionSchedulerMixin(Scheduler):
         self._usage = UsageReports(self._bytes_per_block)
         self._gauges = CacheGauges(self._engine, self._bytes_per_block)
 
-    # Requests come and go.
+    # Requests, as they arrive, are preempted and end.
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
             try:
                 compression = self._resolve(request, extra.get(EXTRA_ARGS_KEY))
-            except Exception as error:  # the request ends before its first step, and nobody else
+            except Exception as error:  # this request alone ends, before its first step
                 self._failed.add(request.request_id, error)
             else:
                 if compression is not None:
@@ -80,17 +80,17 @@ class CompressionSchedulerMixin(Scheduler):
         super().add_request(request)
 
     def _resolve(self, request: Request, asked: Any) -> RequestCompression | None:
-        """``asked``: the request's ``kv_compression``."""
+        """The request's compression, None for none. asked: its ``kv_compression``."""
         config = parse_compression(self._default if asked is None else asked)
         if request.resumable:
-            # Its prompt grows by turns, of which limits know nothing, and vLLM takes tokens back between them.
+            # Its prompt grows by turns, which limits do not cover, and vLLM takes tokens back between them.
             if asked is not None and config is not None:
                 raise CompressionError(EXTRA_ARGS_KEY, "streamed prompts are not compressed; allowed: full", "streamed")
             config = None
         count_request(config.name if config else FULL, self._engine)
         if config is None:
             return None
-        # A server's front end has refused what the limits and the prompt do not allow; offline there is none.
+        # A server's front end has checked this; offline there is none.
         config.check_context(request.num_prompt_tokens)
         self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
         if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
@@ -107,7 +107,7 @@ class CompressionSchedulerMixin(Scheduler):
         params, *others = super()._free_request(request, *args, **kwargs)
         return self._usage.end(request.request_id, params), *others
 
-    # A step is scheduled: tokens first, as vLLM does it, then the compressions that follow them.
+    # Scheduling of a step: first tokens, by vLLM, then the compressions that follow them.
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._end_failed()
@@ -116,20 +116,20 @@ class CompressionSchedulerMixin(Scheduler):
         step = CompressionStep()
         waiting = self._plan_due(step)
         while waiting and not output.num_scheduled_tokens and not step.plans:
-            # Nothing moves any more: requests that share their blocks wait for room to copy them. One has to go.
+            # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
             self.running.remove(waiting[-1])
             self._preempt_request(waiting[-1], time.monotonic())
             waiting = self._plan_due(step)
         self._manager.release_retired()
         compressed = {plan.request_id for plan in step.plans}
         step.usage = self._usage.after_compressions(self.running, self._size, compressed)
-        attach_step(output, step)
+        attach(output, step)
         if self.log_stats:
             self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in self.running])
         return output
 
     def _next_compression(self, request: Request) -> int | None:
-        """Computed tokens at which the request is compressed next; None: never."""
+        """Number of computed tokens at which the request is compressed next; None: never."""
         compression = self._compressions.get(request.request_id)
         if compression is None:
             return None
@@ -148,8 +148,8 @@ class CompressionSchedulerMixin(Scheduler):
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         # vLLM asks here where a chunk may end. A context is compressed before the rest of the prompt is computed. A
-        # preempted request computes its prompt and the tokens that it had generated again: chunks end where it was
-        # compressed the first time, so that its cache comes out the same.
+        # preempted request recomputes its prompt and generated tokens, in chunks that end where it was compressed the
+        # first time, so that its cache comes out the same.
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         due_at = self._next_compression(request)
         if due_at is None:
@@ -167,9 +167,8 @@ class CompressionSchedulerMixin(Scheduler):
     def _plan_due(self, step: CompressionStep) -> list[Request]:
         """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs.
 
-        Those of one step take no longer together than ``STEP_SECONDS``, or than one of them alone, as far as can be
-        told beforehand. The others are put off to the next steps, whoever has waited longest first; until then their
-        requests compute nothing.
+        A step takes as many as fit into an estimated ``STEP_SECONDS``, and at least one. The others are deferred to the
+        next steps, longest wait first; until then their requests compute nothing.
         """
         due: dict[str, Request] = {}
         for request in self.running:
@@ -199,7 +198,7 @@ class CompressionSchedulerMixin(Scheduler):
         return waiting
 
     def _open_window(self, request: Request, due_at: int, step: CompressionStep) -> None:
-        """Adds to ``step`` the queries that the request's first compression needs, if that is due at ``due_at``."""
+        """Adds to ``step`` the queries that the request's first compression, due at ``due_at``, needs."""
         if request.request_id in self._manager.segments:
             return
         compression = self._compressions[request.request_id]
@@ -209,7 +208,7 @@ class CompressionSchedulerMixin(Scheduler):
             step.windows[request.request_id] = window
 
     def _plan(self, request: Request, step: CompressionStep) -> bool:
-        """Adds the request's compression to ``step``; False if there is no room to copy blocks that others share."""
+        """Adds the request's compression to ``step``; False if there is no room to copy shared blocks."""
         request_id, num_tokens = request.request_id, request.num_computed_tokens
         compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
         new_front = compression.new_front(segments, num_tokens)
@@ -228,12 +227,12 @@ class CompressionSchedulerMixin(Scheduler):
             hole=relocation.hole,
         )
         step.plans.append(plan)
-        self._kept_bytes.shrink(request_id, compression.ring_bytes)  # the context's scores have been used up
-        num_freed = relocation.num_freed
-        count_compression(compression.config.name, self._engine, num_freed, num_freed * self._bytes_per_block)
+        self._kept_bytes.shrink(request_id, compression.ring_bytes)  # the context's scores are no longer needed
+        num_bytes = relocation.num_freed * self._bytes_per_block
+        count_compression(compression.config.name, self._engine, relocation.num_freed, num_bytes)
         return True
 
-    # A step has been computed.
+    # Outputs of a step.
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *args: Any, **kwargs: Any
@@ -242,7 +241,7 @@ class CompressionSchedulerMixin(Scheduler):
         if report.rates is not None:
             self._limits = replace(self._limits, rates=report.rates)
         self._failed.update(report.failures)
-        # Before vLLM looks at what the step generated: of those that failed it is not what was asked for.
+        # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
         self._end_failed()
         self._usage.computed(attached_step(scheduler_output).usage)
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
@@ -254,7 +253,7 @@ class CompressionSchedulerMixin(Scheduler):
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
         kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        count_generated(self._policy(request.request_id), self._engine, len(kept_token_ids))
+        GENERATED.labels(self._policy(request.request_id), self._engine).inc(len(kept_token_ids))
         return kept_token_ids, stopped
 
     def _end_failed(self) -> None:
@@ -272,15 +271,15 @@ class CompressionSchedulerMixin(Scheduler):
 
 
 class SyncCompressionScheduler(CompressionSchedulerMixin, Scheduler):
-    """For vLLM without asynchronous scheduling."""
+    """vLLM's synchronous scheduler with compression."""
 
 
 class AsyncCompressionScheduler(CompressionSchedulerMixin, AsyncScheduler):
-    """For vLLM with asynchronous scheduling."""
+    """vLLM's asynchronous scheduler with compression."""
 
 
 def KVMergeScheduler(vllm_config: Any, **kwargs: Any) -> CompressionSchedulerMixin:  # noqa: N802
-    """The ``scheduler_cls`` of an engine: vLLM calls it as a class, once asynchronous scheduling is settled."""
+    """The engine's ``scheduler_cls``: vLLM calls it once it has decided on asynchronous scheduling."""
     compat.install()
     compat.register_cache_spec()
     asynchronous = vllm_config.scheduler_config.async_scheduling

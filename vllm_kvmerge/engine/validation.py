@@ -29,48 +29,43 @@ if TYPE_CHECKING:
 
 @dataclass
 class Verdict:
-    """The check of a request, for whoever waits for it. checked: whether a prompt of the request has been looked at.
-    error: why the request is refused, if it is."""
+    """The result of a request's check. checked: whether a prompt of it has been checked. error: why it is refused."""
 
     checked: bool = False
     error: CompressionError | None = None
 
 
 VERDICT: ContextVar[Verdict | None] = ContextVar("kvmerge_verdict", default=None)
-"""That of the HTTP request being served; None outside of one, and for one that is not waited for."""
+"""The verdict on the HTTP request being served; None outside of a request, and where nothing waits for it."""
 
 
-@dataclass(frozen=True)
-class Terms:
-    """Limits of a server's requests, and the compression of those that do not bring their own."""
+_limits: Limits | None = None
+"""Limits of a server's requests."""
 
-    limits: Limits | None = None
-    default: dict[str, Any] | str | None = None
-
-
-_terms = Terms()
+_default: dict[str, Any] | str | None = None
+"""Compression of a server's requests that do not bring their own."""
 
 
 async def enforce_limits(engine_client: "EngineClient") -> None:
-    """Makes the check refuse requests that would cost more than the engine allows, at the speed of its slowest worker.
+    """Makes the check refuse requests that exceed the engine's limits, at the speed of its slowest worker.
 
-    Without it, as offline, the scheduler alone looks at limits, and ends a request that exceeds them with an error.
+    Without it, as offline, only the scheduler checks limits, and ends a request that exceeds them with an error.
     """
-    global _terms
+    global _limits, _default
     config = engine_client.vllm_config
     workers = [Rates(**rates) for rates in await engine_client.collective_rpc("compression_rates")]
     slowest = Rates(
         products_per_second=min(rates.products_per_second for rates in workers),
         touches_per_second=min(rates.touches_per_second for rates in workers),
     )
-    _terms = Terms(replace(request_limits(config), rates=slowest), plugin_config(config).default)
+    _limits, _default = replace(request_limits(config), rates=slowest), plugin_config(config).default
 
 
 class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
-    """Refuses a request whose ``kv_compression`` cannot be honoured; touches no logits.
+    """Refuses a request whose ``kv_compression`` is invalid; changes no logits.
 
-    A logits processor is where vLLM lets a plugin see a request's parameters at admission. The front end accepts only
-    the interface of the model runner in use, hence the two base classes. Workers drop it (``compat.drop_validator``).
+    A logits processor is where vLLM shows a plugin a request's parameters at admission. The front end accepts only the
+    interface of the model runner in use, hence the two base classes. Workers drop it (``compat.drop_validator``).
     """
 
     def __init__(self, *_: Any) -> None:
@@ -78,7 +73,7 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises CompressionError, which vLLM turns into its VLLMValidationError with the same message."""
+        """Raises CompressionError, which vLLM turns into a VLLMValidationError with the same message."""
         compat.install_front_end(check_prompt)  # offline, nothing of ours is called earlier
         _requested(sampling_params)
 
@@ -96,14 +91,13 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
 
 
 def _requested(params: SamplingParams) -> CompressionConfig | None:
-    return parse_compression((params.extra_args or {}).get(EXTRA_ARGS_KEY, _terms.default))
+    return parse_compression((params.extra_args or {}).get(EXTRA_ARGS_KEY, _default))
 
 
 def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | PoolingParams") -> None:
     """Checks what depends on the prompt's length, after ``validate_params``.
 
-    Raises:
-        VLLMValidationError: the request is refused; the verdict on it, if somebody waits for that, says so too.
+    Raises VLLMValidationError if the request is refused, and notes it in the verdict that the server waits for.
     """
     verdict = VERDICT.get() or Verdict()
     verdict.checked = True
@@ -115,9 +109,9 @@ def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | Pool
     num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     try:
         config.check_context(num_tokens)
-        if _terms.limits is not None:
+        if _limits is not None:
             try:
-                _terms.limits.check(config, num_tokens, params.max_tokens)
+                _limits.check(config, num_tokens, params.max_tokens)
             except PartError as error:
                 raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
     except CompressionError as error:

@@ -1,4 +1,4 @@
-"""The body of a request, read at once when the application asks for it, and refused if it is beyond a limit."""
+"""Request bodies: read whole when the application asks for them, and refused if they exceed a limit."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 
 SINGLE_HEADERS = (b"authorization", b"content-encoding", b"content-length", b"content-type", b"transfer-encoding")
-"""Headers that may come once: of two, one reader takes the first and another the last."""
+"""Headers that may occur once: of two, one parser would take the first and another the last."""
 
 BODILESS_METHODS = ("GET", "HEAD", "OPTIONS")
 JSON_START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*[\[{]")
@@ -20,10 +20,9 @@ ERROR_TYPES = {400: "BadRequestError", 413: "PayloadTooLargeError", 500: "Intern
 
 
 class Refusal(HTTPException):
-    """The answer to a request whose body is refused, in the shape of the OpenAI API.
+    """The response, in the OpenAI API's format, to a request whose body is refused.
 
-    Raised while the application reads the body, which lets a HTTPException through; ``answer_refusal`` is the
-    application's handler for it.
+    Raised while the application reads the body, which passes an HTTPException on to its handler ``answer_refusal``.
     """
 
     def __init__(self, status_code: int, message: str, param: str | None = None) -> None:
@@ -42,15 +41,15 @@ async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
 
 
 async def answer_recursion(_: Request, error: Exception) -> JSONResponse:
-    """Answers a request with JSON text inside a string, such as a tool call's arguments, that vLLM failed to parse."""
+    """Responds to a body with JSON inside a string, such as a tool call's arguments, that vLLM failed to parse."""
     return Refusal(400, f"text in the body nests too deep: {error}").response()
 
 
 class BodyMiddleware:
     """ASGI middleware: refuses repeated headers, bodies of more than ``max_bytes``, and JSON that nests too deep.
 
-    Nothing is read before the application asks, so a path or method that it does not know costs nothing. It then gets
-    the whole body as one message, JSON in UTF-8. Answers are not touched.
+    Nothing is read before the application asks, so an unknown path or method costs nothing. The application then gets
+    the whole body as one message, JSON in UTF-8. Responses pass unchanged.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -72,14 +71,14 @@ class BodyMiddleware:
 
 
 class _WholeBody:
-    """A ``receive`` that gives the body in one piece."""
+    """A ``receive`` that returns the body in one piece."""
 
     def __init__(self, scope: Scope, receive: Receive, max_bytes: int) -> None:
         self._scope, self._receive, self._max_bytes = scope, receive, max_bytes
         self._is_read = False
 
     async def receive(self) -> Message:
-        """The body, then what the server says (that the client has left)."""
+        """Returns the body, then the server's own messages (that the client has disconnected)."""
         if self._is_read:
             return await self._receive()
         self._is_read = True
@@ -106,12 +105,12 @@ class _WholeBody:
 
 
 def _as_utf8(body: bytes) -> bytes:
-    """The same text in UTF-8, where it is JSON in UTF-16 or UTF-32 (which vLLM reads too)."""
+    """The body in UTF-8 if it is JSON in UTF-16 or UTF-32, which vLLM reads too."""
     encoding = json.detect_encoding(body)
     if encoding.startswith("utf-8"):
         return body
     try:
         text = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        return body  # vLLM says what is wrong with it
+        return body  # vLLM reports the error
     return text if JSON_START.match(text) else body

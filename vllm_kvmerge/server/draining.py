@@ -1,8 +1,8 @@
-"""Draining: new requests are refused while the server is being stopped, and those that run are finished.
+"""Draining: while the server is being stopped, new requests are refused and running ones finish.
 
-vLLM's ``--shutdown-timeout`` lets them finish where the one API server has started every engine; several API servers,
-and one whose engines run on other machines, break their answers off. What comes in meanwhile vLLM answers with HTTP 500
-or an empty result, and /health goes on saying that all is well.
+With vLLM's ``--shutdown-timeout`` they finish only if a single API server has started every engine; several API
+servers, or one with engines on other machines, cut responses off. Meanwhile vLLM answers new requests with HTTP 500 or
+an empty result, and /health still reports success.
 """
 
 import asyncio
@@ -20,25 +20,24 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 RETRY_AFTER = 1
-"""Seconds after which a client should ask again: another server, or this one's successor."""
+"""Seconds after which a client should retry, with another server or this one's successor."""
 
 POLL = 0.05
-"""Seconds between two looks at whether all requests have been answered."""
+"""Seconds between two checks whether all requests have been answered."""
 
 
 class DrainingMiddleware:
-    """ASGI middleware: HTTP 503 to every POST, and to /health, once the engine has been told to stop."""
+    """ASGI middleware: HTTP 503 for every POST, and for /health, once the engine has been told to stop."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _needs_engine(scope):
+        if scope["type"] != "http" or not (scope["method"] == "POST" or path_of(scope) in ("/health", "/ping")):
             await self.app(scope, receive, send)
             return
         state = scope["app"].state
-        # Counted before the look at whether the server stops, and the other way round in the thread that stops it: a
-        # request is refused, or waited for.
+        # Counts, then checks for the stop; the stopping thread does the reverse: every request is refused or awaited.
         state.kvmerge_answering = getattr(state, "kvmerge_answering", 0) + 1
         try:
             if not getattr(state, "kvmerge_draining", False):
@@ -51,34 +50,27 @@ class DrainingMiddleware:
         await JSONResponse({"error": error}, 503, headers)(scope, receive, send)
 
 
-def _needs_engine(scope: Scope) -> bool:
-    return scope["method"] == "POST" or path_of(scope) in ("/health", "/ping")
-
-
 def drain_first(engine_client: "EngineClient", state: "State") -> None:
-    """Lets ``engine_client`` be stopped only when all requests have been answered, or the time for it is over.
+    """Delays the stop of ``engine_client`` until all requests have been answered, or the time for that is up.
 
     Sets ``state.kvmerge_draining`` as soon as vLLM's launcher has been signalled.
     """
 
     def drain(timeout: float | None) -> float | None:
         state.kvmerge_draining = True
-        return _wait_for_answers(state, timeout) if timeout and not _in_event_loop() else timeout
+        if not timeout or _in_event_loop():
+            return timeout
+        deadline = time.monotonic() + timeout
+        while getattr(state, "kvmerge_answering", 0) and time.monotonic() < deadline:
+            time.sleep(POLL)
+        return max(0.0, deadline - time.monotonic())
 
     compat.before_shutdown(engine_client, drain)
 
 
-def _wait_for_answers(state: "State", timeout: float) -> float:
-    """Waits until no request is being answered, at most ``timeout`` seconds; returns what is left of them."""
-    deadline = time.monotonic() + timeout
-    while getattr(state, "kvmerge_answering", 0) and time.monotonic() < deadline:
-        time.sleep(POLL)
-    return max(0.0, deadline - time.monotonic())
-
-
 def _in_event_loop() -> bool:
-    """Whether this is the thread that answers requests. The launcher stops the engine in another one; the cleanup at
-    vLLM's end, when there is nothing to wait for any more, happens in this one."""
+    """True in the thread that answers requests. The launcher stops the engine in another one; vLLM's final cleanup,
+    when no request is left, runs in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The endpoint plugin: adds the body field ``kv_compression`` to vLLM's HTTP server, and a page to try it on."""
+"""The endpoint plugin: adds the body field ``kv_compression`` and a page for trying it to vLLM's HTTP server."""
 
 import logging
 import pkgutil
@@ -37,7 +37,7 @@ BODY_MODELS = (
     "AnthropicMessagesRequest",
     "GenerateRequest",
 )
-"""Schemas of the bodies that take the field."""
+"""Names of the schemas of bodies that take the field."""
 
 
 class KVMergeEndpoint:
@@ -47,7 +47,7 @@ class KVMergeEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds middleware, schema, the route that lists what the field may name, and the page."""
+        """Adds the middleware, the field's schema, the list of policies and the page."""
         compat.log_as_vllm()
         mark_log_records()
         if app.state.args.scheduler_cls is None:
@@ -57,12 +57,17 @@ class KVMergeEndpoint:
         add_middleware(app)
         config = plugin_config(app.state.args)
         document_field(app, config.allowed_policies)
-        # Nothing is registered after start-up, so one description serves every request.
-        add_policies_route(app, describe_policies(config.allowed_policies))
+        catalogue = describe_policies(config.allowed_policies)  # constant: nothing is registered after start-up
+
+        @app.get(POLICIES_ROUTE)
+        async def policies() -> dict[str, Any]:
+            """The policies and parts that `kv_compression` can name, their parameters, and the field's JSON schema."""
+            return catalogue
+
         add_page_routes(app, pkgutil.resolve_name(config.example_prompts) if config.example_prompts else None)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Drains the server at its end, follows the engine's outputs, and has its limits enforced."""
+        """Drains the server before it stops, follows the engine's outputs, and enforces its limits."""
         if engine_client is None:
             return
         drain_first(engine_client, state)
@@ -72,7 +77,7 @@ class KVMergeEndpoint:
 
 
 def add_middleware(app: FastAPI) -> None:
-    """Adds the middlewares, in the order in which they see a request: without the key nothing is told or read."""
+    """Adds the middleware, outermost first: without the key, a client learns nothing and no body is read."""
     args = app.state.args
     config = plugin_config(args)
     tokens = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
@@ -82,40 +87,28 @@ def add_middleware(app: FastAPI) -> None:
         Middleware(CompressionFieldMiddleware, has_default=config.default is not None),
     ]
     if tokens and config.api_key_routes == "all":
-        page_routes = (UI_ROUTE, POLICIES_ROUTE)  # what the page loads before it asks for the key
+        page_routes = (UI_ROUTE, POLICIES_ROUTE)  # loaded before the page asks for the key
         middlewares.insert(0, Middleware(GuardMiddleware, tokens=tokens, page_routes=page_routes))
-    # app.add_middleware would put them around the one that counts HTTP responses, which would then miss the refusals.
+    # app.add_middleware would put them around the one that counts HTTP responses, which would miss refusals.
     app.user_middleware += middlewares
     app.add_exception_handler(Refusal, answer_refusal)
     app.add_exception_handler(RecursionError, answer_recursion)
 
 
-def add_policies_route(app: FastAPI, catalogue: dict[str, Any]) -> None:
-    @app.get(POLICIES_ROUTE)
-    async def policies() -> dict[str, Any]:
-        """The policies and parts that `kv_compression` can name, their parameters, and the field's JSON schema."""
-        return catalogue
-
-
-def document_field(app: FastAPI, policies: list[str] | None = None) -> None:
+def document_field(app: FastAPI, policies: list[str] | None) -> None:
     """Makes ``app.openapi`` describe the field. policies: those that requests may name; None: all."""
     build_schema = app.openapi
 
     def openapi() -> dict[str, Any]:
-        schema = build_schema()
-        add_field(schema, policies)
+        schema = build_schema()  # FastAPI caches it: the field is added to the same object each time
+        models = schema.get("components", {}).get("schemas", {})
+        field = request_schema(policies)
+        definitions = field.pop("$defs", {})
+        field["description"] = "Compression of this request's KV cache; default: the server's."
+        for name in BODY_MODELS:
+            if name in models:
+                models[name].setdefault("properties", {})[EXTRA_ARGS_KEY] = field
+                models.update(definitions)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def add_field(schema: dict[str, Any], policies: list[str] | None = None) -> None:
-    """Adds the field to the bodies of an OpenAPI ``schema``, in place; doing it again changes nothing."""
-    models = schema.get("components", {}).get("schemas", {})
-    field = request_schema(policies)
-    definitions = field.pop("$defs", {})
-    field["description"] = "Compression of this request's KV cache; default: the server's."
-    for name in BODY_MODELS:
-        if name in models:
-            models[name].setdefault("properties", {})[EXTRA_ARGS_KEY] = field
-            models.update(definitions)

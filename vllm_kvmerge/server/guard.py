@@ -1,4 +1,4 @@
-"""The API key, asked for on every route but health and metrics."""
+"""The API key, required on every route but health and metrics."""
 
 import base64
 import binascii
@@ -14,7 +14,7 @@ OPEN_ROUTES = ("/health", "/ping", "/metrics")
 
 
 def path_of(scope: Scope) -> str:
-    """The request's path below the prefix that a proxy puts before it."""
+    """The request's path without a proxy's prefix."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
@@ -22,9 +22,9 @@ def path_of(scope: Scope) -> str:
 class GuardMiddleware(AuthenticationMiddleware):
     """ASGI middleware: vLLM's guard, for all paths, unknown ones included. HTTP 401 without a key.
 
-    vLLM's own looks at the path's beginning and lets pass what is not below /v1 and a few others, /invocations among
-    them, which generates. A browser that opens a page cannot send ``Authorization: Bearer``: a GET of ``page_routes``
-    and of what is below them may bring the key as the password of HTTP Basic, with any user name.
+    vLLM's own guard goes by the path's prefix: it covers /v1 and a few others, and leaves open /invocations, which
+    generates text. A browser that opens a page cannot send ``Authorization: Bearer``: a GET of ``page_routes`` and of
+    the paths below them may bring the key as the password of HTTP Basic, with any user name.
     """
 
     def __init__(self, app: ASGIApp, tokens: list[str], page_routes: tuple[str, ...]) -> None:
@@ -48,7 +48,7 @@ class GuardMiddleware(AuthenticationMiddleware):
         return refusal(scope, receive, send)
 
     def verify_password(self, headers: Headers) -> bool:
-        """Whether the headers bring a key as the password of HTTP Basic."""
+        """True if the headers contain a key as the password of HTTP Basic."""
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "basic":
             return False

@@ -1,4 +1,4 @@
-"""The body field ``kv_compression``: checked, and put where vLLM hands it on to the engine."""
+"""The body field ``kv_compression``: checked, and moved to where vLLM passes it on to the engine."""
 
 import json
 import re
@@ -41,24 +41,23 @@ PLACES = (
 """Objects of a body, the body itself included, in which a client may have put the field."""
 
 HOLDERS = {FIELD, *(name for carrier in CARRIERS.values() for name in carrier)}
-"""Names of which a second one in an object could make the field go unseen."""
+"""Names whose repetition in an object could hide the field."""
 
 ESCAPED_LETTER = re.compile(rb"\\u00[567]")
-"""A JSON escape of a small letter or an underscore, of which the names above consist."""
+"""A JSON escape of a small letter or underscore, the characters of these names."""
 
 FORM_FIELD = re.compile(rb"""(?:name=["']?|^|&)kv_compression\b""")
 """The field in a form."""
 
 
 class CompressionFieldMiddleware:
-    """ASGI middleware over vLLM's routes, inside ``BodyMiddleware``, which hands it whole bodies.
+    """ASGI middleware over vLLM's routes, inside ``BodyMiddleware``, which passes it whole bodies.
 
-    Requests without the field pass untouched, and so do responses, except that streams get what ``kvmerge_usage`` asks
-    for.
+    Requests without the field pass unchanged, and so do responses, except streams that report ``kvmerge_usage``.
+    has_default: whether requests without the field are compressed too.
     """
 
     def __init__(self, app: ASGIApp, has_default: bool = False) -> None:
-        """``has_default``: whether requests without the field are compressed too."""
         self.app = app
         self.has_default = has_default
 
@@ -75,14 +74,13 @@ class CompressionFieldMiddleware:
 
 
 class _Exchange:
-    """A request and its answer: the body is looked at as the application reads it, and says what becomes of the answer.
+    """A request and its response: the body is inspected as the application reads it, and determines how the response is
+    handled.
 
     By then the router has chosen the route, so the path's spelling does not matter. FEED and VERDICT are set in the
-    application's context and never reset: each request is a task with a context of its own.
-
-    An answer is held back until there is a verdict on its request, and is HTTP 400 instead if that is a refusal: vLLM
-    looks at a request with its prompt after it has sent a stream's status, and would report what is wrong as an event
-    of the stream, or break it off.
+    application's context and never reset: each request is a task with a context of its own. The response is held back
+    until there is a verdict on the request, and replaced by HTTP 400 if that is a refusal: vLLM checks the prompt after
+    it has sent a stream's status, and would report the error as an event of the stream, or cut it off.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, has_default: bool) -> None:
@@ -90,7 +88,7 @@ class _Exchange:
         self._has_default = has_default
         self._is_read = self._is_refused = False
         self._feed: UsageFeed | None = None
-        self._verdict: Verdict | None = None  # as long as it is waited for
+        self._verdict: Verdict | None = None  # None once the response need not wait for it
         self._held: list[Message] = []
 
     async def receive(self) -> Message:
@@ -124,7 +122,7 @@ class _Exchange:
             await self._end_wait(self._verdict.error)
 
     async def broken_off(self) -> bool:
-        """Whether the answer ended by an exception because the request was refused; the refusal has been sent then."""
+        """True if the application raised because the request was refused; the refusal has been sent then."""
         if self._verdict is not None and self._verdict.error is not None:
             await self._end_wait(self._verdict.error)
         return self._is_refused
@@ -145,11 +143,7 @@ class _Exchange:
 
 
 def rewrite_body(route: str, body: bytes) -> bytes | None:
-    """The body to hand on instead of ``body``; None where that is ``body`` itself.
-
-    Raises:
-        CompressionError: the field cannot be honoured.
-    """
+    """The body to pass on instead of ``body``; None for ``body`` itself. Raises CompressionError for the field."""
     if not _may_name(FIELD, body):
         return None
     try:
@@ -159,7 +153,7 @@ def rewrite_body(route: str, body: bytes) -> bytes | None:
     except ValueError:
         if FORM_FIELD.search(body):
             raise CompressionError(FIELD, "not supported in a form; allowed: vllm_xargs", "wrong_place") from None
-        return None  # vLLM says what is wrong with it
+        return None  # vLLM reports the error
     if not isinstance(data, dict):
         return None
     carrier = CARRIERS.get(route, ())
@@ -168,12 +162,12 @@ def rewrite_body(route: str, body: bytes) -> bytes | None:
 
 
 def _may_name(field: str, body: bytes) -> bool:
-    """Whether it pays to parse the body: JSON can spell a name in plain letters or in escapes."""
+    """True if the body may name the field, in plain letters or JSON escapes, and has to be parsed."""
     return field.encode() in body or (b"\\u00" in body and ESCAPED_LETTER.search(body) is not None)
 
 
 def _checked_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of a name that comes twice one value would be ignored: refused where it could be the field's."""
+    """A JSON object. Refuses repetitions that could hide the field: one value of a repeated name is ignored."""
     data = dict(pairs)
     if len(data) < len(pairs):
         repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
@@ -202,7 +196,7 @@ def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...]) ->
 
 
 def _is_true(value: Any) -> bool:
-    """Whether vLLM reads the value as true."""
+    """True if vLLM reads the value as true."""
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:
@@ -210,7 +204,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _move_field(data: dict[str, Any], carrier: tuple[str, ...]) -> bool:
-    """Checks the field and moves it into its carrier, as JSON text; False where nothing has to move."""
+    """Checks the field and moves it into its carrier, as JSON text; False if nothing has to move."""
     holder = data
     for key in carrier[:-1]:
         holder = holder.get(key)  # type: ignore[assignment]

@@ -1,5 +1,5 @@
-"""The engine's outputs on their way to an HTTP answer: errors of requests that it ended, and reports of their caches
-for streams that ask with ``kvmerge_usage``."""
+"""The engine's outputs on their way to HTTP responses: errors of requests that it ended, and reports for streams that
+ask with ``kvmerge_usage``."""
 
 import json
 from contextlib import aclosing
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 FEED_ROUTES = ("/v1/completions", "/v1/chat/completions")
-"""Routes whose streams are events of one JSON object each, to which OpenAI clients let a server add fields."""
+"""Routes whose streams have one JSON object per event, in which OpenAI clients accept additional fields."""
 
 EVENT_START, EVENT_END = b"data: {", b"}\n\n"
 
 
 class UsageFeed:
-    """The reports of one HTTP request's cache on their way from vLLM's outputs to the events of the stream.
+    """Reports of one HTTP request's cache, passed from vLLM's outputs to the events of the stream.
 
-    An answer of several sequences (``n``, a list of prompts) gets none: its events could not say whose they are.
+    Responses with several sequences (``n``, a list of prompts) get none: their events could not say whose they are.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class UsageFeed:
         self._report: dict[str, Any] | None = None
 
     def note(self, report: dict[str, Any]) -> None:
-        """Keeps a report, and of its steps those that are new."""
+        """Keeps a report, with those of its steps that are new."""
         earlier = self._report or {}
         self._report = {**earlier, **report}
         if STEPS_KEY in report:
@@ -43,7 +43,7 @@ class UsageFeed:
             self._last_step = new[-1]["step"] if new else self._last_step
 
     def add_to(self, event: bytes) -> bytes:
-        """The event with what there is to report since the last one."""
+        """The event, with the report since the previous event added."""
         if self._report is None or self.num_sequences != 1:
             return event
         if not (event.startswith(EVENT_START) and event.endswith(EVENT_END)) or event.count(b"\n") != 2:
@@ -54,11 +54,11 @@ class UsageFeed:
 
 
 FEED: ContextVar[UsageFeed | None] = ContextVar("kvmerge_usage_feed", default=None)
-"""That of the HTTP request being served; None for one that does not ask."""
+"""The feed of the HTTP request being served; None if it does not ask for one."""
 
 
 def follow_outputs(engine_client: "EngineClient", has_default: bool) -> None:
-    """Makes an answer whose compression failed say so, instead of "Internal server error", and feeds the streams.
+    """Puts the error of a failed compression into the response, instead of "Internal server error", and feeds streams.
 
     has_default: whether requests without the field are compressed too.
     """

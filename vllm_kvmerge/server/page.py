@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ CONTENT_TYPES = {
 }
 
 HEADERS = {
-    "Cache-Control": "no-cache",  # asked again each time, answered with 304 as long as nothing has changed
+    "Cache-Control": "no-cache",  # revalidated each time, with 304 if unchanged
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
@@ -31,16 +30,12 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True)
 class PageFile:
-    content: bytes
-    content_type: str
-    etag: str
+    """A file of the page, in memory."""
 
-    @classmethod
-    def read(cls, path: Path) -> "PageFile":
-        content = path.read_bytes()
-        return cls(content, CONTENT_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    def __init__(self, path: Path) -> None:
+        self.content, self.content_type = path.read_bytes(), CONTENT_TYPES[path.suffix]
+        self.etag = f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
 
     def answer(self, request: Request) -> Response:
         headers = {**HEADERS, "ETag": self.etag}
@@ -51,12 +46,12 @@ class PageFile:
 
 
 def add_page_routes(app: FastAPI, draw_example: Callable[[], dict[str, Any]] | None) -> None:
-    """Adds the page; with ``draw_example``, which returns a prompt and the answer to it, it can insert those.
+    """Adds the page. draw_example: returns an example prompt and its answer, which the page can insert.
 
-    With an API key, the page takes it as a password (see GuardMiddleware), and again in a field, for /v1.
+    An API key is asked for as the page's password (see GuardMiddleware), and again in a field, for /v1.
     """
-    # Read once: a request's name is looked up among these, and never becomes a path.
-    files = {path.name: PageFile.read(path) for path in FOLDER.iterdir() if path.suffix in CONTENT_TYPES}
+    # Read once: the name in a request is only looked up here, and never becomes a path.
+    files = {path.name: PageFile(path) for path in FOLDER.iterdir() if path.suffix in CONTENT_TYPES}
     config = {"version": __version__, "demo": draw_example is not None}
 
     @app.api_route(UI_ROUTE, methods=["GET", "HEAD"], include_in_schema=False)
@@ -69,7 +64,7 @@ def add_page_routes(app: FastAPI, draw_example: Callable[[], dict[str, Any]] | N
 
     @app.get(UI_ROUTE + "/demo-prompt", include_in_schema=False)
     async def demo_prompt() -> dict[str, Any]:
-        """A new prompt, and the answer to its question."""
+        """A new prompt and the answer to its question."""
         if draw_example is None:
             raise HTTPException(404)
         return draw_example()

@@ -1,4 +1,4 @@
-"""Request ids: carried by an HTTP request's answer and by all log lines of the API server on its behalf."""
+"""Request ids: carried by each HTTP response and by all log lines that the API server writes on its behalf."""
 
 import logging
 import uuid
@@ -10,16 +10,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "X-Request-Id"
 MAX_LENGTH = 128
-"""Characters of a client's own id; a longer one is replaced."""
+"""Most characters of a client's own id; a longer one is replaced."""
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("kvmerge_request_id", default=None)
-"""That of the request being served; None outside of one."""
+"""The id of the request being served; None outside of a request."""
 
 
 class RequestIdMiddleware:
-    """ASGI middleware, around all others: takes the header's id or makes one, and hands it on in the header.
+    """ASGI middleware, around all others: takes the id from the header or makes one, and passes it on in the header.
 
-    vLLM makes its own id of that header's value (``cmpl-ID-0``), so the engine's log lines can be found by it too.
+    vLLM derives its own id from the header (``cmpl-ID-0``), so the engine's log lines can be found by it too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -46,7 +46,7 @@ class RequestIdMiddleware:
 
 
 def mark_log_records() -> None:
-    """Makes this process's log records carry ``request_id``, which a JSON formatter prints; again changes nothing."""
+    """Adds ``request_id``, which a JSON formatter prints, to this process's log records. Idempotent."""
     make_record = logging.getLogRecordFactory()
     if getattr(make_record, "marks_request_id", False):
         return

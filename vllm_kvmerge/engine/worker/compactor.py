@@ -1,4 +1,4 @@
-"""Execution of compression plans: each request's policy says what changes, and the compactor writes that."""
+"""Execution of compression plans: each request's policy decides what changes, the compactor writes it to the cache."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +24,15 @@ from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_p
 from vllm_kvmerge.policies.indexing import in_place, largest
 
 SLACK = 4
-"""Multiple of the expected time that a policy may take besides: estimates and machines vary."""
+"""Tolerance for a policy's time, as a multiple of its estimate: estimates and machines vary."""
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """A plan, and what its execution needs to know of the request.
+    """A plan, with the state of its request.
 
-    source_blocks: ids of the blocks that its slots lie in before the plan. prompt_scores: statistics of its tokens if
-    this is its first compression and its policy scores the prompt. ring: its newest queries if its policy reads them.
+    source_blocks: ids of the request's blocks before the plan. prompt_scores: statistics of its tokens, for a first
+    compression by a policy that scores the prompt. ring: its newest queries, if its policy reads them.
     """
 
     plan: CompressionPlan
@@ -48,17 +48,17 @@ class Compaction:
 
     @property
     def num_queries(self) -> int:
-        """Number of the newest queries that are known."""
+        """Number of the newest queries in ``ring``."""
         return 0 if self.ring is None else len(self.ring.positions(self.plan.num_tokens))
 
     def newest_queries(self, layers: slice) -> tuple[Tensor, Tensor]:
-        """``[layers, w, H * G, d]`` in the model's dtype, and ``[w]`` int64, their positions."""
+        """Queries, ``[layers, w, H * G, d]`` in the model's dtype, and their positions, ``[w]`` int64."""
         assert self.ring is not None
         return self.ring.queries(self.plan.num_tokens, layers), self.ring.positions(self.plan.num_tokens)
 
 
 class _SequenceLayer(NamedTuple):
-    """One layer of one request; ``request`` is its place in the batch."""
+    """One layer of one request; ``request`` is its index in the batch."""
 
     request: int
     layer: int
@@ -68,8 +68,8 @@ class _SequenceLayer(NamedTuple):
 class _Batch:
     """Plans of one shape, which go through their policy together.
 
-    cost: of the policy, for one KV head of one layer, or why it cannot say. time_left: seconds that the policy may
-    still work; None: as long as it takes. failed: why requests have failed, by their index.
+    cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
+    may still take; None: no limit. failed: errors of requests, by index.
     """
 
     compactions: list[Compaction]
@@ -79,7 +79,7 @@ class _Batch:
 
     @property
     def plan(self) -> CompressionPlan:
-        """One of the plans, for what they agree in."""
+        """One of the plans, for what they have in common."""
         return self.compactions[0].plan
 
     @property
@@ -91,10 +91,9 @@ class _Batch:
 class Execution:
     """Results of a step's plans.
 
-    counts: ``[plans, 3]`` int64 on the cache's device, over layers and heads: entries that were merged, those that were
-    evicted, and places that hold an entry as it was because what was to be merged into it is not finite. failures:
-    plans, by their index, whose policy failed: their newest entries were kept, so what their requests generate from
-    then on is not what they asked for.
+    counts: ``[plans, 3]`` int64 on the cache's device, over layers and heads: entries merged, entries evicted, and
+    entries left unchanged because the merged ones were not finite. failures: errors of policies, by index of the plan.
+    The newest entries of such requests were kept, so they must not go on generating.
     """
 
     counts: Tensor
@@ -105,16 +104,16 @@ class Execution:
 class Compactor:
     """Compresses requests' caches.
 
-    Requests whose plans have the same shape go through their policy together, with all their layers. What becomes of
-    one does not depend on which others are in the batch, nor on the order of plans: blocks that a step's plans write to
-    are their own or were free, so no plan writes what another reads.
+    Requests whose plans have the same shape go through their policy together, with all their layers. The result of one
+    depends neither on the others in the batch nor on the order of plans: a step's plans write only to blocks that are
+    their own or were free, so no plan writes what another reads.
 
     layers: each layer's KV cache. scale: of the attention logits. head_indices: index of each of this worker's KV heads
-    among all of them. all_heads: gathers ``[num_kv_heads, ...]`` from all tensor-parallel workers. output_weights:
-    gives a layer's output projection as ``[num_kv_heads, G, hidden, d]`` float32, or None where it is not known.
-    group_size: query heads per KV head (G). hidden_size: of the model. max_bytes: of working memory that a policy may
-    need for a batch; larger ones are split, down to one layer of one request. max_seconds: how much longer a policy may
-    work on a batch than ``SLACK`` times what ``rates`` let expect; None: as long as it takes.
+    among the model's. all_heads: gathers ``[num_kv_heads, ...]`` from all tensor-parallel workers. output_weights:
+    returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` float32, or None if it is unknown. group_size:
+    query heads per KV head (G). hidden_size: of the model. max_bytes: working memory of a policy for a batch; larger
+    batches are split, down to one layer of one request. max_seconds: time that a policy may take for a batch beyond
+    ``SLACK`` times its estimate by ``rates``; None: no limit.
     """
 
     layers: Sequence[PagedKVCache]
@@ -129,23 +128,19 @@ class Compactor:
     rates: Rates | None = None
 
     def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
-        """Executes a step's plans; the numbers of merged and evicted entries of each, over layers and heads.
-
-        Raises:
-            PartError: a policy failed.
-        """
+        """Executes a step's plans; returns each one's numbers of merged and evicted entries. Raises PartError."""
         done = self.execute(compactions)
         for error in done.failures.values():
             raise error
         return [(merged, evicted) for merged, evicted, _ in done.counts.tolist()]
 
     def execute(self, compactions: Sequence[Compaction]) -> Execution:
-        """Executes a step's plans without waiting for a GPU. A policy that fails harms its own request alone."""
+        """Executes a step's plans without waiting for a GPU. A policy that fails affects its own request alone."""
         batches: dict[tuple[object, ...], list[int]] = {}
         for index, compaction in enumerate(compactions):
             plan = compaction.plan
             shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries)
-            # Its text says what the policy is, and need not be hashable as another package's parameters may not be.
+            # By the policy's text: parameters of another package's policy may not be hashable.
             batches.setdefault((plan.compression, id(compaction.policy), *shape), []).append(index)
         counts, failures = [], {}
         for indices in batches.values():
@@ -156,10 +151,22 @@ class Compactor:
         return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures)
 
     def _batch(self, compactions: list[Compaction]) -> _Batch:
-        """The clock starts. On a GPU our own parts are not hurried: they wait there for a kernel's compilation."""
-        policy, started, max_seconds = compactions[0].policy, time.monotonic(), self.max_seconds
-        cost = self._cost(compactions[0])
-        is_hurried = self.device.type == "cpu" or any(map(is_foreign, policy.parts))
+        """Starts the clock. On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
+        first, started, max_seconds = compactions[0], time.monotonic(), self.max_seconds
+        shape = CostShape(
+            num_entries=first.num_entries,
+            budget=first.plan.budget,
+            head_size=self.layers[0].head_size,
+            group_size=self.group_size,
+            hidden_size=self.hidden_size,
+            at_prompt_end=first.plan.front == 0,
+        )
+        cost: Cost | PartError
+        try:
+            cost = first.policy.cost(shape)
+        except Exception as error:
+            cost = as_part_error(error)
+        is_hurried = self.device.type == "cpu" or any(map(is_foreign, first.policy.parts))
 
         def time_left() -> float | None:
             if max_seconds is None or not is_hurried:
@@ -173,22 +180,8 @@ class Compactor:
 
         return _Batch(compactions, cost, time_left)
 
-    def _cost(self, compaction: Compaction) -> Cost | PartError:
-        shape = CostShape(
-            num_entries=compaction.num_entries,
-            budget=compaction.plan.budget,
-            head_size=self.layers[0].head_size,
-            group_size=self.group_size,
-            hidden_size=self.hidden_size,
-            at_prompt_end=compaction.plan.front == 0,
-        )
-        try:
-            return compaction.policy.cost(shape)
-        except Exception as error:
-            return as_part_error(error)
-
     def _run_batch(self, batch: _Batch) -> Tensor:
-        """Executes the plans; ``Execution.counts`` of them."""
+        """Executes the plans; returns their ``Execution.counts``."""
         counts = torch.zeros(len(batch.compactions), 3, dtype=torch.int64, device=self.device)
         statistics = self._layer_statistics(batch) if batch.policy.allocator.has_layer_statistic else None
 
@@ -211,13 +204,13 @@ class Compactor:
         for part in self._parts(batch):
             for some, result in _contained(part, batch.failed, compress):
                 write(some, result)
-                del result  # before the next one is made
+                del result  # before the next one is computed
             if failed := [one for one in part if one.request in batch.failed]:
                 write(failed, _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype))
         return counts
 
     def _layer_statistics(self, batch: _Batch) -> Tensor:
-        """``[plans, layers]`` float32, the allocator's; zeros where it failed."""
+        """The allocator's statistics, ``[plans, layers]`` float32; zeros where it failed."""
 
         def statistic(seq_layers: list[_SequenceLayer]) -> Tensor:
             entries = self._gather(seq_layers, batch)
@@ -232,11 +225,10 @@ class Compactor:
         return statistics
 
     def _parts(self, batch: _Batch) -> Iterator[list[_SequenceLayer]]:
-        """The layers of all requests, in parts that fit in memory; alone where output projections are to be repeated,
-        which are large, or where the policy cannot say what it needs."""
-        seq_layers = [
-            _SequenceLayer(i, layer) for i in range(len(batch.compactions)) for layer in range(len(self.layers))
-        ]
+        """The layers of all requests, in parts that fit in memory; one at a time for policies that need output
+        projections, which are large, or have no estimate of their cost."""
+        num_requests, num_layers = len(batch.compactions), len(self.layers)
+        seq_layers = [_SequenceLayer(i, layer) for i in range(num_requests) for layer in range(num_layers)]
         size = 1
         if not batch.policy.needs_output_weights and isinstance(batch.cost, Cost):
             size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * batch.cost.numbers))
@@ -277,7 +269,7 @@ class Compactor:
     def _queries(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Queries:
         vectors, positions = [], []
         for index, some in groupby(seq_layers, key=lambda one: one.request):
-            layers = [one.layer for one in some]  # one after the other
+            layers = [one.layer for one in some]  # consecutive
             newest, where = batch.compactions[index].newest_queries(slice(layers[0], layers[-1] + 1))
             vectors.append(newest)
             positions += [where] * len(layers) * self.num_kv_heads
@@ -288,7 +280,7 @@ class Compactor:
     def _gather(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> PagedEntries:
         entries = PagedEntries.gather(self._located(seq_layers, batch))
         if batch.plan.front == 0:
-            # Before its first compression a request's KV blocks hold no statistics of its own.
+            # Before a request's first compression its KV blocks hold no valid statistics.
             entries.scores.zero_()
             entries.aux.zero_()
             for row, (index, layer) in enumerate(seq_layers):
@@ -318,10 +310,10 @@ R = TypeVar("R")
 def _contained(
     seq_layers: list[_SequenceLayer], failed: dict[int, PartError], run: Callable[[list[_SequenceLayer]], R]
 ) -> Iterator[tuple[list[_SequenceLayer], R]]:
-    """The results of ``run``, which changes nothing, for the sequence layers of requests that have not failed.
+    """Calls ``run``, which has no side effects, on the sequence layers of the requests that have not failed.
 
-    Where it raises, it runs again for one request at a time, and what then raises has failed. A policy that ran out of
-    time has failed for all of them: another turn each would keep everybody waiting.
+    If it raises, each request is retried alone, and those that raise again have failed. After a timeout all have
+    failed: retrying each would keep everybody waiting.
     """
     sound = [one for one in seq_layers if one.request not in failed]
     if not sound:
@@ -342,7 +334,7 @@ def _contained(
 
 
 def _newest(entries: PagedEntries, capacity: int) -> CompressionResult:
-    """The newest entries as they are: what a request is left with whose policy failed."""
+    """The newest entries, unchanged, for a request whose policy failed."""
     if capacity >= len(entries):
         return CompressionResult.of(entries, CacheUpdate.unchanged(entries))
     kept = in_place(largest(entries.positions, capacity), capacity)

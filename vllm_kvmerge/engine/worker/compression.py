@@ -1,7 +1,6 @@
 """A worker's compressed requests: their state, their rows in a batch for attention, and the plans of a step.
 
-Both of vLLM's model runners hold one ``Compression`` and tell it what only they know: the batch's order, and the blocks
-of a request.
+Each of vLLM's model runners has one ``Compression``, and supplies the batch's order and the blocks of a request.
 """
 
 import time
@@ -36,8 +35,8 @@ logger = init_logger(__name__)
 
 @dataclass
 class RequestState:
-    """A request that has a policy, as the worker keeps it. update: of its scores by attention after the first
-    compression, if its policy goes on scoring. prompt_scores: up to the first compression. ring: its newest queries."""
+    """A worker's state of a request with a policy. update: of its scores by attention after the first compression, if
+    its policy tracks them. prompt_scores: until the first compression. ring: its newest queries."""
 
     front: int = 0
     tail: int = 0
@@ -91,13 +90,13 @@ class Compression:
     # The KV cache.
 
     def release_cache(self) -> None:
-        """Lets go of a KV cache that is about to be replaced, such as the one that vLLM profiles graphs with."""
+        """Releases a KV cache that is about to be replaced, such as the one that vLLM profiles graphs with."""
         self._compactor = None
         for layer in self.layers.values():
             layer.impl.forget_cache()  # type: ignore[attr-defined]
 
     def use_cache(self, kv_cache_config: KVCacheConfig, model: nn.Module) -> None:
-        """The layers' caches have been allocated."""
+        """Sets up the layers' caches, which have been allocated."""
         (group,) = kv_cache_config.kv_cache_groups
         layers: list[Any] = [self.layers[name] for name in group.layer_names]
         for index, layer in enumerate(layers):
@@ -131,16 +130,16 @@ class Compression:
         self.reporter.add_rates(self.rates)
 
     def zero_block_ids(self, block_ids: list[int]) -> None:
-        """Overwrites the keys and values of blocks that come from a compressed request."""
+        """Zeroes the keys and values of blocks that a compressed request wrote."""
         index = sent(torch.tensor(block_ids), self._device)
         for pages in self.compactor.layers:
             pages.keys.index_fill_(0, index, 0.0)
             pages.values.index_fill_(0, index, 0.0)
 
-    # A step: rows of its batch.
+    # Rows of a step's batch.
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
-        """A step begins: forgets the requests that are gone or start anew."""
+        """Begins a step: forgets requests that have ended or start anew."""
         self._counts.flush()
         self.step = attached_step(scheduler_output)
         for request_id in (
@@ -153,7 +152,7 @@ class Compression:
                 self.rings.give_back(state.ring)
 
     def row(self, request_id: str, num_scheduled: int, num_computed: int) -> BatchRow:
-        """A request's row in a batch where ``num_scheduled`` of its tokens are computed after ``num_computed``."""
+        """The batch row of a request with ``num_scheduled`` new tokens after ``num_computed``."""
         state = self.states.get(request_id)
         if state is not None and state.front > 0:
             return BatchRow(state.front, state.tail, state.update, ring=state.ring)
@@ -170,20 +169,17 @@ class Compression:
         return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
 
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
-        """The batch's rows; none where no request has a policy.
-
-        ``order``: the batch's requests, with tokens scheduled and computed before.
-        """
+        """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
         if not self.states and not self.step.windows:
             return []
         return [self.row(*request) for request in order]
 
     def needs_python(self, order: Iterable[tuple[str, int, int]]) -> bool:
-        """Whether Python code has to see the queries of this step, so that it cannot be one captured graph."""
+        """True if Python code must see this step's queries, which rules out a captured graph."""
         return any(row.needs_python for row in self.rows(order))
 
     def _new_state(self, config: CompressionConfig, seq_len: int, query_window: int) -> RequestState:
-        """Room for what the policy wants to know of the prompt's queries."""
+        """A state with room for the prompt scores and queries that the policy needs."""
         state, layers = RequestState(), self.compactor.layers
         if config.policy.needs_scores:
             state.prompt_scores = PromptScores.empty(len(layers), layers[0].num_kv_heads, seq_len, self._device)
@@ -194,12 +190,12 @@ class Compression:
                 state.ring = QueryRing.empty(len(layers), query_window, *self._query_shape, dtype, self._device)
         return state
 
-    # A step: its plans.
+    # Plans of a step.
 
     def run_plans(self, blocks_of: Callable[[str], Tensor]) -> list[CompressionPlan]:
-        """Executes this step's plans after its forward pass; ``blocks_of``: ids of a request's blocks before that.
+        """Executes and returns this step's plans after its forward pass; failures go into the next report.
 
-        Returns them: the runner has to begin its rows with ``row_prefix``. Failures are in the next report.
+        The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
         """
         plans = self.step.plans
         if not plans:
@@ -222,7 +218,7 @@ class Compression:
         if heads.is_first_replica:
             self._counts.add(policies, done.counts)
         if heads.rank == 0:
-            # Requests are compressed together: each has its share of the time.
+            # Requests are compressed together: each counts an equal share of the time.
             seconds = (time.perf_counter() - started) / len(plans)
             for policy in policies:
                 observe_compaction(policy, self._engine, seconds)
@@ -230,7 +226,7 @@ class Compression:
 
 
 def set_batch_rows(attn_groups: list[list[AttentionGroup]], rows: list[BatchRow]) -> None:
-    """Tells the metadata builders of the batch that they are about to build for; no rows: of one that is a dummy."""
+    """Passes the rows of the next batch to its metadata builders; no rows for a dummy batch."""
     for groups in attn_groups:
         for group in groups:
             group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]

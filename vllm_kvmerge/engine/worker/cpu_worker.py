@@ -22,8 +22,8 @@ class KVMergeWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
-        # vLLM names its runner class inside init_device; replacing the runner before anything is loaded into it costs
-        # a few buffers. A class attribute for it in vLLM would make this unnecessary.
+        # vLLM hard-codes its runner class in init_device; replacing the runner before anything is loaded costs a few
+        # buffers. A class attribute for it in vLLM would make this unnecessary.
         self.model_runner = CompressionCPUModelRunner(self.vllm_config, self.device)
 
     def compression_rates(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Compression on a GPU: memory that is taken before vLLM measures what is left, and batches that no graph can run."""
+"""Compression on a GPU: memory that is reserved before vLLM measures how much is free."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,19 +25,18 @@ logger = init_logger(__name__)
 class CUDACompression(Compression):
     """The compressed requests of one worker that has a GPU."""
 
-    _num_layers = 0
-    _num_kv_heads = 0
-    _head_size = 0
+    _score_shape = (0, 0, 0)
 
     def reserve(self, specs: Mapping[str, Any]) -> None:
-        """Takes the memory that is needed from start to end: call it when the model has been loaded.
+        """Allocates the memory that is needed permanently; call it when the model has been loaded.
 
-        ``specs``: the layers' KV cache specs by name. How many blocks there will be is not known yet, so room is made
-        for as many as the memory that vLLM may use could hold.
+        specs: the layers' KV cache specs by name. The number of blocks is not known yet, so there is room for as many
+        as the memory that vLLM may use could hold.
         """
         spec = cast(FullAttentionSpec, next(iter(specs.values())))
         impl: Any = next(iter(self.layers.values())).impl
-        self._num_layers, self._num_kv_heads, self._head_size = len(specs), spec.num_kv_heads, spec.head_size
+        max_model_len = int(self._config.model_config.max_model_len)
+        self._score_shape = len(specs), spec.num_kv_heads, max_model_len
         options = plugin_config(self._config)
         dtype = self._config.model_config.dtype
         num_rings = min(options.query_rings, self._config.scheduler_config.max_num_seqs)
@@ -48,7 +47,7 @@ class CUDACompression(Compression):
         shape = num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size
         cache = PagedKVCache.planned(*shape, dtype, self._device)
         work = workspace_of(self._device)
-        width = get_block_table_width(cdiv(self._max_model_len, spec.block_size), spec.block_size)
+        width = get_block_table_width(cdiv(max_model_len, spec.block_size), spec.block_size)
         self._reserve_attention(work, cache, impl.num_heads, width)
         rings = self.rings.queries.nbytes if self.rings is not None else 0
         logger.info(
@@ -59,12 +58,8 @@ class CUDACompression(Compression):
             work.num_bytes / 2**20,
         )
 
-    @property
-    def _max_model_len(self) -> int:
-        return int(self._config.model_config.max_model_len)
-
     def _most_blocks(self, block_bytes: int) -> int:
-        """A bound on the number of blocks; ``block_bytes``: of one block in all layers."""
+        """A bound on the number of blocks. block_bytes: size of one block in all layers."""
         cache = self._config.cache_config
         if cache.num_gpu_blocks_override is not None:
             return int(cache.num_gpu_blocks_override)
@@ -74,7 +69,7 @@ class CUDACompression(Compression):
     def _reserve_attention(self, work: Workspace, cache: PagedKVCache, num_heads: int, max_blocks: int) -> None:
         scheduler = self._config.scheduler_config
         batches = [(rows, 1) for rows in range(1, scheduler.max_num_seqs + 1)]
-        # Prefills are never captured: this is an estimate of what they will ask for, one long chunk or several.
+        # Prefills are never captured: this estimates their demand, for one long chunk or several.
         num_rows, num_tokens = 1, scheduler.max_num_batched_tokens
         while num_rows <= scheduler.max_num_seqs and num_tokens >= shortest_chunk(num_heads // cache.num_kv_heads):
             batches.append((num_rows, num_tokens))
@@ -83,17 +78,17 @@ class CUDACompression(Compression):
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """Around vLLM's profiling run: takes and gives back what a prompt's scores and a compaction need for a time."""
-        scores = PromptScores.empty(self._num_layers, self._num_kv_heads, self._max_model_len, self._device)
+        """Context for vLLM's profiling run: allocates and frees temporary memory of prompt scores and a compaction."""
+        scores = PromptScores.empty(*self._score_shape, self._device)
         yield
         torch.empty(request_limits(self._config).max_bytes, dtype=torch.uint8, device=self._device)
         del scores
 
     def prepare_attention(self, attn_groups: list[list[AttentionGroup]], block_table_width: int) -> None:
-        """After ``use_cache``: makes metadata builders and workspace ready for it, before graphs are captured."""
+        """Prepares metadata builders and the workspace, after ``use_cache`` and before graphs are captured."""
         for groups in attn_groups:
             for group in groups:
                 group.get_metadata_builder().rings = self.rings  # type: ignore[attr-defined]
-        # Exact now; as a rule all of it has been reserved.
+        # Exact now, and usually reserved already.
         cache = self.compactor.layers[0]
         self._reserve_attention(workspace_of(self._device), cache, self._query_shape[0], block_table_width)

@@ -28,7 +28,7 @@ class CUDARunnerMixin(CompressionRunnerMixin, GPUModelRunner):
         self.compression.prepare_attention(self.attn_groups, width)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        # A full graph runs no Python. Dummy runs say themselves what they are.
+        # A full graph runs no Python. Dummy runs pass the argument themselves.
         if kwargs.get("force_uniform_decode") is None and self.compression.needs_python(self._order()):
             kwargs["force_uniform_decode"] = False
         return super()._determine_batch_execution_and_padding(*args, **kwargs)

@@ -17,8 +17,8 @@ from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
 class CUDARunnerV2Mixin(GPUModelRunner):
     """Adds compression to vLLM's model runner V2.
 
-    V2 keeps block tables on the GPU alone. A plan's compaction reads a request's row there, after the forward pass; the
-    row's new prefix is staged with the next step's own writes, which follow on the same stream.
+    V2 keeps block tables on the GPU only. A compaction reads a request's row there after the forward pass; the row's
+    new prefix is staged with the next step's writes, which follow on the same stream.
     """
 
     block_tables: BlockTables
@@ -40,7 +40,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         self.compression.release_cache()
         super().initialize_kv_cache(*args, **kwargs)
         self.compression.use_cache(self.kv_cache_config, self.model)
-        # vLLM's own knows where a block lies in a cache without metadata.
+        # vLLM's own assumes a cache without metadata.
         self.kv_block_zeroer = self.compression  # type: ignore[assignment]
         self.compression.prepare_attention(self.attn_groups, self.block_tables.block_tables[0].gpu.shape[1])
 
@@ -58,8 +58,8 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         return self.compression.reporter.attach_to(super().sample_tokens(*args, **kwargs))
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        # All writes of a step are applied at once, in no order: a request that has left, or whose row is written anew,
-        # must have none of these.
+        # All writes of a step are applied together, in no order: none may go to a request that has left or whose row is
+        # written anew.
         begun = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         for plan in self._moves:
             index = self.req_states.req_id_to_index.get(plan.request_id)
@@ -86,7 +86,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         return super().prepare_dummy_attn(*args, **kwargs)
 
     def _order(self, req_ids: list[str], batch: BatchReqState | InputBatch) -> Iterator[tuple[str, int, int]]:
-        """The batch's requests in order, each with its tokens scheduled and computed before."""
+        """The batch's requests in order, each with its numbers of tokens scheduled and computed before."""
         computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np].tolist()
         yield from zip(req_ids, batch.num_scheduled_tokens.tolist(), computed, strict=True)
 

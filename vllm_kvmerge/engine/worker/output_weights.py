@@ -1,4 +1,4 @@
-"""Each attention layer's output projection, split by query head, for the policies that weigh values by it."""
+"""Each attention layer's output projection, split by query head, for policies that weight values by it."""
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,9 @@ PROJECTION_NAMES = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 
 
 class OutputWeights:
-    """``weights(layer)``: ``[H, G, hidden, d]`` float32 of this worker's heads; None if the model has no such module.
+    """Callable on a layer's index: ``[H, G, hidden, d]`` float32 of this worker's heads, or None without such a module.
 
-    layer_names: vLLM's names of the attention layers, ``....self_attn.attn``; the projection is looked for beside it.
+    layer_names: vLLM's names of the attention layers, ``....self_attn.attn``; the projection is a sibling module.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class OutputWeights:
         for name in PROJECTION_NAMES:
             module = getattr(parent, name, None)
             if module is not None:
-                # Through the module's own product: its weight may be packed or quantised, and then unreadable.
+                # By the module's own product: its weight may be packed or quantised.
                 size = self._num_heads * self._head_size
                 like = next((p for p in self._model.parameters() if p.is_floating_point()), torch.empty(0))
                 unit = torch.eye(size, dtype=like.dtype, device=like.device)

@@ -1,4 +1,4 @@
-"""A worker's reports: to the scheduler, with its outputs, and to the metrics."""
+"""A worker's reports, to the scheduler with its outputs, and to the metrics."""
 
 from collections import deque
 from copy import copy
@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvmerge.engine.metrics import count_entries
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, Failure, attach_report
+from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, Failure, attach
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.policies.errors import PartError
@@ -24,7 +24,7 @@ FAILED_ELSEWHERE = Failure(
 
 
 class Reporter:
-    """Messages to the scheduler, up to the next output that can carry them."""
+    """Reports to the scheduler, kept until the next output that can carry them."""
 
     def __init__(self) -> None:
         self._report = CompressionReport()
@@ -33,7 +33,7 @@ class Reporter:
         self._report.rates = rates
 
     def add_failures(self, plans: list[CompressionPlan], errors: dict[int, PartError], heads: HeadShare) -> None:
-        """``errors``: by index in ``plans``. All tensor-parallel workers call this: only one's output reaches the
+        """Adds ``errors``, by index in ``plans``. All tensor-parallel workers call this: only one's output reaches the
         scheduler, and a policy may fail for the heads of another."""
         for index, error in errors.items():
             request_id = plans[index].request_id
@@ -45,7 +45,7 @@ class Reporter:
                 self._report.failures.setdefault(plan.request_id, FAILED_ELSEWHERE)
 
     def attach_to(self, output: Any) -> Any:
-        """The model runner's output with the report, which waits for the next one where the output is None."""
+        """The model runner's output with the report; without an output, the report waits for the next one."""
         if output is None or self._report == CompressionReport():
             return output
         report, self._report = self._report, CompressionReport()
@@ -55,13 +55,13 @@ class Reporter:
 
 
 def _with_report(output: ModelRunnerOutput, report: CompressionReport) -> ModelRunnerOutput:
-    output = copy(output)  # vLLM shares the one of a step in which nothing was computed
-    attach_report(output, report)
+    output = copy(output)  # vLLM shares the output of steps that compute nothing
+    attach(output, report)
     return output
 
 
 class _ReportingOutput(AsyncModelRunnerOutput):
-    """An output that is still being computed, to which a report is added."""
+    """Adds a report to an output that is still being computed."""
 
     def __init__(self, output: AsyncModelRunnerOutput, report: CompressionReport) -> None:
         self._output, self._report = output, report
@@ -72,13 +72,13 @@ class _ReportingOutput(AsyncModelRunnerOutput):
 
 @dataclass
 class EntryCounts:
-    """Numbers of merged and evicted entries on their way to the metrics of ``engine``, without waiting for a GPU."""
+    """Passes numbers of merged and evicted entries to the metrics of ``engine``, without waiting for a GPU."""
 
     engine: int
     _pending: deque[tuple[list[str], Tensor, torch.cuda.Event]] = field(default_factory=deque)
 
     def add(self, policies: list[str], counts: Tensor) -> None:
-        """``counts``: ``[plans, 3]`` int64, ``Execution.counts``."""
+        """Adds ``Execution.counts``, ``[plans, 3]`` int64."""
         if counts.is_cpu:
             self._count(policies, counts)
             return
@@ -89,7 +89,7 @@ class EntryCounts:
         self._pending.append((policies, copied, done))
 
     def flush(self) -> None:
-        """Counts what has arrived."""
+        """Counts the numbers that have arrived from the GPU."""
         while self._pending and self._pending[0][2].query():
             policies, counts, _ = self._pending.popleft()
             self._count(policies, counts)

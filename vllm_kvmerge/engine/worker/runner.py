@@ -39,13 +39,18 @@ class CompressionRunnerMixin(GPUModelRunner):
         return self.compression.reporter.attach_to(super().sample_tokens(*args, **kwargs))
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
-        # vLLM's own knows where a block lies in a cache without metadata.
+        # vLLM's own assumes a cache without metadata.
         self.compression.zero_block_ids(block_ids)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        # Not before: until here vLLM waits for a GPU that may still be copying the last step's rows.
+        # Not earlier: only here has vLLM waited for the GPU, which may still be copying the last step's rows.
         for plan in self._moves:
-            self._move_to_front(plan)
+            # vLLM keeps a request's blocks in its state and, unless it had to wait for room, in a row of the batch.
+            prefix = plan.row_prefix
+            self.requests[plan.request_id].block_ids[0][: len(prefix)] = prefix
+            index = self.input_batch.req_id_to_index.get(plan.request_id)
+            if index is not None:
+                self.input_batch.block_table[0].block_table.np[index, : len(prefix)] = prefix
         self._moves = []
         return super()._update_states(scheduler_output)
 
@@ -55,7 +60,7 @@ class CompressionRunnerMixin(GPUModelRunner):
         return super()._build_attention_metadata(*args, **kwargs)
 
     def _order(self) -> Iterator[tuple[str, int, int]]:
-        """The batch's requests in order, each with its tokens scheduled and computed before."""
+        """The batch's requests in order, each with its numbers of tokens scheduled and computed before."""
         computed = self.input_batch.num_computed_tokens_cpu
         for index, request_id in enumerate(self.input_batch.req_ids):
             yield request_id, self._scheduled[request_id], int(computed[index])
@@ -63,25 +68,13 @@ class CompressionRunnerMixin(GPUModelRunner):
     def _blocks_of(self, request_id: str) -> torch.Tensor:
         return torch.tensor(self.requests[request_id].block_ids[0])
 
-    def _move_to_front(self, plan: CompressionPlan) -> None:
-        """Changes the request's row of blocks as the plan says."""
-        # vLLM keeps a request's blocks in two places: the state that rows are made from, and the row of a request that
-        # is in the batch (one that had to wait for room is not).
-        block_ids = self.requests[plan.request_id].block_ids[0]
-        rows = [block_ids]
-        index = self.input_batch.req_id_to_index.get(plan.request_id)
-        if index is not None:
-            rows.append(self.input_batch.block_table[0].block_table.np[index])
-        for row in rows:
-            row[: len(plan.row_prefix)] = plan.row_prefix
-
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
     """vLLM's CPU model runner with compression."""
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        # After a chunk that is not a prompt's last, vLLM discards what it sampled and winds the generator of a request
-        # with a seed back, which CPU generators cannot do: the worker would die. Such rows sample without theirs. A
+        # After a chunk that is not a prompt's last, vLLM discards the sampled token and rewinds the generator of a
+        # request with a seed, which CPU generators cannot do: the worker would die. Such rows sample without theirs. A
         # runner that skips discarded rows, or restores the generator's state, would make this unnecessary.
         generators, discarded = self.input_batch.generators, self.discard_request_mask.np
         kept = {row: generators.pop(row) for row in list(generators) if discarded[row]}

@@ -1,4 +1,4 @@
-"""A worker's share of the model's KV heads, and what tensor-parallel workers tell each other."""
+"""A worker's share of the model's KV heads, and the communication of tensor-parallel workers."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The KV heads of worker ``rank`` of ``num_workers``. num_replicas: workers that hold the same KV head, more than
-    one where there are more workers than heads."""
+    """The KV heads of worker ``rank`` of ``num_workers``. num_replicas: workers with the same KV head, more than one if
+    there are more workers than heads."""
 
     rank: int
     num_workers: int
@@ -26,7 +26,7 @@ class HeadShare:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether no worker of a lower rank holds the same KV heads."""
+        """True if no worker of a lower rank holds the same KV heads."""
         return self.rank % self.num_replicas == 0
 
     def indices(self, num_kv_heads: int) -> list[int]:
@@ -35,12 +35,12 @@ class HeadShare:
         return list(range(first, first + num_kv_heads))
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All KV heads' ``[H, ...]``, each once, from that of each worker's KV heads."""
+        """``[H, ...]`` of all KV heads, each once, from the tensors of the workers' own heads."""
         gathered = get_tp_group().all_gather(tensor.contiguous(), dim=0)
         return gathered.unflatten(0, (-1, tensor.shape[0]))[:: self.num_replicas].flatten(0, 1)
 
     def failed_anywhere(self, failed: list[bool]) -> list[bool]:
-        """The plans that failed on any worker; ``failed``: on this one."""
+        """Flags of the plans that failed on any worker, from those of this worker."""
         if self.num_workers == 1:
             return failed
         flags = torch.tensor(failed, dtype=torch.int32)
