@@ -17,13 +17,7 @@ from torch import Tensor
 from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.layout import Operand, layout_check
-from vllm_kvmerge.ops.types import (
-    AttentionBatch,
-    Metadata,
-    PagedKVCache,
-    ScoreUpdate,
-    SequenceLayers,
-)
+from vllm_kvmerge.ops.types import AttentionBatch, Metadata, PagedKVCache, ScoreUpdate, SequenceLayers
 
 LIBRARY = Path(__file__).with_name("_native.so")
 

@@ -67,13 +67,7 @@ class AttentionPlan:
 
     @classmethod
     def of(
-        cls,
-        cache: PagedKVCache,
-        num_heads: int,
-        num_queries: int,
-        rows: int,
-        max_blocks: int,
-        keeps: bool = True,
+        cls, cache: PagedKVCache, num_heads: int, num_queries: int, rows: int, max_blocks: int, keeps: bool = True
     ) -> "AttentionPlan":
         """For ``rows`` sequences with up to ``num_queries`` queries of ``num_heads`` heads and ``max_blocks`` blocks.
 
