@@ -31,8 +31,8 @@ class Entries:
     log_votes: ``[H, n]`` float32, added to the logit by attention (0 for an ordinary token).
     scores: ``[H, n]`` float32, the tracker's statistic.
     aux: ``[H, n]`` float32, a second statistic, 0 in a new entry. The trackers ``mean`` and ``log_ema`` own it, and
-    count the queries that have scored the entry (``query_counts``). Otherwise attention leaves it alone, and a merger may
-    keep a number of its own there: ``residual`` the tokens of a slot, ``d2o`` its threshold.
+    count the queries that have scored the entry (``query_counts``). Otherwise attention leaves it alone, and a
+    merger may keep a number of its own there: ``residual`` the tokens of a slot, ``d2o`` its threshold.
     positions: ``[H, n]`` int64, of the newest token merged in; ``DEAD`` where empty.
 
     If entries lie in KV blocks, each access of ``keys`` or ``values`` reads all of them anew; ``keys_at``,
