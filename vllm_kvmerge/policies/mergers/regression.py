@@ -176,7 +176,7 @@ class _Fit:
     """The least-squares problem of one layer.
 
     target Y: ``[H, G, m, d]``. kept: the ``c`` entries of each head as the selector left them, dead ones zero. free:
-    ``[H, c]`` bool, entries that may change. In the methods the query heads' rows lie one after the other: ``r = G * m``.
+    ``[H, c]`` bool, entries that may change. In methods the query heads' rows lie one after the other: ``r = G * m``.
     """
 
     queries: Queries
@@ -300,7 +300,7 @@ class OutputDerivative:
 def conjugate_gradients(
     operator: Callable[[Tensor], Tensor], right: Tensor, iterations: int, tolerance: float
 ) -> Tensor:
-    """x with operator(x) = ``right``, ``[H, r, d]``, for an operator that is symmetric and positive definite in each head.
+    """x with operator(x) = ``right``, ``[H, r, d]``, for an operator that is symmetric and positive in each head.
 
     A head stops when its residual is ``tolerance`` times its right-hand side, all of them after ``iterations``.
     """

@@ -10,7 +10,7 @@ from vllm_kvmerge.policies.indexing import newest, sinks, top
 
 
 class RankedSelector(Selector):
-    """Selector whose subclass ranks. The newest entries stay even if the source protects none: generation needs them."""
+    """Selector whose subclass ranks. The newest stay even if the source protects none: generation needs them."""
 
     num_sink_tokens: int = Field(
         0, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
