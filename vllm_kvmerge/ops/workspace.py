@@ -1,4 +1,4 @@
-"""Memory that attention writes between its kernels."""
+"""Memory that attention uses between its kernels."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +15,7 @@ _sizes: list[Sizes] = []
 
 
 def uses_workspace(sizes: Sizes) -> Sizes:
-    """Registers what an implementation's attention needs, so that ``Workspace.reserve`` makes room for it."""
+    """Registers the needs of an implementation's attention, for which ``Workspace.reserve`` makes room."""
     _sizes.append(sizes)
     return sizes
 
@@ -33,9 +33,9 @@ class Workspace:
         self._outgrown: list[Tensor] = []
 
     def take(self, name: str, size: int) -> Tensor:
-        """A buffer of at least ``size`` elements; what it holds is undefined.
+        """A buffer of at least ``size`` elements, of undefined content.
 
-        Raises RuntimeError where it would have to grow while a graph is captured.
+        Raises RuntimeError if it would have to grow while a graph is captured.
         """
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:

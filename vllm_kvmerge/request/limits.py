@@ -25,7 +25,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Compression:
-    """A future compression of a request. num_entries: per KV head, before it. budget: per KV head, after it, on average.
+    """A future compression of a request. num_entries: per KV head, before it. budget: mean per KV head, after it.
     interval: tokens from one to the next; None: the only one of its kind."""
 
     num_entries: int

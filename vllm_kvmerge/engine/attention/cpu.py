@@ -85,7 +85,8 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     ) -> MergeableAttentionMetadata:
         common = plain = common_attn_metadata
         compressed = {i: row for i, row in enumerate(self.rows) if row.front > 0}
-        batch = plain_tokens = None
+        batch: AttentionBatch | None = None
+        plain_tokens: Tensor | None = None
         if compressed:
             batch, plain_tokens = _compressed_batch(common, compressed), torch.empty(0, dtype=torch.int64)
             plain_rows = [i for i in range(common.num_reqs) if i not in compressed]

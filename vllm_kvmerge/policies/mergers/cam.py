@@ -74,8 +74,8 @@ class CamMerger(Merger):
         return (total.gather(1, end) - total.gather(1, start)).to(scores.dtype)
 
     def _mean_behind(self, spread: Tensor, receivers: Tensor) -> Tensor:
-        """``[H, r, d]``: gains of ``receivers`` (``[H, r]`` int64): sums of ``spread`` (``[H, c, d]``) over each and the
-        m - 1 before it, divided by m."""
+        """``[H, r, d]``: gains of ``receivers`` (``[H, r]`` int64): sums of ``spread`` (``[H, c, d]``) over each and
+        the m - 1 before it, divided by m."""
 
         def total(end: Tensor) -> Tensor:
             """Sum of ``spread`` up to and including ``end``; 0 where that is negative."""
