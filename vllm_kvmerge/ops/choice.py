@@ -1,8 +1,8 @@
 """The implementation of each operator on a GPU: rules in ``choice.json``, of which later ones win over earlier ones.
 
-A rule names an ``implementation``: ``cuda``, ``triton`` or ``reference``; if that cannot run, the next of these does. It
-applies if all conditions that it names match: ``operator``; ``device``, a prefix of the GPU's name; ``head_sizes``, a
-list. ``bulk`` is for CUDA's attention (see there). A rule that prefers ``cuda`` must rest on a measurement
+A rule names an ``implementation``: ``cuda``, ``triton`` or ``reference``; if that cannot run, the next of these does.
+It applies if all conditions that it names match: ``operator``; ``device``, a prefix of the GPU's name; ``head_sizes``,
+a list. ``bulk`` is for CUDA's attention (see there). A rule that prefers ``cuda`` must rest on a measurement
 (benchmarks/gpu_operators.py) on the GPU that it names.
 """
 

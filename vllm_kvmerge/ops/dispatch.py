@@ -146,7 +146,7 @@ def _obstacle(module: ModuleType, operator: str, device: torch.device, operand: 
 
 
 def implementations(cache: PagedKVCache | None = None) -> dict[str, str]:
-    """Describes the implementation of each operator on a cache (default: on the CPU), and why if it is the reference."""
+    """Describes the implementation of each operator on a cache (default: the CPU's), and why if it is the reference."""
     device = torch.device("cpu") if cache is None else cache.device
     descriptions = {}
     for operator in OPERATORS:

@@ -21,10 +21,10 @@ def uses_workspace(sizes: Sizes) -> Sizes:
 
 
 class Workspace:
-    """Float32 buffers of one device, which all layers share: each call overwrites what the last one left.
+    """Float32 buffers of one device, shared by all layers: each call overwrites the last one's.
 
-    They grow as needed, but not while a CUDA graph is captured, whose replays write where they were then: ``reserve``
-    the largest batch, or run it once before. Outgrown buffers are kept for graphs that know them.
+    They grow as needed, but not while a CUDA graph is captured, whose replays write to fixed addresses: ``reserve`` for
+    the largest batch, or run it once before. Outgrown buffers are kept for graphs captured with them.
     """
 
     def __init__(self, device: torch.device) -> None:
