@@ -1,4 +1,4 @@
-"""Attention of given queries to given keys, in groups that fit in a processor's caches, and its statistics."""
+"""Attention of queries to keys, in groups that fit in the processor's caches, and its statistics."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ MAX_ATTENTION_BYTES = 1 << 18
 """Size of one head's matrix of probabilities above which queries are taken in groups."""
 
 PART_BYTES = 1 << 20
-"""Size of a matrix of probabilities above which heads are taken in parts, which a processor's caches can hold."""
+"""Size of a matrix of probabilities above which heads are taken in parts, which fit in the processor's caches."""
 
 
 def attention_to_keys(
@@ -27,8 +27,8 @@ def attention_to_keys(
     logits = products.unflatten(1, queries.shape[1:3]).add_(log_votes[:, None, None])
     positions = positions.unsqueeze(1)
     seen = (positions >= 0) & (positions <= query_positions.unsqueeze(-1))  # a dead entry's is negative
-    # Masked rather than added: what a dead entry's key or votes hold must not matter. Most entries are seen by all
-    # queries, and masking takes more time than anything but the products.
+    # Masked rather than added: a dead entry's key or votes may hold anything. Most entries are seen by all queries, and
+    # masking takes more time than anything but the products.
     hidden = (~seen.all(1)).any(0).nonzero().squeeze(1)
     if len(hidden) > 0:
         masked = logits[..., hidden].masked_fill_(~seen[..., hidden].unsqueeze(1), -torch.inf)
@@ -74,7 +74,7 @@ def head_parts(queries: Tensor, num_entries: int) -> Iterator[slice]:
 
 
 def query_groups(queries: Tensor, positions: Tensor, num_entries: int) -> Iterator[tuple[Tensor, Tensor]]:
-    # Groups do not depend on how many heads there are, so that what comes out for a head does not either.
+    # Groups do not depend on the number of heads, so that a head's result does not either.
     size = max(1, MAX_ATTENTION_BYTES // (queries.shape[1] * num_entries * queries.element_size()))
     yield from zip(queries.split(size, dim=2), positions.split(size, dim=-1), strict=True)
 
@@ -99,5 +99,5 @@ def accumulate_scores(
     weighted = (level + log_share + (age * log_decay)[:, None]).masked_fill(~visible, -torch.inf)
     previous = torch.where(aux > 0, scores + num_queries * log_decay, -torch.inf)
     total = torch.logsumexp(torch.cat([previous.unsqueeze(1), weighted], 1), 1)
-    # An entry that no query has seen keeps a finite score; aux == 0 says that it means nothing.
+    # An entry that no query has seen keeps a finite score, without meaning as aux == 0.
     return torch.where(aux + counted > 0, total, 0.0), aux + counted

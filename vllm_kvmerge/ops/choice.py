@@ -1,9 +1,9 @@
 """The implementation of each operator on a GPU: rules in ``choice.json``, of which later ones win over earlier ones.
 
-A rule names an ``implementation``: ``cuda``, ``triton`` or ``reference``; where that cannot run, the next of these
-does. It applies where all of these that it names match: ``operator``; ``device``, with which the GPU's name begins;
-``head_sizes``, a list. ``bulk`` is for CUDA's attention (see there). A rule that prefers ``cuda`` is to rest on a
-measurement (benchmarks/gpu_operators.py) on the GPU that it names.
+A rule names an ``implementation``: ``cuda``, ``triton`` or ``reference``; if that cannot run, the next of these does.
+It applies if all conditions that it names match: ``operator``; ``device``, a prefix of the GPU's name; ``head_sizes``,
+a list. ``bulk`` is for CUDA's attention (see there). A rule that prefers ``cuda`` must rest on a measurement
+(benchmarks/gpu_operators.py) on the GPU that it names.
 """
 
 import json
@@ -28,7 +28,7 @@ class Choice:
 
 @cache
 def rules() -> list[dict[str, Any]]:
-    """The table. Raises OSError or ValueError where it cannot be read."""
+    """The table. Raises OSError or ValueError if it cannot be read."""
     return list(json.loads(RULES.read_text()))
 
 
@@ -39,7 +39,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def choice(operator: str, device: str, head_size: int = 0) -> Choice:
-    """For an operator on the GPU called ``device``. head_size: 0 for operators on plain tensors."""
+    """The choice for an operator on the GPU named ``device``. head_size: 0 for operators on plain tensors."""
     found: dict[str, Any] = {}
     for rule in rules():
         holds = rule.get("operator", operator) == operator and device.startswith(rule.get("device", ""))
@@ -49,7 +49,7 @@ def choice(operator: str, device: str, head_size: int = 0) -> Choice:
 
 
 def check_overrides(overrides: object, operators: Collection[str]) -> dict[str, str]:
-    """Returns the overrides as they are. Raises ValueError where there is no such operator or implementation."""
+    """Returns the overrides. Raises ValueError for an unknown operator or implementation."""
     if not isinstance(overrides, Mapping):
         raise ValueError(f"{overrides!r} does not say which implementation runs which operator")
     for operator, implementation in overrides.items():

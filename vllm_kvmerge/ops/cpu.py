@@ -17,22 +17,16 @@ from torch import Tensor
 from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.layout import Operand, layout_check
-from vllm_kvmerge.ops.types import (
-    AttentionBatch,
-    Metadata,
-    PagedKVCache,
-    ScoreUpdate,
-    SequenceLayers,
-)
+from vllm_kvmerge.ops.types import AttentionBatch, Metadata, PagedKVCache, ScoreUpdate, SequenceLayers
 
 LIBRARY = Path(__file__).with_name("_native.so")
 
 
 @cached
 def library() -> Any:
-    """The loaded library. Raises OSError or ImportError where there is none that works.
+    """The loaded library. Raises OSError or ImportError if there is none that works.
 
-    PyTorch, imported above, has loaded the OpenMP runtime that the library's threads come from.
+    PyTorch, imported above, has loaded the OpenMP runtime that the library's threads use.
     """
     if not LIBRARY.exists():
         raise OSError(f"{LIBRARY} is missing: it was not built when the package was installed")
@@ -45,12 +39,12 @@ def library() -> Any:
 
 
 def runs_on(device: torch.device) -> str | None:
-    """Says why these operators do not run on a device; None where they do."""
+    """Says why these operators do not run on a device; None if they do."""
     return None if device.type == "cpu" else f"the cache is on {device}"
 
 
 def obstacle(operand: Operand) -> str | None:
-    """Says why these operators cannot work on what they are given; None if they can."""
+    """Says why these operators cannot work on ``operand``; None if they can."""
     if isinstance(operand, Tensor):
         known = operand.dtype in (torch.float32, torch.int64, torch.bool)
         return None if known else f"elements are {operand.dtype}"
@@ -78,12 +72,12 @@ def _layout_obstacle(cache: PagedKVCache) -> str | None:
 
 
 def description(device: torch.device) -> str:
-    """Describes what runs, for logs."""
+    """Describes these operators, for logs."""
     return f"native, {level()}"
 
 
 def levels() -> list[str]:
-    """Instruction set levels that the library has and this machine runs, the best first."""
+    """Instruction set levels that the library has and this machine supports, the best first."""
     return list(library().levels().split())
 
 
@@ -93,7 +87,7 @@ def level() -> str:
 
 
 def set_level(name: str) -> None:
-    """Makes all operators run on another level. Raises ValueError if the machine cannot."""
+    """Sets the level of all operators. Raises ValueError if the machine does not support it."""
     library().set_level(name)
 
 

@@ -1,11 +1,11 @@
 """The choice of the implementation that runs an operator.
 
-On the CPU, native operators (``native``) run where their library was built and the cache suits them; on a GPU, what
-the table in ``choice.json`` says, CUDA C++ (``cuda``) or Triton (``triton``), where that is there; elsewhere the
-PyTorch reference. ``choose`` takes another for all operators, ``override`` for some.
+On the CPU, native operators (``native``) run if their library was built and the cache suits them; on a GPU, CUDA C++
+(``cuda``) or Triton (``triton``), as the table in ``choice.json`` says and if available; otherwise the PyTorch
+reference. ``choose`` sets another for all operators, ``override`` for some.
 
 An implementation is a module with some of the functions of ``reference``, and with ``runs_on(device)``,
-``obstacle(operand)`` and ``description(device)``; where it is a library, ``library()`` loads that.
+``obstacle(operand)`` and ``description(device)``; ``library()``, if there is one, loads its library.
 """
 
 import functools
@@ -41,10 +41,10 @@ _age = 0  # times that decisions were forgotten
 
 
 def choose(name: str | None) -> None:
-    """Makes ``reference``, ``native``, ``triton`` or ``cuda`` run wherever it can; None: what suits the tensors.
+    """Makes ``reference``, ``native``, ``triton`` or ``cuda`` run wherever it can; None: choice by tensors.
 
-    On CPU tensors Triton's run in its interpreter and CUDA's where their build for the CPU is in use, for tests. Raises
-    ValueError for any other name, and OSError or ImportError where that implementation is not there.
+    For tests, Triton's also run on CPU tensors in its interpreter, and CUDA's if their build for the CPU is in use.
+    Raises ValueError for any other name, and OSError or ImportError if that implementation is not available.
     """
     global _chosen
     if name not in (None, *choice.IMPLEMENTATIONS):
@@ -56,9 +56,9 @@ def choose(name: str | None) -> None:
 
 
 def override(implementations: Mapping[str, str]) -> None:
-    """Puts implementations of operators, by name, in the place of those in the table, wherever they can run.
+    """Replaces the table's implementations of operators, by name, wherever the new ones can run.
 
-    Raises ValueError where there is no such operator or implementation.
+    Raises ValueError for an unknown operator or implementation.
     """
     global _overrides
     _overrides = choice.check_overrides(implementations, OPERATORS)
@@ -66,7 +66,7 @@ def override(implementations: Mapping[str, str]) -> None:
 
 
 def forget() -> None:
-    """Forgets which implementations are there, and what has been decided for tensors and caches."""
+    """Forgets the available implementations, and the decisions for tensors and caches."""
     failure.cache_clear()
     _forget_decisions()
 
@@ -78,7 +78,7 @@ def _forget_decisions() -> None:
 
 
 def _decisions(operand: Operand) -> dict[str, ModuleType]:
-    """The modules that run operators, as far as they were asked for, on a cache or on tensors like ``operand``."""
+    """The modules decided on so far, by operator, for a cache or for tensors like ``operand``."""
     if isinstance(operand, Tensor):
         return _of_tensors.setdefault((operand.device, operand.dtype), {})
     age, modules = operand.__dict__.get("_decisions", (None, {}))
@@ -90,12 +90,12 @@ def _decisions(operand: Operand) -> dict[str, ModuleType]:
 
 @functools.cache
 def _module(name: str) -> ModuleType:
-    # Imported when it is needed: on the CPU, Triton need not be installed.
+    # Imported on demand: on the CPU, Triton need not be installed.
     return importlib.import_module(f"vllm_kvmerge.ops.{MODULES[name]}")
 
 
 def _load(name: str) -> None:
-    """Raises OSError or ImportError where an implementation is not there."""
+    """Raises OSError or ImportError if an implementation is not available."""
     module = _module(name)
     if hasattr(module, "library"):
         module.library()
@@ -103,7 +103,7 @@ def _load(name: str) -> None:
 
 @functools.cache
 def failure(name: str) -> str | None:
-    """Says why an implementation is not there in this process; None if it is. Warns once."""
+    """Says why an implementation is not available in this process; None if it is. Warns once."""
     try:
         _load(name)
     except (OSError, ImportError) as error:
@@ -118,7 +118,7 @@ def _candidates(operator: str, device: torch.device, operand: Operand | None) ->
     named = _chosen or _overrides.get(operator)
     on_gpu = device.type == "cuda"
     if on_gpu and named not in ("cuda", "triton", "reference"):
-        head_size = getattr(operand, "head_size", 0)  # of a plain tensor there is none
+        head_size = getattr(operand, "head_size", 0)  # a plain tensor has none
         named = choice.choice(operator, choice.device_name(device), head_size).implementation
     if named == "cuda":
         return ("cuda", "triton" if on_gpu else "native")
@@ -146,18 +146,18 @@ def _obstacle(module: ModuleType, operator: str, device: torch.device, operand: 
 
 
 def implementations(cache: PagedKVCache | None = None) -> dict[str, str]:
-    """Describes what runs each operator on a cache, and why if that is the reference; for the CPU if none is given."""
+    """Describes the implementation of each operator on a cache (default: the CPU's), and why if it is the reference."""
     device = torch.device("cpu") if cache is None else cache.device
-    return {operator: _description(operator, device, cache) for operator in OPERATORS}
-
-
-def _description(operator: str, device: torch.device, cache: PagedKVCache | None) -> str:
-    module, obstacle = _implementation(operator, device, cache)
-    return f"PyTorch reference: {obstacle}" if module is reference else str(module.description(device))
+    descriptions = {}
+    for operator in OPERATORS:
+        module, obstacle = _implementation(operator, device, cache)
+        is_reference = module is reference
+        descriptions[operator] = f"PyTorch reference: {obstacle}" if is_reference else str(module.description(device))
+    return descriptions
 
 
 def implementation(cache: PagedKVCache | None = None) -> str:
-    """``implementations`` in a line: what runs most operators, then those that run on another."""
+    """``implementations`` in a line: that of most operators, then operators with another."""
     table = implementations(cache)
     most = Counter(table.values()).most_common(1)[0][0]
     others = (f"{operator}: {name}" for operator, name in table.items() if name != most)

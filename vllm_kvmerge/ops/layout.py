@@ -1,4 +1,4 @@
-"""Checks of whether a cache is laid out as an implementation needs it."""
+"""Checks of a cache's layout against the needs of an implementation."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,9 +14,9 @@ Operand: TypeAlias = PagedKVCache | SequenceLayers | Tensor
 
 
 def layout_check(check: Callable[[PagedKVCache], str | None]) -> Callable[[Operand], str | None]:
-    """Asks ``check``, which says why an implementation cannot work on a cache, only once of each cache.
+    """Runs ``check``, which says why an implementation cannot work on a cache, only once per cache.
 
-    The answer for ``SequenceLayers`` is that of the first layer that has one. A plain tensor has no layout.
+    ``SequenceLayers`` take the answer of the first layer that has one. A plain tensor has no layout.
     """
     name = f"{check.__module__}.{check.__name__}"
 
@@ -24,7 +24,7 @@ def layout_check(check: Callable[[PagedKVCache], str | None]) -> Callable[[Opera
     def ask(operand: Operand) -> str | None:
         if isinstance(operand, Tensor):
             return None
-        answers = operand.__dict__  # where cached properties lie too
+        answers = operand.__dict__  # beside cached properties
         if name not in answers:
             if isinstance(operand, PagedKVCache):
                 answers[name] = check(operand)
@@ -44,8 +44,7 @@ def planes_obstacle(cache: PagedKVCache) -> str | None:
         return f"head size {cache.head_size} is not from 16 to 256"
     if cache.values.stride(3) != 1:
         return "values do not lie together"
-    metadata = (cache.log_votes, cache.scores, cache.aux, cache.positions)
-    if len({plane.stride() for plane in metadata}) != 1 or cache.log_votes.stride(2) != 1:
+    if len({plane.stride() for plane in cache.metadata}) != 1 or cache.log_votes.stride(2) != 1:
         return "metadata planes differ in layout"
     if any(address % 16 for address in cache.addresses):
         return "planes are not aligned to 16 bytes"

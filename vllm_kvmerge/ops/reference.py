@@ -1,4 +1,4 @@
-"""The PyTorch reference of every operator: its definition, and what runs where no other implementation can.
+"""The PyTorch reference of every operator: its definition, and the fallback of all other implementations.
 
 Every public function here is an operator. Another implementation is a module with functions of the same name.
 
@@ -35,13 +35,13 @@ def _segments(plane: Tensor, blocks: Tensor, front: int, tail: int, seq_len: int
 
 
 def _scatter(plane: Tensor, blocks: Tensor, start: int, values: Tensor) -> None:
-    """Writes ``values`` (``[H, m]``) to the slots from ``start`` on of a ``[B, H, bs]`` plane."""
+    """Writes ``values`` (``[H, m]``) to the slots of a ``[B, H, bs]`` plane, from ``start`` on."""
     slots = torch.arange(start, start + values.shape[1], device=plane.device)
     plane[blocks[slots // plane.shape[2]].long(), :, slots % plane.shape[2]] = values.t().to(plane.dtype)
 
 
 def _causal(num_queries: int, num_entries: int, device: torch.device) -> Tensor:
-    """``[q, n]`` bool: the newest tokens' queries see entries up to their own."""
+    """``[q, n]`` bool: queries of the newest tokens see entries up to their own."""
     return torch.ones(num_queries, num_entries, dtype=torch.bool, device=device).tril_(num_entries - num_queries)
 
 
@@ -98,7 +98,7 @@ def score_prompt_queries(
     seq_len = scores.shape[1]
     keys = _segment(cache.keys, blocks, 0, seq_len, 2)
     visible = _causal(query.shape[0], seq_len, query.device)
-    # Queries in small groups, so that the matrix of probabilities stays small whatever the window.
+    # Queries in small groups, so that the matrix of probabilities stays small for any window.
     group = max(1, (1 << 22) // (query.shape[1] * seq_len))
     for start in range(0, query.shape[0], group):
         rows = slice(start, start + group)
@@ -171,8 +171,8 @@ def fused_attention(
     """``[H, n]`` float32: attention to each entry, summed over the G query heads, then ``fusion`` over the queries.
 
     queries: ``[H, G, w, d]`` float32. query_positions: ``[H, w]`` int64; a query sees live entries up to its own
-    position. log_votes: ``[H, n]`` float32 and positions: ``[H, n]`` int64, negative where dead, are those of the
-    entries, whatever the cache hold.
+    position. log_votes: ``[H, n]`` float32 and positions: ``[H, n]`` int64, negative where dead, are used in place of
+    those in the cache.
     """
     index = torch.arange(seq_layers.num_entries, device=positions.device).repeat(seq_layers.num_heads, 1)
     keys = gather_rows(seq_layers, "keys", index)
@@ -230,17 +230,9 @@ def write_metadata(
 ) -> None:
     """Writes the metadata (``[H, C]`` each) of slots ``[0, C)`` of ``blocks`` (``[U, blocks]``); other slots stay."""
     parts = zip(*(plane.chunk(len(seq_layers.layer)) for plane in (log_votes, scores, aux, positions)), strict=True)
-    for (cache, *_), ids, planes in zip(seq_layers, blocks, parts, strict=True):
-        _write_metadata(cache, ids, *planes)
-
-
-def _write_metadata(
-    cache: PagedKVCache, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
-) -> None:
-    _scatter(cache.log_votes, blocks, 0, log_votes)
-    _scatter(cache.scores, blocks, 0, scores)
-    _scatter(cache.aux, blocks, 0, aux)
-    _scatter(cache.positions, blocks, 0, positions)
+    for (cache, *_), ids, values in zip(seq_layers, blocks, parts, strict=True):
+        for plane, value in zip(cache.metadata, values, strict=True):
+            _scatter(plane, ids, 0, value)
 
 
 def merge_entries(
@@ -275,17 +267,12 @@ def largest(ranking: Tensor, count: int) -> Tensor:
     n = ranking.shape[1]
     if count <= 0 or count >= n:
         return torch.full_like(ranking, count > 0, dtype=torch.bool)
-    threshold = _kth_smallest(ranking, n - count)
+    if ranking.is_cpu:  # NumPy selects in less than half of PyTorch's time
+        threshold = torch.from_numpy(np.partition(ranking.numpy(), n - count, axis=1)[:, n - count : n - count + 1])
+    else:
+        threshold = ranking.kthvalue(n - count + 1, dim=1, keepdim=True).values
     above, level = ranking > threshold, ranking == threshold
     return above | (level & (level.cumsum(1) <= count - above.sum(1, keepdim=True)))
-
-
-def _kth_smallest(ranking: Tensor, k: int) -> Tensor:
-    """``[H, 1]``: the element of each row that has ``k`` others before it in ascending order."""
-    if ranking.is_cpu:
-        # NumPy selects in less than half of PyTorch's time.
-        return torch.from_numpy(np.partition(ranking.numpy(), k, axis=1)[:, k : k + 1])
-    return ranking.kthvalue(k + 1, dim=1, keepdim=True).values
 
 
 def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int) -> Tensor:
@@ -301,7 +288,7 @@ def in_place(mask: Tensor, count: int) -> Tensor:
     i < ``count``, the others in order where there is room."""
     place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     stays, comes = mask[:, :count], mask[:, count:]
-    # One place more than there can be takes what is to be ignored; nothing here waits for a GPU.
+    # An extra last place takes ignored elements; nothing here waits for a GPU.
     others = place.new_zeros(len(mask), count + 1)
     others.scatter_(1, (comes.cumsum(1) - 1).masked_fill(~comes, count), place[:, count:])
     vacancy = (~stays).cumsum(1) - 1
@@ -309,8 +296,7 @@ def in_place(mask: Tensor, count: int) -> Tensor:
 
 
 def by_position(positions: Tensor) -> Tensor:
-    """``[H, n]`` int64: the entries in ascending order of position (``[H, n]`` int64, from -1 on), equal ones as they
-    lie."""
+    """``[H, n]`` int64: the entries in ascending order of position (``[H, n]`` int64, from -1 on); stable."""
     # One sort of integers of all heads is several times faster than one sort per head.
     num_heads, n = positions.shape
     head = torch.arange(num_heads, device=positions.device).unsqueeze(1)
@@ -321,23 +307,23 @@ def by_position(positions: Tensor) -> Tensor:
 def padded_nonzero(mask: Tensor, width: int | None = None) -> Tensor:
     """``[H, width]`` int64: where ``mask`` (``[H, n]`` bool) is true, ascending, then -1.
 
-    width: at least the most that any head has, which it is by default: that is read, and a GPU waited for.
+    width: at least the largest count of any head, which is the default and makes the call wait for a GPU.
     """
     if width is None:
         width = int(mask.sum(1).max()) if len(mask) else 0
     place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    # One place more than there are takes what is to be ignored.
+    # An extra last place takes ignored elements.
     index = place.new_full((len(mask), width + 1), -1)
     index.scatter_(1, (mask.cumsum(1) - 1).masked_fill(~mask, width), place)
     return index[:, :width].contiguous()
 
 
 def inverse(index: Tensor, size: int) -> Tensor:
-    """``[H, size]`` int64: where in ``index`` (``[H, m]`` int64, without repeats) each number is; -1: nowhere.
+    """``[H, size]`` int64: place in ``index`` (``[H, m]`` int64, without repeats) of each number; -1: none.
 
-    Negative elements of ``index`` are nowhere.
+    Negative elements of ``index`` are ignored.
     """
-    # One more than there are takes what is to be ignored.
+    # An extra last element takes ignored ones.
     where = torch.full((len(index), size + 1), -1, dtype=torch.int64, device=index.device)
     place = torch.arange(index.shape[1], device=index.device).expand_as(index)
     return where.scatter_(1, index.masked_fill(index < 0, size), place)[:, :size]
@@ -352,7 +338,7 @@ def free_places(index: Tensor, num_places: int) -> Tensor:
     """``[H, m]`` int64: ``index`` (``[H, m]`` int64, without repeats among these) where that is one of the
     ``num_places`` places, and for the others, in order, the places that are free."""
     stays = (index >= 0) & (index < num_places)
-    # One place more than there are takes what is to be ignored.
+    # An extra last place takes ignored elements.
     free = torch.ones(len(index), num_places + 1, dtype=torch.bool, device=index.device)
     free.scatter_(1, index.masked_fill(~stays, num_places), False)
     rank = (~stays).cumsum(1) - 1

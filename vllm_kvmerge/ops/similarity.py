@@ -1,4 +1,4 @@
-"""Which keys are most alike."""
+"""Search for the most similar keys."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ MAX_SIMILARITY_BYTES = 1 << 18
 
 
 def most_similar(sources: Tensor, targets: Tensor, index: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-    """For each source the usable target whose key has the largest cosine similarity (KeepKV algorithm 1, lines 4-5).
+    """Finds for each source the usable target of largest cosine similarity (KeepKV algorithm 1, lines 4-5).
 
-    sources: ``[H, m, d]``, targets: ``[H, c, d]``, keys. index: ``[H, c]`` int64, what the targets are called.
+    sources: ``[H, m, d]``, targets: ``[H, c, d]``, keys. index: ``[H, c]`` int64, the targets' indices.
     usable: ``[H, c]`` bool. Returns the similarity, ``[H, m]``, at most 1, -inf where no target is usable, and the
-    target's index, ``[H, m]``, of equally similar ones the first's.
+    target's index, ``[H, m]``; the first of equally similar ones.
     """
     sources, targets = normalize(sources, dim=-1), normalize(targets, dim=-1).transpose(1, 2)
     unusable = ~usable.unsqueeze(1)

@@ -13,8 +13,8 @@ and then, again for each block and KV head,
     aux        [block_size]             float32, the second statistic
     positions  [block_size]             int32, of the newest token merged into the entry; -1 where dead
 
-Metadata lies apart so that K and V are where they would be without it: between them it would put them across the
-pages of memory at which processors stop reading ahead, which made vLLM's own operator 6% slower.
+Metadata lies apart so that K and V are where they would be without it: in between, it would shift them across the pages
+of memory at which processors stop reading ahead, which made vLLM's own operator 6% slower.
 
 On a GPU, ``keys.permute(0, 3, 1, 2)`` and ``values.transpose(1, 2)`` are the ``[B, bs, H, d]`` that FlashAttention
 takes for a paged cache: rows contiguous, strides of blocks, slots and heads as they are.
@@ -38,7 +38,7 @@ Metadata = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class ScoreMode(StrEnum):
-    """How attention accumulates ``scores`` and ``aux`` (see ``ScoreUpdate``)."""
+    """Accumulation of ``scores`` and ``aux`` by attention (see ``ScoreUpdate``)."""
 
     NONE = "none"
     SUM = "sum"
@@ -47,13 +47,13 @@ class ScoreMode(StrEnum):
 
     @property
     def code(self) -> int:
-        """The mode's number, where modes are passed as a tensor."""
+        """The mode's number in tensors."""
         return list(ScoreMode).index(self)
 
 
 @dataclass(frozen=True)
 class ScoreUpdate:
-    """The update of the statistics of the entries that attention reads.
+    """Update of the statistics of the entries that attention reads.
 
     mode ``sum``: ``s <- decay * s + sum over the query heads of p`` for each query in order.
     mode ``mean``: the same, and ``aux`` counts the queries.
@@ -83,14 +83,14 @@ class Rows:
 
 @lru_cache(maxsize=64)
 def addresses_on(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -> Tensor:
-    """``[layers, 6]`` int64 on the device, for kernels; the same layers are asked for again and again."""
+    """``[layers, 6]`` int64 on the device, for kernels; cached, because the same layers recur."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a CPU tensor to the device without waiting for the device's earlier work; other tensors are returned.
 
-    From memory that is not pinned the driver copies no more than some 64 KiB before it waits.
+    From memory that is not pinned the driver copies at most some 64 KiB before it waits.
     """
     if device.type == "cpu" or not tensor.is_cpu:
         return tensor
@@ -117,8 +117,8 @@ class PagedKVCache:
     def of(cls, cache: Tensor, head_size: int, row_major_keys: bool | None = None) -> "PagedKVCache":
         """Views of ``cache``, contiguous ``[B, H, bs, cell]`` in the cache dtype.
 
-        That shape only says how large it is: bytes of a cell do not lie together. row_major_keys: the layout of K, if
-        not the device's own.
+        The shape only gives the size: bytes of a cell are not contiguous. row_major_keys: layout of K, if not the
+        device's own.
         """
         num_blocks, num_heads, block_size, cell = cache.shape
         if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache.is_contiguous():
@@ -154,10 +154,15 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "PagedKVCache":
-        """A cache that is not allocated yet: only its shapes, dtype and device may be asked for."""
+        """A cache that is not allocated yet: only shapes, dtype and device are valid."""
         rows = torch.empty(1, dtype=dtype, device=device).expand(num_blocks, num_kv_heads, block_size, head_size)
         plane = torch.empty(1, device=device).expand(num_blocks, num_kv_heads, block_size)
         return cls(rows.transpose(2, 3), rows, plane, plane, plane, plane)
+
+    @property
+    def metadata(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The planes of metadata, in the order of ``Metadata``."""
+        return self.log_votes, self.scores, self.aux, self.positions
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -190,22 +195,22 @@ class PagedKVCache:
     def stock_keys(self) -> Tensor:
         """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed).
 
-        Raises RuntimeError where keys are not transposed.
+        Raises RuntimeError if keys are not transposed.
         """
         return self.keys.view(self.values.shape)
 
 
 @dataclass(frozen=True)
 class SequenceLayers:
-    """Layers of sequences that operators work on together; all have equally many live entries.
+    """Layers of sequences that operators process together; all have equally many live entries.
 
     The live entries of a sequence layer, one layer of one sequence, are its slots ``[0, front)`` and
     ``[tail, seq_len)``, in this order. Operators take and return ``[H, ...]``, where ``H`` counts the KV heads of all
     sequence layers, one sequence layer's after the other's.
 
-    layers: the caches of the layers. layer: ``[U]`` int64, the place in ``layers`` of each sequence layer. blocks:
-    ``[U, blocks]``, ids of its blocks. segments: ``[U, 3]`` int64, front, tail and seq_len. On a GPU, ``layer`` and
-    ``segments`` are better on the CPU, where their numbers are known without waiting for the GPU.
+    layers: the caches of the layers. layer: ``[U]`` int64, index in ``layers`` of each sequence layer. blocks:
+    ``[U, blocks]``, ids of its blocks. segments: ``[U, 3]`` int64, front, tail and seq_len. ``layer`` and ``segments``
+    had better be on the CPU, so that reading them does not wait for a GPU.
     """
 
     layers: Sequence[PagedKVCache]
@@ -248,12 +253,12 @@ class AttentionBatch:
     """The rows of one call of attention: sequences, and the newest tokens of each, whose queries attend.
 
     Row ``r`` owns the tokens ``query_starts[r] : query_starts[r] + query_lens[r]`` of the queries and of the output;
-    their keys and values are in the cache already. A row without queries is skipped by what runs on a GPU.
+    their keys and values are in the cache already. Operators on a GPU skip a row without queries.
 
     block_table: ``[rows, max_blocks]`` integers, block ids. query_starts, query_lens, seq_lens, fronts, tails:
     ``[rows]`` integers; a sequence that was never compressed has front and tail 0. score_modes: ``[rows]`` integers,
     codes of ``ScoreMode``. score_decays: ``[rows]`` float32 (see ``ScoreUpdate``). max_query_len: at least the largest
-    of ``query_lens``; where it is None, what runs on a GPU waits for the GPU to read that.
+    of ``query_lens``; None: operators on a GPU wait for the GPU to read it.
     """
 
     block_table: Tensor
@@ -276,7 +281,7 @@ class AttentionBatch:
         tail: int = 0,
         update: ScoreUpdate = NO_UPDATE,
     ) -> "AttentionBatch":
-        """One sequence, which all queries belong to; ``blocks``: ``[blocks]``."""
+        """A batch of one sequence; ``blocks``: ``[blocks]``."""
         numbers = (0, num_queries, seq_len, front, tail, update.mode.code)
         row = _one_row(blocks.device, numbers, update.decay)
         return cls(blocks[None], *row, num_queries)  # type: ignore[call-arg]
@@ -290,7 +295,7 @@ class AttentionBatch:
         )  # fmt: skip
 
     def map(self, change: Callable[[Tensor], Tensor], max_query_len: int | None) -> "AttentionBatch":
-        """The batch with ``change`` of each tensor."""
+        """The batch with ``change`` applied to each tensor."""
         return AttentionBatch(*map(change, self.tensors), max_query_len)  # type: ignore[call-arg]
 
     def __len__(self) -> int:
@@ -299,6 +304,6 @@ class AttentionBatch:
 
 @lru_cache(maxsize=64)
 def _one_row(device: torch.device, numbers: tuple[int, ...], decay: float) -> tuple[Tensor, ...]:
-    """The numbers of one sequence, ``[1]`` each; all layers of a step ask for the same."""
+    """The numbers of one sequence, ``[1]`` each; cached, because all layers of a step use the same."""
     integers = torch.tensor(numbers, dtype=torch.int32).unsqueeze(1)
     return *sent(integers, device).unbind(), sent(torch.tensor([decay]), device)

@@ -1,4 +1,4 @@
-"""Memory that attention writes between its kernels."""
+"""Memory that attention uses between its kernels."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,16 +15,16 @@ _sizes: list[Sizes] = []
 
 
 def uses_workspace(sizes: Sizes) -> Sizes:
-    """Registers what an implementation's attention needs, so that ``Workspace.reserve`` makes room for it."""
+    """Registers the needs of an implementation's attention, for which ``Workspace.reserve`` makes room."""
     _sizes.append(sizes)
     return sizes
 
 
 class Workspace:
-    """Float32 buffers of one device, which all layers share: each call overwrites what the last one left.
+    """Float32 buffers of one device, shared by all layers: each call overwrites the last one's.
 
-    They grow as needed, but not while a CUDA graph is captured, whose replays write where they were then: ``reserve``
-    the largest batch, or run it once before. Outgrown buffers are kept for graphs that know them.
+    They grow as needed, but not while a CUDA graph is captured, whose replays write to fixed addresses: ``reserve`` for
+    the largest batch, or run it once before. Outgrown buffers are kept for graphs captured with them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,9 +33,9 @@ class Workspace:
         self._outgrown: list[Tensor] = []
 
     def take(self, name: str, size: int) -> Tensor:
-        """A buffer of at least ``size`` elements; what it holds is undefined.
+        """A buffer of at least ``size`` elements, of undefined content.
 
-        Raises RuntimeError where it would have to grow while a graph is captured.
+        Raises RuntimeError if it would have to grow while a graph is captured.
         """
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:

@@ -1,7 +1,4 @@
-"""Compression policies, as parts that combine and presets that name combinations.
-
-Those of other packages are not there before ``load_plugins``.
-"""
+"""Compression policies: parts that combine, and presets that name combinations; ``load_plugins`` adds others'."""
 
 # Importing a module registers its parts.
 from vllm_kvmerge.policies import allocators as allocators

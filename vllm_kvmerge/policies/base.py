@@ -1,4 +1,4 @@
-"""Parts of a compression policy: all that one is written with.
+"""Base classes of the parts of a compression policy, and everything that a part is written with.
 
 A policy is a tracker, an allocator, a selector and a merger. Parts work on live entries as tensors ``[H, n, ...]``:
 ``n`` entries in each of ``H`` rows. Rows are sequence layers x KV heads (see ``Heads``) and independent of each other:
@@ -26,18 +26,18 @@ __all__ = [
 # fmt: on
 
 MAX_TOKENS = 1 << 24
-"""Upper bound of hyper-parameters that count tokens or entries: more than any model's context, and small enough that
-sums and products of them are exact everywhere."""
+"""Upper bound of hyper-parameters that count tokens or entries: above any model's context, yet small enough for sums
+and products to be exact everywhere."""
 
 MAX_QUERIES = 4096
-"""Upper bound of hyper-parameters that say how many queries a part reads: each is kept, in every layer."""
+"""Upper bound of the number of queries that a part reads: each is kept, in every layer."""
 
 
 class Part(BaseModel):
     """A part of a policy; its fields are its hyper-parameters, named and defaulted as in its source.
 
-    A request may give every value that a field allows, so numbers have a lower and an upper bound (``Field(ge=...,
-    le=...)``, or ``gt`` and ``lt``), between which the part's arithmetic is finite.
+    A request may set any value that a field allows, so numbers need a lower and an upper bound (``Field(ge=...,
+    le=...)``, or ``gt`` and ``lt``) between which the part's arithmetic is finite.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -46,7 +46,7 @@ class Part(BaseModel):
     source: ClassVar[str]
 
     needs_output_weights: ClassVar[bool] = False
-    """Whether the part reads ``context.output_weights``."""
+    """True if the part reads ``context.output_weights``."""
 
     @property
     def query_window(self) -> int:
@@ -56,13 +56,13 @@ class Part(BaseModel):
     def cost(self, shape: CostShape) -> Cost:
         """The part's work for one KV head of one layer.
 
-        A part's author counts, as functions of ``shape`` and of hyper-parameters: the tensors that its methods make,
-        all that exist at once, with what they return (``numbers``); its matrix products (``products``); and what its
-        other operations read and write (``touches``), sorts and rows of keys or values with their factors
-        (``sorting``, ``gathering``). Where that depends on data, the most that it can be. Batches are made as large as
-        memory allows by it, and requests that would keep all others waiting are refused.
+        A part's author counts, from ``shape`` and the hyper-parameters: the tensors that its methods hold at once,
+        results included (``numbers``); its matrix products (``products``); and what all other operations read and
+        write (``touches``), with factors for sorts and for rows of keys or values (``sorting``, ``gathering``). Counts
+        that depend on data are upper bounds. They limit the size of batches, and requests that would keep all others
+        waiting are refused.
 
-        Default: a part that reads all keys and values, with copies, once.
+        Default: reads all keys and values once, and copies them.
         """
         return Cost(numbers=4 * shape.row_numbers, touches=16 * shape.row_numbers)
 
@@ -71,23 +71,22 @@ class Allocator(Part):
     """Splits the budget over layers and heads."""
 
     reads_attention: ClassVar[bool] = True
-    """Whether ``head_budgets`` reads ``importance``; otherwise that is not worked out."""
+    """True if ``head_budgets`` reads ``importance``, which is not computed otherwise."""
 
     has_layer_statistic: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
-    """Whether heads of one layer may get different budgets."""
+    """True if heads of one layer may get different budgets."""
 
     def capacity(self, budget: int) -> int | None:
-        """Entries per head that the cache must hold, whatever the data: the largest budget of any layer and head.
-        None: every entry there is, because some layer or head keeps them all.
+        """Entries per head that the cache must hold for any data: the largest budget of any layer and head. None: all
+        entries, because some layer or head keeps them.
 
-        Layers share their blocks, so every head has that much room. Where one does not use it, dead entries lie, whose
-        memory is not returned yet.
+        Layers share their blocks, so every head has that much room; dead entries fill what a head does not use.
         """
         return budget
 
     def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
-        """``[sequence layers]``: a scalar of each that the split depends on, equal on all tensor-parallel workers."""
+        """``[sequence layers]``: the scalar that the split depends on, equal on all tensor-parallel workers."""
         raise TypeError(f"allocator {self.name!r} has no layer statistic")
 
     @abstractmethod
@@ -96,14 +95,14 @@ class Allocator(Part):
 
 
 class Tracker(Part):
-    """Ranks entries by what attention accumulates per entry while the request runs."""
+    """Ranks entries by the statistics that attention accumulates while the request runs."""
 
     mode: ClassVar[ScoreMode]
 
     @property
     def prompt_window(self) -> int | Literal["all"]:
-        """Number of the prompt's last tokens that are scored as queries before the first compression; more than 0
-        unless ``mode`` is ``none``. Default: 0."""
+        """Number of the prompt's last tokens that are scored as queries before the first compression (default: 0); more
+        than 0 unless ``mode`` is ``none``."""
         return 0
 
     @property
@@ -122,15 +121,15 @@ class Selector(Part):
     needs_scores: ClassVar[bool]
 
     needs_probabilities: ClassVar[bool] = False
-    """Whether importance must be made of probabilities: a moving average of logits (``log_ema``) will not do."""
+    """True if importance must be made of probabilities, not of logits (``log_ema``)."""
 
     pools_heads: ClassVar[bool] = False
-    """Whether ``select`` looks at all heads of a layer together (``context.heads.of_all_workers``)."""
+    """True if ``select`` looks at all heads of a layer together (``context.heads.of_all_workers``)."""
 
     @property
     @abstractmethod
     def min_budget(self) -> int:
-        """Smallest budget with which this selector can work: one more than it protects."""
+        """Smallest budget that this selector can work with: one more than it protects."""
 
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` bool: live entries that stay whatever their importance (sinks, recent window). Default: none."""
@@ -138,26 +137,23 @@ class Selector(Part):
 
     @abstractmethod
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        """``[H, n]`` bool: the entries that stay, ``context.num_kept`` per row; dead ones only where live ones are
-        too few."""
+        """``[H, n]`` bool: the entries that stay, ``context.num_kept`` per row; dead ones only if live ones are few."""
 
 
 class Merger(Part):
     """Merges the entries that the selector did not keep (sources) into others (targets), or drops them.
 
-    A merger may keep slots of its own inside the budget (ZSMerge's residual): it says how many and which entries they
-    are, the selector ranks the others.
-
+    A merger may keep slots of its own inside the budget (ZSMerge's residual); the selector ranks the other entries.
     ``protected`` is the selector's: such entries may be targets, but keep their own position, so that a sink remains a
-    sink. Both merging methods return what changes; entries themselves stay as they are. How many were merged is a
-    tensor: nothing waits for the device.
+    sink. Both merging methods return what changes and leave ``entries`` as they are. The number of merged entries is a
+    tensor, so that nothing waits for the device.
     """
 
     tracker_modes: ClassVar[frozenset[ScoreMode]]
-    """Modes of the trackers that this merger can work from."""
+    """Modes of the trackers that this merger works with."""
 
     def num_slots(self, budget: int) -> int:
-        """Entries of the budget that this merger would fill itself; the selector keeps the rest. Default: 0."""
+        """Entries of the budget that this merger fills itself; the selector keeps the rest. Default: 0."""
         return 0
 
     def is_slot(self, entries: Entries) -> Tensor:
@@ -167,8 +163,8 @@ class Merger(Part):
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate | None:
-        """Merges that come before selection (KeepKV table 3): a place for each of the ``n`` entries, empty where one
-        was merged away; None where there are none, which is the default."""
+        """Merges before selection (KeepKV table 3): a place for each of the ``n`` entries, empty where one was merged
+        away; None (the default) if there are none."""
         return None
 
     @abstractmethod

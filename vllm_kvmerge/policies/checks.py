@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def is_foreign(part: "Part") -> bool:
-    """Whether the part comes from another package: what it returns is checked, for which a GPU is waited for."""
+    """True if the part comes from another package: its results are checked, at the cost of waiting for a GPU."""
     return type(part).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def check_tensor(what: str, tensor: object, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``tensor`` itself. dtype: None stands for any floating-point type.
+    """Returns ``tensor``. dtype: None stands for any floating-point type.
 
     Raises:
         TypeError: it is no tensor of that dtype.
@@ -36,7 +36,7 @@ def check_tensor(what: str, tensor: object, shape: tuple[int, ...], like: Tensor
 
 
 def check_count(what: str, count: object) -> int:
-    """The count itself. Raises TypeError or ValueError if it is no integer, or negative."""
+    """Returns ``count``. Raises TypeError if it is no integer, ValueError if it is negative."""
     if not isinstance(count, int):
         raise TypeError(f"{what} must be an integer, got {type(count).__name__}")
     if count < 0:
@@ -53,10 +53,10 @@ def check_range(what: str, index: Tensor, low: int, end: int) -> None:
 
 
 def check_update(update: CacheUpdate, num_places: int, like: Tensor) -> None:
-    """Finds an update that cannot be written. ``like``: ``[H, n]``, a statistic of the entries that it is of.
+    """Checks that an update can be written. ``like``: ``[H, n]``, a statistic of the entries that it updates.
 
     Raises:
-        TypeError, ValueError: for its shapes, dtypes, indices, or what is not a number.
+        TypeError, ValueError: for wrong shapes, dtypes, indices, or NaN.
     """
     (num_rows, num_entries), places = like.shape, (len(like), num_places)
     check_tensor("kept", update.kept, places, like, torch.int64)

@@ -1,4 +1,4 @@
-"""Names of a policy's parts: a preset's, and in their place those that a request asks for."""
+"""Choice of a policy's parts: a preset's, or in their place those that a request asks for."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
@@ -28,9 +28,9 @@ class PartNames(NamedTuple):
         return {kind: PARTS[kind][name] for kind, name in self._asdict().items()}
 
     def misfit(self) -> str | None:
-        """The reason why these parts cannot work together; None where they can."""
+        """Says why these parts cannot work together; None if they can."""
         try:
-            # What fits is a matter of classes alone: no hyper-parameter is needed to ask.
+            # Fitting is a matter of classes alone: no hyper-parameter is needed.
             CompressionPolicy(**{kind: part.model_construct() for kind, part in self.classes.items()})  # type: ignore[arg-type]
         except ValidationError as error:
             return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
@@ -40,8 +40,7 @@ class PartNames(NamedTuple):
 def choose(preset: Preset, overrides: Mapping[str, str]) -> PartNames:
     """The preset's parts, with ``overrides`` (kind to name) in their place.
 
-    Where the tracker is not among them and the preset's does not suit the other parts, the first registered one that
-    does is taken.
+    If these name no tracker and the preset's does not suit the other parts, takes the first registered one that does.
 
     Raises:
         ValueError: the parts cannot work together; the message says why.
@@ -54,12 +53,12 @@ def choose(preset: Preset, overrides: Mapping[str, str]) -> PartNames:
         if (misfit := names.misfit()) is None:
             return names
         misfits.append(misfit)
-    # What is wrong with most trackers says more than what is wrong with one.
+    # The misfit of most trackers says more than that of one.
     raise ValueError(max(misfits, key=misfits.count))
 
 
 def _ambiguous_field(parts: Mapping[str, type[Part]]) -> str | None:
-    """Parts may share a field, such as a number of sinks, but then it must mean the same to both."""
+    """Says which field means different things to two parts; they may share one, such as a number of sinks."""
     owners: dict[str, str] = {}
     for kind, part in parts.items():
         for field, info in part.model_fields.items():

@@ -1,4 +1,4 @@
-"""A compression policy: a tracker, an allocator, a selector and a merger at work together."""
+"""A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
 from dataclasses import replace
 from typing import Self
@@ -19,11 +19,11 @@ from vllm_kvmerge.policies.trackers import attention_mass
 from vllm_kvmerge.policies.update import CacheUpdate, CompressionResult
 
 CALLS = 40_000
-"""Touches that some hundred calls of operators on small tensors cost, for one of the heads that share them."""
+"""Touches that some hundred calls of operators on small tensors cost, per head."""
 
 
 class CompressionPolicy(BaseModel):
-    """Four parts at work together. Raises ValueError (pydantic's) for parts that do not fit."""
+    """Four parts that work together. Raises ValueError (pydantic's) for parts that do not fit."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -76,10 +76,10 @@ class CompressionPolicy(BaseModel):
         return any(part.needs_output_weights for part in self.parts)
 
     def check_constants(self) -> None:
-        """Asks the parts what depends on their parameters alone, so that nothing of it raises later.
+        """Asks the parts for everything that depends on their parameters alone, so that none of it raises later.
 
         Raises:
-            PartError: a part raised, or said what cannot be.
+            PartError: a part raised, or returned an impossible value.
         """
         with blamed_on(self.tracker):
             if not 0.0 <= float(self.tracker.update_decay) <= 1.0:
@@ -105,12 +105,11 @@ class CompressionPolicy(BaseModel):
             mass = attention_mass(self.tracker, entries)
         with blamed_on(self.allocator):
             statistic = self.allocator.layer_statistic(entries, mass, context)
-            return check_tensor(
-                "layer_statistic", statistic, (entries.num_rows // context.heads.num_kv_heads,), mass, None
-            )
+            num_layers = entries.num_rows // context.heads.num_kv_heads
+            return check_tensor("layer_statistic", statistic, (num_layers,), mass, None)
 
     def cost(self, shape: CostShape) -> Cost:
-        """Work of a compression for one KV head of one layer: the parts', as they state it, and what is needed besides.
+        """Work of a compression for one KV head of one layer: the parts', as they state it, and the composition's own.
 
         Raises:
             PartError: a part cannot say what it costs.
@@ -121,7 +120,7 @@ class CompressionPolicy(BaseModel):
         largest = n if capacity is None else min(capacity, n)
         budgets = {shape.budget}
         if largest > shape.budget:
-            # Whichever takes most: a small one leaves much to merge, a large one much to merge into.
+            # A small budget leaves much to merge, a large one much to merge into.
             budgets |= {min(n, self.min_budget), largest}
         parts = Cost()
         for budget in budgets:
@@ -135,18 +134,18 @@ class CompressionPolicy(BaseModel):
             touches=60 * n + 60 * largest + 8 * num_queries * group * d + weights + CALLS,
         )
         if largest > shape.budget:
-            # Heads with different budgets go one after the other; rows are read for all and taken for some.
-            keys = shape.row_numbers if num_queries else 0  # which are multiplied where they lie only for all heads
+            # Heads with different budgets go one after the other; rows are read for all and taken for some. Keys are
+            # multiplied where they lie only for all heads together.
+            keys = shape.row_numbers if num_queries else 0
             own += Cost(parts.numbers + 2 * keys + 6 * n + 12 * largest, 0, 40 * (n + largest))
         return own + parts
 
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
-        """Exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they are
-        where there are no more than the budget.
+        """Returns exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they
+        are if there are no more than the budget.
 
-        ``entries`` are not changed, and of their keys and values only those are read that a part asks for. They may
-        hold dead ones, which are kept only where live ones are too few. An entry that stays keeps its place where that
-        exists in the result.
+        ``entries`` are not changed, and only the keys and values that a part asks for are read. They may hold dead
+        ones, which are kept only if live ones are too few. An entry that stays keeps its place if the result has it.
 
         Raises:
             PartError: a part raised, returned something that cannot be used, or ran out of time.
@@ -168,7 +167,7 @@ class CompressionPolicy(BaseModel):
         return CompressionResult.of(entries, update)
 
     def _rows_by_budget(self, entries: Entries, context: CompressionContext) -> dict[int, list[int]]:
-        """The rows that have each budget. In practice all have one, those of a layer have one, or each has its own."""
+        """The rows of each budget. In practice all rows share one, those of a layer share one, or each has its own."""
         if self.allocator.reads_attention:
             with blamed_on(self.tracker):
                 importance = attention_mass(self.tracker, entries)
@@ -221,14 +220,14 @@ class CompressionPolicy(BaseModel):
             return selected
 
     def _rank(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor, Tensor]:
-        """The entries that the selector may keep, every entry's importance, and the mask that the selector protects."""
+        """The entries that the selector may keep, the importance of all entries, and the mask of protected ones."""
         with blamed_on(self.merger):
             candidates = entries.without(self.merger.is_slot(entries)) if context.num_slots else entries
         with blamed_on(self.tracker):
             importance = self.tracker.importance(entries)
             if is_foreign(self.tracker):
                 check_tensor("importance", importance, tuple(entries.positions.shape), entries.positions, None)
-                # Statistics that are not numbers are the model's doing: its keys or queries overflowed.
+                # NaN statistics are the model's doing: its keys or queries overflowed.
                 if bool((importance.isnan() & entries.is_live & ~entries.scores.isnan()).any()):
                     raise ValueError("importance must be numbers, got NaN")
         with blamed_on(self.selector):
@@ -239,7 +238,7 @@ class CompressionPolicy(BaseModel):
 
 
 def _stated_cost(part: Part, shape: CostShape) -> Cost:
-    """The part's cost in whole numbers. Raises PartError if it states none that can be."""
+    """The part's cost in whole numbers. Raises PartError if it is not a possible one."""
     with blamed_on(part):
         cost = part.cost(shape)
         if not is_foreign(part):

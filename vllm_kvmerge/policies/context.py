@@ -1,4 +1,4 @@
-"""Knowledge of a policy besides the entries: rows, sizes, queries, weights."""
+"""Inputs of a policy besides the entries: rows, sizes, queries, weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,13 +11,11 @@ from vllm_kvmerge.policies.entries import Entries
 
 @dataclass(frozen=True)
 class Heads:
-    """The rows of a batch: ``H`` of them, this worker's KV heads of each sequence layer, one after the other.
+    """The ``H`` rows of a batch: this worker's KV heads of each sequence layer (one layer of one request) in turn.
 
-    A sequence layer is one layer of one request.
-
-    num_kv_heads: rows of each sequence layer. layers: of each row, which layer of the model it is in. indices: of each
-    row, which of its layer's KV heads it is, counted over all tensor-parallel workers. num_layers: of the model.
-    gather: gives ``[num_kv_heads, ...]`` of all tensor-parallel workers, in the heads' order.
+    num_kv_heads: rows of each sequence layer. layers: index of each row's layer in the model. indices: index of each
+    row among its layer's KV heads, counted over all tensor-parallel workers. num_layers: layers of the model.
+    gather: returns ``[num_kv_heads, ...]`` of all tensor-parallel workers, in the heads' order.
     """
 
     num_kv_heads: int
@@ -28,7 +26,7 @@ class Heads:
 
     @classmethod
     def of(cls, layers: list[int], indices: list[int], num_layers: int, gather: Callable[[Tensor], Tensor]) -> "Heads":
-        """The heads with these ``indices`` in each sequence layer; ``layers``: of each sequence layer."""
+        """The heads ``indices`` of sequence layers; ``layers``: the layer of each."""
         rows = [layer for layer in layers for _ in indices]
         return cls(len(indices), rows, indices * len(layers), num_layers, gather)
 
@@ -39,12 +37,12 @@ class Heads:
     def of_all_workers(self, tensor: Tensor) -> Tensor:
         """``[H, ...]`` to ``[sequence layers, heads, ...]``, with the heads of all tensor-parallel workers.
 
-        Every worker must call it equally often: trackers, allocators and selectors may, where nothing depends on data.
+        Every worker must call it equally often, so trackers, allocators and selectors may, but not depending on data.
         """
         return self.gather(self.by_sequence_layer(tensor).transpose(0, 1)).transpose(0, 1)
 
     def of_rows(self, rows: list[int]) -> "Heads":
-        """Some of the rows; where they are not whole sequence layers, each counts as one."""
+        """Some of the rows; if they are not whole sequence layers, each counts as one."""
         size = self.num_kv_heads
         sequence_layers = dict.fromkeys(row // size for row in rows)
         whole = [row for one in sequence_layers for row in range(one * size, (one + 1) * size)]
@@ -77,21 +75,20 @@ class Queries:
 
 @dataclass(frozen=True)
 class CompressionContext:
-    """All that a policy may know besides the entries. ``H``, everywhere: sequence layers x KV heads, see ``Heads``.
+    """All that a policy knows besides the entries. ``H``: sequence layers x KV heads, see ``Heads``.
 
-    budget: entries to keep per head, on average over layers and heads; parts see the number for their own.
+    budget: entries to keep per head, on average over layers and heads; parts see that of their own rows.
     capacity: entries to return per head, dead ones included.
-    num_tokens: tokens computed so far, so the next token's position; of several requests the longest one's.
-    at_prompt_end: whether this is a request's first compression.
-    heads: the rows that are compressed.
-    scale: of the attention logits.
-    min_budget: the fewest entries that any head of any layer can be given; set by the composition.
-    num_slots: how many of the budget's entries the merger fills itself; set by the composition.
-    queries: the newest queries, where the policy reads some (``query_window``) and they are known.
-    output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, where the policy
+    num_tokens: tokens computed so far, thus the next token's position; that of the longest of several requests.
+    at_prompt_end: true for a request's first compression.
+    heads: the rows that are compressed. scale: factor of the attention logits.
+    min_budget: fewest entries that any head of any layer can be given; set by the composition.
+    num_slots: entries of the budget that the merger fills itself; set by the composition.
+    queries: the newest queries, if the policy reads some (``query_window``) and they are known.
+    output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, if the policy
     reads it and it is known.
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
-    the request, where it has one and all layers are compressed.
+    the request, if it has one and all layers are compressed.
     """
 
     budget: int
@@ -110,8 +107,8 @@ class CompressionContext:
     def of_layer(
         cls, entries: Entries, budget: int, num_tokens: int, at_prompt_end: bool, *, layer: int = 0, **fields: Any
     ) -> "CompressionContext":
-        """For one layer of one request on one worker. ``fields``: others, of which ``capacity`` is the budget by
-        default, and ``num_layers``, of the model, 1."""
+        """The context of one layer of one request on one worker. ``fields``: the others; ``capacity`` defaults to the
+        budget, and ``num_layers``, of the model, to 1."""
         indices, num_layers = list(range(entries.num_rows)), fields.pop("num_layers", 1)
         heads = Heads.of([layer], indices, num_layers, gather=lambda tensor: tensor)
         capacity = fields.pop("capacity", budget)
@@ -123,7 +120,7 @@ class CompressionContext:
         return self.budget - self.num_slots
 
     def of_rows(self, rows: list[int]) -> "CompressionContext":
-        """The context as some of the rows see it, when budgets have been given."""
+        """The context of some of the rows, once budgets are assigned."""
         if len(rows) == len(self.heads.layers):
             return self
         return replace(

@@ -1,4 +1,4 @@
-"""Costs of compactions, stated in what devices do so much of in a second."""
+"""Costs of compactions, in units that devices do a known number of per second."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ MEASURING_SECONDS = 0.025
 
 @dataclass(frozen=True)
 class CostShape:
-    """Sizes that a cost depends on besides hyper-parameters.
+    """Sizes that a cost depends on, besides hyper-parameters.
 
     num_entries: live entries per head before the compression. budget: entries kept. group_size: query heads per KV
     head. hidden_size: rows of the output projection.
@@ -49,9 +49,9 @@ class CostShape:
 class Cost:
     """Work of a compression for one KV head of one layer; an upper bound where it depends on data.
 
-    numbers: the most numbers of 4 bytes that are held at once, besides the KV cache; an int64 is two. products:
-    multiply-adds in matrix products. touches: numbers that are read or written otherwise, in element-wise passes over
-    memory; what takes longer counts as several (``sorting``, ``gathering``).
+    numbers: most 4-byte numbers held at once, besides the KV cache; an int64 is two. products: multiply-adds in matrix
+    products. touches: numbers read or written in element-wise passes over memory; operations that take longer count
+    several times (``sorting``, ``gathering``).
     """
 
     numbers: int = 0
@@ -62,7 +62,7 @@ class Cost:
         return Cost(self.numbers + other.numbers, self.products + other.products, self.touches + other.touches)
 
     def __mul__(self, times: int) -> "Cost":
-        """The same so many times, one after the other."""
+        """The same ``times`` times, one after the other."""
         return Cost(self.numbers, self.products * times, self.touches * times)
 
     def largest(self, other: "Cost") -> "Cost":
@@ -87,7 +87,7 @@ def gathering(count: int) -> int:
 
 
 def comparing(num_sources: int, num_targets: int, head_size: int) -> Cost:
-    """Of ``Entries.most_similar`` where keys lie in KV blocks: targets are copied side by side."""
+    """Cost of ``Entries.most_similar`` if keys lie in KV blocks: targets are copied side by side."""
     return Cost(
         numbers=(num_targets + 32) * (head_size + 2) + 3 * num_sources,
         products=num_sources * num_targets * head_size,
@@ -96,32 +96,32 @@ def comparing(num_sources: int, num_targets: int, head_size: int) -> Cost:
 
 
 def comparing_tensors(num_sources: int, num_targets: int, head_size: int) -> int:
-    """Numbers held by ``Entries.most_similar`` where keys are read first."""
+    """Numbers held by ``Entries.most_similar`` if keys are read first."""
     part = min(num_sources, PART_ENTRIES)
     return 2 * (num_targets + part) * head_size + min(num_targets * part, MAX_SIMILARITY_BYTES // 4)
 
 
 def attending(num_entries: int, num_queries: int, group_size: int) -> int:
-    """Numbers held while queries attend to all entries, in groups that fit in a processor's caches."""
+    """Numbers held while queries attend to all entries, in groups that fit in the processor's caches."""
     group = max(1, MAX_ATTENTION_BYTES // (4 * group_size * num_entries))
     return 3 * min(num_queries, group) * group_size * num_entries
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Work that a device does in a second, of each kind that a ``Cost`` counts."""
+    """Work that a device does per second, by the kinds that a ``Cost`` counts."""
 
     products_per_second: float
     touches_per_second: float
 
 
 def measure_rates(device: torch.device | str = "cpu") -> Rates:
-    """The rates of ``device`` in float32, when nobody else keeps it busy.
+    """Measures the rates of ``device`` in float32, as when nothing else runs on it.
 
-    The fastest of many short runs, some 50 ms in all: what a machine can do, however busy it is while it starts. On the
-    CPU they run on one core, because threads that wait for each other on a busy machine say nothing of it; of PyTorch's
-    threads half are taken to help. The element-wise pass takes exponentials, because memory alone limits hardly any
-    part.
+    Takes the fastest of many short runs, some 50 ms in all, since the machine may be busy while it starts. On the CPU
+    they run on one core, because threads that wait for each other on a busy machine measure nothing; half of PyTorch's
+    threads are assumed to help. The element-wise pass takes exponentials, because hardly any part is limited by memory
+    alone.
     """
     one, other = torch.rand(2, 256, 256, device=device)
     plane = torch.rand(1 << 16, device=device)
@@ -134,7 +134,7 @@ def measure_rates(device: torch.device | str = "cpu") -> Rates:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[int]:
-    """PyTorch runs on one thread where it computes on the CPU; gives the number that it has otherwise, on a GPU 1."""
+    """Runs PyTorch's CPU operators on one thread; yields the usual number of threads, 1 for a GPU."""
     if device.type != "cpu":
         yield 1
         return
@@ -147,7 +147,7 @@ def _one_thread(device: torch.device) -> Iterator[int]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The shortest of the runs that fit in ``MEASURING_SECONDS``, ten at least, after some that do not count."""
+    """Shortest of the runs that fit in ``MEASURING_SECONDS``, of at least ten, after three warm-up runs."""
     best, num_runs, until = float("inf"), 0, perf_counter() + MEASURING_SECONDS
     while num_runs < 13 or perf_counter() < until:
         started = perf_counter()

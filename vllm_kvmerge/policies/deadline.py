@@ -14,8 +14,8 @@ from vllm_kvmerge.policies.errors import OutOfTime
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raises ``OutOfTime`` inside once ``seconds`` have passed; None: never.
 
-    A signal does it, so Python code and system calls are interrupted, an operator in C++ only when it returns, and
-    nothing in threads other than the process's main one. What runs inside must not change anything that outlives it.
+    A signal interrupts Python code and system calls, C++ operators only when they return, and nothing in threads other
+    than the process's main one. Code that runs inside must not change anything that outlives it.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -31,7 +31,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
     started = time.monotonic()
     handler = signal.signal(signal.SIGALRM, end)
-    # Again and again: Python swallows what is raised in a destructor.
+    # Repeats, because Python swallows exceptions raised in a destructor.
     remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Cache entries as tensors: what policies read."""
+"""Cache entries as tensors, as policies read them."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from vllm_kvmerge.ops.attention import fused_attention
 from vllm_kvmerge.ops.similarity import most_similar
 
 PART_ENTRIES = 1024
-"""Entries of a head that are read at a time where all of them are, one part after the other."""
+"""Entries of a head that are read at a time when all of them are read."""
 
 DEAD = -1
 """Position of an entry that holds nothing; its ``log_votes`` is ``-inf``, so attention gives it no weight."""
@@ -28,15 +28,15 @@ class Entries:
     """Live cache entries, in cache order (front first, then tail).
 
     keys, values: ``[H, n, d]`` float32.
-    log_votes: ``[H, n]`` float32, what attention adds to the logit (0 for an ordinary token).
+    log_votes: ``[H, n]`` float32, added to the logit by attention (0 for an ordinary token).
     scores: ``[H, n]`` float32, the tracker's statistic.
-    aux: ``[H, n]`` float32, a second statistic, 0 in a new entry. The tracker owns it where it counts there the queries
-    that have scored the entry (``mean`` and ``log_ema``: ``query_counts``). Otherwise attention leaves it alone, and a
-    merger may keep a number of its own there: ``residual`` that of the tokens in a slot, ``d2o`` its threshold.
+    aux: ``[H, n]`` float32, a second statistic, 0 in a new entry. The trackers ``mean`` and ``log_ema`` own it, and
+    count the queries that have scored the entry (``query_counts``). Otherwise attention leaves it alone, and a
+    merger may keep a number of its own there: ``residual`` the tokens of a slot, ``d2o`` its threshold.
     positions: ``[H, n]`` int64, of the newest token merged in; ``DEAD`` where empty.
 
-    Where entries lie in KV blocks, ``keys`` and ``values`` are read anew at each access, all of them: ``keys_at``,
-    ``values_at``, ``most_similar`` and ``fused_attention`` read what they need.
+    If entries lie in KV blocks, each access of ``keys`` or ``values`` reads all of them anew; ``keys_at``,
+    ``values_at``, ``most_similar`` and ``fused_attention`` read only what they need.
     """
 
     keys: Tensor
@@ -61,7 +61,7 @@ class Entries:
 
     @property
     def query_counts(self) -> Tensor:
-        """``[H, n]`` float32: queries that have scored each entry, where the tracker counts them in ``aux``."""
+        """``[H, n]`` float32: number of queries that have scored each entry, if the tracker counts them in ``aux``."""
         return self.aux
 
     @property
@@ -74,7 +74,7 @@ class Entries:
         return _rows(self.keys, index)
 
     def values_at(self, index: Tensor) -> Tensor:
-        """``[H, m, d]``: the values of the entries at ``index`` (``[H, m]`` int64), zeros where it is negative."""
+        """The values likewise."""
         return _rows(self.values, index)
 
     def parts(self) -> Iterator[Tensor]:
@@ -87,11 +87,11 @@ class Entries:
         return torch.arange(len(self), device=self.positions.device).expand(self.num_rows, -1)
 
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        """For each source the usable target whose key has the largest cosine similarity (KeepKV algorithm 1).
+        """Finds for each source the usable target of largest cosine similarity of keys (KeepKV algorithm 1).
 
         sources: ``[H, m]``, targets: ``[H, c]`` int64, indices of entries. usable: ``[H, c]`` bool. Returns the
-        similarity, ``[H, m]``, at most 1, -inf where no target is usable, and the target's index, ``[H, m]``, of
-        equally similar ones the first's.
+        similarity, ``[H, m]``, at most 1, -inf where no target is usable, and the target's index, ``[H, m]``; the first
+        of equally similar ones.
         """
         keys = self.keys_at(targets)
         parts = [most_similar(self.keys_at(part), keys, targets, usable) for part in sources.split(PART_ENTRIES, dim=1)]
@@ -102,19 +102,18 @@ class Entries:
         """``[H, n]``: attention to each entry, summed over the G query heads, then ``fusion`` over the ``w`` queries.
 
         queries: ``[H, G, w, d]``. query_positions: ``[H, w]`` int64; a query sees live entries up to its own position.
-        scale: of the logits.
         """
         return fused_attention(queries, query_positions, self.keys, self.log_votes, self.positions, scale, fusion)
 
     def take(self, index: Tensor) -> "Entries":
-        """Entries at ``index`` (``[H, m]`` int64), per head; copies."""
+        """Copies of the entries at ``index`` (``[H, m]`` int64), per head."""
         return Entries(self.keys_at(index), self.values_at(index), *(plane.gather(1, index) for plane in self.metadata))
 
     def clone(self) -> "Entries":
         return Entries(*(getattr(self, field.name).clone() for field in fields(Entries)))
 
     def without(self, hidden: Tensor) -> "Entries":
-        """The same entries, sharing storage, except that those where ``hidden`` (``[H, n]`` bool) count as dead."""
+        """The same entries, sharing storage, with those where ``hidden`` (``[H, n]`` bool) counted as dead."""
         view = copy(self)
         vars(view).pop("is_live", None)
         view.log_votes = self.log_votes.masked_fill(hidden, -torch.inf)
@@ -122,13 +121,13 @@ class Entries:
         return view
 
     def of_rows(self, rows: list[int]) -> "Entries":
-        """Some rows' entries."""
+        """The entries of some rows."""
         return Entries(*(getattr(self, field.name)[rows] for field in fields(Entries)))
 
     def kill(self, dead: Tensor) -> None:
         """Empties, in place, the entries where ``dead`` (``[H, n]`` bool) is true.
 
-        Everything is overwritten: a NaN left in a dead key would survive ``logit + log_votes``.
+        Keys too are overwritten, because a NaN left in a dead key would survive ``logit + log_votes``.
         """
         for tensor in (self.keys, self.values):
             tensor.masked_fill_(dead.unsqueeze(-1), 0.0)
@@ -137,9 +136,9 @@ class Entries:
 
 
 class LazyEntries(Entries):
-    """Entries whose keys and values are read when they are asked for; a subclass says from where.
+    """Entries whose keys and values are read on demand, by a subclass.
 
-    Positions are not changed in place. Use ``without`` or ``copy`` for the same with other metadata, not
+    Positions are not changed in place. To change other metadata use ``without`` or ``copy``, not
     ``dataclasses.replace``.
     """
 

@@ -1,4 +1,4 @@
-"""Errors of a policy's parts."""
+"""Errors of a policy's parts, and the blame for them."""
 
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,11 @@ class PartError(RuntimeError):
 
 
 class PartTimeout(PartError):
-    """A part took longer than it may."""
+    """A part ran out of time."""
 
 
 class OutOfTime(BaseException):
-    """Raised inside a part whose time is over; no ``Exception``, so that a part which catches those cannot go on."""
+    """Raised inside a part whose time is over; no ``Exception``, so that a part that catches those cannot go on."""
 
 
 def label(part: "Part") -> str:
@@ -34,7 +34,7 @@ def label(part: "Part") -> str:
 
 
 class blamed_on:  # noqa: N801
-    """Context manager that turns whatever is raised inside into a ``PartError`` that names the part."""
+    """Context manager that turns exceptions raised inside into a ``PartError`` that names the part."""
 
     def __init__(self, part: "Part") -> None:
         self._part = part
@@ -49,7 +49,7 @@ class blamed_on:  # noqa: N801
 
 
 def as_part_error(error: BaseException) -> PartError:
-    """The error as one of a part; what no part is to blame for is the composition's."""
+    """The error as a ``PartError``, of the composition if no part is to blame."""
     if isinstance(error, PartError):
         return error
     kind = PartTimeout if isinstance(error, OutOfTime) else PartError

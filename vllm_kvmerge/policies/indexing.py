@@ -22,12 +22,12 @@ def mask_of(index: Tensor, num_entries: int) -> Tensor:
 
 
 def complement(index: Tensor, num_entries: int) -> Tensor:
-    """``[H, num_entries - m]`` int64, ascending: what ``index`` (``[H, m]``, without repeats) leaves out."""
+    """``[H, num_entries - m]`` int64, ascending: all numbers but those in ``index`` (``[H, m]``, without repeats)."""
     return padded_nonzero(~mask_of(index, num_entries), num_entries - index.shape[1])
 
 
 def any_at(index: Tensor, where: Tensor, size: int) -> Tensor:
-    """``[H, size]`` bool: whether a number is in ``index`` (``[H, m]`` int64) at a place where ``where`` is true."""
+    """``[H, size]`` bool: true at ``index`` (``[H, m]`` int64), but only for elements where ``where`` is true."""
     return mask_of(index.masked_fill(~where, size), size + 1)[:, :size]
 
 
@@ -38,9 +38,8 @@ def select(plane: Tensor, index: Tensor) -> Tensor:
 
 def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:
     """``[H, n]`` bool: of the entries in ``mask``, those among the first ``count`` of ``order`` (``[H, n]`` int64)."""
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
+    place = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, place)
     return mask & (rank < count)
 
 

@@ -1,4 +1,4 @@
-"""Reproducible random numbers: hashes of where entries are, equal on every tensor-parallel split and device."""
+"""Reproducible random numbers: hashes of entries' places, equal on every tensor-parallel split and device."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ _BITS = 24
 def uniform(seed: int, entries: Entries, context: CompressionContext) -> Tensor:
     """``[H, n]`` float32 in [0, 1), from the seed, the layer, the head's index among all heads and the position.
 
-    An entry keeps its number for as long as it keeps its position, whatever happens around it.
+    An entry keeps its number as long as it keeps its position.
     """
     positions = entries.positions
     heads = torch.tensor(context.heads.indices, device=positions.device)

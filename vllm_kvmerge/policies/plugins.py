@@ -12,31 +12,31 @@ from vllm_kvmerge.policies.registry import PARTS, PRESETS, Preset
 logger = logging.getLogger(__name__)
 
 GROUP = "vllm_kvmerge.policies"
-"""Entry point group; each entry point names a module that registers parts and presets when it is imported."""
+"""Entry point group; each entry point names a module that registers parts and presets on import."""
 
 
 @cache
 def load_plugins() -> None:
-    """Loads every entry point of the group, once: call it before names are looked up in ``PARTS`` or ``PRESETS``.
+    """Loads every entry point of the group, once; call it before looking up names in ``PARTS`` or ``PRESETS``.
 
-    A plugin's fault is logged, and does not keep the others out. Importing the package does not load plugins: they
-    import it themselves.
+    A plugin's error is logged and does not keep the others out. Importing the package does not load plugins, because
+    they import it themselves.
     """
     for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
         known = set(PRESETS)
         try:
             entry.load()
-        except Exception as error:
-            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        except Exception as exception:
+            message = f"{type(exception).__name__}: {' '.join(str(exception).split())}"
             logger.error("policy plugin %r (%s) failed: %s", entry.name, entry.value, message)
         for name in [name for name in PRESETS if name not in known]:
-            if fault := _fault(PRESETS[name]):
+            if error := _preset_error(PRESETS[name]):
                 del PRESETS[name]
-                logger.error("policy %r of plugin %r (%s) is left out: %s", name, entry.name, entry.value, fault)
+                logger.error("policy %r of plugin %r (%s) is left out: %s", name, entry.name, entry.value, error)
 
 
-def _fault(preset: Preset) -> str | None:
-    """The reason why no request could use the preset; None where one can."""
+def _preset_error(preset: Preset) -> str | None:
+    """Says why no request could use the preset; None if one can."""
     names = PartNames.of(preset)
     for kind, name in names._asdict().items():
         if name not in PARTS[kind]:

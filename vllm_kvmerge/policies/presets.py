@@ -1,7 +1,7 @@
-"""The papers' methods, each as a tracker, a selector, a merger and, where it is not uniform, an allocator.
+"""Presets of the papers' methods, each a tracker, a selector, a merger and, if not uniform, an allocator.
 
-Scores start from the last ``score_window`` queries of the prompt; the papers of H2O and ZSMerge score all of them,
-which a request gets with ``score_window: "all"``.
+Scores start from the last ``score_window`` queries of the prompt; the papers of H2O and ZSMerge score all of them, as
+``score_window: "all"`` does.
 """
 
 from typing import Any
@@ -10,7 +10,12 @@ from vllm_kvmerge.policies.fields import DecodeMode
 from vllm_kvmerge.policies.registry import Preset, register_preset
 
 WINDOW: dict[str, Any] = {"decode": "grow", "score_window": 32, "window_size": 32}
-"""SnapKV's: the queries that vote are those of the observation window, once."""
+"""SnapKV: the queries of the observation window vote, once."""
+
+ZSMERGE: dict[str, Any] = {"decay": 0.98, "num_sink_tokens": 0, "recent_share": 0.25}
+
+# Shares fall to a tenth, and a fifth of each is recent, as in the source's configurations.
+PYRAMIDINFER: dict[str, Any] = {"shape": "cosine", "ratio": 10.0, "recent_share": 0.2}
 
 
 def _register(name: str, source: str, parts: str, decode: DecodeMode = "bounded", **defaults: Any) -> None:
@@ -23,21 +28,14 @@ _register("local", "Sliding window: the newest entries", "none local drop")
 _register("streaming_llm", "StreamingLLM, Xiao et al., arXiv:2309.17453", "none streaming_llm drop")
 _register("h2o", "H2O, Zhang et al., arXiv:2306.14048", "sum h2o drop")
 _register("snapkv", "SnapKV, Li et al., arXiv:2404.14469", "sum snapkv drop", **WINDOW)
-# The paper allocates as PyramidInfer does. Evenly here: layers share their blocks, so that uneven budgets cost memory.
+# The paper allocates as PyramidInfer does; here evenly, since uneven budgets cost memory where layers share blocks.
 _register("keepkv", "KeepKV, Tian et al., arXiv:2504.09936", "log_ema h2o zip")
-_register(
-    "zsmerge",
-    "ZSMerge, Liu, Liu and Tang, arXiv:2503.10714",
-    "sum h2o residual",
-    decay=0.98,
-    num_sink_tokens=0,
-    recent_share=0.25,
-)
+_register("zsmerge", "ZSMerge, Liu, Liu and Tang, arXiv:2503.10714", "sum h2o residual", **ZSMERGE)
 _register("weightedkv", "WeightedKV, Yuan et al., arXiv:2503.01330", "mean h2o neighbour_value")
 _register("morphkv", "MorphKV, Ghadia et al., arXiv:2503.00979", "none morphkv drop")
 _register("criticalkv", "CriticalKV, Feng et al., arXiv:2502.03805", "sum criticalkv drop", **WINDOW)
 _register("grkv", "GRKV, Peng et al., arXiv:2605.31105", "sum snapkv regression", **WINDOW)
-# The newest query alone.
+# Scores are those of the newest query alone.
 _register("tova", "TOVA, Oren et al., arXiv:2401.06104", "sum tova drop", score_window=1, decay=0.0)
 _register("random", "Control: a uniformly random sample", "none random drop")
 _register("knorm", "L2 norm, Devoto et al., arXiv:2406.11430", "none knorm drop")
@@ -47,16 +45,8 @@ _register("rkv", "R-KV, Cai et al., arXiv:2505.24133", "sum rkv drop", score_win
 _register("cam", "CaM, Zhang et al., ICML 2024", "sum h2o cam")
 _register("d2o", "D2O, Wan et al., arXiv:2406.13035", "sum h2o d2o variance")
 _register("kvmerger", "KVMerger, Wang et al., arXiv:2407.08454", "sum h2o kvmerger")
-# The source keeps no recent window; merging the newest entries first is not what scores of few queries should do.
+# The source keeps no recent window, but scores of few queries must not merge the newest entries first.
 _register("asymkv", "AsymKV, Cui and Xu, arXiv:2506.05410", "sum h2o asymkv", recent_share=0.25)
 _register("pyramidkv", "PyramidKV, Cai et al., arXiv:2406.02069", "sum snapkv drop pyramid", **WINDOW)
-# Shares fall to a tenth, and a fifth of each is recent, as in the source's configurations.
-_register(
-    "pyramidinfer",
-    "PyramidInfer, Yang et al., arXiv:2405.12532",
-    "sum h2o drop pyramid",
-    shape="cosine",
-    ratio=10.0,
-    recent_share=0.2,
-)
+_register("pyramidinfer", "PyramidInfer, Yang et al., arXiv:2405.12532", "sum h2o drop pyramid", **PYRAMIDINFER)
 _register("adakv", "Ada-KV, Feng et al., arXiv:2407.11550", "sum snapkv drop adaptive", **WINDOW)

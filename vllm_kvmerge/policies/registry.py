@@ -16,36 +16,31 @@ SELECTORS: dict[str, type[Selector]] = {}
 MERGERS: dict[str, type[Merger]] = {}
 ALLOCATORS: dict[str, type[Allocator]] = {}
 
-_KINDS: tuple[tuple[type[Part], dict[str, Any]], ...] = (
-    (Tracker, TRACKERS),
-    (Selector, SELECTORS),
-    (Merger, MERGERS),
-    (Allocator, ALLOCATORS),
-)
+_KINDS: dict[type, dict[str, Any]] = {Tracker: TRACKERS, Selector: SELECTORS, Merger: MERGERS, Allocator: ALLOCATORS}
 
-PARTS: Mapping[str, Mapping[str, type[Part]]] = {base.__name__.lower(): parts for base, parts in _KINDS}
+PARTS: Mapping[str, Mapping[str, type[Part]]] = {base.__name__.lower(): parts for base, parts in _KINDS.items()}
 """The registered parts of each kind; a request names them in fields of these names."""
 
 
 def register(part: P) -> P:
-    """Class decorator: makes a part known under its ``name``.
+    """Class decorator: registers a part under its ``name``.
 
     Raises:
         TypeError: the class is not a complete part.
         ValueError: its name is taken, or that of a field.
     """
-    for base, parts in _KINDS:
+    for base, parts in _KINDS.items():
         if issubclass(part, base):
             _check_complete(part)
             if part.name in parts:
                 raise ValueError(f"{base.__name__.lower()} {part.name!r} is registered already")
-            parts[part.name] = part  # type: ignore[assignment]
+            parts[part.name] = part
             return part
     raise TypeError(f"{part.__name__} is neither a Tracker, a Selector, a Merger nor an Allocator")
 
 
 def _check_complete(part: type[Part]) -> None:
-    """Refuses what would otherwise surface in somebody's request."""
+    """Refuses mistakes that would otherwise surface in somebody's request."""
     missing = {name for name in part.__class_vars__ if not hasattr(part, name)}
     if isabstract(part):
         missing |= set(part.__abstractmethods__)
@@ -71,7 +66,7 @@ def _check_complete(part: type[Part]) -> None:
 
 
 def _is_bounded(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...] = ()) -> bool:
-    """Whether every number that a JSON schema allows, at any depth, has a lower and an upper bound."""
+    """True if every number that a JSON schema allows, at any depth, has a lower and an upper bound."""
     if isinstance(schema, list):
         return all(_is_bounded(item, definitions, within) for item in schema)
     if not isinstance(schema, dict) or "const" in schema or "enum" in schema:

@@ -1,4 +1,4 @@
-"""Trackers: statistics that attention accumulates per entry, by which entries rank."""
+"""Trackers: rank entries by statistics that attention accumulates."""
 
 import math
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, Sco
 from vllm_kvmerge.policies.registry import register
 
 ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
-"""Number of the prompt's last queries that are scored."""
+"""Number of the prompt's last queries to score."""
 
 
 class ScoringTracker(Tracker):
@@ -98,7 +98,7 @@ class LogEmaTracker(ScoringTracker):
     source = "KeepKV eq. 8"
     mode = ScoreMode.LOG_EMA
 
-    # Farther from either end than float32 needs to tell the weights of past and present from 0.
+    # Far enough from 0 and 1 for float32 to tell the weights of past and present from 0.
     ema_decay: float = Field(0.9, ge=1e-5, le=1.0 - 1e-5, description="Weight of the past in the moving average.")
 
     @property
@@ -115,7 +115,7 @@ class LogEmaTracker(ScoringTracker):
         return log_scores + self._log_correction(aux)
 
     def importance(self, entries: Entries) -> Tensor:
-        """ln(p s_hat): what the entry contributes to attention's denominator."""
+        """ln(p s_hat): the logarithm of the entry's contribution to attention's denominator."""
         return entries.log_votes + self.corrected(entries)
 
     def _log_correction(self, aux: Tensor) -> Tensor:
@@ -126,9 +126,9 @@ class LogEmaTracker(ScoringTracker):
 
 
 def attention_mass(tracker: Tracker, entries: Entries) -> Tensor:
-    """``[H, n]`` float32: each entry's share of its head's attention, by the tracker's importance; dead ones have none.
+    """``[H, n]`` float32: each entry's share of its head's attention, by the tracker's importance; 0 for dead entries.
 
-    Unlike importance this compares between heads and layers. All 0 where the tracker knows nothing.
+    Unlike importance it is comparable between heads and layers. All 0 if the tracker knows nothing.
     """
     importance = tracker.importance(entries).masked_fill(~entries.is_live, -torch.inf)
     if tracker.mode == ScoreMode.LOG_EMA:

@@ -15,15 +15,14 @@ from vllm_kvmerge.policies.indexing import inverse, padded_nonzero, select
 
 @dataclass
 class CacheUpdate:
-    """``C`` places per head: which entry each holds, its metadata, and the places with a new key or value.
+    """``C`` places per head: the entry that each holds, its metadata, and the places with a new key or value.
 
-    Mergers begin with ``of``, the kept entries as they are, and name the places that change, with their keys and
-    values, by ``write``.
+    Mergers begin with ``of``, the kept entries as they are, and ``write`` the keys and values of places that change.
 
-    kept: ``[H, C]`` int64, index of the entry that a place holds; negative: none, so what is not in ``changed`` is
-    empty. log_votes, scores, aux: ``[H, C]`` float32, positions: ``[H, C]`` int64, as in ``Entries``.
-    changed: ``[H, r]`` int64, places, none twice; negative: none. keys, values: ``[H, r, d]`` float32, what these
-    places hold instead; None: that plane stays. merged: ``[H]`` int64, how many live entries went into others.
+    kept: ``[H, C]`` int64, index of the entry that a place holds; negative: none, so the place is empty unless it is in
+    ``changed``. log_votes, scores, aux: ``[H, C]`` float32, positions: ``[H, C]`` int64, as in ``Entries``.
+    changed: ``[H, r]`` int64, places, none twice; negative: none. keys, values: ``[H, r, d]`` float32, new rows of
+    these places; None: that plane stays. merged: ``[H]`` int64, number of live entries that went into others.
     """
 
     kept: Tensor
@@ -70,7 +69,7 @@ class CacheUpdate:
     def write(
         self, changed: Tensor, keys: Tensor | None, values: Tensor | None, merged: Tensor, **metadata: Tensor
     ) -> "CacheUpdate":
-        """The same with these places changed, so many entries merged, and perhaps other ``metadata``."""
+        """The same with these places changed, ``merged`` entries merged, and perhaps other ``metadata``."""
         return replace(self, changed=changed, keys=keys, values=values, merged=merged, **metadata)
 
     def without(self, gone: Tensor) -> "CacheUpdate":
@@ -78,15 +77,15 @@ class CacheUpdate:
         return replace(self, kept=self.kept.masked_fill(gone, DEAD), positions=self.positions.masked_fill(gone, DEAD))
 
     def view(self, entries: Entries) -> Entries:
-        """The places' entries; ``entries`` are those that this is an update of. Keys and values are read on demand."""
+        """The places' entries, of which keys and values are read on demand; ``entries``: those that this updates."""
         return _Places(self.emptied(), entries)
 
     def apply(self, entries: Entries) -> Entries:
-        """The places' entries, dense; ``entries`` are those that this is an update of."""
+        """The places' entries, dense; ``entries``: those that this updates."""
         return self.view(entries).clone()
 
     def after(self, earlier: "CacheUpdate", entries: Entries) -> "CacheUpdate":
-        """This update of ``entries``, which are what ``earlier`` made of others, as an update of those others."""
+        """This update of ``entries``, the result of ``earlier``, as an update of the entries before that."""
         changed_before = inverse(earlier.changed, len(entries)) >= 0
         changed = inverse(self.changed, self.num_places) >= 0
         changed |= changed_before.gather(1, self.kept.clamp(min=0)) & (self.kept >= 0)
@@ -96,9 +95,9 @@ class CacheUpdate:
         return update.write(places, view.keys_at(places), view.values_at(places), earlier.merged + self.merged)
 
     def in_place(self, entries: Entries, num_places: int) -> "CacheUpdate":
-        """The same with ``num_places`` places, in which entries stay where they are if they can.
+        """The same with ``num_places`` places, where entries stay in place if they can.
 
-        An entry whose index is a place gets that place; the others, in order, those that are free. What remains is
+        An entry whose index is a place gets that place; the others, in order, get the free ones. Remaining places are
         empty, preferably where an empty entry lies already.
         """
         place = ops.free_places(self.kept, num_places)
@@ -130,8 +129,8 @@ class CacheUpdate:
     def finite(self, entries: Entries, dtype: torch.dtype) -> "tuple[CacheUpdate, Tensor]":
         """The same with entries as they were in places whose new key or value is not finite in ``dtype``.
 
-        entries: those that this is an update of. A place that held none before is left empty. Also returns how many
-        places those are, ``[H]`` int64. What was merged into them is lost.
+        entries: those that this updates. A place that held none before is left empty, and what was merged into these
+        places is lost. Also returns the number of these places, ``[H]`` int64.
         """
         overflows = torch.zeros_like(self.changed, dtype=torch.bool)
         for rows in (self.keys, self.values):
@@ -153,12 +152,12 @@ class CacheUpdate:
         return replace(self, changed=self.changed.masked_fill(overflows, DEAD), **metadata), count
 
     def of_rows(self, rows: list[int]) -> "CacheUpdate":
-        """Some rows' part."""
+        """The part of some rows."""
         return CacheUpdate(*(None if plane is None else plane[rows] for plane in vars(self).values()))  # type: ignore[arg-type]
 
     @classmethod
     def stack_rows(cls, parts: "list[CacheUpdate]", entries: "list[Entries]") -> "CacheUpdate":
-        """The rows of several, each with equally many places; ``entries`` are those that each is an update of."""
+        """The rows of several with equally many places; ``entries``: those that each updates."""
         width = max(part.changed.shape[1] for part in parts)
         planes = {name for name in ("keys", "values") if any(getattr(part, name) is not None for part in parts)}
         full = [part._widened(some, width, planes) for part, some in zip(parts, entries, strict=True)]
@@ -194,13 +193,13 @@ class _Places(LazyEntries):
         return self._read(index, self._entries.values_at, self._update.values)
 
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        # Most keys are the cache's own: those are compared where they lie, and new ones, of which there are few, apart.
+        # Most keys are the cache's own and compared where they lie; the few new ones are compared apart.
         is_new = select(self._row, targets) >= 0
         where = self._origin.gather(1, targets)
         origin = self._origin.gather(1, sources)
         old = usable & ~is_new & (where >= 0)
         similarity, best = self._entries.most_similar(origin.clamp(min=0), where.clamp(min=0), old)
-        # Which of the targets it is, so that of equally similar ones the first can be told.
+        # The number of the target, by which the first of equally similar ones is found.
         best = inverse(where.masked_fill(~old, DEAD), len(self._entries)).gather(1, best).clamp(min=0)
         new = padded_nonzero(usable & is_new)
         if new.shape[1]:
@@ -234,8 +233,8 @@ class _Places(LazyEntries):
 class CompressionResult:
     """Result of compressing ``source``, the entries that a policy was given.
 
-    evicted: ``[H]`` int64, live entries that were dropped; those that went into others are ``update.merged``.
-    as_before: ``[H]`` int64, places that ``finite`` has left as they were.
+    evicted: ``[H]`` int64, number of live entries that were dropped; ``update.merged`` counts the merged ones.
+    as_before: ``[H]`` int64, number of places that ``finite`` has left as they were.
     """
 
     source: Entries

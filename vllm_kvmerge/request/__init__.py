@@ -1,4 +1,4 @@
-"""The request field ``kv_compression``: its parameters, its schema, what it may name, and what it may cost."""
+"""The request field ``kv_compression``: parameters, schema, catalogue, and limits on its cost."""
 
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as EXTRA_ARGS_KEY
 from vllm_kvmerge.request.parameters import FULL as FULL

@@ -1,4 +1,4 @@
-"""Catalogue of all that a request can name: policies, parts, and their parameters."""
+"""Catalogue of policies, parts, and their parameters."""
 
 import inspect
 from collections.abc import Collection
@@ -16,7 +16,7 @@ def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]
     policies: those to describe, besides ``full``; None: all.
 
     A preset's ``defaults`` are those of all its parameters, budget and interval included; a part's ``fields`` have the
-    defaults that hold where no preset says otherwise, the ``type`` in words, and as JSON ``schema``.
+    defaults that hold unless a preset says otherwise, the ``type`` in words, and the JSON ``schema``.
     """
     schema = request_schema(policies)
     references = schema["discriminator"]["mapping"]
@@ -49,7 +49,7 @@ def _describe(part: type[Part]) -> dict[str, Any]:
 
 
 def _summary(part: type[Part]) -> str:
-    """The first paragraph of the docstring, in one line; a part without one is described by its source."""
+    """First paragraph of the docstring in one line, or the part's source if it has none."""
     return " ".join(inspect.cleandoc(part.__doc__ or part.source).partition("\n\n")[0].replace("``", "").split())
 
 

@@ -1,4 +1,4 @@
-"""Limits on what a request's compression costs others: memory outside the pool, time in which nobody computes."""
+"""Limits on the cost of a request's compressions: memory outside the pool, and time in which other requests wait."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Compression:
-    """One compression that a request will go through. num_entries: per KV head, before it. budget: per KV head, after
-    it, on average. interval: tokens from one to the next; None: it is the only one of its kind."""
+    """A future compression of a request. num_entries: per KV head, before it. budget: mean per KV head, after it.
+    interval: tokens from one to the next; None: the only one of its kind."""
 
     num_entries: int
     budget: int
@@ -46,7 +46,7 @@ def compressions(
     if context > budget:
         yield Compression(context, budget, at_prompt_end=True)
     if config.decode == "bounded":
-        # A question is read whole before anything of it is dropped.
+        # A question is read as a whole before any of it is dropped.
         question = min(context, most) + num_prompt_tokens - context
         num_entries = min(max(most + interval, question), total)
         if num_entries > budget:
@@ -58,10 +58,10 @@ def compressions(
 class Limits:
     """Limits that requests are held to.
 
-    allowed_policies: None: all. max_bytes: of working memory for one compression, and of what a request has kept
-    outside the pool. max_seconds: of one compression, as estimated; of those during generation, for each block of
-    tokens. block_size: in tokens. max_model_len: most tokens of a request. rates: how fast workers compute; None: not
-    known yet, so time is not limited.
+    allowed_policies: names; None: all. max_bytes: of working memory for one compression, and of a request's memory
+    outside the pool. max_seconds: of one compression, as estimated; during generation, of those per block of tokens.
+    block_size: in tokens. max_model_len: most tokens of a request. rates: speed of the workers; None: not known yet, so
+    time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -73,7 +73,7 @@ class Limits:
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Refuses what would cost too much for a prompt of this length and at most ``max_tokens`` tokens generated.
+        """Refuses compression that costs too much for a prompt of this length and at most ``max_tokens`` new tokens.
 
         Raises:
             CompressionError: says what would be allowed.
@@ -89,7 +89,7 @@ class Limits:
             raise CompressionError(EXTRA_ARGS_KEY, f"{excess}; allowed: {' or '.join(remedies)}", "too_expensive")
 
     def _check_allowed(self, config: CompressionConfig) -> None:
-        """Refuses policies that the server's operator has not allowed, and parts that none of those is made of."""
+        """Refuses policies that the server's operator has not allowed, and parts that no allowed policy uses."""
         if self.allowed_policies is None:
             return
         if config.name not in self.allowed_policies:
@@ -105,11 +105,11 @@ class Limits:
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
 
     def cost(self, config: CompressionConfig, compression: Compression) -> Cost:
-        """Of one KV head of one layer."""
+        """Cost of one KV head of one layer."""
         return config.policy.cost(self._cost_shape(compression))
 
     def seconds(self, config: CompressionConfig, compression: Compression) -> float:
-        """Estimated time of one compression of all layers; 0 where rates are not known."""
+        """Estimated time of one compression of all layers; 0 if rates are not known."""
         if self.rates is None:
             return 0.0
         return self._num_heads * self.cost(config, compression).seconds(self.rates)
@@ -119,17 +119,11 @@ class Limits:
         return self.shape.num_layers * self.shape.num_kv_heads
 
     def _cost_shape(self, compression: Compression) -> CostShape:
-        return CostShape(
-            num_entries=compression.num_entries,
-            budget=compression.budget,
-            head_size=self.shape.head_size,
-            group_size=self.shape.group_size,
-            hidden_size=self.shape.hidden_size,
-            at_prompt_end=compression.at_prompt_end,
-        )
+        sizes = self.shape.head_size, self.shape.group_size, self.shape.hidden_size
+        return CostShape(compression.num_entries, compression.budget, *sizes, compression.at_prompt_end)
 
     def _excess(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> str | None:
-        """Says what is too much; None where nothing is."""
+        """Says which limit is exceeded; None if none is."""
         rings = self.ring_bytes(config.policy.query_window, num_prompt_tokens + max_tokens)
         if rings > self.max_bytes:
             return f"its newest queries would take {_mebibytes(rings)}, more than {_mebibytes(self.max_bytes)}"
@@ -148,12 +142,12 @@ class Limits:
         return None
 
     def ring_bytes(self, query_window: int, num_tokens: int) -> int:
-        """Of the newest queries of a request of so many tokens, which are kept from step to step."""
+        """Bytes of the newest queries, kept from step to step, of a request of ``num_tokens`` tokens."""
         window = min(query_window, num_tokens)
         return window * self._num_heads * self.shape.group_size * self.shape.head_size * self.shape.item_size
 
     def prompt_score_bytes(self, num_tokens: int) -> int:
-        """Of the two statistics of each token of a prompt that is scored while it is computed."""
+        """Bytes of the two statistics per token of a prompt that is scored while it is computed."""
         return 2 * 4 * self._num_heads * num_tokens
 
     def _allowed_seconds(self, one: Compression) -> float:
@@ -163,7 +157,7 @@ class Limits:
         return max(config.policy.parts, key=lambda part: of(part.cost(self._cost_shape(one))))
 
     def _remedies(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> Iterator[str]:
-        """Changes that would do, one at a time: a smaller parameter, a longer interval, a shorter prompt."""
+        """Single changes that suffice: a smaller parameter, a longer interval, a shorter prompt."""
 
         def fits(config: CompressionConfig, num_prompt_tokens: int = num_prompt_tokens) -> bool:
             return self._excess(config, num_prompt_tokens, max_tokens) is None
@@ -179,7 +173,7 @@ class Limits:
         if config.decode == "bounded" and interval < self.block_size and fits(at_ease):
             yield f"an interval of {self.block_size}"
         longest = _most(1, num_prompt_tokens, lambda length: fits(config, length))
-        # Prompts so short that nothing is compressed are no answer.
+        # Prompts too short to be compressed are no answer.
         if longest is not None and config.context_tokens is None and not config.never_compresses(longest, max_tokens):
             yield f"prompts of up to {longest} tokens"
         yield "another policy"
@@ -195,7 +189,7 @@ def _integers(part: Part) -> Iterator[tuple[str, int, int]]:
 
 
 def _with_value(config: CompressionConfig, kind: str, name: str, value: int) -> CompressionConfig:
-    """The configuration with another value of a parameter of the part of this kind."""
+    """The configuration with another value of a parameter of its part of this kind."""
     part = getattr(config.policy, kind).model_copy(update={name: value})
     return config.model_copy(update={"policy": config.policy.model_copy(update={kind: part})})
 

@@ -1,4 +1,4 @@
-"""Depth of JSON text: parsers that call themselves, such as Python's, fail on text that nests too deep."""
+"""Depth of JSON text: recursive parsers, such as Python's, fail on text that nests too deep."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ MAX_DEPTH = 64
 """Objects and arrays inside one another."""
 
 CHUNK = 1 << 16
-"""Brackets and quotes looked at together: few enough for a processor's cache."""
+"""Brackets and quotes processed together, few enough for the processor's cache."""
 
 NO_OPENERS = bytes(set(range(256)) - set(b"[{"))
 NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
@@ -14,8 +14,8 @@ STEPS = bytes.maketrans(b'[{"]}', b"\x01\x01\x00\xff\xff")
 
 
 def nests_too_deep(text: bytes) -> bool:
-    """Whether JSON text in UTF-8 exceeds MAX_DEPTH. Takes time linear in its length; text that is not JSON is judged by
-    what a parser reads of it before it notices."""
+    """True if JSON text in UTF-8 exceeds ``MAX_DEPTH``; takes linear time. Text that is not JSON is judged by the part
+    that a parser reads before it notices."""
     if len(text.translate(None, NO_OPENERS)) <= MAX_DEPTH:
         return False
     if b"\\" in text:

@@ -28,7 +28,7 @@ class CompressionError(ValueError):
     """A request's ``kv_compression`` cannot be honoured.
 
     param: dotted name of the offending field, such as ``kv_compression.budget``. reason: a short label for metrics.
-    status: the HTTP status that says so; 500 where a part is to blame, and not the request.
+    status: the HTTP status; 500 if a part is to blame rather than the request.
     """
 
     def __init__(self, param: str, message: str, reason: str, status: int = 400) -> None:
@@ -39,7 +39,7 @@ class CompressionError(ValueError):
 
 
 MAX_SHOWN = 80
-"""Characters of a request's value that an error message repeats."""
+"""Most characters of a request's value that an error message repeats."""
 
 
 class FullRequest(BaseModel):
@@ -93,12 +93,12 @@ class CompressionConfig(CommonFields):
 
     @property
     def tracks_decode(self) -> bool:
-        """Whether attention must update scores while the request generates."""
+        """True if attention must update scores while the request generates."""
         return self.decode == "bounded" and self.policy.needs_scores
 
     @property
     def prompt_window(self) -> int | Literal["all"]:
-        """Number of the context's last tokens that must be scored as queries; 0 where the policy needs no scores."""
+        """Number of the context's last tokens that must be scored as queries; 0 if the policy needs no scores."""
         return self.policy.tracker.prompt_window
 
     def check_context(self, num_prompt_tokens: int) -> None:
@@ -111,13 +111,13 @@ class CompressionConfig(CommonFields):
             )
 
     def resolve_context(self, num_prompt_tokens: int) -> int:
-        """Number of a prompt's tokens that are compressed first; all where the request does not say."""
+        """Number of a prompt's tokens that are compressed first; by default all."""
         return min(self.context_tokens or num_prompt_tokens, num_prompt_tokens)
 
     def resolve_budget(self, num_context_tokens: int) -> int:
         """Entries per KV head for a prompt, or the context in one, of this length.
 
-        A share that comes out smaller than what the policy protects (sinks, recent window) is raised to it.
+        A share smaller than the number of entries that the policy protects (sinks, recent window) is raised to it.
         """
         if isinstance(self.budget, int):
             return self.budget
@@ -125,13 +125,13 @@ class CompressionConfig(CommonFields):
         return max(math.ceil(self.budget * num_context_tokens - 1e-9), self.policy.min_budget)
 
     def never_compresses(self, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """Whether the cache can never hold more entries than the budget, so that plain attention is exact."""
+        """True if the cache can never hold more entries than the budget, so that plain attention is exact."""
         budget = self.resolve_budget(self.resolve_context(num_prompt_tokens))
         return budget >= num_prompt_tokens + max_tokens
 
     def resolve_capacity(self, num_context_tokens: int) -> int | None:
         """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget.
-        None: all there are."""
+        None: all entries."""
         return self.policy.allocator.capacity(self.resolve_budget(num_context_tokens))
 
 
@@ -192,7 +192,7 @@ def _choose_parts(policy: str, overrides: Mapping[str, str]) -> PartNames:
         return choose(preset, overrides)
     except ValueError as error:
         misfit = str(error)
-    # At fault is what could be replaced so that the rest fits.
+    # Blame a part that could be replaced so that the rest fits.
     for kind in ("merger", "selector", "allocator", "tracker"):
         fitting = [name for name in PARTS[kind] if _fit(policy, {**overrides, kind: name})] if kind in overrides else []
         if fitting:
@@ -227,7 +227,7 @@ def _as_compression_error(error: ValidationError, model: type[BaseModel], what: 
     if first["type"] == "extra_forbidden":
         allowed = ", ".join(model.model_fields)
         return CompressionError(param, f"unknown field for policy {what}; allowed: {allowed}", "unknown_field")
-    # A field of several types has one error for each: together they say what is allowed.
+    # A field of several types has one error for each, and together they say what is allowed.
     messages = [e["msg"].removeprefix("Value error, ") for e in error.errors() if e["loc"][:1] == first["loc"][:1]]
     message = " or ".join(dict.fromkeys(messages))
     reason = "wrong_type" if first["type"].endswith("_type") else "invalid_value"
@@ -235,7 +235,7 @@ def _as_compression_error(error: ValidationError, model: type[BaseModel], what: 
 
 
 def _shown(value: Any) -> str:
-    """The value in an error message, which a request must not make longer than itself."""
+    """The value as shown in an error message, shortened so that a request cannot inflate it."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
@@ -285,7 +285,7 @@ def request_schema(policies: Collection[str] | None = None) -> dict[str, Any]:
     policies: those to describe, besides ``full``; None: all.
 
     An object lists the fields of the policy's own parts. It does not forbid others, because a request may name other
-    parts, and those bring theirs; ``parse_compression`` refuses what the parts do not know.
+    parts, which bring their own; ``parse_compression`` refuses fields that the parts do not know.
     """
     load_plugins()
     described = [name for name in PRESETS if policies is None or name in policies]

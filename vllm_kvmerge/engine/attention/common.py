@@ -1,4 +1,4 @@
-"""The common part of the attention backends of all platforms: features that they refuse, and views of the cache."""
+"""Common part of the attention backends of all platforms: refused features, and views of the cache."""
 
 from typing import ClassVar
 
@@ -18,14 +18,14 @@ class MergeableImpl:
     layer_index: int
     """The layer's place among the model's attention layers; set when the cache has been allocated."""
     row_major_keys: ClassVar[bool]
-    """The layout of keys, see ``PagedKVCache.of``."""
+    """Layout of keys, see ``PagedKVCache.of``."""
 
     _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
     def refuse_features(
         self, attn_type: str, alibi: bool, sliding_window: bool, soft_cap: bool, sinks: bool, shared_cache: bool
     ) -> None:
-        """Raises UnsupportedConfigError where a layer uses a feature that compression does not work with."""
+        """Raises UnsupportedConfigError if a layer uses a feature that compression does not support."""
         for feature, wanted in (
             ("ALiBi", alibi),
             ("sliding-window attention", sliding_window),
@@ -39,19 +39,19 @@ class MergeableImpl:
             raise UnsupportedConfigError(f"attention type {attn_type}: only decoder attention is supported")
 
     def paged(self, kv_cache: Tensor) -> PagedKVCache:
-        """Views of this layer's cache; made once per allocation."""
+        """Views of this layer's cache, made once per allocation."""
         allocation = (kv_cache.data_ptr(), kv_cache.numel())
         if self._paged is None or self._paged[0] != allocation:
             self._paged = (allocation, PagedKVCache.of(kv_cache, self.head_size, self.row_major_keys))
         return self._paged[1]
 
     def forget_cache(self) -> None:
-        """Lets go of the cache, so that it can be freed."""
+        """Drops the views, so that the cache can be freed."""
         self._paged = None
 
 
 class MergeableBackend:
-    """The answers that every platform's backend gives; before its ``AttentionBackend`` in the order of bases."""
+    """Answers of every platform's backend; comes before its ``AttentionBackend`` in the bases."""
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

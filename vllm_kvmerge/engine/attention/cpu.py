@@ -1,6 +1,6 @@
 """The attention backend on the CPU, over a cache that carries its own metadata.
 
-Requests without a compressed front run on vLLM's own CPU operators over strided views of our cache; the others on ours.
+Requests without a compressed front run on vLLM's own CPU operators over strided views of our cache, others on ours.
 """
 
 import copy
@@ -27,26 +27,19 @@ from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, paged_attention
 def _compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> AttentionBatch:
     """``rows``: the compressed ones by their place in the batch."""
     index = torch.tensor(list(rows))
-    starts = common.query_start_loc
+    starts, lens = common.query_start_loc[index], common.query_start_loc.diff()[index]
     numbers = [(row.front, row.tail, row.update.mode.code) for row in rows.values()]
     fronts, tails, modes = torch.tensor(numbers, dtype=torch.int32).unbind(1)
-    return AttentionBatch(
-        common.block_table_tensor[index],
-        starts[index],
-        starts[index + 1] - starts[index],
-        common.seq_lens[index],
-        fronts,
-        tails,
-        modes,
-        torch.tensor([row.update.decay for row in rows.values()]),
-    )
+    decays = torch.tensor([row.update.decay for row in rows.values()])
+    tables, seq_lens = common.block_table_tensor[index], common.seq_lens[index]
+    return AttentionBatch(tables, starts, lens, seq_lens, fronts, tails, modes, decays)
 
 
 @dataclass
 class MergeableAttentionMetadata(CPUAttentionMetadata):
     """vLLM's metadata for the plain rows, and the compressed rows beside it.
 
-    plain_tokens: places of the plain rows' tokens in the batch; None where all rows are plain.
+    plain_tokens: places of the plain rows' tokens in the batch; None if all rows are plain.
     """
 
     plain_tokens: Tensor | None = None
@@ -73,11 +66,11 @@ def _select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Comm
 class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before."""
 
+    isa: str
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rows: list[BatchRow] = []
-
-    isa: str
 
     def _set_isa_to_layers(self, layer_names: list[str]) -> None:
         # "amx" packs K in tiles of its own; the cache holds K as "vec" and "vec16" pack it.
@@ -90,27 +83,18 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MergeableAttentionMetadata:
-        common = common_attn_metadata
+        common = plain = common_attn_metadata
         compressed = {i: row for i, row in enumerate(self.rows) if row.front > 0}
-        plain_tokens = None
-        plain = common
+        batch: AttentionBatch | None = None
+        plain_tokens: Tensor | None = None
         if compressed:
+            batch, plain_tokens = _compressed_batch(common, compressed), torch.empty(0, dtype=torch.int64)
             plain_rows = [i for i in range(common.num_reqs) if i not in compressed]
             if plain_rows:
                 plain, plain_tokens = _select_rows(common, plain_rows)
-            else:
-                plain_tokens = torch.empty(0, dtype=torch.int64)
         stock = super().build(common_prefix_len, plain, fast_build)
-        return MergeableAttentionMetadata(
-            **vars(stock),
-            plain_tokens=plain_tokens,
-            compressed=_compressed_batch(common, compressed) if compressed else None,
-            readers=[
-                QueryReader.of(common, i, row)
-                for i, row in enumerate(self.rows)
-                if row.window is not None or row.ring is not None
-            ],
-        )
+        readers = [QueryReader.of(common, i, row) for i, row in enumerate(self.rows) if row.window or row.ring]
+        return MergeableAttentionMetadata(**vars(stock), plain_tokens=plain_tokens, compressed=batch, readers=readers)
 
 
 class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):

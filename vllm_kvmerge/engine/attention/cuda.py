@@ -1,7 +1,7 @@
 """The attention backend on CUDA, over a cache that carries its own metadata.
 
-One operator attends to all rows: a plain one has no front. So what is launched depends on a batch's shape alone, and a
-captured graph holds for any mixture of plain and compressed rows; what differs lies in buffers whose address stays.
+One operator attends to all rows; a plain one has no front. The launches depend on a batch's shape alone, so a captured
+graph holds for any mixture of plain and compressed rows; the differences lie in buffers at fixed addresses.
 """
 
 from dataclasses import dataclass, field, replace
@@ -34,15 +34,15 @@ from vllm_kvmerge.ops.triton.plan import KEPT_ROWS
 
 
 def shortest_chunk(groups: int) -> int:
-    """The least ``max_query_len`` of a batch of chunks, with ``groups`` query heads for a KV head.
+    """The least ``max_query_len`` of a batch of chunks, with ``groups`` query heads per KV head.
 
-    Triton's operator keeps the logits of fewer, and the memory for that is reserved for one query only.
+    Triton's operator keeps the logits of fewer queries, and memory for that is reserved for one query only.
     """
     return KEPT_ROWS // groups + 1
 
 
 class GraphBatchBuffers:
-    """The numbers of a batch's rows, at addresses that stay, as captured graphs need them: ``[max_rows]`` each."""
+    """Numbers of a batch's rows, ``[max_rows]`` each, at the fixed addresses that captured graphs need."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._numbers = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
@@ -50,22 +50,13 @@ class GraphBatchBuffers:
         self._is_plain = True
 
     def fill(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> AttentionBatch:
-        """The whole batch. Rows that only pad it are plain, and have no queries."""
+        """The whole batch. Rows that only pad it are plain and have no queries."""
         n, starts = common.num_reqs, common.query_start_loc
-        query_lens = torch.sub(starts[1 : n + 1], starts[:n], out=self._query_lens[:n])
+        lens = torch.sub(starts[1 : n + 1], starts[:n], out=self._query_lens[:n])
         self._write(rows)
         fronts, tails, modes, decays = self._numbers[:, :n]
-        return AttentionBatch(
-            common.block_table_tensor[:n],
-            starts[:n],
-            query_lens,
-            common.seq_lens[:n],
-            fronts,
-            tails,
-            modes,
-            decays.view(torch.float32),
-            common.max_query_len,
-        )
+        sequences = common.block_table_tensor[:n], starts[:n], lens, common.seq_lens[:n]
+        return AttentionBatch(*sequences, fronts, tails, modes, decays.view(torch.float32), common.max_query_len)
 
     def _write(self, rows: list[BatchRow]) -> None:
         is_plain = all(row.front == 0 for row in rows)
@@ -92,8 +83,8 @@ def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> Atte
 
 @dataclass
 class CUDAAttentionMetadata(AttentionMetadata):
-    """parts: the batches that attention is called for. readers: rows whose queries Python code stores or scores, which
-    no graph does. ring_places: places in ``rings`` of the queries of ``ring_tokens``, or of all tokens; None: none is
+    """parts: the batches that attention is called for. readers: rows whose queries Python code stores or scores, as no
+    graph can. ring_places: places in ``rings`` of the queries of ``ring_tokens``, or of all tokens; None: no query is
     kept."""
 
     parts: list[AttentionBatch]
@@ -105,7 +96,7 @@ class CUDAAttentionMetadata(AttentionMetadata):
 
 class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
     """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before, and ``rings``
-    once. Nothing is asked of the GPU."""
+    once. Never waits for the GPU."""
 
     # Full graphs are captured for batches in which every request computes one token. Others have parts and readers
     # that depend on the requests.
@@ -123,15 +114,14 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
-        num_heads = get_num_attention_heads_from_layers(
-            vllm_config, layer_names
-        ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        num_heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
+        num_heads = num_heads or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._shortest_chunk = shortest_chunk(num_heads // kv_cache_spec.num_kv_heads)
         self.rows: list[BatchRow] = []
         self.rings: QueryRings | None = None
         self._buffers = GraphBatchBuffers(scheduler.max_num_seqs, device)
         self._ring_places = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int64, device=device)
-        self._keeps_nothing = False  # whether all of these places say that
+        self._keeps_nothing = False  # true if all of these places are ``nowhere``
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -140,7 +130,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CUDAAttentionMetadata:
         metadata = self._build(common_attn_metadata, [], is_captured=True)
-        # Warm-ups would read as many slots as there can be, of the null block.
+        # Warm-ups would read the most slots possible, of the null block.
         common_attn_metadata.seq_lens.fill_(1)
         return metadata
 
@@ -159,7 +149,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
 
     def _parts(self, batch: AttentionBatch, common: CommonAttentionMetadata) -> list[AttentionBatch]:
         """The whole batch if each row has one query; else rows of similar length together, since a part is cut into
-        as many programs as if all its rows were as long as the longest."""
+        programs as if all its rows were as long as the longest."""
         if common.max_query_len <= 1:
             return [replace(batch, max_query_len=1)]
         lens = np.diff(common.query_start_loc_cpu[: len(batch) + 1].numpy())
@@ -193,7 +183,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
                 metadata.ring_tokens = async_tensor_h2d(np.concatenate(tokens), device=self.device)
                 metadata.ring_places = async_tensor_h2d(np.concatenate(places), device=self.device)
             return
-        # Each row has one token: a captured graph may run, which writes all queries where the buffer says.
+        # Each row has one token: a captured graph may run, which writes all queries to the places in the buffer.
         if kept:
             of_all = np.full(common.num_actual_tokens, rings.nowhere, dtype=np.int64)
             of_all[np.concatenate(tokens)] = np.concatenate(places)
@@ -273,7 +263,7 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
 
 
 class CUDAAttentionBackend(MergeableBackend, AttentionBackend):
-    """The backend that vLLM calls ``CUSTOM`` on CUDA."""
+    """Backend registered as vLLM's ``CUSTOM`` on CUDA."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
@@ -293,7 +283,7 @@ class CUDAAttentionBackend(MergeableBackend, AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # Metadata lie behind all keys and values of a layer, so a layer's cache must lie together.
+        # Metadata lies behind all keys and values of a layer, so a layer's cache must be contiguous.
         return (KVCacheLayout.LBHNC,)
 
     @classmethod

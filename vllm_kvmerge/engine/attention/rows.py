@@ -1,4 +1,4 @@
-"""The requests of a batch as the worker describes them to attention, and the statistics and queries kept for them."""
+"""Rows of a batch, as the worker describes requests to attention, and the statistics and queries kept for them."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import NO_UPDATE, PagedKVCache, ScoreUpdate, score_prompt_queries
 
-if TYPE_CHECKING:  # compactions can be run without vLLM
+if TYPE_CHECKING:  # compactions run without vLLM too
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 @dataclass
 class PromptScores:
-    """Statistics of a prompt that is being computed: ``[layers, H, capacity]`` float32 each."""
+    """Statistics of a prompt while it is computed: ``[layers, H, capacity]`` float32 each."""
 
     scores: Tensor
     aux: Tensor
@@ -40,7 +40,7 @@ class QueryRing:
     """
 
     def __init__(self, ring: Tensor, first: int | None = None) -> None:
-        """``first``: its place in the ``QueryRings`` that ``ring`` is a part of; None if it is of none."""
+        """``first``: place in the ``QueryRings`` that ``ring`` is a part of; None if it is a part of none."""
         self.window, self.num_heads = ring.shape[1:3]
         self.first = first
         self._ring = ring
@@ -68,7 +68,7 @@ class QueryRing:
         return self.first + np.arange(start, end) % self.window
 
     def positions(self, seq_len: int) -> Tensor:
-        """``[w]`` int64: positions of the queries kept once ``seq_len`` tokens have been computed."""
+        """``[w]`` int64: positions of the queries kept after ``seq_len`` tokens."""
         return torch.arange(max(0, seq_len - self.window), seq_len, device=self._ring.device)
 
     def queries(self, seq_len: int, layers: slice = slice(None)) -> Tensor:
@@ -79,7 +79,7 @@ class QueryRing:
 class QueryRings:
     """Room for the rings of several requests at one address, so that captured graphs can write to them.
 
-    queries: ``[layers, num_rings * window + 1, H * G, d]``; the last place is for queries that nobody keeps.
+    queries: ``[layers, num_rings * window + 1, H * G, d]``; the last place is for queries that are not kept.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class QueryRings:
 
     @property
     def nowhere(self) -> int:
-        """The place of queries that nobody keeps."""
+        """Place of queries that are not kept."""
         return self.queries.shape[1] - 1
 
     def take(self, window: int) -> QueryRing | None:
-        """A ring of ``window`` queries; None if all are taken or these are too short."""
+        """A ring of ``window`` queries; None if all are taken or they are too short."""
         if window > self.window or not self._free:
             return None
         first = self._free.pop()
@@ -115,7 +115,7 @@ class QueryRings:
 
 @dataclass(frozen=True)
 class ScoreWindow:
-    """The queries of the last ``num_queries`` tokens of a request's share of the batch are scored."""
+    """Scores the queries of the last ``num_queries`` tokens of a request's share of the batch."""
 
     num_queries: int
     update: ScoreUpdate
@@ -126,9 +126,9 @@ class ScoreWindow:
 class BatchRow:
     """A request in the batch.
 
-    front, tail: its segments; with ``front == 0`` it has not been compressed, and its entries have no votes.
-    update: how attention updates the scores in the cache. window: the queries to score into a buffer instead, before
-    its first compression. ring: where its queries are kept, if its policy reads them.
+    front, tail: its segments; ``front == 0``: never compressed, so its entries have no votes. update: the update of
+    the scores in the cache. window: the queries to score into a buffer instead, before its first compression. ring: its
+    newest queries, if its policy reads them.
     """
 
     front: int = 0
@@ -139,7 +139,7 @@ class BatchRow:
 
     @property
     def needs_python(self) -> bool:
-        """Whether Python code stores or scores its queries, as no captured graph can."""
+        """True if Python code stores or scores its queries, as no captured graph can."""
         return self.window is not None or (self.ring is not None and self.ring.first is None)
 
 
@@ -147,7 +147,7 @@ PLAIN = BatchRow()
 
 
 def seq_len_of(common: "CommonAttentionMetadata", index: int) -> int:
-    """Tokens of a row, those of this step included, without waiting for a GPU."""
+    """Number of tokens of a row, those of this step included, without waiting for a GPU."""
     # vLLM calls it an upper bound because of speculative decoding, which is refused.
     assert common.seq_lens_cpu_upper_bound is not None
     return int(common.seq_lens_cpu_upper_bound[index])

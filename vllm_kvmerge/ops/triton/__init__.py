@@ -1,7 +1,7 @@
 """The operators in Triton, with the signatures and semantics of ``reference``.
 
-Of index arithmetic, only ``join_slots`` is here. Arguments are hardly checked: their values are on the GPU, and a check
-would wait for it. With TRITON_INTERPRET=1, set before Triton is imported, they run on CPU tensors.
+The only index arithmetic here is ``join_slots``. Arguments are hardly checked, because a check of values would wait for
+the GPU. With TRITON_INTERPRET=1, set before Triton is imported, operators run on CPU tensors.
 """
 
 from vllm_kvmerge.ops.triton.attention import paged_attention, score_prompt_queries, write_tokens
@@ -18,21 +18,10 @@ from vllm_kvmerge.ops.triton.entries import (
     write_rows,
 )
 
+# fmt: off
 __all__ = [
-    "INTERPRETED",
-    "description",
-    "fused_attention",
-    "gather_metadata",
-    "gather_rows",
-    "join_slots",
-    "merge_entries",
-    "most_similar",
-    "move_entries",
-    "obstacle",
-    "paged_attention",
-    "runs_on",
-    "score_prompt_queries",
-    "write_metadata",
-    "write_rows",
-    "write_tokens",
+    "INTERPRETED", "description", "fused_attention", "gather_metadata", "gather_rows", "join_slots", "merge_entries",
+    "most_similar", "move_entries", "obstacle", "paged_attention", "runs_on", "score_prompt_queries", "write_metadata",
+    "write_rows", "write_tokens",
 ]
+# fmt: on

@@ -1,4 +1,4 @@
-"""Attention, prompt scores and the storing of tokens in Triton."""
+"""Attention, prompt scores and writes of tokens in Triton."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ def _check(query: Tensor, cache: PagedKVCache) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """The launches of one call of attention, and what all of them are given."""
+    """The launches of one call of attention, and their common arguments."""
 
     query: Tensor
     cache: PagedKVCache
@@ -47,7 +47,7 @@ class _Call:
 
     @cached_property
     def constants(self) -> dict[str, Any]:
-        """Constants of the call's kernels, those of ``attend``'s tiles too."""
+        """Constants of the call's kernels, including those of ``attend``'s tiles."""
         return {
             "G": self.groups,
             "HEAD_SIZE": self.cache.head_size,
@@ -59,7 +59,7 @@ class _Call:
         }
 
     def attend(self, output: Tensor, values: bool) -> Tensor:
-        """Launches ``attend``; returns the log-sum-exp of its splits. Without ``values`` nothing else is found."""
+        """Launches ``attend`` and returns the log-sum-exp of its splits, its only result without ``values``."""
         cache, plan = self.cache, self.plan
         buffers = {name: self.work.take(name, size) for name, size in plan.sizes.items()}
         lse, rows = buffers["lse"], self.rows
@@ -74,7 +74,7 @@ class _Call:
         return lse
 
     def finish(self, output: Tensor, lse: Tensor) -> None:
-        """Launches ``finish``, where there are splits to put together or logits that were kept."""
+        """Launches ``finish`` if there are splits to combine or kept logits."""
         cache, plan, rows = self.cache, self.plan, self.rows
         chosen = settings_for("finish", cache, self.groups)
         num_combined = (plan.kept or plan.block_m // self.groups * self.groups) if plan.splits > 1 else 0
@@ -95,9 +95,8 @@ class _Call:
         """Launches ``update_columns``. scores, aux: planes of the cache (``paged``), or ``[H, entries]``."""
         cache, plan, rows = self.cache, self.plan, self.rows
         chosen = settings_for("columns", cache, self.groups)
-        parts = shares(
-            chosen.programs, len(self.batch) * cache.num_kv_heads, -(-self.max_entries // chosen.block_n), cache
-        )
+        most = -(-self.max_entries // chosen.block_n)
+        parts = shares(chosen.programs, len(self.batch) * cache.num_kv_heads, most, cache)
         attention_kernels.update_columns[(len(self.batch), cache.num_kv_heads, parts)](
             self.query, cache.keys, cache.log_votes, scores, aux, *rows, lse, self.scale * LOG2E, plan.tiles,
             *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(), *cache.log_votes.stride()[:2],
@@ -117,20 +116,17 @@ def paged_attention(
 ) -> None:
     """See ``reference.paged_attention``.
 
-    Without ``batch.max_query_len`` a call waits for the GPU and cannot be captured. What is launched depends on that
-    number and on shapes alone; a sequence may be shorter than its row of the block table. workspace: the device's own
-    if not given.
+    Without ``batch.max_query_len`` a call waits for the GPU and cannot be captured. The launches depend on that number
+    and on shapes alone; a sequence may be shorter than its row of the block table. workspace: default the device's own.
 
-    Up to 16 rows of queries and query heads, logits of sequences that update scores are kept in the workspace at their
-    slots, 4 bytes each; no two such sequences may share a block, as none share a score.
+    With up to 16 rows of queries and query heads, logits of sequences that update scores are kept in the workspace at
+    their slots, 4 bytes each; no two such sequences may share a block, just as none share a score.
     """
     if len(batch) == 0:
         return
     _check(query, cache)
     _check(output, cache)
-    num_queries = batch.max_query_len
-    if num_queries is None:
-        num_queries = int(batch.query_lens.max())
+    num_queries = int(batch.query_lens.max()) if batch.max_query_len is None else batch.max_query_len
     plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
     call = _Call(query, cache, batch, scale, plan, workspace or workspace_of(query.device))
     lse = call.attend(output, values=True)

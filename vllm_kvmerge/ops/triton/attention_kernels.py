@@ -1,4 +1,4 @@
-"""Attention over cache in Triton: what one program does. ``operators`` launches these.
+"""Kernels of attention over a paged cache in Triton, launched by ``attention``.
 
 A program's tile has ``BLOCK_M`` rows, the G query heads of a KV head for ``BLOCK_M // G`` queries: row m is head
 ``m % G`` of the tile's query ``m // G``. Logits are kept times log2(e), because a GPU has exp2.
@@ -17,8 +17,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 BY_ROW = ["block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "score_modes", "score_decays"]
-"""Numbers and block ids of sequences: single ones are read, from anywhere in a batch. Where they begin must not make a
-kernel of its own, which would be compiled while requests wait."""
+"""Numbers and block ids of sequences, read one by one from anywhere in a batch. Their alignment must not specialise the
+kernel, which would be compiled anew while requests wait."""
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def split_size(num_entries, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def log2_sum(values):
-    """log2 of the sum of 2 ** values over axis 0; -inf of nothing but -inf."""
+    """log2 of the sum of 2 ** values over axis 0; -inf if all are -inf."""
     top = tl.max(values, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     return safe + tl.log2(tl.sum(tl.exp2(values - safe[None, :]), 0))
@@ -76,7 +76,7 @@ def attend(
 ):  # fmt: skip
     """One split of the entries for one tile of a sequence's queries and one KV head. Grid: tiles, heads, splits.
 
-    VALUES: attend to values too, not only find the log-sum-exp. KEEP: rows of logits that are kept for ``finish``, 0 if
+    VALUES: attend to values, beyond the log-sum-exp. KEEP: rows of logits that are kept for ``finish``, 0 if
     none; then all queries of a sequence are one tile, and ``log_ema`` is done here, since it needs no sum over entries.
     COMPUTE: the type of the products.
     """
@@ -105,11 +105,9 @@ def attend(
     in_head = dims < HEAD_SIZE
     token = tl.load(query_starts + row).to(tl.int64) + number
     q_head = head * G + rows % G
-    q = tl.load(
-        query + (token * stride_q_token + q_head * stride_q_head)[:, None] + dims[None, :],
-        mask=wanted[:, None] & in_head[None, :],
-        other=0.0,
-    ).to(COMPUTE)
+    q_row = token * stride_q_token + q_head * stride_q_head
+    q_mask = wanted[:, None] & in_head[None, :]
+    q = tl.load(query + q_row[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
     mode = 0
     decay = 1.0
     if KEEP > 0:
@@ -125,13 +123,9 @@ def attend(
         entry = start + tl.arange(0, BLOCK_N)
         live = entry < end
         block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
-        k = tl.load(
-            keys
-            + (block * stride_k_block + head * stride_k_head + offset * stride_k_slot)[None, :]
-            + (dims * stride_k_dim)[:, None],
-            mask=in_head[:, None] & live[None, :],
-            other=0.0,
-        ).to(COMPUTE)
+        k_slot = block * stride_k_block + head * stride_k_head + offset * stride_k_slot
+        k_mask = in_head[:, None] & live[None, :]
+        k = tl.load(keys + k_slot[None, :] + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
         plane = block * stride_m_block + head * stride_m_head + offset
         votes = tl.load(log_votes + plane, mask=live & (entry < front), other=0.0)
         plain = tl.dot(q, k, input_precision="ieee") * scale
@@ -159,13 +153,9 @@ def attend(
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
         if VALUES:
-            v = tl.load(
-                values
-                + (block * stride_v_block + head * stride_v_head + offset * stride_v_slot)[:, None]
-                + dims[None, :],
-                mask=live[:, None] & in_head[None, :],
-                other=0.0,
-            ).to(COMPUTE)
+            v_slot = block * stride_v_block + head * stride_v_head + offset * stride_v_slot
+            v_mask = live[:, None] & in_head[None, :]
+            v = tl.load(values + v_slot[:, None] + dims[None, :], mask=v_mask, other=0.0).to(COMPUTE)
             sums = sums * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision="ieee")
 
     at = ((tile.to(tl.int64) * tl.num_programs(1) + head) * SPLITS + split) * BLOCK_M + rows
@@ -173,11 +163,8 @@ def attend(
     if VALUES:
         sums = sums / tl.where(total > 0, total, 1.0)[:, None]
         if SPLITS == 1:
-            tl.store(
-                output + (token * stride_o_token + q_head * stride_o_head)[:, None] + dims[None, :],
-                sums,
-                mask=wanted[:, None] & in_head[None, :],
-            )
+            o_row = token * stride_o_token + q_head * stride_o_head
+            tl.store(output + o_row[:, None] + dims[None, :], sums, mask=q_mask)
         else:
             tl.store(partial + at[:, None] * BLOCK_D + dims[None, :], sums, mask=wanted[:, None])
 
@@ -201,7 +188,7 @@ def finish(
     LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):  # fmt: skip
-    """Puts splits together, and updates scores from the logits that were kept.
+    """Combines splits, and updates scores from the kept logits.
 
     Grid: tiles, heads, ``num_combined`` programs for a row of the tile each, then any number that share the entries.
     SPLITS, LEAST, BLOCK_M and BLOCK_N: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a time.
@@ -267,7 +254,7 @@ def finish(
             )
             added = tl.sum(tl.exp2(logits - level[:, None]) * weight[:, None], 0)
             plane = block * stride_m_block + head * stride_m_head + offset
-            # A new token's statistics start from nothing, whatever its place held.
+            # A new token's statistics start from nothing, regardless of its place's content.
             score = tl.load(scores + plane, mask=live & (entry < old), other=0.0)
             tl.store(scores + plane, score * power(decay, num_queries) + added, mask=live)
             aux_before = tl.load(aux + plane, mask=live & (entry < old), other=0.0)
@@ -288,9 +275,8 @@ def tile_logits(
     number = first_query + rows // G
     wanted = (rows < BLOCK_M // G * G) & (number < num_queries)
     at = (start_token + number) * stride_q_token + (head * G + rows % G) * stride_q_head
-    q = tl.load(query + at[:, None] + dims[None, :], mask=wanted[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0).to(
-        COMPUTE
-    )
+    q_mask = wanted[:, None] & (dims < HEAD_SIZE)[None, :]
+    q = tl.load(query + at[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
     visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
     logits = tl.dot(q, k, input_precision="ieee") * scale + (votes * LOG2E)[None, :]
     return tl.where(visible, logits, float("-inf")), number, wanted
@@ -308,8 +294,8 @@ def update_columns(
 ):  # fmt: skip
     """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
 
-    Grid: sequences, heads, any number that share the entries. PAGED: statistics lie in cache, where new tokens' start
-    from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: as ``attend`` had them when it made ``lse``.
+    Grid: sequences, heads, any number that share the entries. PAGED: statistics lie in the cache, where those of new
+    tokens start from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: as ``attend`` had them when it made ``lse``.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -330,13 +316,9 @@ def update_columns(
         entry = start + tl.arange(0, BLOCK_N)
         live = entry < num_entries
         block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
-        k = tl.load(
-            keys
-            + (block * stride_k_block + head * stride_k_head + offset * stride_k_slot)[None, :]
-            + (dims * stride_k_dim)[:, None],
-            mask=(dims < HEAD_SIZE)[:, None] & live[None, :],
-            other=0.0,
-        ).to(COMPUTE)
+        k_slot = block * stride_k_block + head * stride_k_head + offset * stride_k_slot
+        k_mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
+        k = tl.load(keys + k_slot[None, :] + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
         first_tile = tl.maximum(start - old, 0) // QUERIES
         num_tiles = (num_queries + QUERIES - 1) // QUERIES
         counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
@@ -361,11 +343,8 @@ def update_columns(
             tl.store(scores + at, after, mask=live)
             tl.store(aux + at, aux_before + counted, mask=live)
         else:
-            votes = tl.load(
-                log_votes + block * stride_m_block + head * stride_m_head + offset,
-                mask=live & (entry < front),
-                other=0.0,
-            )
+            plane = block * stride_m_block + head * stride_m_head + offset
+            votes = tl.load(log_votes + plane, mask=live & (entry < front), other=0.0)
             added = tl.zeros([BLOCK_N], tl.float32)
             for tile in range(first_tile, num_tiles):
                 logits, number, wanted = tile_logits(

@@ -1,4 +1,4 @@
-"""Triton on this machine: where its operators run, and what kernels compute in."""
+"""Triton on this machine: devices that its operators run on, and types that kernels compute in."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from vllm_kvmerge.ops.triton.plan import device_name
 from vllm_kvmerge.ops.triton.tuning import is_tuned
 
 INTERPRETED = not isinstance(attention_kernels.attend, JITFunction)
-"""Whether kernels run in Triton's interpreter, on the CPU."""
+"""True if kernels run in Triton's interpreter, on the CPU."""
 
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def runs_on(device: torch.device) -> str | None:
-    """Says why these operators do not run on a device; None where they do."""
+    """Says why these operators do not run on a device; None if they do."""
     if device.type == "cuda" or INTERPRETED:
         return None
     return f"Triton's run on {device} with TRITON_INTERPRET=1 only"
@@ -30,17 +30,17 @@ obstacle = layout_check(planes_obstacle)
 
 
 def description(device: torch.device) -> str:
-    """Describes what runs on a device, for logs."""
+    """Describes these operators on a device, for logs."""
     name = device_name(device)
     where = "interpreted" if INTERPRETED else f"{name}, {'tuned' if is_tuned(name) else 'default tile sizes'}"
     return f"Triton {triton.__version__}, {where}"
 
 
 def product_type(*types: torch.dtype) -> Any:
-    """The type of products: that of both sides if they agree. The interpreter knows no products of bfloat16."""
+    """Type of products: that of both sides if they agree. The interpreter has no products of bfloat16."""
     return tl.float32 if len(set(types)) > 1 or INTERPRETED else ELEMENTS[types[0]]
 
 
 def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rows`` as a kernel is given them to store: the interpreter truncates to bfloat16 where a GPU rounds."""
+    """``rows`` as passed to a kernel that stores them: the interpreter truncates to bfloat16, whereas a GPU rounds."""
     return rows.to(dtype) if INTERPRETED else rows

@@ -1,4 +1,4 @@
-"""Single entries of sequence layers in Triton: what compactions read, compare and write."""
+"""Single entries of sequence layers in Triton, which compactions read, compare and write."""
 
 import sys
 from functools import cached_property, partial
@@ -21,7 +21,7 @@ PLANES = {"keys": entry_kernels.KEYS.value, "values": entry_kernels.VALUES.value
 
 
 class _KernelArguments:
-    """Sequence layers as kernels take them. Raises ValueError where layers differ in more than their address."""
+    """Sequence layers as kernels take them. Raises ValueError if layers differ in more than their addresses."""
 
     def __init__(self, seq_layers: SequenceLayers) -> None:
         self.cache = cache = seq_layers.layers[0]
@@ -38,7 +38,7 @@ class _KernelArguments:
 
     @cached_property
     def entries(self) -> tuple[Tensor, ...]:
-        """Where the live entries are: addresses, layers, blocks and segments."""
+        """Location of the live entries: addresses, layers, blocks and segments."""
         return (*self.layers, self.blocks, self.on_device(self._segments))
 
     def on_device(self, tensor: Tensor) -> Tensor:
@@ -199,17 +199,9 @@ def join_slots(
     joined = torch.empty(source_weights.shape, dtype=torch.int64, device=products.device)
     products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
     if joined.numel():
+        # One stage, so that nothing is loaded ahead: each iteration reads what the last one has stored.
         entry_kernels.join[(len(products),)](
-            products,
-            between.contiguous(),
-            source_weights.contiguous(),
-            total,
-            joined,
-            products.shape[1],
-            products.shape[2],
-            BLOCK_M=64,
-            BLOCK_S=power_of_two(max(16, products.shape[2])),
-            num_warps=4,
-            num_stages=1,  # nothing is loaded ahead: what is stored in one turn of the loop is read in the next
-        )
+            products, between.contiguous(), source_weights.contiguous(), total, joined, *products.shape[1:],
+            BLOCK_M=64, BLOCK_S=power_of_two(max(16, products.shape[2])), num_warps=4, num_stages=1,
+        )  # fmt: skip
     return joined, total

@@ -1,7 +1,7 @@
-"""Single entries of many sequence layers in Triton: the kernels, which ``entries`` launches.
+"""Kernels over single entries of many sequence layers in Triton, launched by ``entries``.
 
 A grid's first axis is a head of a sequence layer, ``seq_layer * num_heads + head``. ``addresses`` is ``[layers, 6]``
-int64, where each layer's planes are in memory; all layers have the same strides. ``segments`` is ``[U, 3]`` int64.
+int64, addresses of each layer's planes; all layers have the same strides. ``segments`` is ``[U, 3]`` int64.
 """
 
 import triton
@@ -144,9 +144,9 @@ def move_rows(
     PLANE: tl.constexpr, WRITE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Half of a move: copies what leaves its place to ``staging``, or (WRITE) from there to where it goes.
+    """Half of a move: copies rows that leave their place to ``staging``, or (WRITE) from there to their new place.
 
-    The halves are two launches, so that all is read before anything is written. Grid: heads, tiles of slots.
+    The halves are two launches, so that everything is read before anything is written. Grid: heads, tiles of slots.
     """
     seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
@@ -183,8 +183,8 @@ def find_similar(
 ):  # fmt: skip
     """The most similar target of some sources. Grid: heads, tiles of sources.
 
-    Products of stored keys, in the type that they are stored in, are exact but for the order of the sum; norms are
-    divided by afterwards.
+    Products of keys in their stored type are exact except for the order of the sum; they are divided by norms
+    afterwards.
     """
     seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
@@ -216,7 +216,7 @@ def find_similar(
         cosine = products / tl.maximum(m_norm, 1e-12)[:, None] / tl.maximum(c_norm, 1e-12)[None, :]
         cosine = tl.where(allowed[None, :], cosine, float("-inf"))
         most = tl.max(cosine, 1)
-        # Of equal ones the first, in this tile and over all.
+        # The first of equal ones, in this tile and over all.
         first = tl.min(tl.where(cosine == most[:, None], place[None, :], num_targets), 1)
         where = tl.where(most > top, first, where)
         top = tl.maximum(top, most)
@@ -330,7 +330,7 @@ def join(
     products, between, source_weights, totals, joined, num_sources, num_slots,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Members of one head join slots, one after the other (``reference.join_slots``). Grid: heads.
+    """Joins the sources of one head to slots, one after the other (``reference.join_slots``). Grid: heads.
 
     products ``[H, m, s]`` is written to. BLOCK_S: at least ``s``. BLOCK_M: sources whose products change at a time.
     """
@@ -342,13 +342,13 @@ def join(
     for i in range(0, num_sources):
         row = tl.load(base + i * num_slots + slots, mask=inside, other=float("-inf"))
         most = tl.max(row, 0)
-        # Of products that are no numbers none is the largest: some slot all the same.
+        # If all products are NaN none is the largest, and the last slot is taken.
         slot = tl.min(tl.where((row == most) & inside, slots, num_slots - 1), 0)
         tl.store(joined + head * num_sources + i, slot.to(tl.int64))
         weight = tl.load(source_weights + head * num_sources + i)
         total = tl.where(slots == slot, total + weight, total)
         share = weight / tl.maximum(tl.sum(tl.where(slots == slot, total, 0.0), 0), 1.0)
-        # All threads must have read their products before some change them, and see the changes of others after.
+        # All threads must read their products before any changes them, and see the changes of others afterwards.
         tl.debug_barrier()
         for start in range(i + 1, num_sources, BLOCK_M):
             source = start + tl.arange(0, BLOCK_M)

@@ -1,4 +1,4 @@
-"""The programs that attention is cut into: a function of shapes alone, so that captured graphs hold for any batch."""
+"""Division of attention into programs: a function of shapes alone, so that captured graphs hold for any batch."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,12 +11,12 @@ from vllm_kvmerge.ops.workspace import uses_workspace
 
 KEPT_ROWS = 16
 """Rows of logits of one KV head, queries times query heads, that are kept for the score update; one tile has as many.
-Of more queries they are computed again, since keeping them would take more memory traffic than reading keys does."""
+Those of more queries are recomputed, since keeping them would take more memory traffic than reading keys."""
 
 MAX_SPLITS = 128
 
 INTERPRETED_MULTIPROCESSORS = 8
-"""Few, so that the interpreter has few programs to run, but enough that it splits some."""
+"""Few, so that the interpreter runs few programs, but enough for some splits."""
 
 
 @cache
@@ -32,7 +32,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest one that is at least ``size``."""
+    """Smallest power of two that is at least ``size``."""
     return 1 << max(0, size - 1).bit_length()
 
 
@@ -43,8 +43,8 @@ def settings_for(kernel: str, cache: PagedKVCache, groups: int = 1) -> Settings:
 
 
 def shares(programs: int, others: int, most: int, cache: PagedKVCache) -> int:
-    """Number of parts, up to ``most``, that work is cut into: ``others`` times as many put ``programs`` on each of the
-    GPU's multiprocessors."""
+    """Number of parts, up to ``most``, to cut work into: ``others`` times as many put ``programs`` on each of the GPU's
+    multiprocessors."""
     wanted = programs * multiprocessors(cache.keys.device) // max(1, others)
     return max(1, min(wanted, most))
 
@@ -54,8 +54,8 @@ class AttentionPlan:
     """The shape of one call of attention.
 
     settings: those of ``attend``. block_m: its rows. tiles: of queries in each sequence. splits: of the entries, a
-    power of two. kept: rows of logits kept for the score update; 0 where they are computed again. sizes: elements of
-    each buffer.
+    power of two. kept: rows of logits kept for the score update; 0 if they are recomputed. sizes: elements of each
+    buffer.
     """
 
     settings: Settings
@@ -67,17 +67,11 @@ class AttentionPlan:
 
     @classmethod
     def of(
-        cls,
-        cache: PagedKVCache,
-        num_heads: int,
-        num_queries: int,
-        rows: int,
-        max_blocks: int,
-        keeps: bool = True,
+        cls, cache: PagedKVCache, num_heads: int, num_queries: int, rows: int, max_blocks: int, keeps: bool = True
     ) -> "AttentionPlan":
         """For ``rows`` sequences with up to ``num_queries`` queries of ``num_heads`` heads and ``max_blocks`` blocks.
 
-        keeps: whether logits may be kept.
+        keeps: true if logits may be kept.
         """
         num_blocks, num_kv_heads = cache.keys.shape[:2]
         groups = num_heads // num_kv_heads

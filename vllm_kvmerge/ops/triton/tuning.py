@@ -1,10 +1,10 @@
 """Tile sizes of Triton's kernels, by GPU: rules in ``tuning.json``, of which later ones win over earlier ones.
 
-A rule names its kernel. It applies where all of these that it names match: ``device``, with which the GPU's name
-begins; ``head_size``, the head size rounded up to a power of two, ``row_bytes``, bytes of such a row in the cache, and
-``groups``, query heads for a KV head, each a list of what is allowed. Everything else in it is a setting, but for
-``measured``, what a rule for one GPU rests on (benchmarks/gpu_operators.py --tune). Rules that name no GPU hold on
-all; each kernel has some for every shape.
+A rule names its kernel. It applies if all conditions that it names match: ``device``, a prefix of the GPU's name; and
+lists of allowed values of ``head_size``, the head size rounded up to a power of two, ``row_bytes``, bytes of such a row
+in the cache, and ``groups``, query heads per KV head. Everything else is a setting, except ``measured``, the
+measurement behind a rule for one GPU (benchmarks/gpu_operators.py --tune). Rules that name no GPU hold on all; each
+kernel has some for every shape.
 """
 
 import json
@@ -24,9 +24,9 @@ NO_SETTINGS = (*CONDITIONS, "measured")
 class Settings:
     """Tile sizes and launch options of a kernel.
 
-    block_m: rows of a tile, or queries. block_n: entries of a tile, or of ``write`` heads. warps, stages: as Triton
-    takes them. least: entries of the smallest split, a multiple of block_n. programs: how many of them a multiprocessor
-    should have before entries are split further.
+    block_m: rows of a tile, or queries. block_n: entries of a tile, or heads for ``write``. warps, stages: Triton's.
+    least: entries of the smallest split, a multiple of block_n. programs: number per multiprocessor up to which entries
+    are split.
     """
 
     warps: int
@@ -43,13 +43,13 @@ class Settings:
 
 @cache
 def rules() -> list[dict[str, Any]]:
-    """The table. Raises OSError or ValueError where it cannot be read."""
+    """The table. Raises OSError or ValueError if it cannot be read."""
     return list(json.loads(RULES.read_text()))
 
 
 @cache
 def settings(kernel: str, device: str, head_size: int = 32, row_bytes: int = 64, groups: int = 1) -> Settings:
-    """Settings of a kernel on the GPU called ``device``. head_size: rounded up to a power of two."""
+    """Settings of a kernel on the GPU named ``device``. head_size: rounded up to a power of two."""
     chosen: dict[str, int] = {}
     for rule in rules():
         shape = {"head_size": head_size, "row_bytes": row_bytes, "groups": groups}
@@ -61,7 +61,7 @@ def settings(kernel: str, device: str, head_size: int = 32, row_bytes: int = 64,
 
 @contextmanager
 def trial(rule: dict[str, Any]) -> Iterator[None]:
-    """Within it, a rule that is not in the table wins over all that are."""
+    """Context manager in which ``rule`` wins over all in the table."""
     rules().append(rule)
     settings.cache_clear()
     try:
@@ -72,5 +72,5 @@ def trial(rule: dict[str, Any]) -> Iterator[None]:
 
 
 def is_tuned(device: str) -> bool:
-    """Whether any rule is this GPU's own."""
+    """True if any rule is this GPU's own."""
     return any("device" in rule and device.startswith(rule["device"]) for rule in rules())

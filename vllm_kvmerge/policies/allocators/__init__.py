@@ -1,4 +1,4 @@
-"""Allocators: the split of a budget over layers and heads."""
+"""Allocators: split a budget over layers and heads."""
 
 from vllm_kvmerge.policies.allocators.adaptive import Adaptive as Adaptive
 from vllm_kvmerge.policies.allocators.pyramid import Pyramid as Pyramid

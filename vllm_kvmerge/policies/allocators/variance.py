@@ -42,7 +42,7 @@ class Variance(Allocator):
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
         if context.layer_statistics is None:
-            # Whoever compresses a single layer has nothing to compare it with.
+            # A single layer has nothing to compare it with.
             return [context.budget] * entries.num_rows
         statistics = context.layer_statistics.tolist()
         budgets = [self._layer_budgets(variances, context.budget, context.min_budget) for variances in statistics]
@@ -53,7 +53,7 @@ class Variance(Allocator):
         mean = sum(variances) / len(variances)
         if not 0.0 < mean < math.inf:  # nothing is known, or attention has come to NaN
             return [budget] * len(variances)
-        # No weight is 0: of a layer that has nearly all the variance of very many it would be.
+        # No weight is 0, as that of a layer with nearly all the variance of very many would be.
         weights = [math.exp(-min(variance / mean, 700.0)) for variance in variances]
         return split(budget * len(weights), weights, least, self.capacity(budget))
 
@@ -64,7 +64,7 @@ class Variance(Allocator):
 def split(total: int, weights: list[float], least: int, most: int) -> list[int]:
     """``total`` in parts proportional to ``weights`` as far as ``least`` and ``most``, around the average, allow.
 
-    Parts that would be too large are cut, then those that would be too small are raised, at the others' cost.
+    Parts that would be too large are cut, then those that would be too small are raised at the others' cost.
     """
     parts = _capped(total, weights, most)
     free = [i for i, part in enumerate(parts) if part > least]

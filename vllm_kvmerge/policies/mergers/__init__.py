@@ -1,4 +1,4 @@
-"""Mergers: what becomes of the entries that do not stay."""
+"""Mergers: merge or drop the entries that do not stay."""
 
 from vllm_kvmerge.policies.mergers.asymkv import AsymKVMerger as AsymKVMerger
 from vllm_kvmerge.policies.mergers.cam import CamMerger as CamMerger

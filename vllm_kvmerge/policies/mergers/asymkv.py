@@ -26,7 +26,7 @@ class AsymKVMerger(Merger):
     many of these as there is surplus, of several in a row every other one, so that no entry is in two; what is left is
     done by further rounds, with the merged entries' own scores and cardinalities.
 
-    What differs from the source: it weighs keys by the diagonal of the Hessian of the loss, from a backward pass that a
+    Differences from the source: it weighs keys by the diagonal of the Hessian of the loss, from a backward pass that a
     server does not have; without one its code averages, as here. It ranks pairs for all heads together and prefers
     recent ones; here each head ranks its own. It limits l to 5, which lets values grow: not done. It works while the
     prompt is read, 512 tokens at a time; here at its end.
@@ -41,7 +41,7 @@ class AsymKVMerger(Merger):
     ) -> CacheUpdate:
         candidates = entries.is_live & ~protected
         num_live = entries.is_live.sum(1, keepdim=True)
-        # The selector protects less than the budget, so there is always something left to merge with.
+        # The selector protects less than the budget, so there is always an entry left to merge with.
         surplus = (num_live - context.budget).clamp(min=0).minimum((candidates.sum(1, keepdim=True) - 1).clamp(min=0))
         merged = surplus.squeeze(1)
         last = torch.iinfo(torch.int64).max
@@ -50,7 +50,7 @@ class AsymKVMerger(Merger):
         valid = candidates.gather(1, index)
         scores, log_votes = entries.scores.gather(1, index), entries.log_votes.gather(1, index)
         update = CacheUpdate.unchanged(entries)
-        into = update.kept.clone()  # what each entry was merged into; itself: nothing
+        into = update.kept.clone()  # the entry that each was merged into, or itself
         while surplus.any():
             takes = _disjoint_pairs(_pair_costs(scores, log_votes, valid), surplus)
             into.scatter_(1, index, torch.where(takes, index.roll(-1, dims=1), into.gather(1, index)))
@@ -64,7 +64,7 @@ class AsymKVMerger(Merger):
             valid = stays.gather(1, order)
         for _ in range(len(entries).bit_length()):
             into = into.gather(1, into)
-        # Behind the valid ones there may be entries that were merged away: they are emptied below.
+        # Entries behind the valid ones may have been merged away: they are emptied below.
         update.scores.scatter_(1, index, scores)
         update.log_votes.scatter_(1, index, log_votes)
         gone = into != update.kept
@@ -78,23 +78,22 @@ class AsymKVMerger(Merger):
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
-        """Nothing is left to leave: live entries are no more than the budget."""
+        """Drops nothing: live entries are no more than the budget."""
         return CacheUpdate.of(entries, kept)
 
     def cost(self, shape: CostShape) -> Cost:
-        m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
-        n = shape.num_entries
-        # Each round sorts what is left, and halves it at best.
+        n, m, c, d = shape.num_entries, shape.num_leaving, shape.num_kept, shape.head_size
+        # Each round sorts the remaining entries, and halves them at best.
         rounds = Cost(numbers=40 * n, touches=12 * sorting(n) + 200 * n)
         return absorbing(m, min(m, c), d) + rounds
 
 
 def _pair_costs(scores: Tensor, log_votes: Tensor, valid: Tensor) -> Tensor:
-    """``[H, m]``: what merging each entry into the next costs; inf where either is not ``valid`` (``[H, m]`` bool)."""
+    """``[H, m]``: cost of merging each entry into the next; inf where either is not ``valid`` (``[H, m]`` bool)."""
     cardinality = log_votes.exp()
     cost = torch.full_like(scores, torch.inf)
     pairs = (scores[:, :-1] + scores[:, 1:]) * (cardinality[:, :-1] + cardinality[:, 1:])
-    # Whatever scores are, the cost of a valid pair is finite, so that there is always one to merge.
+    # The cost of a valid pair is finite for any scores, so that there is always one to merge.
     largest = torch.finfo(cost.dtype).max
     pairs = pairs.nan_to_num(nan=largest, posinf=largest, neginf=-largest)
     cost[:, :-1] = pairs.masked_fill(~(valid[:, :-1] & valid[:, 1:]), torch.inf)
@@ -102,9 +101,9 @@ def _pair_costs(scores: Tensor, log_votes: Tensor, valid: Tensor) -> Tensor:
 
 
 def _disjoint_pairs(cost: Tensor, surplus: Tensor) -> Tensor:
-    """``[H, m]`` bool: whether each entry goes into the next: no more than ``surplus`` (``[H, 1]``), one at least.
+    """``[H, m]`` bool: the entries that go into the next, at least one and up to ``surplus`` (``[H, 1]``).
 
-    Of the ``surplus`` cheapest, those in odd places of each run of adjacent ones.
+    These are the odd ones in each run of adjacent entries among the ``surplus`` cheapest.
     """
     rank = cost.argsort(dim=1, stable=True).argsort(dim=1)
     cheap = (rank < surplus) & cost.isfinite()

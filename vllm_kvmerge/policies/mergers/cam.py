@@ -23,10 +23,9 @@ class CamMerger(Merger):
     clamp(s_e / mean of their scores s, 0, 1); else e is dropped, as where none follows. Keys, positions, votes and
     scores stay. Where fewer than m follow, each still gains v_e / m. The draw is a hash of layer, head and position.
 
-    The source merges one entry per decoding step and drops what the prompt is too long by. That is the default here:
-    added up over a prompt's evicted entries, values grow out of all proportion, and so they do, more slowly, in a long
-    generation. The source's entries leave from a sliding window and are judged by the newest query's attention; here
-    selector and tracker say which leave and what scores are.
+    The source merges one entry per decoding step and drops the prompt's surplus. That is the default here: summed over
+    a prompt's evicted entries, values grow out of proportion, as they do more slowly in a long generation. The source's
+    entries leave a sliding window and are judged by the newest query's attention; here selector and tracker decide.
     """
 
     name = "cam"
@@ -47,14 +46,14 @@ class CamMerger(Merger):
         evicted = complement(kept, len(entries))
         positions = entries.positions.gather(1, evicted)
         scores = importance.clamp(min=0.0)
-        # Targets in order of position, dead ones behind: their values take part in nothing.
+        # Targets in order of position, dead ones last: their values are not used.
         place = update.positions.masked_fill(~update.is_live, torch.iinfo(torch.int64).max)
         order = place.argsort(dim=1, stable=True)
         follower = torch.searchsorted(place.gather(1, order), positions)
         num_following = update.is_live.sum(1, keepdim=True) - follower
         received = scores.gather(1, kept).masked_fill(~update.is_live, 0.0).gather(1, order)
         mean = self._sum_ahead(received, follower) / num_following.clamp(min=1, max=self.num_receivers)
-        # s_e / mean > u, where 0 / 0 is no reason to merge.
+        # s_e / mean > u, false for 0 / 0.
         draws = uniform(SEED, entries, context).gather(1, evicted)
         merges = (positions != DEAD) & (num_following > 0) & (scores.gather(1, evicted) > draws * mean)
         first = follower.clamp(max=kept.shape[1] - 1)
@@ -75,11 +74,11 @@ class CamMerger(Merger):
         return (total.gather(1, end) - total.gather(1, start)).to(scores.dtype)
 
     def _mean_behind(self, spread: Tensor, receivers: Tensor) -> Tensor:
-        """``[H, r, d]``: for each of the ``receivers`` (``[H, r]`` int64) the sum of what it and the m - 1 before it
-        first receive (``spread``, ``[H, c, d]``), over m."""
+        """``[H, r, d]``: gains of ``receivers`` (``[H, r]`` int64): sums of ``spread`` (``[H, c, d]``) over each and
+        the m - 1 before it, divided by m."""
 
         def total(end: Tensor) -> Tensor:
-            """Sum of what those up to ``end``, itself included, first receive; 0 where it is negative."""
+            """Sum of ``spread`` up to and including ``end``; 0 where that is negative."""
             rows = sums.gather(1, end.clamp(min=0).unsqueeze(-1).expand(-1, -1, sums.shape[2]))
             return rows.masked_fill_((end < 0).unsqueeze(-1), 0.0)
 

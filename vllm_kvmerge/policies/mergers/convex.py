@@ -13,9 +13,9 @@ def take_in(
     """Places that sources join, and their new keys and values: k + sum over the sources of share_j (k_j - k).
 
     kept: ``[H, c]`` int64, the entry that each place holds. sources: ``[H, m]`` int64, indices of entries. places:
-    ``[H, m]`` int64, what each joins. shares: ``[H, m]`` float32, each source's in its group; 0: it does not join.
-    Returns ``[H, r]`` int64, negative where a head has fewer, and twice ``[H, r, d]``. Only what joins is read, and
-    what it joins.
+    ``[H, m]`` int64, the one that each joins. shares: ``[H, m]`` float32, each source's in its group; 0: it does not
+    join. Returns ``[H, r]`` int64, negative where a head has fewer, and twice ``[H, r, d]``. Reads only entries that
+    join or are joined.
     """
     joins = shares > 0
     is_joined = any_at(places, joins, kept.shape[1])
@@ -37,7 +37,7 @@ def take_in(
 
 
 def absorbing(num_sources: int, num_targets: int, head_size: int) -> Cost:
-    """Of ``take_in`` where so many sources join as many targets at most, with what ``absorb`` does besides."""
+    """Upper bound of the cost of ``absorb``, or of ``take_in`` alone."""
     rows = (num_sources + num_targets) * head_size
     return Cost(
         numbers=2 * rows + 16 * num_sources + 12 * num_targets,

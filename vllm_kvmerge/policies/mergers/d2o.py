@@ -13,7 +13,7 @@ from vllm_kvmerge.policies.mergers.convex import absorb, absorbing
 from vllm_kvmerge.policies.registry import register
 
 AUX_OFFSET = 2.0
-"""Added to the threshold in ``aux``: a cosine is at least -1, so 0 says that there is none yet."""
+"""Added to the threshold in ``aux``: a cosine is at least -1, so 0 stands for no threshold."""
 
 
 @register
@@ -50,7 +50,7 @@ class D2OMerger(Merger):
         return replace(merged, aux=aux.expand_as(merged.aux).masked_fill(~merged.is_live, 0.0))
 
     def _threshold(self, entries: Entries, similarity: Tensor, comparable: Tensor) -> Tensor:
-        """``[H, 1]``: tau + ``AUX_OFFSET``; 0 where nothing has ever been compared."""
+        """``[H, 1]``: tau + ``AUX_OFFSET``; 0 before the first comparison."""
         count = comparable.sum(1, keepdim=True)
         mean = similarity.masked_fill(~comparable, 0.0).sum(1, keepdim=True) / count.clamp(min=1) + AUX_OFFSET
         previous = entries.aux.masked_fill(~entries.is_live, 0.0).amax(1, keepdim=True)

@@ -20,10 +20,10 @@ class KVMergerMerger(Merger):
 
         w_j ~ exp(-d_j^2 / (2 sigma^2)), w_c ~ 1        sigma = mean of d_j over the sources other than c
 
-    What differs from the source: its sets are runs of neighbours whose keys are similar, around the entry of largest
-    score, and alone decide how much is compressed; here the selector's entries are the centres, and sources come from
+    Differences from the source: its sets are runs of neighbours with similar keys, around the entry of largest score,
+    and alone decide how much is compressed; here the selector's entries are the centres, and sources come from
     anywhere, as KeepKV and GRKV describe it. Its sigma refers to the weights that it defines; it is read as the mean
-    distance. Its values are multiplied by the size of the set, which no convex combination is.
+    distance. It multiplies values by the size of the set, which makes the combination not convex.
     """
 
     name = "kvmerger"
@@ -40,22 +40,17 @@ class KVMergerMerger(Merger):
         evicted = complement(kept, len(entries))
         similarity, targets = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         joins = entries.is_live.gather(1, evicted) & (similarity > self.merge_threshold)
-        distance = _distances(entries, evicted.masked_fill(~joins, DEAD), targets.masked_fill(~joins, DEAD))
+        keys, centres = (entries.keys_at(index.masked_fill(~joins, DEAD)) for index in (evicted, targets))
+        distance = keys.sub_(centres).norm(dim=-1)
         none = torch.zeros_like(entries.scores)
         total = none.scatter_add(1, targets, distance)
         count = none.scatter_add(1, targets, joins.to(none.dtype))
         sigma = (total / count.clamp(min=1.0)).gather(1, targets)
-        # Where sigma is 0, so is the distance.
+        # A distance is 0 where sigma is.
         scaled = torch.where(sigma > 0, distance / sigma, 0.0)
         weights = torch.exp(-0.5 * scaled**2).masked_fill(~joins, 0.0)
         return absorb(entries, kept, evicted, targets, weights, protected)
 
     def cost(self, shape: CostShape) -> Cost:
         m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
-        compared = comparing(m, c, d)
-        return compared + absorbing(m, min(m, c), d) + Cost(touches=gathering(3 * m * d))
-
-
-def _distances(entries: Entries, sources: Tensor, centres: Tensor) -> Tensor:
-    """``[H, m]``: length of the difference of the keys of the entries at ``sources`` and ``centres`` (``[H, m]``)."""
-    return entries.keys_at(sources).sub_(entries.keys_at(centres)).norm(dim=-1)
+        return comparing(m, c, d) + absorbing(m, min(m, c), d) + Cost(touches=gathering(3 * m * d))

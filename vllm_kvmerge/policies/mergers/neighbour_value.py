@@ -20,8 +20,8 @@ class NeighbourValueMerger(Merger):
         v_c <- (m_e v_e + m_c v_c) / (m_e + m_c)
 
     c keeps its key, its position, its votes and its m. The ``sum`` tracker's accumulated scores serve as m likewise. An
-    entry that attention has not used has no weight. An entry with nobody to its right is lost, which needs a selector
-    that does not keep the newest.
+    entry that attention has not used has no weight. An entry without a right neighbour is lost, which only happens if
+    the selector does not keep the newest.
     """
 
     name = "neighbour_value"
@@ -37,31 +37,26 @@ class NeighbourValueMerger(Merger):
         leaves = (entries.is_live & ~mask_of(kept, n)).gather(1, order)
         rank = torch.arange(n, device=order.device)
         last = rank.masked_fill(leaves, -1).amax(1, keepdim=True)
-        leaves &= rank < last  # what has nobody to its right is lost, and nothing to the others
-        # Of the others, only those take part that follow one that leaves: far fewer, but for the prompt's end.
+        leaves &= rank < last  # an entry without a right neighbour is lost
+        # Of those that stay only the ones that follow one that leaves take part: few, except at the prompt's end.
         column = padded_nonzero(leaves | pad(leaves, (1, -1)))
         index = select(order, column)
         leaves = leaves.gather(1, column.clamp(min=0)) & (column >= 0)
         scores = importance.gather(1, index.clamp(min=0)).clamp(min=0.0).masked_fill(index < 0, 0.0)
         given = entries.values_at(index)
         given *= torch.exp(_log_shares(scores, leaves)).unsqueeze(-1)
-        target = _next_true(~leaves)  # of what stays itself
+        target = _next_true(~leaves)  # an entry that stays is its own
         values = torch.zeros_like(given).scatter_add_(1, target.unsqueeze(-1).expand_as(given), given)
         changed = select(inverse(kept, n), index.masked_fill(leaves, DEAD))
         return CacheUpdate.of(entries, kept).write(changed, None, values, leaves.sum(1))
 
     def cost(self, shape: CostShape) -> Cost:
         n, m = shape.num_entries, shape.num_leaving
-        column = min(n, 2 * m)  # what leaves, and what follows it
+        column = min(n, 2 * m)  # entries that leave, and those that follow them
         steps = 4 * column.bit_length()
-        return Cost(
-            numbers=2 * column * shape.head_size + (24 + steps) * column + 12 * n,
-            touches=2 * gathering(column * shape.head_size)
-            + 3 * column * shape.head_size
-            + (4 * steps + 40) * column
-            + 2 * sorting(column)
-            + 60 * n,
-        )
+        rows = column * shape.head_size
+        index_touches = (4 * steps + 40) * column + 2 * sorting(column) + 60 * n
+        return Cost(2 * rows + (24 + steps) * column + 12 * n, 0, 2 * gathering(rows) + 3 * rows + index_touches)
 
 
 def _log_shares(scores: Tensor, leaves: Tensor) -> Tensor:
@@ -96,7 +91,7 @@ def _log_shares(scores: Tensor, leaves: Tensor) -> Tensor:
         after = after + after.gather(1, following)
         following = following.gather(1, following)
 
-    # An entry's value goes through its own sources' departures first, beginning with its left neighbour's.
+    # An entry's value first goes through its own sources' departures, beginning with its left neighbour's.
     has_sources = pad(leaves[:, :n] & (target[:, :n] == torch.arange(1, n + 1, device=target.device)), (1, 0))[:, :n]
     at_departure = (log_moved + after).masked_fill(~leaves, 0.0)[:, :n]
     at_neighbour = pad((log_remained + after)[:, :n], (1, 0))[:, :n]

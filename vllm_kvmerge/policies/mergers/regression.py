@@ -1,4 +1,4 @@
-"""Merger that fits what stays to the attention output of the full cache (GRKV)."""
+"""Merger that fits the kept entries to the attention output of the full cache (GRKV)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.ops.attention import attention_to_keys, head_parts, query_groups
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
@@ -19,17 +20,16 @@ from vllm_kvmerge.policies.base import (
     Entries,
     Merger,
     Queries,
-    ScoreMode,
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
 from vllm_kvmerge.policies.indexing import first, padded_nonzero, sinks
 from vllm_kvmerge.policies.registry import register
 
 STEP_LENGTHS = (1.0, 0.5, 0.25, 0.125)
-"""Shares of a step for keys that are tried in turn."""
+"""Shares of a step for keys, tried in turn."""
 
 CHOLESKY = 10
-"""Time of factoring a small matrix, in that of a product of as many multiply-adds."""
+"""Time of factoring a small matrix, relative to a product of as many multiply-adds."""
 
 
 @register
@@ -47,10 +47,10 @@ class RegressionMerger(Merger):
     see entries up to their own position, in Y as in A, so that Y is what the model computed.
 
     Fixed, hence unchanged (section 3.4): the first ``num_fixed_sinks`` tokens of the sequence, the tokens whose queries
-    these are, and of the others the ``fixed_share`` of those kept that Q attends to most. All else that is kept is
-    free. J is a local approximation: where a step for keys would raise a head's window loss, it is halved, up to three
+    these are, and of the others the ``fixed_share`` of those kept that Q attends to most. All other kept entries are
+    free. J is a local approximation: a step for keys that would raise a head's window loss is halved, up to three
     times, while the paper takes it. A step that still would, or fails, is not taken for that head. Positions, votes and
-    scores stay. In a head that was changed, what is not kept counts as merged. Without queries all of it is evicted.
+    scores stay. In a head that was changed, entries not kept count as merged. Without queries all of them are evicted.
     """
 
     name = "regression"
@@ -93,7 +93,7 @@ class RegressionMerger(Merger):
         result.kill(~result.is_live)
         num_gone = entries.is_live.sum(1) - result.is_live.sum(1)
         target, weight = _full_attention(entries, queries, context.scale)
-        # Where nothing leaves there is nothing to fit but rounding errors.
+        # A head that loses nothing has nothing to fit but rounding errors.
         free = self._free(result, weight.gather(1, kept), queries) & (num_gone > 0).unsqueeze(1)
         fit = _Fit(queries, context.scale, target, result, free)
         keys, values = result.keys, result.values
@@ -124,7 +124,7 @@ class RegressionMerger(Merger):
         queries = min(self.regression_window, n)
         r = shape.group_size * queries
         system = min(r, c)
-        products = r if r <= 2 * d else 0  # of the queries with each other, where they are kept
+        products = r if r <= 2 * d else 0  # side of the matrix Q Q^T, if that is kept
         fit = (10 * c + 10 * r) * d + 5 * r * c + 2 * system**2 + products**2
         value_step = Cost(
             products=4 * r * c * d + system**2 * max(r, c) + CHOLESKY * system**3 // 3 + 2 * system**2 * d,
@@ -150,13 +150,12 @@ def attention(queries: Queries, entries: Entries, scale: float) -> Tensor:
 
     A query sees live entries up to its own position, and gives no weight to any where it sees none.
     """
-    return attention_to_keys(
-        queries.vectors, queries.positions, entries.keys, entries.log_votes, entries.positions, scale
-    )
+    planes = entries.keys, entries.log_votes, entries.positions
+    return attention_to_keys(queries.vectors, queries.positions, *planes, scale)
 
 
 def _full_attention(entries: Entries, queries: Queries, scale: float) -> tuple[Tensor, Tensor]:
-    """Y, ``[H, G, m, d]``, and how much attention all queries together give to each entry, ``[H, n]``."""
+    """Y, ``[H, G, m, d]``, and the attention of all queries together to each entry, ``[H, n]``."""
     everything = entries.take(entries.all_indices)
     everything.kill(~everything.is_live)
     outputs, weight = [], torch.zeros_like(entries.log_votes)
@@ -177,7 +176,7 @@ class _Fit:
     """The least-squares problem of one layer.
 
     target Y: ``[H, G, m, d]``. kept: the ``c`` entries of each head as the selector left them, dead ones zero. free:
-    ``[H, c]`` bool, what may change. In the methods the query heads' rows lie one after the other: ``r = G * m``.
+    ``[H, c]`` bool, entries that may change. In methods the query heads' rows lie one after the other: ``r = G * m``.
     """
 
     queries: Queries
@@ -197,7 +196,7 @@ class _Fit:
             free_weights, residual = free_weights.transpose(1, 2), free_weights.transpose(1, 2) @ residual
         gram = free_weights @ free_weights.transpose(1, 2)
         diagonal = gram.diagonal(dim1=1, dim2=2)
-        # Float32 rounding can make a Gram matrix indefinite where the ridge is smaller than that.
+        # Float32 rounding can make a Gram matrix indefinite if the ridge is smaller than the jitter.
         jitter = torch.finfo(gram.dtype).eps * gram.shape[1] * diagonal.amax(1, keepdim=True)
         diagonal += ridge + jitter
         factor, failed = torch.linalg.cholesky_ex(gram)
@@ -208,9 +207,8 @@ class _Fit:
 
     def keys(self, keys: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float) -> Tensor:
         """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these keys and values."""
-        derivative = OutputDerivative(
-            self._attention(keys), values, self.queries.vectors.flatten(1, 2), self.scale, self.free
-        )
+        queries = self.queries.vectors.flatten(1, 2)
+        derivative = OutputDerivative(self._attention(keys), values, queries, self.scale, self.free)
         output = derivative.output
         right = self.target.flatten(1, 2) - output + derivative.forward(keys - self.kept.keys)
         alpha = conjugate_gradients(
@@ -229,18 +227,17 @@ class _Fit:
 
     def _attention(self, keys: Tensor) -> Tensor:
         """A, ``[H, r, c]``."""
-        entries = replace(self.kept, keys=keys)
-        return attention(self.queries, entries, self.scale).flatten(1, 2)
+        return attention(self.queries, replace(self.kept, keys=keys), self.scale).flatten(1, 2)
 
     def _improves(self, output: Tensor, old_output: Tensor) -> Tensor:
-        """``[H]`` bool: whether the window loss (eq. 4) is smaller for one output, ``[H, r, d]``; no for NaN."""
+        """``[H]`` bool: true if the window loss (eq. 4) is smaller for ``output`` (``[H, r, d]``); false for NaN."""
         target = self.target.flatten(1, 2)
         return (target - output).square().sum((1, 2)) < (target - old_output).square().sum((1, 2))
 
 
 @dataclass(frozen=True)
 class OutputDerivative:
-    """J: how the attention output F = A V changes with the keys K of the free entries, values being fixed.
+    """J, the derivative of the attention output F = A V with respect to the keys K of the free entries.
 
     weights A: ``[H, r, c]``, softmax over c of scale Q K^T + votes. values V: ``[H, c, d]``. queries Q: ``[H, r, d]``.
     free: ``[H, c]`` bool; the other keys do not move.
@@ -262,8 +259,8 @@ class OutputDerivative:
         return self.scale * (self._adjoint_logits(output).transpose(1, 2) @ self.queries)
 
     def forward_adjoint(self, output: Tensor) -> Tensor:
-        """J J^T R, ``[H, r, d]``: without the keys between, of which there are more than queries, or, where queries are
-        many, without their products."""
+        """J J^T R, ``[H, r, d]``, without the keys in between, of which there are more than queries; with many queries,
+        without their products."""
         logits = self._adjoint_logits(output)
         if self.queries.shape[1] > 2 * self.queries.shape[2]:
             return self._forward_logits(self.scale**2 * self.queries @ (self.queries.transpose(1, 2) @ logits))
@@ -285,7 +282,7 @@ class OutputDerivative:
 
     @cached_property
     def _values_and_one(self) -> Tensor:
-        """``[H, c, d + 1]``: so that one product gives both what values add up to and the sum of weights."""
+        """``[H, c, d + 1]``: one product gives both the weighted sum of values and the sum of weights."""
         return pad(self.values, (0, 1), value=1.0)
 
     def _forward_logits(self, change: Tensor) -> Tensor:

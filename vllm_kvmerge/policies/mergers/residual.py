@@ -1,4 +1,4 @@
-"""Merger that averages what leaves the cache into a few residual slots (ZSMerge)."""
+"""Merger that averages the entries that leave into a few residual slots (ZSMerge)."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
 from vllm_kvmerge.policies.registry import register
 
 MAX_JOINING = 256
-"""Entries that join slots between two updates of the slots' keys; each is multiplied with all the others."""
+"""Entries that join slots between two updates of the slots' keys; each is multiplied with all others."""
 
 
 @register
@@ -61,7 +61,7 @@ class ResidualMerger(Merger):
         return replace(ordinary, **planes).write(changed, slots.keys, slots.values, merged)
 
     def cost(self, shape: CostShape) -> Cost:
-        # What leaves, and with it what is taken from the budget for slots.
+        # The entries that leave, plus those whose places slots take.
         m, s, d = shape.num_leaving, min(self.num_slots(shape.budget), shape.num_kept), shape.head_size
         sorted_ = sorting(m + s) + 80 * shape.num_entries
         if shape.at_prompt_end:
@@ -81,19 +81,19 @@ class ResidualMerger(Merger):
 
 
 def _num_tokens(aux: Tensor, is_live: Tensor) -> Tensor:
-    """The tokens that each entry stands for, from ``aux``: a slot's w, 1 of an ordinary one, 0 where dead."""
+    """Number of tokens that each entry stands for, from ``aux``: a slot's w, 1 of an ordinary entry, 0 where dead."""
     return torch.where(is_live, aux.clamp(min=1.0), 0.0)
 
 
 def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
     """``num_slots`` places per head, all new: means of equal runs of the live entries in order of position.
 
-    The lengths of runs differ by one at most; where there are fewer entries than slots, the last slots are dead.
+    The lengths of runs differ by at most one; with fewer entries than slots, the last slots are dead.
     """
     rest.kill(~rest.is_live)  # so that sums need no mask
     weights = _num_tokens(rest.aux, rest.is_live)
     num_live = rest.is_live.sum(1, keepdim=True)
-    # Dead entries come last in this order, in whichever run: their weight is 0.
+    # Dead entries come last, in any run: their weight is 0.
     order = rest.positions.masked_fill(~rest.is_live, torch.iinfo(torch.int64).max).argsort(dim=1, stable=True)
     rank = torch.arange(len(rest), device=order.device).expand_as(order)
     run_of_rank = (rank * num_live.clamp(max=num_slots) // num_live.clamp(min=1)).clamp(max=num_slots - 1)
@@ -138,7 +138,7 @@ def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slot
     index = index.masked_fill(~is_live, DEAD)
     slots, sources = index[:, :num_slots], index[:, num_slots:]
 
-    # Dead entries come last and weigh nothing; whoever is alive among the sources finds all slots of its head taken.
+    # Dead entries come last and weigh nothing; a live source finds all slots of its head taken.
     joined, aux = _join(entries, slots, sources, weights[:, num_slots:], aux)
     sums.scatter_add_(1, joined, scores[:, num_slots:])
     newest.scatter_reduce_(1, joined, positions[:, num_slots:], "amax")

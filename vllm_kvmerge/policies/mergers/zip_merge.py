@@ -135,7 +135,7 @@ class ZipMerger(Merger):
         share = torch.exp(log_weights[1] - log_total.gather(1, group)).masked_fill(~joins, 0.0)
 
         def mean(mine: Tensor, theirs: Tensor) -> Tensor:
-            # What does not join has no share, but may hold anything.
+            # An entry that does not join has no share, but may hold anything.
             given = (share * theirs).masked_fill(~joins, 0.0)
             return (own_share * mine).scatter_add(1, group, given)
 
@@ -168,7 +168,7 @@ class ZipMerger(Merger):
         return update.write(changed, keys, values, joins.sum(1))
 
     def _scales(self, factor: Tensor) -> Tensor:
-        """``[H, r]`` bool: whether a merge scales its key, by L_r / L_bar; elsewhere the votes make up for it."""
+        """``[H, r]`` bool: merges that scale their key, by L_r / L_bar; in others the votes make up for it."""
         if self.zip_mode == "votes":
             return torch.zeros_like(factor, dtype=torch.bool)
         if self.zip_mode == "scale":
@@ -179,8 +179,8 @@ class ZipMerger(Merger):
         n, m, c = shape.num_entries, shape.num_leaving, shape.num_kept
         if not (self.merge_first and shape.at_prompt_end):
             return comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
-        # Half of the entries may go into the other half, and what is then left again: compared as tensors where merges
-        # have changed it, while the rows of these are held.
+        # Half of the entries may go into the other half, and the rest again: compared as tensors where merges have
+        # changed them, while the rows of these are held.
         joined = min(n // 2, m)
         first = comparing(n // 2, n - n // 2, shape.head_size) + self._absorb_cost(joined, joined, shape)
         later = comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
@@ -192,7 +192,7 @@ class ZipMerger(Merger):
         )
 
     def _absorb_cost(self, num_sources: int, num_targets: int, shape: CostShape) -> Cost:
-        """Of ``_absorb`` where all sources join."""
+        """Cost of ``_absorb`` if all sources join."""
         rows = (num_sources + num_targets) * shape.head_size
         return Cost(
             numbers=rows + 2 * num_targets * shape.head_size + 30 * shape.num_entries,

@@ -1,4 +1,4 @@
-"""Selectors: which entries stay."""
+"""Selectors: choose the entries that stay."""
 
 from vllm_kvmerge.policies.selectors.critical import Critical as Critical
 from vllm_kvmerge.policies.selectors.heavy_hitter import HeavyHitter as HeavyHitter

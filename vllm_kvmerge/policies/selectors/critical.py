@@ -1,4 +1,4 @@
-"""Selector that also asks how much an entry's value can change the layer's output."""
+"""Selector that also weighs how much an entry's value can change the layer's output."""
 
 import torch
 from pydantic import Field
@@ -12,7 +12,7 @@ from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
 
 MAX_PRODUCT_BYTES = 1 << 20
-"""Size of a product W_O v above which values are taken in groups: what a processor's caches can hold."""
+"""Size of a product W_O v above which values are taken in groups, which fit in the processor's caches."""
 
 
 @register

@@ -34,6 +34,6 @@ class KeyDiff(RankedSelector):
 
 
 def _directions(entries: Entries, part: Tensor) -> Tensor:
-    """``[H, m, d]``: the keys of the entries at ``part`` (``[H, m]`` int64), at length 1; dead ones 0."""
+    """``[H, m, d]``: keys of the entries at ``part`` (``[H, m]`` int64), scaled to length 1; dead ones 0."""
     keys = entries.keys_at(part.masked_fill(~entries.is_live.gather(1, part), DEAD))
     return normalize(keys, dim=-1, out=keys)

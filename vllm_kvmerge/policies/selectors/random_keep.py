@@ -1,4 +1,4 @@
-"""Selector that keeps a random sample: what the others have to beat."""
+"""Selector that keeps a random sample, the baseline of all others."""
 
 from pydantic import Field
 from torch import Tensor

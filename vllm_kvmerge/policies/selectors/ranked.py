@@ -10,7 +10,7 @@ from vllm_kvmerge.policies.indexing import newest, sinks, top
 
 
 class RankedSelector(Selector):
-    """Selector whose subclass ranks. The newest stay even where its source protects nothing: generation needs them."""
+    """Selector whose subclass ranks. The newest stay even if the source protects none: generation needs them."""
 
     num_sink_tokens: int = Field(
         0, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
@@ -25,13 +25,12 @@ class RankedSelector(Selector):
         return sinks(entries, self.num_sink_tokens) | newest(entries, self.recent_window)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        ranking = self.ranking(entries, importance, protected, context)
-        return top(ranking, protected, entries, context.num_kept)
+        return top(self.ranking(entries, importance, protected, context), protected, entries, context.num_kept)
 
     @abstractmethod
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        """``[H, n]`` floating point: larger stays; dead entries may have any value."""
+        """``[H, n]`` floating point: the largest stay; dead entries may have any value."""
 
     def cost(self, shape: CostShape) -> Cost:
-        """Of protecting and selecting; a subclass adds that of its ranking."""
+        """The cost of protecting and selecting; a subclass adds that of its ranking."""
         return Cost(numbers=2 * shape.num_entries, touches=30 * shape.num_entries)

@@ -12,7 +12,7 @@ from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
 MAX_SIMILARITY_BYTES = 1 << 19
-"""Size of the similarity matrix above which it is computed in pieces, which a processor's caches can hold."""
+"""Size of the similarity matrix above which it is computed in pieces, which fit in the processor's caches."""
 
 
 @register
@@ -62,8 +62,8 @@ class RedundancyAware(RankedSelector):
         return torch.empty_like(ranking).scatter_(1, order, ranking)
 
     def _total_similarity(self, keys: Tensor) -> Tensor:
-        """``[n]``: sum of cosine similarities to the others, but those that are excused. keys: ``[n, d]``, of length 1
-        or, where dead, 0, in order of position."""
+        """``[n]``: sum of cosine similarities to the others, except the excused ones. keys: ``[n, d]`` in order of
+        position, of length 1, or 0 where dead."""
         n = len(keys)
         total = torch.zeros(n, dtype=keys.dtype, device=keys.device)
         column = torch.arange(n, dtype=torch.int32, device=keys.device)

@@ -1,4 +1,4 @@
-"""Selector that keeps what the newest query attends to, the same entries for all heads of a layer."""
+"""Selector that keeps the entries that the newest query attends to, the same for all heads of a layer."""
 
 from torch import Tensor
 
