@@ -2,6 +2,7 @@
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff, mypy and import-linter
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run
+# make test-benchmarks  each benchmark once, small
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
@@ -33,7 +34,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test test-levels demo-model cuda sanitize races sanitize-cuda lint image-steps browser
+.PHONY: setup serve test test-levels test-benchmarks demo-model cuda sanitize races sanitize-cuda lint image-steps browser
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -71,6 +72,9 @@ test-levels: setup
 		OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --vllm-library $$library \
 			tests/ops/test_operators.py tests/engine/test_plain.py -k "vllm or library" $(ARGS) || exit 1; \
 	done
+
+test-benchmarks: setup
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/benchmarks -m benchmarks $(ARGS)
 
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)

@@ -24,6 +24,7 @@ def rows(path: Path, script: str, *arguments: str) -> list[dict]:
     return result["rows"]
 
 
+@pytest.mark.benchmarks
 def test_compaction(tmp_path):
     some = rows(
         tmp_path / "c.json", "compaction.py", "--entries", "256", "--budget", "64", "--policies", "h2o", "snapkv"
@@ -51,6 +52,7 @@ def test_serving(tmp_path, cases):
     assert (tmp_path / "s.svg").read_text().count("<svg") == 1
 
 
+@pytest.mark.benchmarks
 def test_memory_pressure(tmp_path):
     sizes = ("--requests", "4", "--length", "256", "--tokens", "150", "--policies", "keepkv")
     some = rows(tmp_path / "m.json", "memory_pressure.py", *sizes)
@@ -60,6 +62,7 @@ def test_memory_pressure(tmp_path):
     assert [row["most_preemptions"] > 0 for row in some] == [True, False]
 
 
+@pytest.mark.benchmarks
 def test_longrun(tmp_path, cases):
     sizes = ("--lengths", "100", "200", "--tokens", "40", "--budget", "64", "--policies", "keepkv")
     some = rows(tmp_path / "l.json", "longrun.py", *sizes)

@@ -44,6 +44,7 @@ def run(tmp_path, *options):
     return json.loads(output.read_text()), done.stdout
 
 
+@pytest.mark.benchmarks
 def test_every_operator_is_checked_and_every_aim_is_judged(tmp_path):
     found, printed = run(tmp_path)
     rows = found["rows"]

@@ -192,6 +192,7 @@ def test_a_side_ends_with_a_benchmark_that_is_killed(tmp_path):
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
+@pytest.mark.benchmarks
 def test_a_part_runs_and_is_saved_beside_others(tmp_path):
     output = tmp_path / "gpu.json"
     output.write_text(json.dumps({"grkv": "of another run", "latency": "to be replaced"}))

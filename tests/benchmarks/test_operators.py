@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "operators.py"
 TOLERANCE = 1e-2
 
 
+@pytest.mark.benchmarks
 @pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 def test_every_native_operator_is_measured(tmp_path):
     output = tmp_path / "operators.json"

@@ -47,9 +47,9 @@ def name_of(request) -> str:
 def test_a_context_is_compressed_as_if_it_were_the_whole_prompt(engine, policy):
     """The reference is a request whose prompt is the context and which is made to generate question and answer."""
     rng = np.random.default_rng(21)
-    context, question, answer = 500, 25, 40  # the question is shorter than an interval
+    context, question, answer = 700, 25, 40  # the question is shorter than an interval
     document = recall.training_sample(rng, context + question + answer, 12, 13)[0].tolist()
-    parameters = {"budget": 100, "interval": 30}
+    parameters = {"budget": 150, "interval": 30}
     extra_args = compression(policy, **parameters) | {CONTINUATION: document[context:]}
     forced = SamplingParams(
         temperature=0, max_tokens=question + answer, ignore_eos=True, logprobs=0, extra_args=extra_args

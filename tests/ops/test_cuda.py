@@ -42,6 +42,8 @@ from vllm_kvmerge.ops.workspace import Workspace
 from vllm_kvmerge.policies import CompressionContext
 from vllm_kvmerge.request.parameters import parse_compression
 
+pytestmark = pytest.mark.engine
+
 OPERATORS = ["cuda", *(["cuda-gpu"] if torch.cuda.is_available() else [])]
 """What the tests imported above run on."""
 PLACES = ["emulated", *(["on-gpu"] if torch.cuda.is_available() else [])]

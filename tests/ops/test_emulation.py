@@ -9,6 +9,8 @@ import pytest
 
 from tests.ops.conftest import cuda_builder
 
+pytestmark = pytest.mark.engine
+
 SAID = {
     "ReadsEarly": "",
     "OverwritesEarly": "",

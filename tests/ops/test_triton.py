@@ -36,6 +36,8 @@ from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 
+pytestmark = pytest.mark.engine
+
 TESTS = Path(__file__).parent
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by kind of GPU (CUDA C++ programming guide, by compute capability)."""

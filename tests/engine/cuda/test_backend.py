@@ -31,6 +31,7 @@ from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 SUM = ScoreUpdate(ScoreMode.SUM, 0.9)
 
 
+@pytest.mark.engine
 def test_in_the_interpreter():
     file = Path(__file__).with_name("test_backend_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
