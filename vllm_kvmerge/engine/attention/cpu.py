@@ -118,16 +118,11 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
     ) -> None:
         cache = self.paged(kv_cache)
         ops.cpu_attn_reshape_and_cache(
-            key,
-            value,
-            cache.stock_keys,
-            cache.values,
-            slot_mapping,
-            layer.isa,
-            k_scale=layer._k_scale_float,
-            v_scale=layer._v_scale_float,
-            kv_cache_dtype=self.kv_cache_dtype,
+            key, value, cache.stock_keys, cache.values, slot_mapping, layer.isa, **self._cache_format(layer)
         )
+
+    def _cache_format(self, layer: Any) -> dict[str, Any]:
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float, "kv_cache_dtype": self.kv_cache_dtype}
 
     def forward(
         self,
@@ -180,9 +175,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             scheduler_metadata=metadata.scheduler_metadata,
             s_aux=None,
             dynamic_causal=metadata.dynamic_causal,
-            k_scale=layer._k_scale_float,
-            v_scale=layer._v_scale_float,
-            kv_cache_dtype=self.kv_cache_dtype,
+            **self._cache_format(layer),
         )
 
 
