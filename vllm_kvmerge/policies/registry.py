@@ -16,9 +16,11 @@ SELECTORS: dict[str, type[Selector]] = {}
 MERGERS: dict[str, type[Merger]] = {}
 ALLOCATORS: dict[str, type[Allocator]] = {}
 
-_KINDS: dict[type, dict[str, Any]] = {Tracker: TRACKERS, Selector: SELECTORS, Merger: MERGERS, Allocator: ALLOCATORS}
+_KINDS: tuple[tuple[type[Part], dict[str, Any]], ...] = (
+    (Tracker, TRACKERS), (Selector, SELECTORS), (Merger, MERGERS), (Allocator, ALLOCATORS),
+)  # fmt: skip
 
-PARTS: Mapping[str, Mapping[str, type[Part]]] = {base.__name__.lower(): parts for base, parts in _KINDS.items()}
+PARTS: Mapping[str, Mapping[str, type[Part]]] = {base.__name__.lower(): parts for base, parts in _KINDS}
 """The registered parts of each kind; a request names them in fields of these names."""
 
 
@@ -29,12 +31,12 @@ def register(part: P) -> P:
         TypeError: the class is not a complete part.
         ValueError: its name is taken, or that of a field.
     """
-    for base, parts in _KINDS.items():
+    for base, parts in _KINDS:
         if issubclass(part, base):
             _check_complete(part)
             if part.name in parts:
                 raise ValueError(f"{base.__name__.lower()} {part.name!r} is registered already")
-            parts[part.name] = part
+            parts[part.name] = part  # type: ignore[assignment]
             return part
     raise TypeError(f"{part.__name__} is neither a Tracker, a Selector, a Merger nor an Allocator")
 
