@@ -295,8 +295,8 @@ def update_columns(
     """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
 
     Grid: sequences, heads, any number that share the entries. PAGED: statistics lie in the cache, where those of new
-    tokens start from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: those with which ``attend`` made
-    ``lse``.
+    tokens start from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: those that ``attend`` had
+    when it made ``lse``.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
