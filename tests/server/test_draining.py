@@ -181,6 +181,7 @@ def stop_in_a_stream(process, client, port, log):
     return seen
 
 
+@pytest.mark.engine
 def test_a_stream_in_flight_is_finished(stopped):
     *_, usage, done = stopped.events
     assert done == "[DONE]"
@@ -189,17 +190,20 @@ def test_a_stream_in_flight_is_finished(stopped):
     assert stopped.status == 0
 
 
+@pytest.mark.engine
 def test_who_comes_late_is_sent_away(stopped):
     assert (stopped.late["health"], stopped.late["metrics"]) == (503, 200)
     refusal = stopped.late["post"]
     assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")
 
 
+@pytest.mark.engine
 def test_who_brings_no_key_is_sent_away(stopped):
     assert stopped.without_key.status_code == 401
     assert len(stopped.without_key.headers["x-request-id"]) == 32
 
 
+@pytest.mark.engine
 def test_log_lines_carry_the_requests_id(stopped):
     assert stopped.header == "drained-1"
     own = [line for line in stopped.log if line.get("request_id") == "drained-1"]

@@ -40,8 +40,7 @@ class KVMergerMerger(Merger):
         evicted = complement(kept, len(entries))
         similarity, targets = entries.most_similar(evicted, kept, entries.is_live.gather(1, kept))
         joins = entries.is_live.gather(1, evicted) & (similarity > self.merge_threshold)
-        keys, centres = (entries.keys_at(index.masked_fill(~joins, DEAD)) for index in (evicted, targets))
-        distance = keys.sub_(centres).norm(dim=-1)
+        distance = _distances(entries, evicted.masked_fill(~joins, DEAD), targets.masked_fill(~joins, DEAD))
         none = torch.zeros_like(entries.scores)
         total = none.scatter_add(1, targets, distance)
         count = none.scatter_add(1, targets, joins.to(none.dtype))
@@ -54,3 +53,11 @@ class KVMergerMerger(Merger):
     def cost(self, shape: CostShape) -> Cost:
         m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
         return comparing(m, c, d) + absorbing(m, min(m, c), d) + Cost(touches=gathering(3 * m * d))
+
+
+def _distances(entries: Entries, sources: Tensor, centres: Tensor) -> Tensor:
+    """``[H, m]``: length of the difference of the keys of the entries at ``sources`` and ``centres`` (``[H, m]``).
+
+    A function of its own, so that both keys are freed before anything else is made.
+    """
+    return entries.keys_at(sources).sub_(entries.keys_at(centres)).norm(dim=-1)
