@@ -12,6 +12,8 @@ from vllm_kvmerge.demo import language, train
 from vllm_kvmerge.demo.documents import KIND_NAMES, draw_prompt
 from vllm_kvmerge.demo.scores import SETTINGS, is_right, share_right, text_loss
 
+pytestmark = pytest.mark.engine
+
 TINY = train.Size(
     layers=3, width=256, intermediate=64, kv_heads=2, tokens_per_step=256, learning_rate=1e-3,
     stages=(train.Stage(64, 3), train.Stage(128, 3)),

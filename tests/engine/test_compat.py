@@ -4,7 +4,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
+
 from vllm_kvmerge.engine import compat
+
+pytestmark = pytest.mark.engine
 
 IMPORTS_CHANGE_NOTHING = """
 import logging, sys

@@ -107,6 +107,7 @@ def test_a_process_that_an_engine_core_forks_ends_with_it(tmp_path):
         assert still_there(children, 60) == []
 
 
+@pytest.mark.engine
 def test_a_process_of_the_users_own_goes_on(tmp_path):
     with killed(tmp_path, PARENT, "spawn", "Process-1", "EngineCore") as (own, engine):
         assert still_there([engine], 60) == []

@@ -199,6 +199,7 @@ def table(text, title):
     return cells
 
 
+@pytest.mark.engine
 def test_the_command_writes_numbers_plots_and_a_summary(tmp_path, capsys):
     options = ["--policies", "zsmerge", "cam", "grkv", "h2o", "--budget", "0.4", "--output", str(tmp_path)]
     attention.main([*COMMON, *options])
@@ -250,6 +251,7 @@ def test_the_command_writes_numbers_plots_and_a_summary(tmp_path, capsys):
     )
 
 
+@pytest.mark.engine
 def test_with_and_without_a_folder_errors_are_the_same(tmp_path, capsys):
     options = [*COMMON, "--policies", "keepkv", "--budget", "0.1", "30", "--layers", "1"]
     attention.main(options)

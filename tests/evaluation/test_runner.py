@@ -193,6 +193,7 @@ def _is_refused(folder: Path, identity: dict, refused) -> None:
         refused.value = "another run is writing there" in str(fault)
 
 
+@pytest.mark.engine
 def test_one_process_writes(tmp_path: Path) -> None:
     identity = small_config(tmp_path).identity()
     spawn = multiprocessing.get_context("spawn")

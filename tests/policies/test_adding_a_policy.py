@@ -7,6 +7,8 @@ import pytest
 
 from tests.policies.packages import install, run
 
+pytestmark = pytest.mark.engine
+
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "adding-a-policy.md").read_text()
 FILES = dict(re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", DOCUMENT, re.M | re.S))
 (MERGER,) = re.findall(r"^## A merger\n.*?^```python\n(.*?)^```", DOCUMENT, re.M | re.S)

@@ -7,6 +7,8 @@ import pytest
 
 from tests.policies.packages import install, run
 
+pytestmark = pytest.mark.engine
+
 DATA = Path(__file__).parents[1] / "data"
 LIST = ("-m", "vllm_kvmerge.cli", "policies", "--json")
 PARSE = """
