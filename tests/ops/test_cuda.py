@@ -344,17 +344,15 @@ def test_compactions_of_policies(strict, policy):
         maker.pages.aux.copy_(torch.ones_like(maker.pages.aux))
         seq_layers = SequenceLayers.of(maker.pages, s.blocks, 96, 128, 160)
         entries = PagedEntries.gather(seq_layers)
-        context = CompressionContext(
-            budget=96, capacity=96, num_tokens=160, at_prompt_end=False, num_heads=2, layers=[0, 0], num_layers=1
-        )
+        context = CompressionContext.of_layer(entries, budget=96, num_tokens=160, at_prompt_end=False)
         everything = {"merge_threshold": -1.0} if policy == "keepkv" else {}
         config = parse_compression({"policy": policy, "budget": 96, **everything})
         assert config is not None
-        outcome = config.policy.compress(entries, context).outcome
-        assert bool(outcome.merged.any()) == (policy != "h2o")
-        metadata = outcome.log_votes, outcome.scores, outcome.aux, outcome.positions
-        merged = Rows(outcome.changed, outcome.keys, outcome.values)
-        operators.merge_entries(seq_layers, s.blocks[None, :6], outcome.kept, metadata, merged)
+        update = config.policy.compress(entries, context).update
+        assert bool(update.merged.any()) == (policy != "h2o")
+        metadata = update.log_votes, update.scores, update.aux, update.positions
+        rows = Rows(update.changed, update.keys, update.values)
+        operators.merge_entries(seq_layers, s.blocks[None, :6], update.kept, metadata, rows)
         found.append(gather_entries(maker.pages, s.blocks, 96, 96, 96))
     for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
         assert torch.equal(getattr(found[1], name), getattr(found[0], name)), name

@@ -28,7 +28,7 @@ def compiled(folder, *flags):
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"there is no C++ compiler {compiler[0]!r}")
     builder, program = cuda_builder(), folder / "mistakes"
-    source = builder.SOURCES.parents[1] / "tests" / "kernels" / "emulated_mistakes.cpp"
+    source = builder.SOURCES.parents[1] / "tests" / "ops" / "emulated_mistakes.cpp"
     flags = (*builder.CXX_FLAGS, *builder.EMULATED_FLAGS, *flags, f"-I{builder.SOURCES}")
     builder.run([*compiler, *flags, str(source), "-o", str(program)])
     return program
