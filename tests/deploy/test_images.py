@@ -136,6 +136,7 @@ def test_compose_publishes_on_loopback_alone(repository):
 
 
 @pytest.mark.image_steps
+@pytest.mark.engine
 @pytest.mark.timeout(3600)
 def test_the_cpu_images_steps_in_a_clean_root(repository):
     """Builds the image's files below build/image-steps, starts its command there as its user, and asks it something.
