@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.cli.commands import LLAMA
+from tests.random_model import LLAMA
 from vllm_kvmerge import __version__, ops
 from vllm_kvmerge.cli import doctor, main
 from vllm_kvmerge.engine import support

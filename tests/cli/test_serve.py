@@ -14,7 +14,8 @@ import httpx
 import pytest
 from vllm.envs import disable_envs_cache
 
-from tests.cli.commands import LLAMA, refusal
+from tests.cli.commands import refusal
+from tests.random_model import LLAMA
 from vllm_kvmerge.cli import arguments, main, serve
 from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, VALIDATOR, WORKER_CLS
 from vllm_kvmerge.engine.processes import METRICS_DIR

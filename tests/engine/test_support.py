@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests import random_model
 from vllm_kvmerge.engine import support
 from vllm_kvmerge.engine.arguments import CUDA_WORKER_CLS, SCHEDULER_CLS, VALIDATOR, WORKER_CLS, kvmerge_engine_args
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_options, check_vllm_version
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
+LLAMA = random_model.LLAMA | {"dtype": "bfloat16"}
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
 
 
