@@ -42,6 +42,8 @@ PLUGIN_OPTIONS = (
     "allowed_policies",
     "max_compaction_bytes",
     "max_compaction_seconds",
+    "external_cache_bytes",
+    "external_cache_dir",
     "api_key_routes",
     "max_body_bytes",
 )
@@ -151,6 +153,8 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
         kind: dict[str, Any] = {"type": int, "metavar": "N"}
         if get_origin(field.annotation) is Literal:
             kind = {"choices": get_args(field.annotation)}
+        elif field.annotation == str | None:
+            kind = {"type": str, "metavar": "DIR"}
         elif field.annotation is float:
             kind = {"type": float, "metavar": "SECONDS"}
         elif field.annotation == list[str] | None:

@@ -58,6 +58,13 @@ class PluginConfig(BaseModel):
     """Estimated seconds that compressing one request may keep all others waiting, once per block of tokens during
     generation; requests that would take longer are refused."""
 
+    external_cache_bytes: int = Field(4 << 30, ge=0)
+    """Memory outside the pool, per worker, for the complete caches of requests with a refresh, taken as they come.
+    Requests that find no room wait; those that never would are refused."""
+
+    external_cache_dir: str | None = None
+    """Folder for complete caches, as files that are gone when their requests are. Default: none, they are in memory."""
+
     api_key_routes: Literal["all", "v1"] = "all"
     """Routes that require the API key, if there is one. all: all but /health, /ping and /metrics; v1: those below /v1,
     /v2, /inference and /cohere, as in vLLM."""
@@ -113,6 +120,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,
+        max_external_bytes=options.external_cache_bytes,
     )
 
 

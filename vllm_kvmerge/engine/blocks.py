@@ -53,8 +53,12 @@ class MergeableAttentionManager(FullAttentionManager):
     def segments_of(self, request_id: str) -> Segments:
         return self.segments.get(request_id, UNCOMPRESSED)
 
-    def relocate(self, request_id: str, num_tokens: int, new_front: int) -> Relocation | None:
+    def relocate(
+        self, request_id: str, num_tokens: int, new_front: int, num_computed: int | None = None
+    ) -> Relocation | None:
         """Gives a request its own blocks for ``new_front`` entries and retires all others before slot ``num_tokens``.
+
+        num_computed: tokens computed so far, if they are more.
 
         Shared blocks are never written to. In this order it takes unhashed blocks that only this request holds, free
         blocks of the pool, and hashed blocks that only this request holds, which lose their hash. The others go back
@@ -81,7 +85,7 @@ class MergeableAttentionManager(FullAttentionManager):
         if request_id in self.segments:
             self._note_unclean(retired)
         self._retired += retired
-        self.segments[request_id] = Segments(front=new_front, tail=num_tokens)
+        self.segments[request_id] = Segments(new_front, num_tokens, num_computed or num_tokens)
         return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
 
     def release_retired(self) -> None:

@@ -10,11 +10,13 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm_kvmerge.engine.usage import CacheSize
 
 LABELS = ["policy", "engine"]
+COMPACTION_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 REQUESTS = Counter("vllm:kvmerge_requests", "Requests received, by policy.", LABELS)
 REJECTED = Counter("vllm:kvmerge_rejected_requests", "Requests refused because of kv_compression.", ["reason"])
 GENERATED = Counter("vllm:kvmerge_generation_tokens", "Tokens generated, by policy.", LABELS)
 COMPRESSIONS = Counter("vllm:kvmerge_compressions", "Compressions of a request's cache.", LABELS)
+REFRESHES = Counter("vllm:kvmerge_refreshes", "Compressions of a request's complete cache, among these.", LABELS)
 BLOCKS_FREED = Counter("vllm:kvmerge_blocks_freed", "Blocks returned to the pool by compressions.", LABELS)
 BYTES_FREED = Counter("vllm:kvmerge_bytes_freed", "Bytes of those blocks, over all layers and ranks.", LABELS)
 MERGED = Counter("vllm:kvmerge_entries_merged", "Cache entries (per layer and KV head) merged into others.", LABELS)
@@ -33,7 +35,13 @@ COMPACTION_SECONDS = Histogram(
     "vllm:kvmerge_compaction_seconds",
     "Seconds to compress one request's cache, all layers; an equal share where a step compresses several.",
     LABELS,
-    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+    buckets=COMPACTION_BUCKETS,
+)
+REFRESH_SECONDS = Histogram(
+    "vllm:kvmerge_refresh_seconds",
+    "Seconds to compress one request's complete cache anew, all layers, its queries' scores included.",
+    LABELS,
+    buckets=COMPACTION_BUCKETS,
 )
 _LIVE = [
     Gauge(name, description, LABELS, multiprocess_mode="livesum")
@@ -41,6 +49,7 @@ _LIVE = [
         ("vllm:kvmerge_live_entries", "Entries per KV head and layer held by running requests."),
         ("vllm:kvmerge_represented_tokens", "Tokens that the live entries of running requests stand for."),
         ("vllm:kvmerge_live_bytes", "Bytes of the blocks held by running requests."),
+        ("vllm:kvmerge_external_bytes", "Bytes of running requests' complete caches outside the pool, over all ranks."),
     )
 ]
 
@@ -59,6 +68,10 @@ def count_compression(policy: str, engine: int, num_blocks_freed: int, num_bytes
     BYTES_FREED.labels(policy, engine).inc(num_bytes_freed)
 
 
+def count_refresh(policy: str, engine: int) -> None:
+    REFRESHES.labels(policy, engine).inc()
+
+
 def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int, num_overflows: int) -> None:
     """Counts the entries of one worker's KV heads, over all layers."""
     MERGED.labels(policy, engine).inc(num_merged)
@@ -67,8 +80,8 @@ def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int, n
         OVERFLOWS.labels(policy, engine).inc(num_overflows)
 
 
-def observe_compaction(policy: str, engine: int, seconds: float) -> None:
-    COMPACTION_SECONDS.labels(policy, engine).observe(seconds)
+def observe_compaction(policy: str, engine: int, seconds: float, *, is_refresh: bool) -> None:
+    (REFRESH_SECONDS if is_refresh else COMPACTION_SECONDS).labels(policy, engine).observe(seconds)
 
 
 class CacheGauges:
@@ -81,9 +94,10 @@ class CacheGauges:
 
     def update(self, sizes: list[tuple[str, CacheSize]]) -> None:
         """``sizes``: policy and size of each running request."""
-        totals = {policy: [0, 0, 0] for policy in self._policies | {policy for policy, _ in sizes}}
+        totals = {policy: [0] * len(_LIVE) for policy in self._policies | {policy for policy, _ in sizes}}
         for policy, size in sizes:
-            for index, number in enumerate((size.entries, size.tokens, size.blocks * self._bytes_per_block)):
+            of_one = size.entries, size.tokens, size.blocks * self._bytes_per_block, size.external_bytes
+            for index, number in enumerate(of_one):
                 totals[policy][index] += number
         for policy, numbers in totals.items():
             for gauge, number in zip(_LIVE, numbers, strict=True):

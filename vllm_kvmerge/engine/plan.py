@@ -12,10 +12,14 @@ if TYPE_CHECKING:  # compactions can be run without vLLM
 
 @dataclass(frozen=True)
 class Segments:
-    """A sequence's slots in use: compressed entries in ``[0, front)``, ordinary tokens from ``tail`` on."""
+    """A sequence's slots in use: compressed entries in ``[0, front)``, ordinary tokens from ``tail`` on.
+
+    changed_at: tokens computed when the front was made.
+    """
 
     front: int = 0
     tail: int = 0
+    changed_at: int = 0
 
     @property
     def are_compressed(self) -> bool:
@@ -38,6 +42,10 @@ class CompressionPlan:
     compression: the request's ``kv_compression`` as JSON text. budget: live entries per head, on average over layers
     and heads; ``new_front`` fits the largest share. hole: ids that follow ``blocks`` in the request's block table, one
     for each block that the sequence no longer needs.
+
+    is_refresh: the front is made of the complete cache outside the pool instead, the tokens ``[0, num_tokens)``.
+    external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
+    so far, if a refresh leaves the tail as it is; None: ``num_tokens``.
     """
 
     request_id: str
@@ -49,6 +57,14 @@ class CompressionPlan:
     new_front: int
     blocks: list[int]
     hole: list[int] = field(default_factory=list)
+    is_refresh: bool = False
+    external_tokens: int = 0
+    num_computed: int | None = None
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens computed so far."""
+        return self.num_computed or self.num_tokens
 
     @property
     def row_prefix(self) -> list[int]:

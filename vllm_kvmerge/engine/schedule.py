@@ -19,7 +19,9 @@ class RequestCompression:
     entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all. interval: live
     entries beyond those that trigger a compression. scored_from, query_window: queries that its first compression
     needs, from a position of the context on (None: none), and a number of the newest. ring_bytes, score_bytes: memory
-    outside the pool for the newest queries and, up to the first compression, for the context's scores.
+    outside the pool for the newest queries and, up to the first compression, for the context's scores. total: tokens
+    that the request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is
+    kept.
 
     The policy's parts are queried once, in ``of``, so that none of them can raise during a step.
     """
@@ -34,6 +36,8 @@ class RequestCompression:
     query_window: int
     ring_bytes: int
     score_bytes: int
+    total: int
+    external_bytes: int
 
     @classmethod
     def of(
@@ -41,7 +45,8 @@ class RequestCompression:
     ) -> "RequestCompression":
         context, window = config.resolve_context(num_prompt_tokens), config.prompt_window
         scored_from = 0 if window == "all" else max(0, context - window)
-        query_window = min(config.policy.query_window, num_prompt_tokens + max_tokens)
+        total = num_prompt_tokens + max_tokens
+        query_window = min(config.query_window, total)
         return cls(
             config=config,
             num_prompt_tokens=num_prompt_tokens,
@@ -51,8 +56,10 @@ class RequestCompression:
             interval=config.interval or limits.block_size,
             scored_from=scored_from if window else None,
             query_window=query_window,
-            ring_bytes=limits.ring_bytes(query_window, num_prompt_tokens + max_tokens),
+            ring_bytes=limits.ring_bytes(query_window, total),
             score_bytes=limits.prompt_score_bytes(context) if window else 0,
+            total=total,
+            external_bytes=limits.external_bytes(total) if config.refresh else 0,
         )
 
     def next_compression(self, segments: Segments) -> int | None:
@@ -61,6 +68,11 @@ class RequestCompression:
             # Attention writes scores into the blocks it reads, so a request whose policy tracks them moves to blocks of
             # its own at the end of the context, even if it is within its budget.
             return self.context
+        counts = self._next_over_budget(segments), self._next_refresh(segments)
+        return min((count for count in counts if count is not None), default=None)
+
+    def _next_over_budget(self, segments: Segments) -> int | None:
+        """Number of computed tokens at which the cache exceeds the budget by the interval; None: never."""
         if self.config.decode != "bounded":
             return None
         # If some layers keep everything, the others decide.
@@ -69,6 +81,24 @@ class RequestCompression:
             most, front = self.budget, min(front, self.budget)
         # What follows the context stays whole until the prompt has been computed.
         return max(most + self.interval + segments.tail - front, self.num_prompt_tokens)
+
+    def _next_refresh(self, segments: Segments) -> int | None:
+        """Number of computed tokens at which the front is made anew from the complete cache; None: never."""
+        if self.config.refresh is None or not segments.are_compressed:
+            return None
+        every = self.config.refresh.every
+        num_refreshes = (segments.changed_at - self.context) // every + 1
+        return max(self.context + num_refreshes * every, self.num_prompt_tokens)
+
+    def is_refresh(self, segments: Segments, num_tokens: int) -> bool:
+        """True if the compression at ``num_tokens`` is a refresh."""
+        due_at = self._next_refresh(segments)
+        return due_at is not None and num_tokens >= due_at
+
+    def covered(self, segments: Segments, num_tokens: int) -> int:
+        """Tokens that the front stands for after a compression at ``num_tokens``: all, but those that a refresh leaves
+        where generated tokens are kept whole."""
+        return num_tokens if self.config.decode == "bounded" or not segments.are_compressed else segments.tail
 
     def window_start(self, compression: int) -> int | None:
         """Position of the first query needed for a first compression at ``compression`` tokens; None: none is."""
@@ -85,13 +115,21 @@ class RequestCompression:
 
     def new_front(self, segments: Segments, num_tokens: int) -> int:
         """Entries per KV head that the front holds after a compression at ``num_tokens``."""
-        num_entries = segments.num_entries(num_tokens)
+        num_entries = self._num_entries(segments, num_tokens)
         return num_entries if self.capacity is None else min(num_entries, self.capacity)
 
     def seconds(self, segments: Segments, num_tokens: int, limits: Limits) -> float:
         """Estimated seconds of a compression at ``num_tokens``. Raises PartError."""
-        one = Compression(segments.num_entries(num_tokens), self.budget, not segments.are_compressed)
+        is_refresh = self.is_refresh(segments, num_tokens)
+        at_prompt_end = is_refresh or not segments.are_compressed
+        one = Compression(self._num_entries(segments, num_tokens), self.budget, at_prompt_end, is_refresh=is_refresh)
         return limits.seconds(self.config, one)
+
+    def _num_entries(self, segments: Segments, num_tokens: int) -> int:
+        """Entries per KV head that a compression at ``num_tokens`` reads."""
+        if self.is_refresh(segments, num_tokens):
+            return self.covered(segments, num_tokens)
+        return segments.num_entries(num_tokens)
 
 
 class KeptBytes:

@@ -16,7 +16,7 @@ from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.failures import FailedRequests
-from vllm_kvmerge.engine.metrics import GENERATED, CacheGauges, count_compression, count_request
+from vllm_kvmerge.engine.metrics import GENERATED, CacheGauges, count_compression, count_refresh, count_request
 from vllm_kvmerge.engine.plan import (
     CompressionPlan,
     CompressionStep,
@@ -56,10 +56,13 @@ class CompressionSchedulerMixin(Scheduler):
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
         bytes_per_block = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
-        self._bytes_per_block = bytes_per_block * self.parallel_config.tensor_parallel_size
+        num_workers = self.parallel_config.tensor_parallel_size
+        self._bytes_per_block = bytes_per_block * num_workers
+        self._external_bytes_per_token = self._limits.external_bytes(1) * num_workers
         self._compressions: dict[str, RequestCompression] = {}
         self._due: dict[str, None] = {}
         self._kept_bytes = KeptBytes()
+        self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
         self._usage = UsageReports(self._bytes_per_block)
         self._gauges = CacheGauges(self._engine, self._bytes_per_block)
@@ -98,11 +101,15 @@ class CompressionSchedulerMixin(Scheduler):
         return RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self._kept_bytes.release(request.request_id)
+        self._release_kept(request)
         super()._preempt_request(request, *args, **kwargs)
 
+    def _release_kept(self, request: Request) -> None:
+        for kept in (self._kept_bytes, self._external_bytes):
+            kept.release(request.request_id)
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._kept_bytes.release(request.request_id)
+        self._release_kept(request)
         self._compressions.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
         return self._usage.end(request.request_id, params), *others
@@ -121,7 +128,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._preempt_request(waiting[-1], time.monotonic())
             waiting = self._plan_due(step)
         self._manager.release_retired()
-        compressed = {plan.request_id for plan in step.plans}
+        compressed = {plan.request_id: plan.is_refresh for plan in step.plans}
         step.usage = self._usage.after_compressions(self.running, self._size, compressed)
         attach(output, step)
         if self.log_stats:
@@ -155,11 +162,17 @@ class CompressionSchedulerMixin(Scheduler):
         if due_at is None:
             return num_new_tokens
         compression = self._compressions[request.request_id]
-        num_bytes = compression.ring_bytes + compression.score_bytes
-        if not self._kept_bytes.reserve(request.request_id, num_bytes, KEPT_SHARE * self._limits.max_bytes):
+        if not self._reserve_kept(request.request_id, compression):
             return 0
         # A request whose compression is due but found no room computes nothing until it has been compressed.
         return min(num_new_tokens, max(0, due_at - num_computed_tokens))
+
+    def _reserve_kept(self, request_id: str, compression: RequestCompression) -> bool:
+        """Reserves the request's memory outside the pool; False if it must wait for that of others."""
+        limits, num_bytes = self._limits, compression.ring_bytes + compression.score_bytes
+        return self._external_bytes.reserve(
+            request_id, compression.external_bytes, limits.max_external_bytes
+        ) and self._kept_bytes.reserve(request_id, num_bytes, KEPT_SHARE * limits.max_bytes)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         return self.kv_cache_manager.take_new_block_ids() or None
@@ -209,10 +222,12 @@ class CompressionSchedulerMixin(Scheduler):
 
     def _plan(self, request: Request, step: CompressionStep) -> bool:
         """Adds the request's compression to ``step``; False if there is no room to copy shared blocks."""
-        request_id, num_tokens = request.request_id, request.num_computed_tokens
+        request_id, num_computed = request.request_id, request.num_computed_tokens
         compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
-        new_front = compression.new_front(segments, num_tokens)
-        relocation = self._manager.relocate(request_id, num_tokens, new_front)
+        is_refresh = compression.is_refresh(segments, num_computed)
+        num_tokens = compression.covered(segments, num_computed)
+        new_front = compression.new_front(segments, num_computed)
+        relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
         plan = CompressionPlan(
@@ -225,11 +240,16 @@ class CompressionSchedulerMixin(Scheduler):
             new_front=new_front,
             blocks=relocation.blocks,
             hole=relocation.hole,
+            is_refresh=is_refresh,
+            external_tokens=compression.total if compression.external_bytes else 0,
+            num_computed=num_computed,
         )
         step.plans.append(plan)
         self._kept_bytes.shrink(request_id, compression.ring_bytes)  # the context's scores are no longer needed
         num_bytes = relocation.num_freed * self._bytes_per_block
         count_compression(compression.config.name, self._engine, relocation.num_freed, num_bytes)
+        if is_refresh:
+            count_refresh(compression.config.name, self._engine)
         return True
 
     # Outputs of a step.
@@ -266,8 +286,13 @@ class CompressionSchedulerMixin(Scheduler):
 
     def _size(self, request: Request) -> CacheSize:
         num_tokens = request.num_computed_tokens
-        num_entries = self._manager.segments_of(request.request_id).num_entries(num_tokens)
-        return CacheSize(num_entries, num_tokens, self._manager.num_held_blocks(request.request_id))
+        request_id = request.request_id
+        segments, compression = self._manager.segments_of(request_id), self._compressions.get(request_id)
+        external = segments.changed_at if compression is not None and compression.external_bytes else 0
+        num_blocks = self._manager.num_held_blocks(request_id)
+        return CacheSize(
+            segments.num_entries(num_tokens), num_tokens, num_blocks, external * self._external_bytes_per_token
+        )
 
 
 class SyncCompressionScheduler(CompressionSchedulerMixin, Scheduler):

@@ -34,11 +34,12 @@ the cache: vLLM merges outputs that the front end has not taken yet, and keeps t
 @dataclass(frozen=True)
 class CacheSize:
     """Size of a running request's cache. entries: live ones, per KV head of one layer. tokens: represented by them.
-    blocks: held, including shared ones."""
+    blocks: held, including shared ones. external_bytes: of the complete cache outside the pool, over all ranks."""
 
     entries: int
     tokens: int
     blocks: int
+    external_bytes: int = 0
 
 
 @dataclass
@@ -57,6 +58,8 @@ class CacheUsage:
     total_blocks: int = 0
     peak_entries: int = 0
     peak_blocks: int = 0
+    peak_external_bytes: int = 0
+    num_refreshes: int = 0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_STEPS))
     changes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_CHANGES))
     _before: CacheSize = CacheSize(0, 0, 0)
@@ -74,13 +77,20 @@ class CacheUsage:
         self.total_entries += size.entries
         self.total_blocks += size.blocks
 
-    def begin_step(self, size: CacheSize, compressed: bool) -> dict[str, Any] | None:
+    def count_change(self, size: CacheSize, is_refresh: bool) -> None:
+        """Takes the ``size`` after a compression."""
+        self.peak_external_bytes = max(self.peak_external_bytes, size.external_bytes)
+        self.num_refreshes += is_refresh
+
+    def begin_step(self, size: CacheSize, compressed: bool, is_refresh: bool) -> dict[str, Any] | None:
         """A scheduled step, to be reported when it has been computed; None if it changes nothing. size: after its
         compression."""
         if not compressed and self._after == size:
             return None
         self._after = size
         step = {"start": self._now(), "tokens": size.tokens, **self._as_json(size)}
+        if is_refresh:
+            step["refresh"] = True
         return step | {"before": self._as_json(self._before)} if compressed else step
 
     def end_step(self, step: dict[str, Any]) -> None:
@@ -105,6 +115,8 @@ class CacheUsage:
             "peak_entries": self.peak_entries,
             "peak_bytes": self.peak_blocks * self.bytes_per_block,
         }
+        if self.peak_external_bytes:
+            report |= {"refreshes": self.num_refreshes, "external_bytes": self.peak_external_bytes}
         return report | self.steps_report() if self.streams else report
 
     def steps_report(self) -> dict[str, Any]:
@@ -137,16 +149,19 @@ class UsageReports:
             usage.note_peak(size_of(request))
 
     def after_compressions(
-        self, running: "list[Request]", size_of: SizeOf, compressed: set[str]
+        self, running: "list[Request]", size_of: SizeOf, compressed: dict[str, bool]
     ) -> dict[str, dict[str, Any]]:
         """The step of each request with a stream, for ``computed``: under asynchronous scheduling, other steps are
-        scheduled before this one has been computed."""
+        scheduled before this one has been computed. compressed: requests, and whether theirs is a refresh."""
         steps = {}
         for request, usage in self._reporting(running):
             size = size_of(request)
             if size.tokens >= request.num_prompt_tokens:
                 usage.count_step(size)
-            if usage.streams and (step := usage.begin_step(size, request.request_id in compressed)):
+            is_compressed, is_refresh = request.request_id in compressed, compressed.get(request.request_id, False)
+            if is_compressed:
+                usage.count_change(size, is_refresh)
+            if usage.streams and (step := usage.begin_step(size, is_compressed, is_refresh)):
                 steps[request.request_id] = step
         return steps
 

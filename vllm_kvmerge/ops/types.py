@@ -192,6 +192,14 @@ class PagedKVCache:
         return self.values.shape[1]
 
     @cached_property
+    def content(self) -> Tensor:
+        """``[B, H, 2 * bs * d]``: keys and values as they lie."""
+        size = 2 * self.block_size * self.head_size
+        return self.values.as_strided(
+            (*self.values.shape[:2], size), (*self.values.stride()[:2], 1), self.values.storage_offset() - size // 2
+        )
+
+    @cached_property
     def stock_keys(self) -> Tensor:
         """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed).
 

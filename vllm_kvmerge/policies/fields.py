@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, WithJsonSchema
 
-from vllm_kvmerge.policies.base import MAX_TOKENS
+from vllm_kvmerge.policies.base import MAX_QUERIES, MAX_TOKENS
 
 DecodeMode = Literal["bounded", "grow"]
 
@@ -36,6 +36,17 @@ Budget = Annotated[
 ]
 
 
+class Refresh(BaseModel):
+    """Periodic compression of the complete cache (KeepKV section 1), which is kept outside the pool for it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    every: int = Field(ge=1, le=MAX_TOKENS, description="Tokens from one refresh to the next.")
+    queries: int = Field(
+        32, ge=1, le=MAX_QUERIES, description="How many of the newest tokens are scored as queries at a refresh."
+    )
+
+
 class CommonFields(BaseModel):
     """The size and the times of a request's compressions."""
 
@@ -54,4 +65,9 @@ class CommonFields(BaseModel):
         None,
         description="Compress the prompt's first so many tokens as if they were the whole prompt, before the rest of "
         "it, such as a question, is read; at most the prompt's tokens. Default: the whole prompt.",
+    )
+    refresh: Refresh | None = Field(
+        None,
+        description="Keep the complete cache outside the pool, and compress it anew for the newest queries every so "
+        "many tokens. Default: never.",
     )

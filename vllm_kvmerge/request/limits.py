@@ -26,12 +26,14 @@ class ModelShape:
 @dataclass(frozen=True)
 class Compression:
     """A future compression of a request. num_entries: per KV head, before it. budget: mean per KV head, after it.
-    interval: tokens from one to the next; None: the only one of its kind."""
+    interval: tokens from one to the next; None: the only one of its kind. is_refresh: of the complete cache, whose
+    newest queries are scored first."""
 
     num_entries: int
     budget: int
     at_prompt_end: bool
     interval: int | None = None
+    is_refresh: bool = False
 
 
 def compressions(
@@ -52,6 +54,9 @@ def compressions(
         if num_entries > budget:
             first = context <= budget and not config.tracks_decode
             yield Compression(num_entries, budget, first, interval)
+    if config.refresh is not None:
+        covered = total if config.decode == "bounded" else context
+        yield Compression(covered, budget, at_prompt_end=True, interval=config.refresh.every, is_refresh=True)
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,9 @@ class Limits:
     """Limits that requests are held to.
 
     allowed_policies: names; None: all. max_bytes: of working memory for one compression, and of a request's memory
-    outside the pool. max_seconds: of one compression, as estimated; during generation, of those per block of tokens.
-    block_size: in tokens. max_model_len: most tokens of a request. rates: speed of the workers; None: not known yet, so
-    time is not limited.
+    outside the pool, its complete cache not counted. max_seconds: of one compression, as estimated; during generation,
+    of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
+    all complete caches in a worker. rates: speed of the workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -70,6 +75,7 @@ class Limits:
     shape: ModelShape
     block_size: int
     max_model_len: int
+    max_external_bytes: int = 0
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
@@ -83,6 +89,8 @@ class Limits:
             max_tokens = max(0, self.max_model_len - num_prompt_tokens)
         if config.never_compresses(num_prompt_tokens, max_tokens):
             return
+        if config.refresh is not None:
+            self._check_external(num_prompt_tokens + max_tokens)
         excess = self._excess(config, num_prompt_tokens, max_tokens)
         if excess is not None:
             remedies = list(self._remedies(config, num_prompt_tokens, max_tokens))
@@ -104,9 +112,25 @@ class Limits:
                 message = f"{name!r} is not allowed on this server; allowed: {', '.join(sorted(parts))}"
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
 
+    def _check_external(self, total: int) -> None:
+        """Refuses requests whose complete cache has no room outside the pool."""
+        if self.external_bytes(total) > self.max_external_bytes:
+            most = self.max_external_bytes // self.external_bytes(1)
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.refresh",
+                f"the complete cache of {total} tokens, prompt and max_tokens, takes "
+                f"{_mebibytes(self.external_bytes(total))} outside the pool, more than the server's "
+                f"--external-cache-bytes of {_mebibytes(self.max_external_bytes)}; allowed: up to {most} tokens",
+                "no_external_room",
+            )
+
     def cost(self, config: CompressionConfig, compression: Compression) -> Cost:
         """Cost of one KV head of one layer."""
-        return config.policy.cost(self._cost_shape(compression))
+        cost = config.policy.cost(self._cost_shape(compression))
+        if not compression.is_refresh:
+            return cost
+        num_queries = self.shape.group_size * config.refresh_window
+        return cost + Cost(products=num_queries * compression.num_entries * self.shape.head_size)
 
     def seconds(self, config: CompressionConfig, compression: Compression) -> float:
         """Estimated time of one compression of all layers; 0 if rates are not known."""
@@ -124,7 +148,7 @@ class Limits:
 
     def _excess(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> str | None:
         """Says which limit is exceeded; None if none is."""
-        rings = self.ring_bytes(config.policy.query_window, num_prompt_tokens + max_tokens)
+        rings = self.ring_bytes(config.query_window, num_prompt_tokens + max_tokens)
         if rings > self.max_bytes:
             return f"its newest queries would take {_mebibytes(rings)}, more than {_mebibytes(self.max_bytes)}"
         for one in compressions(config, num_prompt_tokens, max_tokens, self.block_size):
@@ -145,6 +169,10 @@ class Limits:
         """Bytes of the newest queries, kept from step to step, of a request of ``num_tokens`` tokens."""
         window = min(query_window, num_tokens)
         return window * self._num_heads * self.shape.group_size * self.shape.head_size * self.shape.item_size
+
+    def external_bytes(self, num_tokens: int) -> int:
+        """Bytes of the complete keys and values of ``num_tokens`` tokens."""
+        return 2 * self._num_heads * self.shape.head_size * self.shape.item_size * num_tokens
 
     def prompt_score_bytes(self, num_tokens: int) -> int:
         """Bytes of the two statistics per token of a prompt that is scored while it is computed."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy, load_plugins
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.errors import PartError
-from vllm_kvmerge.policies.fields import CommonFields
+from vllm_kvmerge.policies.fields import CommonFields, Refresh
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 
 M = TypeVar("M", bound=BaseModel)
@@ -100,6 +100,17 @@ class CompressionConfig(CommonFields):
     def prompt_window(self) -> int | Literal["all"]:
         """Number of the context's last tokens that must be scored as queries; 0 if the policy needs no scores."""
         return self.policy.tracker.prompt_window
+
+    @property
+    def query_window(self) -> int:
+        """Number of the newest queries to keep, for the policy and for refreshes."""
+        window = self.policy.query_window
+        return window if self.refresh is None else max(window, self.refresh_window)
+
+    @property
+    def refresh_window(self) -> int:
+        """Number of the newest queries that a refresh scores; 0 if there is none, or the policy needs no scores."""
+        return self.refresh.queries if self.refresh is not None and self.policy.needs_scores else 0
 
     def check_context(self, num_prompt_tokens: int) -> None:
         """Raises CompressionError if the context is longer than a prompt of this length."""
@@ -222,10 +233,12 @@ def _validated(model: type[M], data: Mapping[str, Any], what: str) -> M:
 
 def _as_compression_error(error: ValidationError, model: type[BaseModel], what: str) -> CompressionError:
     first = error.errors()[0]
-    field = str(first["loc"][0])[:MAX_SHOWN] if first["loc"] else ""
+    # Within the common fields' own objects, not within the alternatives of a type.
+    nested = [part for part in first["loc"][1:] if part in Refresh.model_fields or first["type"] == "extra_forbidden"]
+    field = ".".join(str(part)[:MAX_SHOWN] for part in [*first["loc"][:1], *nested])
     param = f"{EXTRA_ARGS_KEY}.{field}" if field else EXTRA_ARGS_KEY
     if first["type"] == "extra_forbidden":
-        allowed = ", ".join(model.model_fields)
+        allowed = ", ".join((Refresh if nested else model).model_fields)
         return CompressionError(param, f"unknown field for policy {what}; allowed: {allowed}", "unknown_field")
     # A field of several types has one error for each, and together they say what is allowed.
     messages = [e["msg"].removeprefix("Value error, ") for e in error.errors() if e["loc"][:1] == first["loc"][:1]]

@@ -67,13 +67,18 @@ class QueryRing:
         assert self.first is not None
         return self.first + np.arange(start, end) % self.window
 
-    def positions(self, seq_len: int) -> Tensor:
-        """``[w]`` int64: positions of the queries kept after ``seq_len`` tokens."""
-        return torch.arange(max(0, seq_len - self.window), seq_len, device=self._ring.device)
+    @property
+    def device(self) -> torch.device:
+        return self._ring.device
 
-    def queries(self, seq_len: int, layers: slice = slice(None)) -> Tensor:
+    def positions(self, seq_len: int, count: int | None = None) -> Tensor:
+        """``[w]`` int64: positions of the queries kept after ``seq_len`` tokens. count: of the newest alone."""
+        kept = self.window if count is None else min(count, self.window)
+        return torch.arange(max(0, seq_len - kept), seq_len, device=self.device)
+
+    def queries(self, seq_len: int, layers: slice = slice(None), count: int | None = None) -> Tensor:
         """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""
-        return self._ring[layers].index_select(1, self.positions(seq_len) % self.window)
+        return self._ring[layers].index_select(1, self.positions(seq_len, count) % self.window)
 
 
 class QueryRings:

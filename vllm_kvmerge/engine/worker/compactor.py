@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.ops import PagedKVCache, Rows, SequenceLayers
 from vllm_kvmerge.ops.types import sent
@@ -23,6 +24,7 @@ from vllm_kvmerge.policies.deadline import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
 
+PLANES: tuple[Literal["keys", "values"], ...] = ("keys", "values")
 SLACK = 4
 """Tolerance for a policy's time, as a multiple of its estimate: estimates and machines vary."""
 
@@ -32,7 +34,8 @@ class Compaction:
     """A plan, with the state of its request.
 
     source_blocks: ids of the request's blocks before the plan. prompt_scores: statistics of its tokens, for a first
-    compression by a policy that scores the prompt. ring: its newest queries, if its policy reads them.
+    compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them.
+    complete: the complete cache that a refresh starts from.
     """
 
     plan: CompressionPlan
@@ -40,21 +43,35 @@ class Compaction:
     source_blocks: Tensor
     prompt_scores: PromptScores | None = None
     ring: QueryRing | None = None
+    complete: ExternalCache | None = None
+
+    @property
+    def segments(self) -> tuple[int, int, int]:
+        """Front, tail and end of the entries that the plan starts from."""
+        is_new = self.complete is not None
+        return 0 if is_new else self.plan.front, 0 if is_new else self.plan.tail, self.plan.num_tokens
 
     @property
     def num_entries(self) -> int:
         """Live entries per head before the plan."""
-        return self.plan.front + self.plan.num_tokens - self.plan.tail
+        front, tail, end = self.segments
+        return front + end - tail
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """True if the entries are the tokens themselves, which no compression has changed."""
+        return self.segments[0] == 0
 
     @property
     def num_queries(self) -> int:
-        """Number of the newest queries in ``ring``."""
-        return 0 if self.ring is None else len(self.ring.positions(self.plan.num_tokens))
+        """Number of the newest queries in ``ring`` that the policy reads."""
+        return 0 if self.ring is None else len(self.ring.positions(self.plan.seq_len, self.policy.query_window))
 
     def newest_queries(self, layers: slice) -> tuple[Tensor, Tensor]:
         """Queries, ``[layers, w, H * G, d]`` in the model's dtype, and their positions, ``[w]`` int64."""
         assert self.ring is not None
-        return self.ring.queries(self.plan.num_tokens, layers), self.ring.positions(self.plan.num_tokens)
+        end, window = self.plan.seq_len, self.policy.query_window
+        return self.ring.queries(end, layers, window), self.ring.positions(end, window)
 
 
 class _SequenceLayer(NamedTuple):
@@ -85,6 +102,14 @@ class _Batch:
     @property
     def policy(self) -> CompressionPolicy:
         return self.compactions[0].policy
+
+    @property
+    def is_of_tokens(self) -> bool:
+        return self.compactions[0].is_of_tokens
+
+    @property
+    def complete(self) -> ExternalCache | None:
+        return self.compactions[0].complete
 
 
 @dataclass(frozen=True)
@@ -139,9 +164,11 @@ class Compactor:
         batches: dict[tuple[object, ...], list[int]] = {}
         for index, compaction in enumerate(compactions):
             plan = compaction.plan
-            shape = (plan.front == 0, compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries)
+            sizes = compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries
+            # Each complete cache is an allocation of its own, so refreshes go one by one.
+            source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
             # By the policy's text: parameters of another package's policy may not be hashable.
-            batches.setdefault((plan.compression, id(compaction.policy), *shape), []).append(index)
+            batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source), []).append(index)
         counts, failures = [], {}
         for indices in batches.values():
             batch = self._batch([compactions[index] for index in indices])
@@ -159,7 +186,7 @@ class Compactor:
             head_size=self.layers[0].head_size,
             group_size=self.group_size,
             hidden_size=self.hidden_size,
-            at_prompt_end=first.plan.front == 0,
+            at_prompt_end=first.is_of_tokens,
         )
         cost: Cost | PartError
         try:
@@ -199,7 +226,10 @@ class Compactor:
             counts.index_add_(0, index, by_head.unflatten(0, (-1, self.num_kv_heads)).sum(1))
             destination = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
             rows = Rows(update.changed, update.keys, update.values)
-            ops.merge_entries(result.source.seq_layers, destination, update.kept, update.metadata, rows)
+            if batch.complete is None:
+                ops.merge_entries(result.source.seq_layers, destination, update.kept, update.metadata, rows)
+            else:
+                self._restore(result.source.seq_layers, self._layers_of(seq_layers, destination), update, rows)
 
         for part in self._parts(batch):
             for some, result in _contained(part, batch.failed, compress):
@@ -208,6 +238,15 @@ class Compactor:
             if failed := [one for one in part if one.request in batch.failed]:
                 write(failed, _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype))
         return counts
+
+    def _restore(self, source: SequenceLayers, pool: SequenceLayers, update: CacheUpdate, rows: Rows) -> None:
+        """Carries out a compaction whose entries lie in another cache; ``pool``: where its front will be."""
+        keys, values = (ops.gather_rows(source, plane, update.kept) for plane in PLANES)
+        places = torch.arange(update.kept.shape[1], device=self.device).repeat(len(update.kept), 1)
+        ops.write_rows(pool, pool.blocks, places, keys, values)
+        ops.write_metadata(pool, pool.blocks, *update.metadata)
+        if rows.keys is not None or rows.values is not None:
+            ops.write_rows(pool, pool.blocks, rows.places, rows.keys, rows.values)
 
     def _layer_statistics(self, batch: _Batch) -> Tensor:
         """The allocator's statistics, ``[plans, layers]`` float32; zeros where it failed."""
@@ -226,11 +265,12 @@ class Compactor:
 
     def _parts(self, batch: _Batch) -> Iterator[list[_SequenceLayer]]:
         """The layers of all requests, in parts that fit in memory; one at a time for policies that need output
-        projections, which are large, or have no estimate of their cost."""
+        projections, which are large, or have no estimate of their cost, and for layers that are copied to a GPU."""
         num_requests, num_layers = len(batch.compactions), len(self.layers)
         seq_layers = [_SequenceLayer(i, layer) for i in range(num_requests) for layer in range(num_layers)]
         size = 1
-        if not batch.policy.needs_output_weights and isinstance(batch.cost, Cost):
+        is_copied = batch.complete is not None and self.device.type != "cpu"
+        if not batch.policy.needs_output_weights and not is_copied and isinstance(batch.cost, Cost):
             size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * batch.cost.numbers))
         for start in range(0, len(seq_layers), size):
             yield seq_layers[start : start + size]
@@ -257,8 +297,8 @@ class Compactor:
         return CompressionContext(
             budget=batch.plan.budget,
             capacity=batch.plan.new_front,
-            num_tokens=max(one.plan.num_tokens for one in batch.compactions),
-            at_prompt_end=batch.plan.front == 0,
+            num_tokens=max(one.plan.seq_len for one in batch.compactions),
+            at_prompt_end=batch.is_of_tokens,
             heads=Heads.of(layers, self.head_indices, len(self.layers), self.all_heads),
             scale=self.scale,
             queries=self._queries(seq_layers, batch) if batch.compactions[0].ring is not None else None,
@@ -279,7 +319,7 @@ class Compactor:
 
     def _gather(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> PagedEntries:
         entries = PagedEntries.gather(self._located(seq_layers, batch))
-        if batch.plan.front == 0:
+        if batch.is_of_tokens:
             # Before a request's first compression its KV blocks hold no valid statistics.
             entries.scores.zero_()
             entries.aux.zero_()
@@ -292,16 +332,24 @@ class Compactor:
         return entries
 
     def _located(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> SequenceLayers:
+        if batch.complete is not None:
+            caches = batch.complete.on(self.device, [one.layer for one in seq_layers])
+            blocks = sent(batch.complete.blocks.repeat(len(seq_layers), 1), self.device)
+            segments = torch.tensor([batch.compactions[0].segments] * len(seq_layers))
+            return SequenceLayers(caches, torch.arange(len(seq_layers)), blocks, segments)
         requests = list(dict.fromkeys(one.request for one in seq_layers))
         tables = pad_sequence([batch.compactions[index].source_blocks for index in requests], batch_first=True)
         rows = self._sent([requests.index(one.request) for one in seq_layers])
-        plans = [batch.compactions[one.request].plan for one in seq_layers]
-        return SequenceLayers(
-            self.layers,
-            torch.tensor([one.layer for one in seq_layers]),
-            sent(tables, self.device).index_select(0, rows),
-            torch.tensor([(plan.front, plan.tail, plan.num_tokens) for plan in plans]),
-        )
+        segments = torch.tensor([batch.compactions[one.request].segments for one in seq_layers])
+        return self._layers_of(seq_layers, sent(tables, self.device).index_select(0, rows), segments)
+
+    def _layers_of(
+        self, seq_layers: list[_SequenceLayer], blocks: Tensor, segments: Tensor | None = None
+    ) -> SequenceLayers:
+        """The sequence layers in the pool. segments: of their live entries; None: none, they are only written to."""
+        if segments is None:
+            segments = torch.zeros(len(seq_layers), 3, dtype=torch.int64)
+        return SequenceLayers(self.layers, torch.tensor([one.layer for one in seq_layers]), blocks, segments)
 
 
 R = TypeVar("R")

@@ -5,7 +5,8 @@ Each of vLLM's model runners has one ``Compression``, and supplies the batch's o
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, PromptScores, Qu
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, attached_step
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
 from vllm_kvmerge.engine.worker.reporting import EntryCounts, Reporter
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, implementation, override
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.cost import Rates, measure_rates
+from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
 
 logger = init_logger(__name__)
@@ -36,13 +39,15 @@ logger = init_logger(__name__)
 @dataclass
 class RequestState:
     """A worker's state of a request with a policy. update: of its scores by attention after the first compression, if
-    its policy tracks them. prompt_scores: until the first compression. ring: its newest queries."""
+    its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
+    cache, from the first compression on, if it is refreshed."""
 
     front: int = 0
     tail: int = 0
     update: ScoreUpdate = NO_UPDATE
     prompt_scores: PromptScores | None = None
     ring: QueryRing | None = None
+    complete: ExternalCache | None = None
 
 
 def score_update(config: CompressionConfig) -> ScoreUpdate:
@@ -203,12 +208,19 @@ class Compression:
         started = time.perf_counter()
         configs = [parse_known(plan.compression) for plan in plans]
         states = [self.states.setdefault(plan.request_id, RequestState()) for plan in plans]
-        done = self.compactor.execute(
-            [
-                Compaction(plan, config.policy, blocks_of(plan.request_id), state.prompt_scores, state.ring)
-                for plan, config, state in zip(plans, configs, states, strict=True)
-            ]
-        )
+        compactions, lost = [], {}
+        for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
+            blocks = blocks_of(plan.request_id)
+            ring = state.ring if config.policy.query_window else None
+            compaction = Compaction(plan, config.policy, blocks, state.prompt_scores, ring)
+            if plan.external_tokens:
+                try:
+                    compaction = self._with_complete(compaction, config, state)
+                except OSError as error:
+                    lost[index] = PartError("external_cache", f"no room for the complete cache: {error}")
+            compactions.append(compaction)
+        done = self.compactor.execute(compactions)
+        done.failures.update(lost)
         for plan, config, state in zip(plans, configs, states, strict=True):
             state.front, state.tail = plan.new_front, plan.num_tokens
             state.update = score_update(config) if config.tracks_decode else NO_UPDATE
@@ -220,9 +232,25 @@ class Compression:
         if heads.rank == 0:
             # Requests are compressed together: each counts an equal share of the time.
             seconds = (time.perf_counter() - started) / len(plans)
-            for policy in policies:
-                observe_compaction(policy, self._engine, seconds)
+            for policy, plan in zip(policies, plans, strict=True):
+                observe_compaction(policy, self._engine, seconds, is_refresh=plan.is_refresh)
         return plans
+
+    def _with_complete(self, compaction: Compaction, config: CompressionConfig, state: RequestState) -> Compaction:
+        """Completes the request's complete cache; a refresh then starts from it. Raises OSError if it has no room."""
+        plan, pool = compaction.plan, self.compactor.layers
+        if state.complete is None:
+            folder = plugin_config(self._config).external_cache_dir
+            state.complete = ExternalCache.empty(pool, plan.external_tokens, None if folder is None else Path(folder))
+        state.complete.append(pool, compaction.source_blocks, plan.seq_len, state.front)
+        if not plan.is_refresh:
+            return compaction
+        scores = None
+        if config.refresh_window:
+            assert state.ring is not None
+            update = score_update(config)
+            scores = state.complete.scores(state.ring, config.refresh_window, update, self.compactor.scale)
+        return replace(compaction, prompt_scores=scores, complete=state.complete)
 
 
 def set_batch_rows(attn_groups: list[list[AttentionGroup]], rows: list[BatchRow]) -> None:

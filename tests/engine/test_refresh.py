@@ -1,0 +1,150 @@
+"""``refresh``: the front is made anew from the complete cache, which is kept outside the pool."""
+
+from dataclasses import replace
+
+import numpy as np
+from vllm import SamplingParams
+
+from tests.engine.conftest import random_prompt
+from vllm_kvmerge import compression
+from vllm_kvmerge.demo import documents, recall
+from vllm_kvmerge.demo.language import BOS, distinct_keys
+from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.evaluation.continuation import CONTINUATION
+
+
+def forced(continuation: list[int], **fields) -> SamplingParams:
+    extra = compression(**fields) | {CONTINUATION: continuation}
+    return SamplingParams(temperature=0, max_tokens=len(continuation), ignore_eos=True, logprobs=0, extra_args=extra)
+
+
+def greedy(max_tokens: int, **fields) -> SamplingParams:
+    extra = compression(**fields) | {USAGE_KEY: True}
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+
+
+def logprobs_of(output, tokens: list[int]) -> list[float]:
+    return [at[token].logprob for at, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
+
+
+def test_a_refresh_is_the_compression_of_all_tokens_as_a_prompt(engine):
+    """Up to the refresh at 340 tokens nothing is lost, so keys and values are those of the full model."""
+    document = recall.training_sample(np.random.default_rng(31), 400, 6, 8)[0].tolist()
+    policies, prompts, params = ["keepkv", "h2o", "zsmerge", "weightedkv", "pyramidkv"], [], []
+    for policy in policies:
+        fields = {"policy": policy, "budget": 250, "interval": 500, "decode": "bounded", "score_window": 32}
+        prompts += [document[:240], document[:340], document[:240]]
+        params += [
+            forced(document[240:], refresh={"every": 100}, **fields),
+            forced(document[340:], **fields),
+            forced(document[240:], **fields),
+        ]
+    outputs = iter(engine.generate(prompts, params))
+    for policy in policies:
+        refreshed, whole, never = (next(outputs) for _ in range(3))
+        # The token after the refresh is computed before it.
+        found = logprobs_of(refreshed, document[240:])[101:]
+        assert np.abs(np.subtract(found, logprobs_of(whole, document[340:])[1:])).max() < 2e-3, policy
+        assert np.abs(np.subtract(found, logprobs_of(never, document[240:])[101:])).max() > 0.05, policy
+    engine.assert_empty()
+
+
+def test_it_is_counted_and_reported(engine):
+    prompt = random_prompt(np.random.default_rng(32), 500)
+    (output,) = engine.generate([prompt], greedy(100, policy="keepkv", budget=128, refresh={"every": 24}))
+    report = output.kv_transfer_params[REPORT_KEY]
+    assert report["refreshes"] == 99 // 24  # the last token is not computed
+    shape = engine.scheduler._limits.shape
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * shape.item_size
+    assert report["external_bytes"] == per_token * max(500 + 4 * 24, 500 + 99 // 32 * 32)
+    (output,) = engine.generate([prompt], greedy(100, policy="keepkv", budget=128))
+    assert "refreshes" not in output.kv_transfer_params[REPORT_KEY]
+
+
+def test_it_survives_preemption_and_leaves_nothing_behind(engine):
+    """A preempted request's complete cache is given up, and made again as it goes through the same compressions."""
+    rng = np.random.default_rng(33)
+    fields = [
+        {"policy": policy, "budget": 600, "refresh": {"every": every}, **more}
+        for policy, every, more in [
+            ("keepkv", 48, {}), ("zsmerge", 30, {}), ("morphkv", 64, {}), ("snapkv", 40, {}),
+            ("streaming_llm", 33, {"context_tokens": 600}), ("grkv", 50, {"decode": "bounded"}),
+        ]
+    ]  # fmt: skip
+    prompts = [random_prompt(rng, 700) for _ in fields]
+    params = [greedy(120, **one) for one in fields]
+    alone = [engine.tokens([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    add, outputs, preempted = engine.llm.llm_engine.add_request, {}, set()
+    for i in range(3):  # these only grow, and push the others out
+        plain = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+        add(f"plain{i}", {"prompt_token_ids": random_prompt(rng, 1000)}, plain)
+    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        add(f"r{i}", {"prompt_token_ids": prompt}, one)
+    add("aborted", {"prompt_token_ids": prompts[0]}, params[0])
+    steps = 0
+    while engine.llm.llm_engine.has_unfinished_requests():
+        steps += 1
+        if steps == 60:
+            engine.llm.llm_engine.abort_request(["aborted"])
+        preempted |= {r.request_id[:2] for r in engine.scheduler.requests.values() if r.num_preemptions}
+        for output in engine.llm.llm_engine.step():
+            outputs[output.request_id] = list(output.outputs[0].token_ids)
+        if not any(request_id.startswith("r") for request_id in engine.scheduler.requests):
+            engine.llm.llm_engine.abort_request([f"plain{i}" for i in range(3)])
+    assert preempted & {f"r{i}" for i in range(len(prompts))}, "nothing was preempted: the pool is too large"
+    assert [outputs[f"r{i}"] for i in range(len(prompts))] == alone
+    engine.assert_empty()
+
+
+def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
+    limits = engine.scheduler._limits
+    room = limits.external_bytes(2 * 700)
+    monkeypatch.setattr(engine.scheduler, "_limits", replace(limits, max_external_bytes=room))
+    rng = np.random.default_rng(34)
+    params = greedy(40, policy="h2o", budget=128, refresh={"every": 16})
+    for i in range(4):
+        engine.llm.llm_engine.add_request(f"r{i}", {"prompt_token_ids": random_prompt(rng, 600)}, params)
+    most, held = 0, set()
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
+        compressed = [r for r in engine.scheduler.running if r.request_id in engine.manager.segments]
+        most = max(most, len(compressed))
+        held.add(sum(engine.scheduler._size(request).external_bytes for request in compressed))
+    assert most == 2
+    assert 0 < max(held) <= room
+    engine.assert_empty()
+
+
+def test_a_second_question_is_answered_after_a_refresh(engine):
+    """The prompt asks for one fact; 150 tokens later another one is asked for, whose place nobody had looked at."""
+    rng = np.random.default_rng(35)
+    drawn = [second_question(rng, 500, 10, 150) for _ in range(12)]
+    variants = {
+        "full": {"policy": "full"},
+        "never": {"policy": "keepkv", "budget": 120},
+        # So that a refresh falls between question and answer.
+        "refresh": {"policy": "keepkv", "budget": 120, "refresh": {"every": 75}},
+    }
+    prompts = [prompt for prompt, *_ in drawn for _ in variants]
+    params = [forced(continuation, **fields) for _, continuation, _ in drawn for fields in variants.values()]
+    outputs, right = iter(engine.generate(prompts, params)), {name: [] for name in variants}
+    for _, continuation, num_answered in drawn:
+        for name in variants:
+            at = next(outputs).outputs[0].logprobs[-num_answered:]
+            answer = continuation[-num_answered:]
+            right[name].append(all(one[token].rank == 1 for one, token in zip(at, answer, strict=True)))
+    shares = {name: np.mean(found) for name, found in right.items()}
+    assert shares["full"] >= 0.9, shares
+    assert shares["refresh"] >= 0.7, shares
+    assert shares["never"] <= 0.4, shares
+
+
+def second_question(rng, length: int, num_facts: int, between: int) -> tuple[list[int], list[int], int]:
+    """A prompt that ends with a question; its answer, filler up to ``between`` tokens, another question and its answer;
+    and the length of that answer."""
+    keys = distinct_keys(rng)
+    facts = [documents.recall(rng, keys) for _ in range(num_facts)]
+    first, second = (facts[index].questions[0] for index in rng.permutation(num_facts)[:2])
+    body = documents.document(rng, length - 1 - len(first.ask), [fact.statements[0] for fact in facts])
+    filler = documents.document(rng, between - len(first.answer) - len(second.ask), [])
+    return [BOS, *body, *first.ask], [*first.answer, *filler, *second.ask, *second.answer], len(second.answer)
