@@ -69,6 +69,8 @@ def test_parts_hold_no_more_than_they_state(kind, name, sizes, num_entries, budg
         {"policy": "grkv", "allocator": "adaptive"},
         {"policy": "morphkv", "recent_window": 100, "kernel_size": 5},
         {"policy": "morphkv", "allocator": "adaptive"},
+        {"policy": "morphkv", "recent_window": 100, "softmax_over": "distant", "group_fusion": "max"},
+        {"policy": "morphkv", "recent_window": 100, "group_fusion": "max", "fusion": "max"},
         {"policy": "knorm", "allocator": "variance", "tracker": "sum"},
         {"policy": "knorm", "allocator": "pyramid"},
         {"policy": "h2o", "allocator": "uniform", "skip_layers": 1},

@@ -28,25 +28,26 @@ def kept_positions(entries: Entries) -> list[set[int]]:
     return [set(row) - {DEAD} for row in entries.positions.tolist()]
 
 
-def brute_force(
-    entries: Entries, context: CompressionContext, head: int, window: int, fusion: str, kernel_size: int
-) -> set[int]:
+def brute_force(entries: Entries, context: CompressionContext, head: int, selector: RecentQueries) -> set[int]:
     """Algorithm 1 for one head, with loops; the distant entries pooled over their neighbours."""
+    window, reach = selector.recent_window, selector.kernel_size // 2
+    num_queries = selector.voting_queries or window
+    fuse = {"sum": lambda a, b: a + b, "max": max}
     live = [i for i, p in enumerate(entries.positions[head].tolist()) if p != DEAD]
     position = {i: int(entries.positions[head, i]) for i in live}
+    recent = set(sorted(live, key=position.get)[-window:])
+    usable = [i for i in live if selector.softmax_over == "all" or i not in recent]
     fused = dict.fromkeys(live, 0.0)
-    for r in range(context.queries.vectors.shape[2])[-window:]:
-        summed = dict.fromkeys(live, 0.0)
-        seen = [i for i in live if position[i] <= context.queries.positions[head, r]]
+    for r in range(context.queries.vectors.shape[2])[-num_queries:]:
+        grouped = dict.fromkeys(live, 0.0)
+        seen = [i for i in usable if position[i] <= context.queries.positions[head, r]]
         for g in range(context.queries.vectors.shape[1]):
             logits = entries.keys[head, seen] @ context.queries.vectors[head, g, r] * context.scale
             for i, p in zip(seen, (logits + entries.log_votes[head, seen]).softmax(0).tolist(), strict=True):
-                summed[i] += p
+                grouped[i] = fuse[selector.group_fusion](grouped[i], p)
         for i in live:
-            fused[i] = fused[i] + summed[i] if fusion == "sum" else max(fused[i], summed[i])
-    recent = set(sorted(live, key=position.get)[-window:])
+            fused[i] = fuse[selector.fusion](fused[i], grouped[i])
     distant = sorted(set(live) - recent, key=position.get)
-    reach = kernel_size // 2
     pooled = {i: max(fused[j] for j in distant[max(0, at - reach) : at + reach + 1]) for at, i in enumerate(distant)}
     distant = sorted(sorted(distant), key=pooled.get, reverse=True)
     return {position[i] for i in recent} | {position[i] for i in distant[: max(0, context.budget - len(recent))]}
@@ -64,10 +65,17 @@ def test_is_algorithm_1(seed, num_heads, num_groups, n, fusion, data):
     num_queries = data.draw(st.integers(1, n))  # fewer or more than the selector reads
     queries = 2 * torch.randn(num_heads, num_groups, num_queries, 8, generator=generator, dtype=torch.float64)
     context = with_queries(CompressionContext.of_layer(entries, budget, n, at_prompt_end=False), queries)
-    kernel_size = data.draw(st.sampled_from([1, 1, 3, 5]))
-    result = policy(recent_window=window, fusion=fusion, kernel_size=kernel_size).compress(entries, context).entries
+    parts = policy(
+        recent_window=window,
+        voting_queries=data.draw(st.none() | st.integers(1, n)),
+        fusion=fusion,
+        group_fusion=data.draw(st.sampled_from(["sum", "max"])),
+        softmax_over=data.draw(st.sampled_from(["all", "distant"])),
+        kernel_size=data.draw(st.sampled_from([1, 1, 3, 5])),
+    )
+    result = parts.compress(entries, context).entries
     assert_sound(result, budget)
-    expected = [brute_force(entries, context, head, window, fusion, kernel_size) for head in range(num_heads)]
+    expected = [brute_force(entries, context, head, parts.selector) for head in range(num_heads)]
     assert kept_positions(result) == expected
 
 
@@ -162,6 +170,7 @@ def test_without_queries_it_is_a_sliding_window():
 
 def test_what_it_asks_for():
     assert policy().query_window == 32 and policy(recent_window=200).query_window == 200
+    assert policy(voting_queries=31).query_window == 31
     assert policy().min_budget == 33
     assert not policy().needs_scores
     with pytest.raises(ValueError, match="kernel_size\n.*must be odd"):

@@ -58,6 +58,18 @@ def test_reads_are_those_of_the_dense_entries(dtype, heads):
     assert torch.equal(paged.is_live, dense.is_live)
 
 
+@pytest.mark.parametrize("fusion", ["sum", "max"])
+def test_queries_do_not_attend_to_hidden_entries(fusion):
+    paged, dense = sample(torch.bfloat16)
+    hidden = dense.positions >= dense.positions.amax(1, keepdim=True) - 20
+    hidden[0] = True
+    queries = torch.randn(len(hidden), 2, 3, dense.keys.shape[2], generator=torch.Generator().manual_seed(3))
+    positions = dense.positions.amax(1, keepdim=True) - torch.tensor([2, 1, 0])
+    fused = paged.without(hidden).fused_attention(queries, positions, 0.2, fusion)
+    torch.testing.assert_close(fused, dense.without(hidden).fused_attention(queries, positions, 0.2, fusion))
+    assert (fused[hidden] == 0.0).all() and (fused[1:].sum(1) > 0.9).all()
+
+
 def test_nothing_is_read_unasked(monkeypatch):
     paged, dense = sample(torch.bfloat16)
     asked = []
