@@ -1,4 +1,4 @@
-"""ZSMerge: prompt averaging, algorithm 1 and theorem 3.1."""
+"""ZSMerge: prompt averaging, slots and theorem 3.1."""
 
 import math
 
@@ -73,59 +73,24 @@ def runs_of(rest: list[int], num_slots: int) -> list[list[int]]:
     return runs
 
 
-class Algorithm1:
-    """ZSMerge algorithm 1 for one head, token by token, with lists; from a full cache on."""
-
-    def __init__(self, num_recent: int, num_context: int, entries: Entries, head: int) -> None:
-        self.num_recent, self.num_context = num_recent, num_context
-        is_slot = entries.aux[head] >= 1
-        ordinary = sorted(entries.positions[head][~is_slot].tolist())
-        self.recent, self.context = ordinary[-num_recent:], ordinary[:-num_recent]
-        planes = (entries.keys[head][is_slot], entries.values[head][is_slot], entries.aux[head][is_slot].tolist())
-        self.slots = [list(slot) for slot in zip(*planes, strict=True)]
-
-    def add(self, token: int, keys: Tensor, values: Tensor, scores: dict[int, float]) -> None:
-        self.recent.append(token)
-        if len(self.recent) <= self.num_recent:
-            return
-        self.context.append(self.recent.pop(0))
-        if len(self.context) <= self.num_context:
-            return
-        leaving = min(self.context, key=lambda t: scores[t])
-        self.context.remove(leaving)
-        key, value = keys[leaving], values[leaving]
-        slot = max(self.slots, key=lambda s: float(s[0] @ key))
-        w = slot[2]
-        slot[:] = [(w * slot[0] + key) / (w + 1), (w * slot[1] + value) / (w + 1), w + 1]
-
-
-@settings(max_examples=15, deadline=None)
-@given(SEEDS, st.sampled_from([0.0, 0.6, 1.0]))
-def test_decoding_token_by_token_is_algorithm_1(seed, alpha):
-    num_heads, budget, steps = 2, 12, 40
-    parts = policy(recent=3, residual_share=0.25, alpha=alpha)  # B_p = 3, B_c = 6, B_r = 3
-    stream = random_entries(seed, num_heads, steps, dtype=torch.float64)
-    stream.positions.copy_(torch.arange(steps))
-    entries = stream.take(torch.arange(budget + 1).expand(num_heads, -1))
-    entries = parts.compress(entries, CompressionContext.of_layer(entries, budget, budget + 1, False)).entries
-    # Slots were founded by the first that left, each alone.
-    assert (entries.aux >= 1).sum(1).tolist() == [3, 3]
-    reference = [Algorithm1(3, 6, entries, head) for head in range(num_heads)]
-    for step in range(budget + 1, steps):
-        entries = append(entries, stream.take(torch.full((num_heads, 1), step)), step)
-        # The scores of ordinary entries stay those of the stream.
-        entries = parts.compress(entries, CompressionContext.of_layer(entries, budget, step + 1, False)).entries
-        for head, algorithm in enumerate(reference):
-            algorithm.add(step, stream.keys[head], stream.values[head], dict(enumerate(stream.scores[head].tolist())))
-            ordinary = entries.positions[head][entries.aux[head] == 0]
-            assert set(ordinary.tolist()) == set(algorithm.recent + algorithm.context)
-            is_slot = entries.aux[head] >= 1
-            assert sorted(entries.aux[head][is_slot].tolist()) == sorted(w for _, _, w in algorithm.slots)
-            for key, value, w in algorithm.slots:
-                match = (entries.keys[head] - key).abs().sum(1).argmin()
-                torch.testing.assert_close(entries.keys[head, match], key)
-                torch.testing.assert_close(entries.values[head, match], value)
-                assert math.isclose(entries.log_votes[head, match], alpha * math.log(w), abs_tol=1e-12)
+def test_what_leaves_founds_slots_first():
+    """Algorithm 1: three entries found the slots, in order of position, the fourth joins that of largest product."""
+    entries = random_entries(0, num_heads=2, n=13, dtype=torch.float64)
+    parts = policy(recent=3, residual_share=0.25)  # B_p = 3, B_c = 6, B_r = 3
+    result = parts.compress(entries, CompressionContext.of_layer(entries, 12, 13, at_prompt_end=False)).entries
+    for head in range(2):
+        old = entries.positions[head].argsort()[:-3]
+        leaving = old[entries.scores[head, old].argsort()[:4]]
+        *founders, last = leaving[entries.positions[head, leaving].argsort()].tolist()
+        keys = [entries.keys[head, founder] for founder in founders]
+        joined = max(range(3), key=lambda i: float(keys[i] @ entries.keys[head, last]))
+        keys[joined] = (keys[joined] + entries.keys[head, last]) / 2
+        is_slot = result.aux[head] >= 1
+        assert sorted(result.aux[head, is_slot].tolist()) == [1, 1, 2]
+        for i, key in enumerate(keys):
+            slot = (result.keys[head] - key).abs().sum(1).argmin()
+            torch.testing.assert_close(result.keys[head, slot], key)
+            assert is_slot[slot] and result.aux[head, slot] == 1 + (i == joined)
 
 
 @settings(max_examples=60, deadline=None)

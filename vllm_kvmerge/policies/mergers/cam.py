@@ -25,7 +25,10 @@ class CamMerger(Merger):
 
     The source merges one entry per decoding step and drops the prompt's surplus. That is the default here: summed over
     a prompt's evicted entries, values grow out of proportion, as they do more slowly in a long generation. The source's
-    entries leave a sliding window and are judged by the newest query's attention; here selector and tracker decide.
+    entries leave a window of sinks and recent tokens; here selector and tracker decide. With ``streaming_llm``'s
+    selector this is the authors' code for long texts, which has accumulated scores and m = 16. Their code for HELM has
+    m = 32, and merges an entry one step before it leaves, by the newest query's attention to it over the mean of its
+    attention to all that follow.
     """
 
     name = "cam"

@@ -27,6 +27,10 @@ class D2OMerger(Merger):
 
     per layer and head. tau lives in the entries' ``aux``, which the ``sum`` tracker leaves alone. D2O evicts one entry
     per step, so its mean is over one; here a compression evicts an interval's worth.
+
+    The authors' code differs: weights are u_j and u_c = 1 over the number of entries in the set, which do not sum to 1;
+    a layer's heads share one tau, with which the mean of their u is compared; and the prompt is compressed after the
+    first generated token.
     """
 
     name = "d2o"

@@ -27,6 +27,11 @@ class ResidualMerger(Merger):
     cut, in order of position, into B_r runs of equal length, each averaged into a slot. Later, entries that leave found
     slots while fewer than B_r exist, and then join the slot of largest k_r . k_t. Slots are never selected, so the sum
     of their scores, which they keep, ranks nothing.
+
+    The authors' code has a single slot by default and averages the prompt likewise, except that where runs differ in
+    length the longer ones come first; of a prompt shorter than the budget, the first tokens serve as slots. The token
+    that leaves its recent window is never merged at that step: while decoding the window is one token shorter than its
+    parameter says, so what it selects is what algorithm 1 does with that B_p.
     """
 
     name = "residual"

@@ -1,0 +1,46 @@
+"""H2O (arXiv:2306.14048, algorithm 1, and the authors' cache that really drops entries)."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow, policy_of
+
+
+def h2o(head: Head, heavy: int, recent: int) -> Iterator[Step]:
+    """Keeps the ``recent`` newest tokens and the ``heavy`` others of largest accumulated attention.
+
+    Scores are of all queries, the prompt's too. Those of a KV head's query heads are added; the authors' models have
+    one each. No first tokens are protected.
+    """
+    scores = dict(enumerate(head.prompt_attention().sum((0, 1)).tolist()))
+    for step in range(head.prompt, len(head.keys)):
+        tokens = sorted(scores)
+        old = tokens[: len(tokens) - recent]
+        for token in sorted(old, key=scores.__getitem__)[: max(0, len(old) - heavy)]:
+            del scores[token]
+        tokens = [*sorted(scores), step]
+        probabilities, output = attend(head.logits(tokens, step), head.values[tokens])
+        yield Step(set(tokens), output)
+        for token, probability in zip(tokens, probabilities.sum(0).tolist(), strict=True):
+            scores[token] = scores.get(token, 0.0) + probability
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize(("heavy", "recent"), [(8, 8), (13, 3)])
+def test_h2o(num_groups, heavy, recent):
+    stream = Stream.random(num_groups, num_groups)
+    policy = policy_of({"policy": "h2o", "score_window": "all", "num_sink_tokens": 0, "recent_window": recent})
+    for ours, head in zip(follow(policy, stream, heavy + recent), stream.heads(), strict=True):
+        assert_same_steps(ours, h2o(head, heavy, recent))
+
+
+def test_sinks_are_what_differs():
+    """The preset protects the first 4 tokens, as KeepKV's and WeightedKV's baselines do; the authors' code does not."""
+    stream = Stream.random(0, 4)
+    stream.queries[..., 0], stream.keys[:, :4, 0] = 3.0, -3.0  # no query attends to the first tokens
+    default = policy_of({"policy": "h2o", "score_window": "all"})
+    for ours, head in zip(follow(default, stream, 16), stream.heads(), strict=True):
+        theirs = list(h2o(head, 8, 8))
+        assert all(set(range(4)) <= step.attended for step in ours)
+        assert {1, 2, 3}.isdisjoint(theirs[-1].attended)  # 0 is all that its own query sees

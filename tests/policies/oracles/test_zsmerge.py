@@ -1,0 +1,93 @@
+"""ZSMerge (arXiv:2503.10714): algorithm 1 and the authors' code."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow, policy_of
+
+DECAY = 0.98
+
+AUTHORS = {"recent_share": 0.4, "residual_share": 0.001}
+"""Of the authors' script: 0.4 of the budget for the newest tokens, a single slot, the rest by score."""
+
+
+def longer_first(count: int, slots: int) -> list[int]:
+    """Lengths of the authors' runs of the prompt: the longer ones first."""
+    size, longer = divmod(count, slots)
+    return [size + (i < longer) for i in range(slots)]
+
+
+def evenly(count: int, slots: int) -> list[int]:
+    """Lengths of this package's runs: run i begins at i count / slots, rounded up."""
+    starts = [-(-i * count // slots) for i in range(slots + 1)]
+    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
+
+
+def zsmerge(
+    head: Head, budget: int, window: int, slots: int, ring: int, lengths=longer_first, alpha: float = 0.6
+) -> Iterator[Step]:
+    """One head, token by token. ring: tokens in the recent window while decoding; ``window`` in algorithm 1, where the
+    one that leaves it may be merged at once; ``window - 1`` in the authors' code, where that one takes the place of the
+    merged one. The prompt keeps its ``window`` newest tokens and the best others; the rest is averaged in runs."""
+    may_go_at_once = ring == window
+    ages = torch.arange(head.prompt - 1, -1, -1)
+    scores = (head.prompt_attention().sum(0) * (DECAY**ages)[:, None]).sum(0).tolist()
+    old = list(range(head.prompt - window))
+    best = sorted(old, key=lambda token: scores[token], reverse=True)[: budget - window - slots]
+    rest = torch.tensor([token for token in old if token not in best])
+    runs = rest.split(lengths(len(rest), slots))
+    keys = [head.keys[run].mean(0) for run in runs]
+    values = [head.values[run].mean(0) for run in runs]
+    weights = [len(run) for run in runs]
+    recent = list(range(head.prompt - ring, head.prompt))
+    context = best + list(range(head.prompt - window, head.prompt - ring))
+    for step in range(head.prompt, len(head.keys)):
+        tokens = [*context, *recent, step]
+        slot_logits = head.queries[:, step] @ torch.stack(keys).T / head.keys.shape[1] ** 0.5
+        slot_logits += alpha * torch.tensor(weights, dtype=torch.float64).log()
+        logits = torch.cat([slot_logits, head.logits(tokens, step)], dim=1)
+        probabilities, output = attend(logits, torch.cat([torch.stack(values), head.values[tokens]]))
+        yield Step(set(tokens), output)
+        scores.append(0.0)
+        for token, probability in zip(tokens, probabilities[:, slots:].sum(0).tolist(), strict=True):
+            scores[token] = DECAY * scores[token] + probability
+        recent.append(step)
+        leaving = recent.pop(0)
+        gone = min(context + [leaving] * may_go_at_once, key=lambda token: scores[token])
+        context = [token for token in [*context, leaving] if token != gone]
+        slot = int((torch.stack(keys) @ head.keys[gone]).argmax())
+        keys[slot] = (weights[slot] * keys[slot] + head.keys[gone]) / (weights[slot] + 1)
+        values[slot] = (weights[slot] * values[slot] + head.values[gone]) / (weights[slot] + 1)
+        weights[slot] += 1
+
+
+def ours(stream: Stream, budget: int, **fields: object) -> list:
+    return follow(policy_of({"policy": "zsmerge", "score_window": "all", **fields}), stream, budget)
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_the_authors_shares(num_groups):
+    """Their ring of one token less, from which none is merged at once, is the same as a window of one more."""
+    stream, budget = Stream.random(num_groups, num_groups), 20
+    for mine, head in zip(ours(stream, budget, **AUTHORS), stream.heads(), strict=True):
+        assert_same_steps(mine, zsmerge(head, budget, 8, slots=1, ring=7))
+
+
+@pytest.mark.parametrize(("num_groups", "alpha"), [(1, 0.6), (4, 1.0), (4, 0.0)])
+def test_algorithm_1(num_groups, alpha):
+    """The preset's own shares: of 24 entries 6 are recent and 3 are slots."""
+    stream, budget = Stream.random(10 + num_groups, num_groups), 24
+    for mine, head in zip(ours(stream, budget, alpha=alpha), stream.heads(), strict=True):
+        assert_same_steps(mine, zsmerge(head, budget, 6, slots=3, ring=6, lengths=evenly, alpha=alpha))
+
+
+def test_several_slots_begin_with_other_runs():
+    """20 tokens of the prompt go into 8 slots, of which the authors' first ones are the longer ones."""
+    stream, budget = Stream.random(3, 4), 28
+    assert longer_first(20, 8) == [3, 3, 3, 3, 2, 2, 2, 2] and evenly(20, 8) == [3, 2, 3, 2, 3, 2, 3, 2]
+    for mine, head in zip(ours(stream, budget, residual_share=8 / 28), stream.heads(), strict=True):
+        assert_same_steps(mine, zsmerge(head, budget, 7, slots=8, ring=7, lengths=evenly))
+        first = next(zsmerge(head, budget, 7, slots=8, ring=7, lengths=longer_first))
+        assert first.attended == mine[0].attended and (first.output - mine[0].output).abs().max() > 1e-4
