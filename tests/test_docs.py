@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvmerge.policies import PARTS, PRESETS
+from vllm_kvmerge.request.parameters import parse_compression
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_kvmerge"
@@ -170,6 +171,13 @@ def test_every_parameter_of_the_parts_is_listed():
         assert listed == expected, kind
         for name, part in parts.items():
             assert part.model_fields or f"`{name}`" in section.rpartition("Without parameters:")[2], name
+
+
+def test_requests_in_the_text_are_accepted():
+    requests = [text for page in PAGES for text in re.findall(r'`(\{"policy"[^`]*\})`', page.read_text())]
+    assert '{"policy": "full"}' in requests
+    for text in requests:
+        parse_compression(json.loads(text))  # raises
 
 
 def test_every_patch_of_vllm_is_listed():
