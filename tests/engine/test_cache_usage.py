@@ -29,7 +29,7 @@ def test_steps_say_what_a_compression_changed():
     times = [time for step in steps for time in (step["start"], step["end"])]
     assert times == sorted(times) and times[0] >= 0
     report = {"mean_entries": 19 / 3, "mean_bytes": 19 * KIB / 3, "peak_entries": 11, "peak_bytes": 11 * KIB}
-    assert usage.report() == report | {"steps": steps}
+    assert usage.report() == report | {"kv_compression": {"policy": "full"}, "steps": steps}
 
 
 def test_a_step_that_changes_nothing_is_left_out():
@@ -62,4 +62,5 @@ def test_who_asks_for_the_end_alone_gets_no_steps():
     usage = CacheUsage(KIB)
     usage.note_peak(CacheSize(3, 3, 3))
     usage.count_step(CacheSize(3, 3, 3))
-    assert set(usage.report()) == {"mean_entries", "mean_bytes", "peak_entries", "peak_bytes"}
+    figures = {"mean_entries", "mean_bytes", "peak_entries", "peak_bytes"}
+    assert set(usage.report()) == figures | {"kv_compression"}

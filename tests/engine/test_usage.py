@@ -53,6 +53,32 @@ def test_reports(engine):
     engine.assert_empty()
 
 
+def test_the_report_says_what_was_used(engine, monkeypatch):
+    """The ridge follows the model's type, from admission to the worker, unless the request gives it."""
+    prompt = random_prompt(np.random.default_rng(1), 250)
+
+    def answer(**fields) -> tuple[dict, list[float]]:
+        asked = params("grkv", 6, budget=64, **fields)
+        asked.logprobs = 0
+        engine.llm.reset_prefix_cache()  # chunks of another size round otherwise
+        (output,) = engine.generate([prompt], [asked])
+        chosen = [next(iter(at.values())).logprob for at in output.outputs[0].logprobs]
+        return output.kv_transfer_params[REPORT_KEY]["kv_compression"], chosen
+
+    used, by_default = answer()
+    assert (used["lambda_k"], used["lambda_v"]) == (0.01, 0.01)
+    assert (used["policy"], used["budget"], used["selector"], used["window_size"]) == ("grkv", 64, "snapkv", 32)
+    monkeypatch.setattr(engine.scheduler, "_model_type", "qwen3")
+    used, of_qwen = answer()
+    assert (used["lambda_k"], used["lambda_v"]) == (0.1, 0.1)
+    assert of_qwen == answer(lambda_k=0.1, lambda_v=0.1)[1] != by_default
+    used, explicit = answer(lambda_k=0.01, lambda_v=0.01)
+    assert (used["lambda_k"], used["lambda_v"]) == (0.01, 0.01) and explicit == by_default
+    (plain,) = engine.generate([prompt], [params("full", 2)])
+    assert plain.kv_transfer_params[REPORT_KEY]["kv_compression"] == {"policy": "full"}
+    engine.assert_empty()
+
+
 def test_an_aborted_request_leaves_nothing(engine):
     core = engine.llm.llm_engine
     core.add_request("aborted", {"prompt_token_ids": random_prompt(np.random.default_rng(), 100)}, params("full", 50))

@@ -91,7 +91,7 @@ def problem(num_queries: int, num_entries: int, head_size: int = 4) -> tuple[_Fi
     queries = Queries(vectors, torch.full((2, num_queries), num_entries))
     target = torch.randn(2, 2, num_queries, head_size, generator=generator, dtype=torch.float64)
     free = torch.rand(2, num_entries, generator=generator) < 0.8
-    return _Fit(queries, 0.5, target, kept, free), kept
+    return _Fit(queries, 0.5, target, kept, free, guard=True), kept
 
 
 @pytest.mark.parametrize(("num_queries", "num_entries"), [(3, 20), (20, 15), (40, 6)])

@@ -191,6 +191,68 @@ def test_key_step_solves_the_linearised_ridge_problem(seed):
         torch.testing.assert_close(result.keys, start.keys + step.view_as(start.keys), rtol=1e-6, atol=1e-8)
 
 
+def algorithm_1(entries: Entries, context: CompressionContext, ridge: float, steps: int) -> Entries:
+    """GRKV's pseudocode over what the selector keeps, with dense matrices; a tenth, one sink and the window fixed."""
+    start = evicting().compress(entries, context).entries
+    free = start.is_live & ~fixed_entries(start, entries, context, 0.1, num_sinks=1)
+    target, queries = output(entries, context), context.queries.vectors.flatten(1, 2)
+    keys, values = start.keys, start.values
+    for _ in range(steps):
+        weights = attention(context.queries, replace(start, keys=keys), context.scale).flatten(1, 2)
+        carried = weights * free.unsqueeze(1)
+        gram = carried @ carried.transpose(1, 2) + ridge * torch.eye(queries.shape[1], dtype=torch.float64)
+        values = start.values + carried.transpose(1, 2) @ torch.linalg.solve(gram, target - weights @ start.values)
+        matrix = dense(OutputDerivative(weights, values, queries, context.scale, free))
+        moved = (matrix @ (keys - start.keys).flatten(1).unsqueeze(-1)).squeeze(-1)
+        gram = matrix @ matrix.transpose(1, 2) + ridge * torch.eye(matrix.shape[1], dtype=torch.float64)
+        alpha = torch.linalg.solve(gram, (target - weights @ values).flatten(1) + moved)
+        keys = start.keys + (matrix.transpose(1, 2) @ alpha.unsqueeze(-1)).view_as(start.keys)
+    return replace(start, keys=keys, values=values)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_without_its_guard_it_is_the_papers_algorithm(seed):
+    entries, context = problem(seed, dtype=torch.float64, size=4.0)
+    fields = {"lambda_k": 0.05, "lambda_v": 0.05, "steps": 2, "cg_iterations": 1000, "cg_tolerance": 1e-12}
+    result = policy(guard=False, **fields).compress(entries, context).entries
+    expected = algorithm_1(entries, context, 0.05, steps=2)
+    torch.testing.assert_close(result.values, expected.values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result.keys, expected.keys, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [4, 5, 7])
+def test_the_guard_stops_steps_that_raise_the_loss(seed):
+    """Queries as large as these are where the linearisation misleads the paper's algorithm."""
+    entries, context = problem(seed, dtype=torch.float64, size=10.0)
+    before, unguarded, guarded = (
+        window_loss(entries, parts.compress(entries, context).entries, context)
+        for parts in (evicting(), policy(guard=False), policy())
+    )
+    assert (unguarded > before).any()
+    assert (guarded <= before).all() and (guarded < before).any()
+
+
+def test_the_windows_own_tokens_can_be_free():
+    entries, context = problem(0)
+    kept = evicting().compress(entries, context).entries
+    in_window = kept.positions >= 40 - WINDOW
+    free = {"fixed_share": 0.0, "num_fixed_sinks": 0}
+    for fix_window in (True, False):
+        result = policy(fix_window=fix_window, **free).compress(entries, context).entries
+        for name in ("keys", "values"):
+            changed = (getattr(result, name) != getattr(kept, name)).any(-1)
+            assert changed[~in_window].all()
+            assert changed[in_window].any() != fix_window
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ridge"),
+    [("llama", 0.01), ("gemma2", 0.01), ("mistral", 0.1), ("mixtral", 0.1), ("qwen2", 0.1), ("qwen3_moe", 0.1)],
+)
+def test_the_ridge_follows_the_model(model_type, ridge):
+    assert RegressionMerger.model_defaults(model_type) == {"lambda_k": ridge, "lambda_v": ridge}
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     SEEDS,

@@ -92,6 +92,29 @@ def test_snapkv_with_bounded_decoding_goes_on_scoring():
     assert parse_compression({"policy": "snapkv", "decode": "bounded"}).tracks_decode
 
 
+def test_defaults_that_depend_on_the_model_are_filled_in_once():
+    ridges = [
+        (parse_compression({"policy": policy, **fields}).for_model(model_type), expected)
+        for policy in ("grkv", "criticalkv")
+        for fields, model_type, expected in (
+            ({"merger": "regression"}, "qwen3", (0.1, 0.1)),
+            ({"merger": "regression"}, "llama", (0.01, 0.01)),
+            ({"merger": "regression", "lambda_k": 0.0, "lambda_v": None}, "mistral", (0.0, 0.1)),
+            ({"merger": "regression", "lambda_k": 0.01, "lambda_v": 0.01}, "mistral", (0.01, 0.01)),
+        )
+    ]
+    for config, expected in ridges:
+        assert (config.policy.merger.lambda_k, config.policy.merger.lambda_v) == expected
+        # Workers parse the text again, and do not ask for the model.
+        assert parse_compression(config.text) == config
+        assert config.for_model("another") == config
+        spelled_out = config.parameters
+        assert (spelled_out["lambda_k"], spelled_out["lambda_v"]) == expected
+        assert parse_compression(spelled_out).policy == config.policy
+    config = parse_compression({"policy": "h2o"})
+    assert config.for_model("qwen3") is config
+
+
 def test_json_text_is_parsed():
     value = {"policy": "h2o", "budget": 64, "recent_window": None}
     assert parse_compression(json.dumps(value)) == parse_compression(value)
@@ -330,9 +353,7 @@ def test_every_field_is_described_in_the_schema():
     assert undescribed == []
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configurations_are_valid(path):
     config = parse_compression(yaml.safe_load(path.read_text()))
     assert config.name == path.stem

@@ -15,7 +15,7 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionErr
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 WORKER_CLS = "vllm_kvmerge.engine.worker.cpu_worker.KVMergeWorker"
 CUDA_WORKER_CLS = "vllm_kvmerge.engine.worker.cuda_worker.KVMergeCUDAWorker"
@@ -23,6 +23,9 @@ SCHEDULER_CLS = "vllm_kvmerge.engine.scheduler.KVMergeScheduler"
 VALIDATOR = "vllm_kvmerge.engine.validation:CompressionValidator"
 CONFIG_KEY = "kvmerge"
 """The plugin's part of vLLM's ``additional_config``, see ``PluginConfig``."""
+
+MISTRAL_FORMAT = "transformer"
+"""vLLM's name for the type of a model that comes with Mistral's params.json instead of a config.json."""
 
 BLOCK_SIZE = 32
 LEAST_COMPACTION_BYTES = 256 << 20
@@ -99,6 +102,12 @@ class PluginConfig(BaseModel):
 def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
     """The plugin's part of an engine's ``additional_config``, or of a server's arguments."""
     return PluginConfig.model_validate((config.additional_config or {}).get(CONFIG_KEY) or {})
+
+
+def model_type(model: "ModelConfig") -> str:
+    """Transformers' name of the type of a model's text part, such as ``llama``, which defaults may depend on."""
+    name = str(getattr(model.hf_text_config, "model_type", ""))
+    return "mistral" if name == MISTRAL_FORMAT else name
 
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:

@@ -13,7 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine import compat
-from vllm_kvmerge.engine.arguments import plugin_config, request_limits
+from vllm_kvmerge.engine.arguments import model_type, plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.failures import FailedRequests
 from vllm_kvmerge.engine.metrics import GENERATED, CacheGauges, count_compression, count_refresh, count_request
@@ -29,7 +29,13 @@ from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
 from vllm_kvmerge.policies.errors import PartError
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
+from vllm_kvmerge.request.parameters import (
+    EXTRA_ARGS_KEY,
+    FULL,
+    CompressionConfig,
+    CompressionError,
+    parse_compression,
+)
 
 KEPT_SHARE = 4
 """Bound on workers' memory outside the pool for all running requests, as a multiple of ``max_compaction_bytes``."""
@@ -53,6 +59,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._manager = managers[0]
         self._default = plugin_config(self.vllm_config).default
         self._limits = request_limits(self.vllm_config)
+        self._model_type = model_type(self.vllm_config.model_config)
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
         bytes_per_block = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
@@ -72,18 +79,20 @@ class CompressionSchedulerMixin(Scheduler):
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
+            config = None
             try:
-                compression = self._resolve(request, extra.get(EXTRA_ARGS_KEY))
+                config = self._requested(request, extra.get(EXTRA_ARGS_KEY))
+                compression = self._resolve(request, config)
             except Exception as error:  # this request alone ends, before its first step
                 self._failed.add(request.request_id, error)
             else:
                 if compression is not None:
                     self._compressions[request.request_id] = compression
-            self._usage.begin(request.request_id, extra.get(USAGE_KEY))
+            self._usage.begin(request.request_id, extra.get(USAGE_KEY), config)
         super().add_request(request)
 
-    def _resolve(self, request: Request, asked: Any) -> RequestCompression | None:
-        """The request's compression, None for none. asked: its ``kv_compression``."""
+    def _requested(self, request: Request, asked: Any) -> CompressionConfig | None:
+        """What the request asks for, for this model; None for no compression. asked: its ``kv_compression``."""
         config = parse_compression(self._default if asked is None else asked)
         if request.resumable:
             # Its prompt grows by turns, which limits do not cover, and vLLM takes tokens back between them.
@@ -91,6 +100,10 @@ class CompressionSchedulerMixin(Scheduler):
                 raise CompressionError(EXTRA_ARGS_KEY, "streamed prompts are not compressed; allowed: full", "streamed")
             config = None
         count_request(config.name if config else FULL, self._engine)
+        return None if config is None else config.for_model(self._model_type)
+
+    def _resolve(self, request: Request, config: CompressionConfig | None) -> RequestCompression | None:
+        """The request's compression in numbers of tokens, None for none."""
         if config is None:
             return None
         # A server's front end has checked this; offline there is none.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig
+
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
@@ -47,10 +49,12 @@ class CacheUsage:
     """One request's cache sizes after each scheduled step.
 
     Peaks are over all steps, means over the steps from the end of the prompt on, after their compression. streams:
-    whether steps are reported one by one, with times since ``start`` (``time.monotonic()``).
+    whether steps are reported one by one, with times since ``start`` (``time.monotonic()``). config: what the request
+    asks for, for the engine's model; None: no compression.
     """
 
     bytes_per_block: int
+    config: CompressionConfig | None = None
     streams: bool = False
     start: float = field(default_factory=time.monotonic)
     num_steps: int = 0
@@ -114,6 +118,7 @@ class CacheUsage:
             "mean_bytes": self.total_blocks * self.bytes_per_block / steps if steps else None,
             "peak_entries": self.peak_entries,
             "peak_bytes": self.peak_blocks * self.bytes_per_block,
+            EXTRA_ARGS_KEY: {"policy": FULL} if self.config is None else self.config.parameters,
         }
         if self.peak_external_bytes:
             report |= {"refreshes": self.num_refreshes, "external_bytes": self.peak_external_bytes}
@@ -138,10 +143,10 @@ class UsageReports:
     def __len__(self) -> int:
         return len(self._usages)
 
-    def begin(self, request_id: str, asked: Any) -> None:
+    def begin(self, request_id: str, asked: Any, config: CompressionConfig | None) -> None:
         """Starts a request's report if it asked for one. asked: its value of ``USAGE_KEY``."""
         if asked:
-            self._usages[request_id] = CacheUsage(self._bytes_per_block, streams=asked == STREAM)
+            self._usages[request_id] = CacheUsage(self._bytes_per_block, config, streams=asked == STREAM)
 
     def before_compressions(self, running: "list[Request]", size_of: SizeOf) -> None:
         """Notes the sizes of a scheduled step, before its compressions."""

@@ -28,6 +28,7 @@ from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, errors_agai
 from vllm_kvmerge.evaluation.trace import (
     LayerTrace,
     knows_demo_task,
+    model_type_of,
     num_layers_of,
     text_documents,
     trace,
@@ -166,6 +167,7 @@ def _variants(
     except CompressionError as error:
         parser.error(str(error))
     assert config is not None
+    config = config.for_model(model_type_of(arguments.model))
     if config.policy.merger.name == DropMerger.name:
         return {MERGED: config}
     dropping = config.policy.model_copy(update={"merger": DropMerger()})

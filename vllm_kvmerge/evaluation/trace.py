@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,9 +56,18 @@ def trace_one_by_one(model_path: str, documents: Iterable[list[int]]) -> Iterato
 
 
 def num_layers_of(model_path: str) -> int:
+    return int(_text_config(model_path).num_hidden_layers)
+
+
+def model_type_of(model_path: str) -> str:
+    """Transformers' name of the model's type, such as ``llama``."""
+    return str(_text_config(model_path).model_type)
+
+
+def _text_config(model_path: str) -> Any:
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config().num_hidden_layers)
+    return AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config()
 
 
 def knows_demo_task(model_path: str) -> bool:

@@ -6,7 +6,7 @@ every operation is batched over the first dimension. ``d`` is the head size.
 """
 
 from abc import abstractmethod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -47,6 +47,15 @@ class Part(BaseModel):
 
     needs_output_weights: ClassVar[bool] = False
     """True if the part reads ``context.output_weights``."""
+
+    @classmethod
+    def model_defaults(cls, model_type: str) -> dict[str, Any]:
+        """Values, by name, of parameters whose default depends on the model: they replace None, the default of such a
+        field, before a request is scheduled. ``cost`` must not depend on them.
+
+        model_type: the name of the model's type, such as ``llama`` or ``qwen3``.
+        """
+        return {}
 
     @property
     def query_window(self) -> int:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy, load_plugins
 from vllm_kvmerge.policies.choice import PartNames, choose
-from vllm_kvmerge.policies.errors import PartError
+from vllm_kvmerge.policies.errors import PartError, blamed_on
 from vllm_kvmerge.policies.fields import CommonFields, Refresh
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 
@@ -111,6 +111,31 @@ class CompressionConfig(CommonFields):
     def refresh_window(self) -> int:
         """Number of the newest queries that a refresh scores; 0 if there is none, or the policy needs no scores."""
         return self.refresh.queries if self.refresh is not None and self.policy.needs_scores else 0
+
+    def for_model(self, model_type: str) -> "CompressionConfig":
+        """The same with defaults that depend on the model (``Part.model_defaults``), in ``text`` as well, so that
+        whoever parses that again need not know the model.
+
+        Raises:
+            PartError: a part cannot say its defaults.
+        """
+        defaults: dict[str, Any] = {}
+        for part in self.policy.parts:
+            with blamed_on(part):
+                own = part.model_defaults(model_type)
+                defaults |= {name: value for name, value in own.items() if getattr(part, name) is None}
+        if not defaults:
+            return self
+        config = parse_compression(json.loads(self.text) | defaults)
+        assert config is not None
+        return config
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The request's ``kv_compression`` with every default spelled out, as plain values."""
+        names = {kind: getattr(self.policy, kind).name for kind in PARTS}
+        parts = reduce(or_, (part.model_dump(mode="json") for part in self.policy.parts))
+        return {"policy": self.name, **self.model_dump(include=set(CommonFields.model_fields)), **names, **parts}
 
     def check_context(self, num_prompt_tokens: int) -> None:
         """Raises CompressionError if the context is longer than a prompt of this length."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -25,8 +25,19 @@ from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, so
 from vllm_kvmerge.policies.indexing import first, padded_nonzero, sinks
 from vllm_kvmerge.policies.registry import register
 
+Ridge = Annotated[float, Field(ge=0.0, le=1e6)]
+
+RIDGE = 1e-2
+"""Lambda of the paper's Llama, and of models that it does not have (section 4.1)."""
+
+STRONGER_RIDGE = 1e-1
+"""Lambda of the paper's Mistral and Qwen."""
+
+STRONGER_RIDGE_MODELS = ("mistral", "mixtral", "ministral", "qwen")
+"""What the names of these models' types begin with."""
+
 STEP_LENGTHS = (1.0, 0.5, 0.25, 0.125)
-"""Shares of a step for keys, tried in turn."""
+"""Shares of a guarded step for keys, tried in turn."""
 
 CHOLESKY = 10
 """Time of factoring a small matrix, relative to a product of as many multiply-adds."""
@@ -47,10 +58,13 @@ class RegressionMerger(Merger):
     see entries up to their own position, in Y as in A, so that Y is what the model computed.
 
     Fixed, hence unchanged (section 3.4): the first ``num_fixed_sinks`` tokens of the sequence, the tokens whose queries
-    these are, and of the others the ``fixed_share`` of those kept that Q attends to most. All other kept entries are
-    free. J is a local approximation: a step for keys that would raise a head's window loss is halved, up to three
-    times, while the paper takes it. A step that still would, or fails, is not taken for that head. Positions, votes and
-    scores stay. In a head that was changed, entries not kept count as merged. Without queries all of them are evicted.
+    these are (``fix_window``), and of the others the ``fixed_share`` of those kept that Q attends to most. All other
+    kept entries are free. Positions, votes and scores stay. In a head that was changed, entries not kept count as
+    merged. Without queries all of them are evicted.
+
+    ``guard`` is not the paper's. J is a local approximation, so a step for keys can raise the window loss: such a step
+    is halved, up to three times, and one that still raises a head's loss, or a step for values that does, is not taken
+    for that head. Without it every step with a finite result is taken, as algorithm 1 is written.
     """
 
     name = "regression"
@@ -61,8 +75,12 @@ class RegressionMerger(Merger):
         32, ge=1, le=MAX_QUERIES, description="Newest queries whose attention output is to be kept (m)."
     )
     components: Literal["k", "v", "kv"] = Field("kv", description="What is fitted: keys, values, or both.")
-    lambda_k: float = Field(1e-2, ge=0.0, le=1e6, description="Weight that holds keys where they were.")
-    lambda_v: float = Field(1e-2, ge=0.0, le=1e6, description="Weight that holds values where they were.")
+    lambda_k: Ridge | None = Field(
+        None, description="Weight that holds keys where they were; default: 0.1 for Mistral and Qwen, else 0.01."
+    )
+    lambda_v: Ridge | None = Field(
+        None, description="Weight that holds values where they were; default: 0.1 for Mistral and Qwen, else 0.01."
+    )
     steps: int = Field(1, ge=1, le=32, description="Rounds of fitting values and keys in turn (S).")
     fixed_share: float = Field(
         0.1, ge=0.0, le=1.0, description="Share of the kept entries, those attended to most, that stays unchanged."
@@ -70,12 +88,21 @@ class RegressionMerger(Merger):
     num_fixed_sinks: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that, where kept, stay unchanged."
     )
+    fix_window: bool = Field(True, description="The tokens whose queries these are stay unchanged.")
+    guard: bool = Field(
+        True, description="Take no step that raises the window loss. false: every step, as the paper's algorithm 1."
+    )
     cg_iterations: int = Field(
         64, ge=1, le=1024, description="Most iterations of conjugate gradients in a step for keys."
     )
     cg_tolerance: float = Field(
         1e-2, ge=1e-12, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
     )
+
+    @classmethod
+    def model_defaults(cls, model_type: str) -> dict[str, Any]:
+        ridge = STRONGER_RIDGE if model_type.startswith(STRONGER_RIDGE_MODELS) else RIDGE
+        return {"lambda_k": ridge, "lambda_v": ridge}
 
     @property
     def query_window(self) -> int:
@@ -95,13 +122,14 @@ class RegressionMerger(Merger):
         target, weight = _full_attention(entries, queries, context.scale)
         # A head that loses nothing has nothing to fit but rounding errors.
         free = self._free(result, weight.gather(1, kept), queries) & (num_gone > 0).unsqueeze(1)
-        fit = _Fit(queries, context.scale, target, result, free)
+        fit = _Fit(queries, context.scale, target, result, free, self.guard)
+        lambda_k, lambda_v = (RIDGE if ridge is None else ridge for ridge in (self.lambda_k, self.lambda_v))
         keys, values = result.keys, result.values
         for _ in range(self.steps):
             if "v" in self.components:
-                values = fit.values(keys, values, self.lambda_v)
+                values = fit.values(keys, values, lambda_v)
             if "k" in self.components:
-                keys = fit.keys(keys, values, self.lambda_k, self.cg_iterations, self.cg_tolerance)
+                keys = fit.keys(keys, values, lambda_k, self.cg_iterations, self.cg_tolerance)
         is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
         changed = padded_nonzero(is_changed)
         rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[2])
@@ -114,8 +142,9 @@ class RegressionMerger(Merger):
 
     def _free(self, kept: Entries, weight: Tensor, queries: Queries) -> Tensor:
         """``[H, c]`` bool: the kept entries that may change."""
-        in_window = kept.positions >= queries.positions.amin(-1, keepdim=True)
-        free = kept.is_live & ~in_window & ~sinks(kept, self.num_fixed_sinks)
+        free = kept.is_live & ~sinks(kept, self.num_fixed_sinks)
+        if self.fix_window:
+            free &= kept.positions < queries.positions.amin(-1, keepdim=True)
         by_weight = weight.masked_fill(~free, -torch.inf).argsort(dim=1, descending=True, stable=True)
         return free & ~first(free, by_weight, int(self.fixed_share * len(kept)))
 
@@ -176,7 +205,8 @@ class _Fit:
     """The least-squares problem of one layer.
 
     target Y: ``[H, G, m, d]``. kept: the ``c`` entries of each head as the selector left them, dead ones zero. free:
-    ``[H, c]`` bool, entries that may change. In methods the query heads' rows lie one after the other: ``r = G * m``.
+    ``[H, c]`` bool, entries that may change. guard: whether steps that raise a head's loss are left out. In methods the
+    query heads' rows lie one after the other: ``r = G * m``.
     """
 
     queries: Queries
@@ -184,6 +214,7 @@ class _Fit:
     target: Tensor
     kept: Entries
     free: Tensor
+    guard: bool
 
     def values(self, keys: Tensor, values: Tensor, ridge: float) -> Tensor:
         """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these keys and values."""
@@ -202,8 +233,10 @@ class _Fit:
         factor, failed = torch.linalg.cholesky_ex(gram)
         solution = torch.cholesky_solve(residual, factor)
         fitted = self.kept.values + (solution if by_entry else free_weights.transpose(1, 2) @ solution)
-        better = (failed == 0) & self._improves(weights @ fitted, weights @ values)
-        return torch.where(better[:, None, None] & self.free.unsqueeze(-1), fitted, values)
+        taken = (failed == 0) & _is_finite(fitted)
+        if self.guard:
+            taken &= self._improves(weights @ fitted, weights @ values)
+        return torch.where(taken[:, None, None] & self.free.unsqueeze(-1), fitted, values)
 
     def keys(self, keys: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float) -> Tensor:
         """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these keys and values."""
@@ -215,6 +248,9 @@ class _Fit:
             lambda vector: derivative.forward_adjoint(vector).add_(vector, alpha=ridge), right, iterations, tolerance
         )
         change = self.kept.keys + derivative.adjoint(alpha) - keys
+        if not self.guard:
+            trial = keys + change
+            return torch.where(_is_finite(trial)[:, None, None] & self.free.unsqueeze(-1), trial, keys)
         fitted, undecided = keys, self.free.any(1)
         for length in STEP_LENGTHS:
             trial = keys + length * change
@@ -233,6 +269,11 @@ class _Fit:
         """``[H]`` bool: true if the window loss (eq. 4) is smaller for ``output`` (``[H, r, d]``); false for NaN."""
         target = self.target.flatten(1, 2)
         return (target - output).square().sum((1, 2)) < (target - old_output).square().sum((1, 2))
+
+
+def _is_finite(rows: Tensor) -> Tensor:
+    """``[H]`` bool: all of a head's numbers (``[H, c, d]``) are finite."""
+    return rows.isfinite().flatten(1).all(1)
 
 
 @dataclass(frozen=True)
