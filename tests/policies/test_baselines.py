@@ -601,6 +601,39 @@ def test_asymkv(size, prior_votes):
     torch.testing.assert_close(result.entries.log_votes.exp().sum(1), entries.log_votes.exp().sum(1))
 
 
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.booleans(), st.integers(0, 3))
+def test_asymkv_over_a_selection(size, prior_votes, window):
+    entries, budget = sample(size, 5)
+    entries = voted(entries, size[0]) if prior_votes else entries
+    result, kept, count = merge(AsymKVMerger(merge_first=False), entries, budget, window)
+    expected = 0
+    for head in range(len(kept)):
+        order = live(entries, head)
+        where = {i: int(entries.positions[head, i]) for i in order}
+        stays = [i for i in order if i in kept[head].tolist()]
+        fixed = {i for i in order if where[i] < 1} | set(order[len(order) - min(len(order), window) :])
+        targets = [i for i in stays if i not in fixed]
+        members: dict[int, list[int]] = {i: [i] for i in stays}
+        for e in set(order) - set(stays):
+            if targets:
+                expected += 1
+                members[min(targets, key=lambda i: (abs(where[i] - where[e]), -where[i]))].append(e)  # noqa: B023
+        for slot, source in enumerate(kept[head].tolist()):
+            if source not in members:
+                continue
+            group = members[source]
+            votes = entries.log_votes[head, group].exp()
+            close = {"rtol": 1e-4, "atol": 1e-5}
+            for name in ("keys", "values"):
+                mean = votes @ getattr(entries, name)[head, group] / votes.sum()
+                torch.testing.assert_close(getattr(result, name)[head, slot], mean, **close)
+            torch.testing.assert_close(result.log_votes[head, slot], votes.sum().log(), **close)
+            torch.testing.assert_close(result.scores[head, slot], entries.scores[head, group].sum(), **close)
+            assert result.positions[head, slot] == max(where[i] for i in group)
+    assert count == expected
+
+
 def merged_before(entries: Entries, protected: Tensor, context: CompressionContext) -> tuple[Entries, Tensor]:
     """AsymKV's merges, and how many there were."""
     update = AsymKVMerger().before_selection(entries, entries.scores, protected, context)
@@ -676,7 +709,7 @@ def test_presets_are_what_they_are_called():
         assert set(PRESETS[name].defaults) <= known
     parts = {name: tuple(part.name for part in built(PRESETS[name]).parts) for name in MINE}
     assert parts["d2o"] == ("sum", "variance", "h2o", "d2o")
-    assert parts["cam"] == ("sum", "uniform", "h2o", "cam")
+    assert parts["cam"] == ("sum", "uniform", "streaming_llm", "cam")
     assert parts["adakv"] == ("sum", "adaptive", "snapkv", "drop")
     assert parts["pyramidkv"] == ("sum", "pyramid", "snapkv", "drop")
     assert built(PRESETS["pyramidinfer"]).allocator.shape == "cosine"

@@ -63,6 +63,7 @@ def test_parts_hold_no_more_than_they_state(kind, name, sizes, num_entries, budg
         {"policy": "cam", "merge_prompt": True},
         {"policy": "cam", "merge_prompt": True, "num_receivers": 4096},
         {"policy": "kvmerger", "merge_threshold": -1.0},
+        {"policy": "snapkv", "merger": "asymkv", "merge_first": False},
         {"policy": "zsmerge", "residual_share": 0.5},
         {"policy": "grkv", "regression_window": 200},
         {"policy": "grkv", "regression_window": 100, "steps": 3, "components": "v"},

@@ -26,6 +26,8 @@ def _register(name: str, source: str, parts: str, decode: DecodeMode = "bounded"
 
 _register("local", "Sliding window: the newest entries", "none local drop")
 _register("streaming_llm", "StreamingLLM, Xiao et al., arXiv:2309.17453", "none streaming_llm drop")
+# H2O protects no first tokens: num_sink_tokens 0 is the paper's. Attention finds them by itself, so its scores of few
+# queries are what may lose them.
 _register("h2o", "H2O, Zhang et al., arXiv:2306.14048", "sum h2o drop")
 _register("snapkv", "SnapKV, Li et al., arXiv:2404.14469", "sum snapkv drop", **WINDOW)
 # The paper allocates as PyramidInfer does; here evenly, since uneven budgets cost memory where layers share blocks.
@@ -42,11 +44,16 @@ _register("knorm", "L2 norm, Devoto et al., arXiv:2406.11430", "none knorm drop"
 _register("keydiff", "KeyDiff, Park et al., arXiv:2504.15364", "none keydiff drop")
 # R-KV scores the last 8 queries; decaying by 7/8 weighs about as many.
 _register("rkv", "R-KV, Cai et al., arXiv:2505.24133", "sum rkv drop", score_window=8, decay=0.875)
-_register("cam", "CaM, Zhang et al., ICML 2024", "sum h2o cam")
+# What leaves the sliding window behind the sinks is merged, as in the source's code for generation.
+_register("cam", "CaM, Zhang et al., ICML 2024", "sum streaming_llm cam")
+# The source's code never compresses layers 0, 1 and the last. Here all share the budget: a layer that keeps everything
+# keeps everybody's blocks.
 _register("d2o", "D2O, Wan et al., arXiv:2406.13035", "sum h2o d2o variance")
 _register("kvmerger", "KVMerger, Wang et al., arXiv:2407.08454", "sum h2o kvmerger")
 # The source keeps no recent window, but scores of few queries must not merge the newest entries first.
 _register("asymkv", "AsymKV, Cui and Xu, arXiv:2506.05410", "sum h2o asymkv", recent_share=0.25)
 _register("pyramidkv", "PyramidKV, Cai et al., arXiv:2406.02069", "sum snapkv drop pyramid", **WINDOW)
+# The source ranks a layer's tokens for all heads together, and deeper layers never compute one that it drops. Here
+# all of the prompt is computed and each head of each layer ranks its own, so that no choice is nested.
 _register("pyramidinfer", "PyramidInfer, Yang et al., arXiv:2405.12532", "sum h2o drop pyramid", **PYRAMIDINFER)
 _register("adakv", "Ada-KV, Feng et al., arXiv:2407.11550", "sum snapkv drop adaptive", **WINDOW)

@@ -1,11 +1,12 @@
 """Merger of neighbours: keys averaged, values summed, cardinalities counted (AsymKV)."""
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
-from vllm_kvmerge.policies.indexing import padded_nonzero, select
+from vllm_kvmerge.policies.indexing import complement, padded_nonzero, select
 from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
 from vllm_kvmerge.policies.registry import register
 
@@ -26,6 +27,11 @@ class AsymKVMerger(Merger):
     many of these as there is surplus, of several in a row every other one, so that no entry is in two; what is left is
     done by further rounds, with the merged entries' own scores and cardinalities.
 
+    With ``merge_first`` false the selector decides what stays, and each entry that leaves is merged, by the same rule,
+    into the nearest one that stays (by position, the later of two) and is not protected; where there is none it is
+    dropped. That is a merger over another method's selection, as GRKV compares AsymKV (tables 1 and 7; GRKV does not
+    say how it ran it): merging first, no selection would have anything left to drop.
+
     Differences from the source: it weighs keys by the diagonal of the Hessian of the loss, from a backward pass that a
     server does not have; without one its code averages, as here. It ranks pairs for all heads together and prefers
     recent ones; here each head ranks its own. It limits l to 5, which lets values grow: not done. It works while the
@@ -36,9 +42,15 @@ class AsymKVMerger(Merger):
     source = "AsymKV, Cui and Xu, arXiv:2506.05410"
     tracker_modes = frozenset({ScoreMode.SUM})
 
+    merge_first: bool = Field(
+        True, description="Merge neighbours until the budget holds. false: merge what the selector does not keep."
+    )
+
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> CacheUpdate:
+    ) -> CacheUpdate | None:
+        if not self.merge_first:
+            return None
         candidates = entries.is_live & ~protected
         num_live = entries.is_live.sum(1, keepdim=True)
         # The selector protects less than the budget, so there is always an entry left to merge with.
@@ -78,14 +90,54 @@ class AsymKVMerger(Merger):
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
-        """Drops nothing: live entries are no more than the budget."""
-        return CacheUpdate.of(entries, kept)
+        """Drops nothing where entries were merged first: live ones are no more than the budget then."""
+        update = CacheUpdate.of(entries, kept)
+        if self.merge_first:
+            return update
+        sources = complement(kept, len(entries))
+        positions = entries.positions.gather(1, sources)
+        places, is_near = _nearest(update.positions.masked_fill(protected.gather(1, kept), DEAD), positions)
+        joins = is_near & (positions != DEAD)
+        scores, log_votes = (plane.gather(1, sources) for plane in (entries.scores, entries.log_votes))
+        own = update.log_votes.exp()
+        votes = own.scatter_add(1, places, log_votes.exp().masked_fill(~joins, 0.0))
+        shares = (log_votes.exp() / votes.gather(1, places)).masked_fill(~joins, 0.0)
+        changed, keys, values = take_in(entries, kept, sources, places, shares)
+        return update.write(
+            changed,
+            keys,
+            values,
+            joins.sum(1),
+            log_votes=torch.where(votes > own, votes.log(), update.log_votes),
+            scores=update.scores.scatter_add(1, places, scores.masked_fill(~joins, 0.0)),
+            positions=update.positions.scatter_reduce(1, places, positions.masked_fill(~joins, DEAD), "amax"),
+        )
 
     def cost(self, shape: CostShape) -> Cost:
         n, m, c, d = shape.num_entries, shape.num_leaving, shape.num_kept, shape.head_size
+        if not self.merge_first:
+            return absorbing(m, min(m, c), d) + Cost(numbers=16 * n, touches=sorting(c) + 100 * n)
         # Each round sorts the remaining entries, and halves them at best.
         rounds = Cost(numbers=40 * n, touches=12 * sorting(n) + 200 * n)
         return absorbing(m, min(m, c), d) + rounds
+
+
+def _nearest(targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """``[H, m]`` int64: index of the target whose position is nearest to each of ``positions``, the later of two; and
+    ``[H, m]`` bool: whether there is any.
+
+    targets: ``[H, c]`` int64, positions; ``DEAD``: no target. positions: ``[H, m]`` int64.
+    """
+    in_order, order = targets.sort(dim=1, stable=True)
+    after = torch.searchsorted(in_order, positions)
+    before = (after - 1).clamp(min=0)
+    last = targets.shape[1] - 1
+    to_before = positions - in_order.gather(1, before)
+    to_after = in_order.gather(1, after.clamp(max=last)) - positions
+    has_before = (after > 0) & (in_order.gather(1, before) != DEAD)
+    takes_before = has_before & ((after > last) | (to_before < to_after))
+    chosen = torch.where(takes_before, before, after.clamp(max=last))
+    return order.gather(1, chosen), (in_order.gather(1, chosen) != DEAD)
 
 
 def _pair_costs(scores: Tensor, log_votes: Tensor, valid: Tensor) -> Tensor:

@@ -23,12 +23,11 @@ class CamMerger(Merger):
     clamp(s_e / mean of their scores s, 0, 1); else e is dropped, as where none follows. Keys, positions, votes and
     scores stay. Where fewer than m follow, each still gains v_e / m. The draw is a hash of layer, head and position.
 
-    The source merges one entry per decoding step and drops the prompt's surplus. That is the default here: summed over
-    a prompt's evicted entries, values grow out of proportion, as they do more slowly in a long generation. The source's
-    entries leave a window of sinks and recent tokens; here selector and tracker decide. With ``streaming_llm``'s
-    selector this is the authors' code for long texts, which has accumulated scores and m = 16. Their code for HELM has
-    m = 32, and merges an entry one step before it leaves, by the newest query's attention to it over the mean of its
-    attention to all that follow.
+    The source's code for generation merges one entry per step, that which leaves a sliding window behind its sinks, by
+    the attention it has had so far and into 16 receivers, and drops the prompt's surplus. That is the preset's default
+    too: summed over a prompt's evicted entries, values grow out of proportion, as they do more slowly in a long
+    generation. Its code for tasks differs: as many receivers as the window holds, judged by the newest query's
+    attention over the largest of theirs, prompt included.
     """
 
     name = "cam"
@@ -36,7 +35,7 @@ class CamMerger(Merger):
     tracker_modes = frozenset({ScoreMode.SUM, ScoreMode.MEAN})
 
     num_receivers: int = Field(
-        32, ge=1, le=4096, description="Entries among which an evicted value is divided, m of CaM."
+        16, ge=1, le=4096, description="Entries among which an evicted value is divided, m of CaM."
     )
     merge_prompt: bool = Field(False, description="Merge at the end of the prompt too; the source drops there.")
 
