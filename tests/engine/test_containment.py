@@ -13,10 +13,12 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, random_prompt
 from tests.policies import failing
-from vllm_kvmerge import compression
+from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.metrics import FAILED
 from vllm_kvmerge.engine.plan import attached_step
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
+from vllm_kvmerge.evaluation.backends import Answer, EngineBackend, Request, RequestError
+from vllm_kvmerge.evaluation.config import EngineOptions
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression, request_schema
 
@@ -69,6 +71,19 @@ def test_a_failing_part_ends_its_request_alone(engine: Engine, short_of_time: No
         assert now - count == sum(part == blamed for *_, blamed in faults)
     engine.assert_empty()
     assert engine.tokens(prompts[:3], others) == expected
+
+
+def test_an_evaluation_does_not_score_what_failed(engine: Engine) -> None:
+    backend = EngineBackend(demo.model_path(), EngineOptions())
+    backend._llm = engine.llm
+    prompt = random_prompt(np.random.default_rng(3), LENGTH)
+    asked = {
+        "failing": {"policy": failing.PRESET, "merge_fault": "raise", "budget": 64},
+        "fine": {"policy": "h2o", "budget": 64},
+    }
+    answers = dict(backend.run((name, Request(prompt, fields, 4, [])) for name, fields in asked.items()))
+    assert isinstance(answers["failing"], RequestError) and "merger failing" in str(answers["failing"])
+    assert isinstance(answers["fine"], Answer)
 
 
 @pytest.mark.parametrize("where", ["resolve_capacity", "resolve_budget"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import EndpointOptions, EngineOptions
 from vllm_kvmerge.evaluation.tasks.base import Tokenizer
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import httpx
 
 K = TypeVar("K")
+
+MAX_COMPACTION_SECONDS = 3600.0
+"""Limit of the time that a compression may take in this process."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,10 @@ class EngineBackend:
         try:
             from vllm import LLM
 
-            from vllm_kvmerge.engine.arguments import kvmerge_engine_args
+            from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
+            # Nobody waits for these compressions, and where others use the processor they may take long.
+            arguments["additional_config"] = {CONFIG_KEY: {"max_compaction_seconds": MAX_COMPACTION_SECONDS}}
             self._llm = LLM(self.model, **kvmerge_engine_args(**arguments))
         except Exception as error:
             raise CommandError(f"the engine does not start: {error}") from error
@@ -179,12 +184,15 @@ class EngineBackend:
 
 def _read_output(output: Any, request: Request, seconds: float) -> Answer | RequestError:
     (completion,) = output.outputs
+    report = (output.kv_transfer_params or {}).get(REPORT_KEY)
+    if report is not None and ERROR_KEY in report:
+        return RequestError(report[ERROR_KEY])
     logprobs = []
     if request.continuation:
         if list(completion.token_ids) != request.continuation:
             return RequestError("the engine did not generate the continuation that it was given")
         logprobs = [at[token].logprob for at, token in zip(completion.logprobs, request.continuation, strict=True)]
-    return Answer(completion.text, logprobs, (output.kv_transfer_params or {}).get(REPORT_KEY), seconds)
+    return Answer(completion.text, logprobs, report, seconds)
 
 
 class EndpointBackend:
