@@ -149,7 +149,7 @@ def test_what_is_read_and_written_in_steady_state(policy, monkeypatch):
         assert not rows["keys"] and not rows["values"] and not calls and not rows["written"]
         return
     assert (calls["most_similar"] > 0) == (policy in ("keepkv", "d2o", "kvmerger"))
-    if policy == "cam":  # an entry that leaves goes into up to 32
+    if policy == "cam":  # an entry that leaves goes into up to 16
         assert not rows["keys"] and 0 < rows["values"] <= leaving + 50 * heads
         return
     # What leaves, and one that it goes into; of keys zsmerge compares with all of its slots, an eighth of the budget.
