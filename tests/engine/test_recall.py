@@ -34,7 +34,7 @@ def test_merging_keeps_more_than_dropping(engine):
         completions = [Completion(output.outputs[0].text) for output in outputs]
         return float(np.mean([task.score(*pair) for pair in zip(samples, completions, strict=True)]))
 
-    assert share_right(merger="zip") > share_right(tracker="log_ema") + 0.03
+    assert share_right(merger="zip", tracker="log_ema") > share_right(tracker="log_ema") + 0.03
 
 
 STRONG = {"adakv", "criticalkv", "grkv", "keydiff", "knorm", "pyramidkv", "rkv", "snapkv"}

@@ -181,8 +181,7 @@ def test_min_budget_leaves_room_for_a_slot():
     [
         (NoTracker(), HeavyHitter(), DropMerger(), "selector 'h2o' needs scores"),
         (NoTracker(), WindowTopK(), DropMerger(), "selector 'snapkv' needs scores"),
-        (SumTracker(), HeavyHitter(), ZipMerger(), "merger 'zip' .*mode 'sum'.*allowed modes: log_ema"),
-        (NoTracker(), Recent(), ZipMerger(), "merger 'zip' .*mode 'none'"),
+        (NoTracker(), Recent(), ResidualMerger(), "merger 'residual' .*mode 'none'"),
         (LogEmaTracker(), HeavyHitter(), ResidualMerger(), "merger 'residual' .*allowed modes: sum"),
         (LogEmaTracker(), Critical(), DropMerger(), "selector 'criticalkv' needs probabilities, tracker 'log_ema'"),
         (LogEmaTracker(), RedundancyAware(), DropMerger(), "selector 'rkv' needs probabilities"),
@@ -319,16 +318,17 @@ def test_the_tracker_follows_the_other_parts():
     def tracker(policy: str, **overrides: str) -> str:
         return choose(PRESETS[policy], overrides).tracker
 
-    assert tracker("snapkv", merger="zip") == "log_ema"
+    assert tracker("snapkv", merger="zip") == "sum"
     assert tracker("keepkv", merger="residual") == "sum"
     assert tracker("streaming_llm", selector="h2o") == "sum"
-    assert tracker("streaming_llm", selector="h2o", merger="zip") == "log_ema"
+    assert tracker("streaming_llm", merger="zip") == "none"
+    assert tracker("weightedkv", merger="asymkv") == "sum"
     # What suits stays, and what is asked for is taken.
     assert tracker("keepkv", merger="drop") == "log_ema"
     assert tracker("h2o", selector="local") == "sum"
     assert tracker("h2o", selector="local", tracker="none") == "none"
-    with pytest.raises(ValueError, match="merger 'zip' cannot work from tracker 'sum'"):
-        choose(PRESETS["snapkv"], {"merger": "zip", "tracker": "sum"})
+    with pytest.raises(ValueError, match="merger 'residual' cannot work from tracker 'log_ema'"):
+        choose(PRESETS["snapkv"], {"merger": "residual", "tracker": "log_ema"})
 
 
 def test_parts_no_tracker_suits_are_refused_for_what_is_wrong_with_most(monkeypatch):

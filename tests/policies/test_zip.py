@@ -12,15 +12,17 @@ from tests.policies.sampling import (
     assert_sound,
     attend,
     logits,
+    newest_queries,
     probabilities,
     random_entries,
     random_query,
 )
-from vllm_kvmerge.ops import similarity
-from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.ops import ScoreMode, ScoreUpdate, similarity
+from vllm_kvmerge.ops.attention import accumulate_scores
+from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries, Queries, Tracker
 from vllm_kvmerge.policies.mergers import ZipMerger
-from vllm_kvmerge.policies.selectors import HeavyHitter
-from vllm_kvmerge.policies.trackers import LogEmaTracker
+from vllm_kvmerge.policies.selectors import HeavyHitter, Recent
+from vllm_kvmerge.policies.trackers import LogEmaTracker, MeanTracker, NoTracker, SumTracker
 
 TRACKER = LogEmaTracker()
 MODES = st.sampled_from(["scale", "votes", "auto"])
@@ -50,16 +52,29 @@ def policy(num_sinks: int = 1, recent: int | None = None, **merger: object) -> C
     )
 
 
-def absorb(merger: ZipMerger, entries: Entries, carrier: int, members: list[int]) -> Entries:
-    """``entries`` after ``members`` joined ``carrier`` in every head; the members are dead."""
+def context_of(entries: Entries, budget: int, queries: Queries | None = None, **fields: object) -> CompressionContext:
+    """At the prompt's end. Without queries the tracker is ``log_ema``, with some it is ``sum``."""
+    mode = ScoreMode.LOG_EMA if queries is None else ScoreMode.SUM
+    scale = entries.keys.shape[2] ** -0.5
+    fields = {"at_prompt_end": True, "scale": scale, "queries": queries, "tracker_mode": mode} | fields
+    return CompressionContext.of_layer(entries, budget, len(entries), **fields)
+
+
+def absorb(
+    merger: ZipMerger, entries: Entries, carrier: int, members: list[int], queries: Queries | None = None
+) -> Entries:
+    """``entries`` after ``members`` joined ``carrier`` in every head; the members are dead. queries: see
+    ``context_of``."""
     shape = (len(entries.positions), len(members))
     joins = torch.ones(shape, dtype=torch.bool)
     index = torch.tensor(members).expand(shape)
     protected = torch.zeros_like(entries.is_live)
-    importance = TRACKER.importance(entries)
     everything = torch.arange(len(entries)).repeat(shape[0], 1)
     carriers = torch.full(shape, carrier)
-    merged = merger._absorb(entries, everything, importance, index, carriers, joins, protected).apply(entries)
+    context = context_of(entries, len(entries), queries)
+    mode = context.tracker_mode
+    scores = merger._scores(entries, TRACKER.importance(entries), context)
+    merged = merger._absorb(entries, everything, scores, index, carriers, joins, protected, mode).apply(entries)
     merged.kill(torch.zeros_like(protected).scatter_(1, index, True))
     return merged
 
@@ -250,7 +265,7 @@ def test_merge_first(seed, num_heads, n, threshold, data):
     num_dead = data.draw(st.integers(0, n // 2))
     entries, _ = scored_entries(seed, num_heads, n, num_dead)
     budget = data.draw(st.integers(3, n - 1))
-    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True)
+    context = context_of(entries, budget)
     merger, selector = ZipMerger(merge_threshold=threshold), HeavyHitter(num_sink_tokens=1)
     importance, protected = TRACKER.importance(entries), selector.protected(entries, context)
     update = merger.before_selection(entries, importance, protected, context)
@@ -278,6 +293,171 @@ def test_merge_first(seed, num_heads, n, threshold, data):
             torch.testing.assert_close(
                 TRACKER.importance(merged)[head, c], importance[head, group].logsumexp(0), rtol=1e-9, atol=1e-9
             )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    SEEDS,
+    st.integers(1, 3),
+    st.integers(4, 40),
+    st.sampled_from([SumTracker(), MeanTracker(), NoTracker(), LogEmaTracker()]),
+    st.sampled_from(["mean", "least_squares"]),
+    MODES,
+    st.integers(1, 4),
+    st.data(),
+)
+def test_theorem_3_beside_any_tracker(seed, num_heads, n, tracker, head_fit, mode, passes, data):
+    """Scores are those of the newest query; ``log_ema``'s are left out where ZIP does not read queries."""
+    entries, query = scored_entries(seed, num_heads, n, data.draw(st.integers(0, n // 4)))
+    budget = data.draw(st.integers(3, n))
+    merger = ZipMerger(
+        merge_threshold=-1.0, zip_window=1, zip_mode=mode, head_fit=head_fit, merge_passes=passes, ema_decay=0.3
+    )
+    selector = HeavyHitter(num_sink_tokens=1) if tracker.mode != ScoreMode.NONE else Recent()
+    parts = CompressionPolicy(tracker=tracker, selector=selector, merger=merger)
+    own = tracker.mode == ScoreMode.LOG_EMA
+    assert parts.query_window == (0 if own and head_fit == "mean" else 1)
+    queries = newest_queries(query[:, None, None], n)
+    result = parts.compress(entries, context_of(entries, budget, queries))
+    assert_sound(result.entries, budget)
+    assert result.num_evicted == 0
+    torch.testing.assert_close(attend(result.entries, query), attend(entries, query), rtol=1e-7, atol=1e-7)
+    if own:
+        live = result.entries.is_live
+        expected = logits(result.entries, query)[live]
+        torch.testing.assert_close(TRACKER.corrected(result.entries)[live], expected, rtol=1e-6, atol=1e-7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, st.integers(1, 4), st.integers(1, 12), st.floats(0.01, 0.99))
+def test_queries_give_the_average_that_the_tracker_keeps(seed, num_groups, window, ema_decay):
+    """Equation 8 of the newest queries is what ``log_ema`` has after these, with entries that only some have seen."""
+    n, d = 16, 8
+    entries = random_entries(seed, 2, n, num_dead=3, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(2, num_groups, window, d, generator=generator, dtype=torch.float64)
+    queries = newest_queries(vectors, n)
+    tracker = LogEmaTracker(ema_decay=ema_decay)
+    scores = torch.einsum("hgwd,hnd->hgwn", vectors, entries.keys) * d**-0.5
+    seen = entries.positions.unsqueeze(1) <= queries.positions.unsqueeze(-1)
+    nothing = torch.zeros(2, n, dtype=torch.float64)
+    update = ScoreUpdate(ScoreMode.LOG_EMA, ema_decay)
+    entries.scores, entries.aux = accumulate_scores(update, scores, scores, seen, nothing, nothing)
+    found = ZipMerger(ema_decay=ema_decay)._scores(entries, torch.zeros_like(nothing), context_of(entries, n, queries))
+    assert torch.equal(found.usable, entries.is_live & (entries.aux > 0)) and found.usable.any()
+    expected = tracker.importance(entries)
+    torch.testing.assert_close(found.log_weights[found.usable], expected[found.usable], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tracker", [SumTracker(), MeanTracker()])
+def test_a_merged_entry_has_the_statistic_of_its_sources(tracker: Tracker):
+    entries, query = scored_entries(3, 2, 30)
+    entries.scores = entries.scores.abs()
+    parts = CompressionPolicy(
+        tracker=tracker, selector=HeavyHitter(num_sink_tokens=1), merger=ZipMerger(merge_threshold=-1.0)
+    )
+    result = parts.compress(entries, context_of(entries, 10, newest_queries(query[:, None, None], 30)))
+    assert result.num_merged == 2 * 20
+    before, after = tracker.importance(entries).sum(1), tracker.importance(result.entries).sum(1)
+    torch.testing.assert_close(after, before)
+
+
+def test_without_queries_nothing_merges():
+    entries, _ = scored_entries(0, 2, 20)
+    parts = CompressionPolicy(tracker=SumTracker(), selector=HeavyHitter(), merger=ZipMerger(merge_threshold=-1.0))
+    result = parts.compress(entries, context_of(entries, 10))
+    assert (result.num_merged, result.num_evicted) == (0, 20)
+
+
+def head_errors(before: Entries, after: Entries, vectors: Tensor) -> Tensor:
+    """``[H]``: sum over the query heads of |o'_g - o_g|^2; vectors: ``[H, G, d]``."""
+    heads = vectors.unbind(1)
+    return torch.stack([(attend(after, q) - attend(before, q)).square().sum(-1) for q in heads]).sum(0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, st.sampled_from([2, 4, 8]), st.sampled_from(["value", "votes"]))
+def test_least_squares_is_least_to_first_order(seed, num_groups, what):
+    """Of a merge with little mass: another value gives the query heads a larger error, whatever the direction; other
+    votes give them a larger sum of a_g d_g^2."""
+    n, members = 12, [1, 2, 3]
+    entries, _ = scored_entries(seed, 3, n)
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(3, num_groups, 1, entries.keys.shape[2], generator=generator, dtype=torch.float64)
+    queries = newest_queries(vectors, n)
+    merged = absorb(ZipMerger(head_fit="least_squares", zip_mode="votes", zip_window=1), entries, 0, members, queries)
+    heads = vectors.squeeze(2).unbind(1)
+    joined = [0, *members]
+
+    def loss(changed: Entries) -> Tensor:
+        total = torch.zeros(3, dtype=torch.float64)
+        for query in heads:
+            mass = probabilities(entries, query)[:, joined]
+            share = mass.sum(1)
+            target = torch.einsum("hm,hmd->hd", mass / share.unsqueeze(1), entries.values[:, joined])
+            if what == "value":
+                total += share.square() * (changed.values[:, 0] - target).square().sum(-1)
+            else:
+                logit = logits(changed, query)[:, 0] + changed.log_votes[:, 0]
+                wanted = (logits(entries, query) + entries.log_votes)[:, joined].logsumexp(1)
+                total += share.square() * (logit - wanted).square()
+        return total
+
+    least = loss(merged)
+    for _ in range(4):
+        other = merged.clone()
+        if what == "value":
+            other.values[:, 0] += 0.01 * torch.randn(3, entries.keys.shape[2], generator=generator, dtype=torch.float64)
+        else:
+            other.log_votes[:, 0] += 0.01 * torch.randn(3, generator=generator, dtype=torch.float64)
+        assert (loss(other) > least).all()
+
+
+def test_least_squares_has_less_error_than_the_mean():
+    """Over all heads of 400 rows, at the queries that are fitted."""
+    for num_groups in (2, 8):
+        entries, _ = scored_entries(1, 400, 24)
+        vectors = 2 * torch.randn(400, num_groups, 1, 8, generator=torch.Generator().manual_seed(2)).double()
+        errors = {}
+        for head_fit in ("mean", "least_squares"):
+            merger = ZipMerger(head_fit=head_fit, zip_window=1)
+            merged = absorb(merger, entries, 0, [1, 2], newest_queries(vectors, 24))
+            errors[head_fit] = head_errors(entries, merged, vectors.squeeze(2)).mean()
+        assert errors["least_squares"] < 0.9 * errors["mean"]
+
+
+def test_further_passes_merge_pairs_that_the_first_does_not_compare():
+    """Six entries whose keys are equal in pairs: the least important two, the middle and the most important. The first
+    pass compares only the middle ones, further ones all, up to the budget."""
+    entries, _ = scored_entries(0, 1, 6)
+    entries.keys[0] = torch.eye(8, dtype=torch.float64)[[0, 0, 1, 1, 2, 2]]
+    entries.log_votes.zero_()
+    entries.scores = TRACKER.uncorrected(torch.arange(6.0).double().unsqueeze(0), entries.aux)
+    nothing = torch.zeros_like(entries.is_live)
+    importance = TRACKER.importance(entries)
+
+    def left(passes: int, budget: int) -> int:
+        merger = ZipMerger(merge_passes=passes)
+        update = merger.before_selection(entries, importance, nothing, context_of(entries, budget))
+        assert update.is_live.sum() + update.merged == 6
+        return int(update.is_live.sum())
+
+    assert [left(passes, 1) for passes in (1, 9)] == [5, 3]
+    assert [left(9, budget) for budget in (4, 5)] == [4, 5]
+
+
+@settings(max_examples=8, deadline=None)
+@given(SEEDS, st.integers(3, 12))
+def test_enough_passes_leave_no_similar_pair(seed, n):
+    """Of n entries at most n - 1 can merge, so one of the rounds of log2(n) passes must have merged nothing."""
+    entries, _ = scored_entries(seed, 1, n)
+    entries.keys[:] = entries.keys[..., :3].repeat(1, 1, 3)[..., :8]  # few directions: many are similar
+    nothing = torch.zeros_like(entries.is_live)
+    merger, threshold = ZipMerger(merge_passes=64, merge_threshold=0.9), 0.9
+    update = merger.before_selection(entries, TRACKER.importance(entries), nothing, context_of(entries, 1))
+    result = update.apply(entries)
+    keys = torch.nn.functional.normalize(result.keys[result.is_live], dim=-1)
+    assert ((keys @ keys.T).triu(1) <= threshold).all()
 
 
 def test_merge_first_is_for_the_prompt():

@@ -51,7 +51,7 @@ def test_fields_reach_the_parts():
     )
     assert (config.budget, config.interval, config.policy.tracker.ema_decay) == (128, 8, 0.5)
     assert config.policy.selector == HeavyHitter(recent_window=16)
-    assert config.policy.merger == ZipMerger(zip_mode="votes")
+    assert config.policy.merger == ZipMerger(zip_mode="votes", ema_decay=0.5)
     config = parse_compression({"policy": "zsmerge", "alpha": 1, "residual_share": 0.5})
     assert config.policy.merger == ResidualMerger(alpha=1.0, residual_share=0.5)
     assert config.policy.selector == HeavyHitter(num_sink_tokens=0, recent_share=0.25)
@@ -61,7 +61,8 @@ def test_fields_reach_the_parts():
 @pytest.mark.parametrize(
     ("request_", "parts"),
     [
-        ({"policy": "snapkv", "merger": "zip"}, {"tracker": "log_ema", "selector": "snapkv", "merger": "zip"}),
+        ({"policy": "snapkv", "merger": "zip"}, {"tracker": "sum", "selector": "snapkv", "merger": "zip"}),
+        ({"policy": "streaming_llm", "merger": "zip"}, {"tracker": "none", "merger": "zip"}),
         ({"policy": "keepkv", "merger": "residual"}, {"tracker": "sum", "selector": "h2o", "merger": "residual"}),
         ({"policy": "keepkv", "merger": "drop"}, {"tracker": "log_ema", "selector": "h2o", "merger": "drop"}),
         ({"policy": "streaming_llm", "selector": "h2o"}, {"tracker": "sum", "selector": "h2o", "merger": "drop"}),
@@ -79,8 +80,10 @@ def test_parts_can_be_replaced(request_, parts):
 def test_a_part_brings_its_parameters_and_the_presets_defaults_stay():
     request = {"policy": "snapkv", "merger": "zip", "zip_mode": "votes", "ema_decay": 0.5, "window_size": 8}
     policy = parse_compression(request).policy
-    assert policy.merger == ZipMerger(zip_mode="votes")
+    assert policy.merger == ZipMerger(zip_mode="votes", ema_decay=0.5)
     assert policy.selector == WindowTopK(window_size=8)
+    assert policy.tracker == SumTracker(score_window=32)
+    policy = parse_compression(request | {"tracker": "log_ema"}).policy
     assert policy.tracker == LogEmaTracker(score_window=32, ema_decay=0.5)  # 32 is SnapKV's
     policy = parse_compression({"policy": "zsmerge", "selector": "streaming_llm"}).policy
     assert policy.selector == SinkRecent(num_sink_tokens=0)  # as in ZSMerge
@@ -136,22 +139,22 @@ def test_json_text_is_parsed():
         ({"policy": "snapkv", "allocator": "h2o"}, "allocator", "unknown_part", ["'h2o'", "uniform"]),
         ({"policy": "h2o", "tracker": "none"}, "tracker", "incompatible_parts", ["selector 'h2o'", "'none'", "sum"]),
         (
-            {"policy": "keepkv", "tracker": "sum"},
+            {"policy": "zsmerge", "tracker": "mean"},
             "tracker",
             "incompatible_parts",
-            ["'zip'", "tracker: log_ema"],
+            ["'residual'", "tracker: sum"],
         ),
         (
-            {"policy": "snapkv", "merger": "zip", "tracker": "sum"},
+            {"policy": "snapkv", "merger": "residual", "tracker": "log_ema"},
             "merger",
             "incompatible_parts",
-            ["merger 'zip' cannot work from tracker 'sum'", "allowed as merger: ", "drop"],
+            ["merger 'residual' cannot work from tracker 'log_ema'", "allowed as merger: ", "drop", "zip"],
         ),
         (
             {"policy": "local", "selector": "h2o", "merger": "zip", "tracker": "none"},
-            "tracker",
+            "selector",
             "incompatible_parts",
-            ["selector 'h2o' needs scores", "allowed as tracker: log_ema"],
+            ["selector 'h2o' needs scores", "allowed as selector: ", "streaming_llm"],
         ),
         (
             {"policy": "local", "selector": "h2o", "merger": "residual", "tracker": "none", "budget": 0.5, "alpha": 9},
@@ -160,16 +163,16 @@ def test_json_text_is_parsed():
             ["allowed as tracker: sum"],
         ),
         (
-            {"policy": "keepkv", "selector": "tova", "allocator": "adaptive", "tracker": "sum"},
+            {"policy": "zsmerge", "selector": "tova", "allocator": "adaptive", "tracker": "mean"},
             "",
             "incompatible_parts",
-            ["merger 'zip' cannot work from tracker 'sum'"],
+            ["merger 'residual' cannot work from tracker 'mean'"],
         ),
         (
-            {"policy": "snapkv", "merger": "zip", "decay": 0.9},
-            "decay",
+            {"policy": "snapkv", "merger": "zip", "alpha": 0.9},
+            "alpha",
             "unknown_field",
-            ["policy snapkv with merger zip", "ema_decay", "zip_mode"],
+            ["policy snapkv with merger zip", "decay, ", "ema_decay", "zip_mode"],
         ),
         ({"policy": "keepkv", "merger": "drop", "zip_mode": "auto"}, "zip_mode", "unknown_field", ["with merger drop"]),
         ({"policy": "snapkv", "merger": "zip", "zip_mode": "zap"}, "zip_mode", "invalid_value", ["'zap'", "votes"]),
@@ -300,7 +303,7 @@ def test_compression_round_trip():
     with pytest.raises(ValueError, match=r"kv_compression\.budget"):
         compression("keepkv", budget=-1)
     config = parse_compression(compression("snapkv", merger="zip", budget=0.2)[EXTRA_ARGS_KEY])
-    assert (config.name, config.policy.merger.name, config.policy.tracker.name) == ("snapkv", "zip", "log_ema")
+    assert (config.name, config.policy.merger.name, config.policy.tracker.name) == ("snapkv", "zip", "sum")
 
 
 def test_request_schema_accepts_what_the_parser_accepts():

@@ -100,7 +100,7 @@ class RecordedPolicy(CompressionPolicy):
     ) -> Tensor:
         """``[H, r, columns]``: of the values at ``columns``, in the values that the result's compression changed."""
         # A merger that reads queries may expect keys, queries and values of one size.
-        pads_keys = self.merger.query_window > 0
+        pads_keys = self.merger.query_window_with(self.tracker.mode) > 0
         if pads_keys and context.queries is not None:
             vectors = pad(context.queries.vectors, (0, len(columns)))
             context = replace(context, queries=replace(context.queries, vectors=vectors))

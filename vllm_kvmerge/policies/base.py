@@ -161,6 +161,11 @@ class Merger(Part):
     tracker_modes: ClassVar[frozenset[ScoreMode]]
     """Modes of the trackers that this merger works with."""
 
+    def query_window_with(self, mode: ScoreMode) -> int:
+        """``query_window`` beside a tracker of this mode, for a merger that reads queries where the tracker's statistic
+        is not what it needs. Default: the same with every tracker."""
+        return self.query_window
+
     def num_slots(self, budget: int) -> int:
         """Entries of the budget that this merger fills itself; the selector keeps the rest. Default: 0."""
         return 0

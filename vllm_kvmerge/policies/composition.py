@@ -69,7 +69,10 @@ class CompressionPolicy(BaseModel):
     @property
     def query_window(self) -> int:
         """Number of the newest queries that the policy reads."""
-        return max(part.query_window for part in self.parts)
+        return max(self._query_window_of(part) for part in self.parts)
+
+    def _query_window_of(self, part: Part) -> int:
+        return part.query_window_with(self.tracker.mode) if isinstance(part, Merger) else part.query_window
 
     @property
     def needs_output_weights(self) -> bool:
@@ -93,7 +96,7 @@ class CompressionPolicy(BaseModel):
             check_count("capacity", self.allocator.capacity(fewest) or 0)
         for part in self.parts:
             with blamed_on(part):
-                check_count("query_window", part.query_window)
+                check_count("query_window", self._query_window_of(part))
 
     def layer_statistic(self, entries: Entries, context: CompressionContext) -> Tensor:
         """The allocator's, ``[sequence layers]``, for ``context.layer_statistics``; only where it has one.
@@ -125,7 +128,7 @@ class CompressionPolicy(BaseModel):
         parts = Cost()
         for budget in budgets:
             local = replace(shape, budget=budget)
-            parts = parts.largest(sum((_stated_cost(part, local) for part in self.parts), Cost()))
+            parts = parts.largest(sum((self.part_cost(part, local) for part in self.parts), Cost()))
         num_queries = min(self.query_window, n)
         weights = group * shape.hidden_size * d if self.needs_output_weights else 0
         # Metadata of all entries and places, queries as they are kept and in float32, the output projection.
@@ -139,6 +142,17 @@ class CompressionPolicy(BaseModel):
             keys = shape.row_numbers if num_queries else 0
             own += Cost(parts.numbers + 2 * keys + 6 * n + 12 * largest, 0, 40 * (n + largest))
         return own + parts
+
+    def part_cost(self, part: Part, shape: CostShape) -> Cost:
+        """What one of the parts states, in whole numbers. Raises PartError if that is not a possible cost."""
+        with blamed_on(part):
+            cost = part.cost(replace(shape, tracker_mode=self.tracker.mode))
+            if not is_foreign(part):
+                return cost
+            numbers = [int(number) for number in (cost.numbers, cost.products, cost.touches)]
+            if min(numbers) < 0:
+                raise ValueError(f"cost must not be negative, got {cost}")
+            return Cost(*numbers)
 
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
         """Returns exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they
@@ -155,7 +169,7 @@ class CompressionPolicy(BaseModel):
             return CompressionResult.of(entries, CacheUpdate.unchanged(entries))
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
-        context = replace(context, min_budget=self.min_budget)
+        context = replace(context, min_budget=self.min_budget, tracker_mode=self.tracker.mode)
         parts, sources, order = [], [], []
         for budget, rows in self._rows_by_budget(entries, context).items():
             order += rows
@@ -235,15 +249,3 @@ class CompressionPolicy(BaseModel):
             if is_foreign(self.selector):
                 check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
         return candidates, importance, protected
-
-
-def _stated_cost(part: Part, shape: CostShape) -> Cost:
-    """The part's cost in whole numbers. Raises PartError if it is not a possible one."""
-    with blamed_on(part):
-        cost = part.cost(shape)
-        if not is_foreign(part):
-            return cost
-        numbers = [int(number) for number in (cost.numbers, cost.products, cost.touches)]
-        if min(numbers) < 0:
-            raise ValueError(f"cost must not be negative, got {cost}")
-        return Cost(*numbers)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies.entries import Entries
 
 
@@ -84,6 +85,7 @@ class CompressionContext:
     heads: the rows that are compressed. scale: factor of the attention logits.
     min_budget: fewest entries that any head of any layer can be given; set by the composition.
     num_slots: entries of the budget that the merger fills itself; set by the composition.
+    tracker_mode: what the entries' statistics are; set by the composition.
     queries: the newest queries, if the policy reads some (``query_window``) and they are known.
     output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, if the policy
     reads it and it is known.
@@ -99,6 +101,7 @@ class CompressionContext:
     scale: float = 1.0
     min_budget: int = 0
     num_slots: int = 0
+    tracker_mode: ScoreMode = ScoreMode.NONE
     queries: Queries | None = None
     output_weights: Tensor | None = None
     layer_statistics: Tensor | None = None

@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 
+from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.ops.attention import MAX_ATTENTION_BYTES
 from vllm_kvmerge.ops.similarity import MAX_SIMILARITY_BYTES
 from vllm_kvmerge.policies.entries import PART_ENTRIES
@@ -19,7 +20,7 @@ class CostShape:
     """Sizes that a cost depends on, besides hyper-parameters.
 
     num_entries: live entries per head before the compression. budget: entries kept. group_size: query heads per KV
-    head. hidden_size: rows of the output projection.
+    head. hidden_size: rows of the output projection. tracker_mode: of the policy's tracker; set by the composition.
     """
 
     num_entries: int
@@ -28,6 +29,7 @@ class CostShape:
     group_size: int
     hidden_size: int
     at_prompt_end: bool
+    tracker_mode: ScoreMode = ScoreMode.NONE
 
     @property
     def num_leaving(self) -> int:

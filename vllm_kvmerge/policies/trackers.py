@@ -14,6 +14,18 @@ ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
 """Number of the prompt's last queries to score."""
 
 
+# Far enough from 0 and 1 for float32 to tell the weights of past and present from 0.
+EmaDecay = Annotated[
+    float, Field(ge=1e-5, le=1.0 - 1e-5, description="Weight of the past in the moving average of scores.")
+]
+"""Weight alpha of KeepKV eq. 8."""
+
+
+def log_bias_correction(counts: Tensor, ema_decay: float) -> Tensor:
+    """ln(1 - a^t) of moving averages of ``counts`` (t) queries (KeepKV eq. 8); -inf where t is 0."""
+    return torch.log(-torch.expm1(counts * math.log(ema_decay)))
+
+
 class ScoringTracker(Tracker):
     """Trackers that score the prompt's last queries."""
 
@@ -98,8 +110,7 @@ class LogEmaTracker(ScoringTracker):
     source = "KeepKV eq. 8"
     mode = ScoreMode.LOG_EMA
 
-    # Far enough from 0 and 1 for float32 to tell the weights of past and present from 0.
-    ema_decay: float = Field(0.9, ge=1e-5, le=1.0 - 1e-5, description="Weight of the past in the moving average.")
+    ema_decay: EmaDecay = 0.9
 
     @property
     def update_decay(self) -> float:
@@ -108,18 +119,15 @@ class LogEmaTracker(ScoringTracker):
     def corrected(self, entries: Entries) -> Tensor:
         """``[H, n]``: L = ln s_hat = S - ln(1 - a^t) (KeepKV eq. 8); -inf for an entry that was never scored."""
         counts = entries.query_counts
-        return torch.where(counts > 0, entries.scores - self._log_correction(counts), -torch.inf)
+        return torch.where(counts > 0, entries.scores - log_bias_correction(counts, self.ema_decay), -torch.inf)
 
     def uncorrected(self, log_scores: Tensor, aux: Tensor) -> Tensor:
         """``[H, n]``: the S whose bias-corrected value after ``aux`` queries is L; the inverse of ``corrected``."""
-        return log_scores + self._log_correction(aux)
+        return log_scores + log_bias_correction(aux, self.ema_decay)
 
     def importance(self, entries: Entries) -> Tensor:
         """ln(p s_hat): the logarithm of the entry's contribution to attention's denominator."""
         return entries.log_votes + self.corrected(entries)
-
-    def _log_correction(self, aux: Tensor) -> Tensor:
-        return torch.log(-torch.expm1(aux * math.log(self.ema_decay)))
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=5 * shape.num_entries, touches=24 * shape.num_entries)

@@ -182,7 +182,8 @@ class Limits:
         return self.max_seconds * min(1.0, (one.interval or self.block_size) / self.block_size)
 
     def _largest(self, config: CompressionConfig, one: Compression, of: Callable[[Cost], float]) -> Part:
-        return max(config.policy.parts, key=lambda part: of(part.cost(self._cost_shape(one))))
+        shape = self._cost_shape(one)
+        return max(config.policy.parts, key=lambda part: of(config.policy.part_cost(part, shape)))
 
     def _remedies(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> Iterator[str]:
         """Single changes that suffice: a smaller parameter, a longer interval, a shorter prompt."""

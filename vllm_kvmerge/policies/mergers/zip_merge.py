@@ -1,24 +1,52 @@
-"""Merger that leaves the current attention output unchanged (KeepKV)."""
+"""Merger that leaves the attention output of the scored queries unchanged, as far as one entry can (KeepKV)."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
+from vllm_kvmerge.policies.base import (
+    MAX_QUERIES,
+    CacheUpdate,
+    CompressionContext,
+    Entries,
+    Merger,
+    Queries,
+    ScoreMode,
+)
 from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, comparing_tensors, gathering, sorting
+from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded_nonzero, select
 from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.trackers import EmaDecay, log_bias_correction
 
 ZipMode = Literal["scale", "votes", "auto"]
+HeadFit = Literal["mean", "least_squares"]
 
 MAX_SCALE = 10.0
 """``scale`` does not stretch a key beyond this factor."""
 
 AUTO_TOLERANCE = 0.1
 """``auto`` scales a key whose length changes by at most this share."""
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What entries weigh in a merge.
+
+    log_weights: ``[H, n]``, ln(p s_hat) by the mean of the query heads' scores. usable: ``[H, n]`` bool, live entries
+    that were scored. log_scores: ``[H, G', n]``, ln s_hat of each query head, or G' = 1: of their mean. log_norms:
+    ``[H, G', 1]``, ln of attention's denominator for each of these.
+    """
+
+    log_weights: Tensor
+    usable: Tensor
+    log_scores: Tensor
+    log_norms: Tensor
 
 
 @register
@@ -35,21 +63,48 @@ class ZipMerger(Merger):
         scale   k_r = k_bar * L_r / L_bar    p_r = sum p_i                         (eq. 25)
         votes   k_r = k_bar                  p_r = sum p_i * exp(L_r - L_bar)
 
-    Both give the merged entry the mass and value of its sources for a query whose scores are the s_hat_i (theorem 3).
     eq. 25 explodes where L_bar is near 0 or its sign is not L_r's: ``scale`` refuses to explode, and merges an entry
     whose factor is outside (0, 10] as ``votes`` does. ``auto`` scales where |L_r / L_bar - 1| <= 0.1, and does as
     ``votes`` elsewhere.
 
-    ``merge_first`` (table 3): at the end of the prompt, similar pairs of unprotected entries are merged before
-    selection, the less important half into the more important one, the most similar first, until the budget is met or
-    no pair exceeds T. Its cost is quadratic in the length of the prompt.
+    **Scores.** The tracker ``log_ema`` keeps s_hat. Beside any other tracker, whose statistic selection needs as it
+    is, s_hat comes from the newest ``zip_window`` queries, which eq. 8 averages just so at the end of the prompt. That
+    needs no second statistic in the cache, which attention would have to update at each step (``aux`` holds one number
+    where a moving average takes two, and ``mean`` has it), and a merged entry's scores are those of its own key. The
+    entry's statistic becomes the sum of its sources': what it would be had they always been one.
+
+    **When the output is unchanged** (theorem 3): for a query q if s_hat_i = exp(scale q k_i) of every entry that is
+    merged, if all evicted entries join one, and if one query head reads them (G = 1). So with scores of one query
+    (``zip_window`` or ``score_window`` 1), ``merge_threshold`` -1, G = 1, up to rounding; with the defaults it changes:
+    s_hat is an average over queries, and what is not similar enough is dropped.
+
+    **Query heads that share a KV head** (G > 1) have scores of their own, but one merged entry. ``head_fit`` ``mean``
+    averages their scores, W_i = p_i mean_g exp(L_gi), which is exact for no head unless all agree. ``least_squares``
+    minimises sum_g |o'_g - o_g|^2 to first order. With W_g = sum_i p_i exp(L_gi), A_g = W_g / Z_g, v_g = the mean value
+    by W_gi, and d_g = ln(p_r exp(l_g) / W_g), where l_g is the score of k_r by head g:
+
+        o'_g - o_g = A_g [(v_r - v_g) + d_g (v_g - o_g)] + higher orders
+
+    The first term is least for v_r = sum_g a_g v_g with a_g = A_g^2 / sum A^2, thus for a mean of the v_i with shares
+    c_i = sum_g a_g W_gi / W_g, with which keys are averaged as well: k_bar = sum c_i k_i, L_bar_g = sum c_i L_gi. The
+    second, with all |v_g - o_g| taken for equal, is least where sum_g a_g d_g^2 is:
+
+        votes   ln p_r = sum_g a_g (ln W_g - L_bar_g)
+        scale   k_r = f k_bar, f = sum_g a_g L_bar_g L_r,g / sum_g a_g L_bar_g^2,  L_r,g = ln(W_g / sum p_i)
+
+    For G = 1 that is the above. It always reads queries, because trackers keep the heads' mean.
+
+    **Before selection** (``merge_first``, table 3): at the end of the prompt, similar pairs of unprotected entries are
+    merged, the most similar first, until the budget is met or no pair exceeds T. Its cost is quadratic in the length
+    of the prompt. A pass compares sources with targets: the less important half with the more important one, then, in
+    further ``merge_passes``, halves within halves, so that any two entries are compared within log2(n) passes.
 
     Entries that were never scored have no weight: they neither join nor are joined.
     """
 
     name = "zip"
     source = "KeepKV, arXiv:2504.09936"
-    tracker_modes = frozenset({ScoreMode.LOG_EMA})
+    tracker_modes = frozenset(ScoreMode)
 
     merge_threshold: float = Field(
         0.8, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
@@ -57,60 +112,138 @@ class ZipMerger(Merger):
     zip_mode: ZipMode = Field(
         "auto", description="What makes a merge lossless: scaling the key (the paper), its votes, or the safer of both."
     )
+    head_fit: HeadFit = Field(
+        "mean",
+        description="What a merge fits where query heads share a KV head: their mean score, or all by least squares.",
+    )
     merge_first: bool = Field(True, description="Merge similar entries of the prompt before evicting any.")
+    merge_passes: int = Field(1, ge=1, le=64, description="Most passes of merging before evicting.")
+    zip_window: int = Field(
+        32, ge=1, le=MAX_QUERIES, description="Newest queries that score entries, unless the tracker log_ema does."
+    )
+    ema_decay: EmaDecay = 0.9
+
+    def query_window_with(self, mode: ScoreMode) -> int:
+        return self.zip_window if self._reads_queries(mode) else 0
+
+    def _reads_queries(self, mode: ScoreMode) -> bool:
+        return mode != ScoreMode.LOG_EMA or self.head_fit == "least_squares"
 
     def before_selection(
         self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate | None:
         if not (self.merge_first and context.at_prompt_end):
             return None
+        update = self._pass(0, entries, importance, protected, context)
+        for number in range(1, self.merge_passes):
+            is_met = update.is_live.sum(1) <= context.budget
+            if is_met.is_cpu and is_met.all():  # a GPU would be waited for
+                break
+            view = update.view(entries)
+            if context.tracker_mode == ScoreMode.LOG_EMA:
+                # The logarithms add up; others' importance is asked for nothing but whether it is finite.
+                changes = (view.scores - entries.scores) + (view.log_votes - entries.log_votes)
+                update = self._pass(number, view, importance + changes, protected, context).after(update, view)
+            else:
+                update = self._pass(number, view, importance, protected, context).after(update, view)
+        return update
+
+    def _pass(
+        self, number: int, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
+    ) -> CacheUpdate:
+        """One pass of ``before_selection``; its ``number``, from 0, decides which entries may join which."""
         n = len(entries)
-        can_merge = _is_scored(entries, importance)
-        candidates = can_merge & ~protected
+        scores = self._scores(entries, importance, context)
+        candidates = scores.usable & ~protected
         num_candidates = candidates.sum(1, keepdim=True)
-        num_lower = num_candidates // 2
-        # Candidates come first, the least important ahead: ranks [0, num_lower) may join [num_lower, num_candidates).
-        order = importance.masked_fill(~candidates, torch.inf).argsort(dim=1, stable=True)
+        # Candidates come first, the least important ahead.
+        order = scores.log_weights.masked_fill(~candidates, torch.inf).argsort(dim=1, stable=True)
         rank = torch.arange(n, device=order.device)
+        digit = number % max(1, (n - 1).bit_length())
+        if digit == 0:
+            num_sources, num_targets = num_candidates // 2, n - n // 2
+        else:
+            # Entries that first differ in this binary digit of their rank, as a share of all, are on different sides.
+            from_top = num_candidates - 1 - rank
+            joins_others = (from_top << (digit + 1)) // num_candidates.clamp(min=1) % 2 == 1
+            joins_others &= rank < num_candidates
+            side = torch.where(rank < num_candidates, (~joins_others).to(torch.int64), 2)
+            order = order.gather(1, side.argsort(dim=1, stable=True))
+            num_sources, num_targets = joins_others.sum(1, keepdim=True), n
+        # Ranks [0, num_sources) may join [num_sources, num_candidates).
         sources = order[:, : n // 2]
-        upper = num_lower + rank[: n - n // 2]
+        upper = num_sources + rank[:num_targets]
         similarity, targets = entries.most_similar(
             sources, order.gather(1, upper.clamp(max=n - 1)), upper < num_candidates
         )
-        joins = (rank[: n // 2] < num_lower) & (similarity > self.merge_threshold)
+        joins = (rank[: n // 2] < num_sources) & (similarity > self.merge_threshold)
         by_similarity = similarity.masked_fill(~joins, -torch.inf).argsort(dim=1, descending=True, stable=True)
         surplus = (entries.is_live.sum(1, keepdim=True) - context.budget).clamp(min=0)
         joins = first(joins, by_similarity, surplus)
-        merged = self._absorb(entries, rank.repeat(len(sources), 1), importance, sources, targets, joins, protected)
+        mode = context.tracker_mode
+        merged = self._absorb(entries, rank.repeat(len(sources), 1), scores, sources, targets, joins, protected, mode)
         gone = any_at(sources, joins, n)
         return merged.without(gone)
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
-        can_merge = _is_scored(entries, importance)
-        evicted = padded_nonzero(can_merge & ~mask_of(kept, len(entries)))
+        scores = self._scores(entries, importance, context)
+        evicted = padded_nonzero(scores.usable & ~mask_of(kept, len(entries)))
         if evicted.shape[1] == 0:
             return CacheUpdate.of(entries, kept)
         sources = evicted.clamp(min=0)
-        similarity, targets = entries.most_similar(sources, kept, can_merge.gather(1, kept))
+        similarity, targets = entries.most_similar(sources, kept, scores.usable.gather(1, kept))
         joins = (evicted >= 0) & (similarity > self.merge_threshold)
-        return self._absorb(entries, kept, importance, sources, targets, joins, protected)
+        return self._absorb(entries, kept, scores, sources, targets, joins, protected, context.tracker_mode)
+
+    def _scores(self, entries: Entries, importance: Tensor, context: CompressionContext) -> _Scores:
+        """importance: ``[H, n]``, the tracker's; ``log_ema``'s is ln(p s_hat) itself."""
+        is_scored = entries.is_live & (importance.abs() < torch.inf)  # in half the time of isfinite()
+        if not self._reads_queries(context.tracker_mode):
+            log_scores = (importance - entries.log_votes).unsqueeze(1)
+            return _Scores(importance, is_scored, log_scores, torch.zeros_like(log_scores[..., :1]))
+        if context.queries is None:
+            nothing = torch.full_like(entries.log_votes, -torch.inf)
+            return _Scores(nothing, torch.zeros_like(is_scored), nothing.unsqueeze(1), nothing[:, None, :1])
+        log_scores = self._log_ema(entries, context.queries.newest(self.zip_window), context.scale)
+        mean = log_scores.logsumexp(1) - math.log(log_scores.shape[1])
+        log_weights = entries.log_votes + mean
+        usable = is_scored & (log_weights.abs() < torch.inf)
+        if self.head_fit == "mean":
+            log_scores = mean.unsqueeze(1)
+        by_head = (entries.log_votes.unsqueeze(1) + log_scores).masked_fill(~usable.unsqueeze(1), -torch.inf)
+        return _Scores(log_weights, usable, log_scores, by_head.logsumexp(2, keepdim=True))
+
+    def _log_ema(self, entries: Entries, queries: Queries, scale: float) -> Tensor:
+        """``[H, G, n]``: ln s_hat of each query head over these queries (KeepKV eq. 8 at t = L); -inf for dead ones."""
+        age = torch.arange(queries.vectors.shape[2] - 1, -1, -1, device=queries.vectors.device)
+        log_shares = age * math.log(self.ema_decay) + math.log1p(-self.ema_decay)
+        rows, parts = (queries.vectors * scale).flatten(1, 2), []
+        for index in entries.parts():
+            logits = (rows @ entries.keys_at(index).transpose(1, 2)).unflatten(1, queries.vectors.shape[1:3])
+            positions = entries.positions.gather(1, index).unsqueeze(1)
+            seen = (positions >= 0) & (positions <= queries.positions.unsqueeze(-1))  # a dead entry's is negative
+            logits = (logits + log_shares.unsqueeze(-1)).masked_fill(~seen.unsqueeze(1), -torch.inf)
+            correction = log_bias_correction(seen.sum(1, keepdim=True).to(logits.dtype), self.ema_decay)
+            parts.append(torch.where(seen.any(1, keepdim=True), logits.logsumexp(2) - correction, -torch.inf))
+        return torch.cat(parts, 2)
 
     def _absorb(
         self,
         entries: Entries,
         kept: Tensor,
-        importance: Tensor,
+        scores: _Scores,
         sources: Tensor,
         targets: Tensor,
         joins: Tensor,
         protected: Tensor,
+        mode: ScoreMode,
     ) -> CacheUpdate:
         """KeepKV eq. 25: the entries at ``kept``, in which each target has taken in the sources that join it.
 
-        kept: ``[H, c]`` int64. importance: ``[H, n]``, ln(p s_hat). sources, targets: ``[H, m]`` int64, indices of
-        entries; targets are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool.
+        kept: ``[H, c]`` int64. sources, targets: ``[H, m]`` int64, indices of entries; targets are kept, and no entry
+        is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool. mode: the tracker's.
         """
         n = len(entries)
         # A group is a target that something joins, and all that join it: [H, r] and [H, j], padded.
@@ -121,23 +254,30 @@ class ZipMerger(Merger):
         own, other = target.clamp(min=0), source.clamp(min=0)
         group = inverse(target, n).gather(1, targets.clamp(min=0)).clamp(min=0)
 
+        # Planes [H, r] and [H, j], or [H, G', r] and [H, G', j]. An entry that does not join may hold anything.
+        def of_heads(plane: Tensor, index: Tensor) -> Tensor:
+            return plane.gather(2, index.unsqueeze(1).expand(-1, plane.shape[1], -1))
+
+        def add(mine: Tensor, theirs: Tensor) -> Tensor:
+            where = group.view(len(group), *[1] * (theirs.dim() - 2), -1).expand_as(theirs)
+            masked = theirs.masked_fill(~joins if theirs.dim() == 2 else ~joins.unsqueeze(1), 0.0)
+            return mine.scatter_add(-1, where, masked)
+
         def log_sum_exp(mine: Tensor, theirs: Tensor) -> Tensor:
-            theirs = theirs.masked_fill(~joins, -torch.inf)
-            largest = mine.scatter_reduce(1, group, theirs, "amax")
+            theirs = theirs.masked_fill(~joins.unsqueeze(1), -torch.inf)
+            where = group.unsqueeze(1).expand_as(theirs)
+            largest = mine.scatter_reduce(2, where, theirs, "amax")
             total = torch.exp(mine - largest)
-            return largest + total.scatter_add(1, group, torch.exp(theirs - largest.gather(1, group))).log()
+            return largest + total.scatter_add(2, where, torch.exp(theirs - largest.gather(2, where))).log()
 
-        log_votes = entries.log_votes.gather(1, own), entries.log_votes.gather(1, other)
-        log_weights = importance.gather(1, own), importance.gather(1, other)
-        log_scores = log_weights[0] - log_votes[0], log_weights[1] - log_votes[1]
-        log_total = log_sum_exp(*log_weights)
-        own_share = torch.exp(log_weights[0] - log_total)  # W_i / sum W_i
-        share = torch.exp(log_weights[1] - log_total.gather(1, group)).masked_fill(~joins, 0.0)
-
-        def mean(mine: Tensor, theirs: Tensor) -> Tensor:
-            # An entry that does not join has no share, but may hold anything.
-            given = (share * theirs).masked_fill(~joins, 0.0)
-            return (own_share * mine).scatter_add(1, group, given)
+        log_votes = entries.log_votes.gather(1, own).unsqueeze(1), entries.log_votes.gather(1, other).unsqueeze(1)
+        log_scores = of_heads(scores.log_scores, own), of_heads(scores.log_scores, other)
+        log_weights = log_votes[0] + log_scores[0], log_votes[1] + log_scores[1]
+        log_total = log_sum_exp(*log_weights)  # ln W_g
+        head_shares = (2.0 * (log_total - scores.log_norms)).softmax(1)  # a_g
+        own_share = (head_shares * torch.exp(log_weights[0] - log_total)).sum(1)  # c_i
+        shares = torch.exp(log_weights[1] - of_heads(log_total, group))
+        share = (of_heads(head_shares, group) * shares).sum(1).masked_fill(~joins, 0.0)
 
         def mean_rows(read: Callable[[Tensor], Tensor]) -> Tensor:
             rows, given = read(target), read(source)  # zeros where there is none
@@ -146,11 +286,11 @@ class ZipMerger(Merger):
             return rows.scatter_add_(1, group.unsqueeze(-1).expand_as(given), given)
 
         log_sum_votes = log_sum_exp(*log_votes)
-        log_mean_score = log_total - log_sum_votes  # L_r
-        mean_log_score = mean(*log_scores)  # L_bar
-        factor = log_mean_score / mean_log_score
+        log_mean_score = log_total - log_sum_votes  # L_r,g
+        mean_log_score = add(own_share.unsqueeze(1) * log_scores[0], share.unsqueeze(1) * log_scores[1])  # L_bar_g
+        squares = head_shares * mean_log_score.square()
+        factor = (squares / squares.sum(1, keepdim=True) * (log_mean_score / mean_log_score)).sum(1)  # f
         scales = self._scales(factor)
-        new_log_scores = torch.where(scales, log_mean_score, mean_log_score)
         positions = entries.positions.gather(1, own)
         newest = positions.scatter_reduce(1, group, select(entries.positions, source), "amax")
         newest = torch.where(protected.gather(1, own), positions, newest)
@@ -160,15 +300,26 @@ class ZipMerger(Merger):
         changed = select(inverse(kept, n), target)
         row = exists.nonzero(as_tuple=True)
         place = row[0], changed[row]
-        update.log_votes[place] = torch.where(scales, log_sum_votes, log_total - mean_log_score)[row]
+        votes = torch.where(scales, log_sum_votes.squeeze(1), (head_shares * (log_total - mean_log_score)).sum(1))
+        update.log_votes[place] = votes[row]
         update.positions[place] = newest[row]
-        # The bias correction depends on the target's query count alone, which stays: S moves by as much as L.
-        update.scores[place] += (new_log_scores - log_scores[0])[row]
+        if mode == ScoreMode.LOG_EMA:
+            # The bias correction depends on the target's query count alone, which stays: S moves by as much as L.
+            new = torch.where(scales.unsqueeze(1), log_mean_score, mean_log_score)
+            update.scores[place] += (new.logsumexp(1) - log_scores[0].logsumexp(1))[row]
+        elif mode != ScoreMode.NONE:
+            statistic = entries.scores
+            if mode == ScoreMode.MEAN:
+                statistic = statistic / entries.query_counts
+            gained = add(torch.zeros_like(own_share), statistic.gather(1, other))
+            if mode == ScoreMode.MEAN:
+                gained = gained * entries.query_counts.gather(1, own)
+            update.scores[place] += gained[row]
         values = mean_rows(entries.values_at)
         return update.write(changed, keys, values, joins.sum(1))
 
     def _scales(self, factor: Tensor) -> Tensor:
-        """``[H, r]`` bool: merges that scale their key, by L_r / L_bar; in others the votes make up for it."""
+        """``[H, r]`` bool: merges that scale their key by ``factor``; in others the votes make up for it."""
         if self.zip_mode == "votes":
             return torch.zeros_like(factor, dtype=torch.bool)
         if self.zip_mode == "scale":
@@ -177,28 +328,46 @@ class ZipMerger(Merger):
 
     def cost(self, shape: CostShape) -> Cost:
         n, m, c = shape.num_entries, shape.num_leaving, shape.num_kept
+        scoring = self._scoring_cost(shape)
         if not (self.merge_first and shape.at_prompt_end):
-            return comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
+            return scoring + comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
         # Half of the entries may go into the other half, and the rest again: compared as tensors where merges have
         # changed them, while the rows of these are held.
         joined = min(n // 2, m)
         first = comparing(n // 2, n - n // 2, shape.head_size) + self._absorb_cost(joined, joined, shape)
         later = comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
         held = 2 * joined * shape.head_size + comparing_tensors(m, c, shape.head_size)
-        return Cost(
+        cost = Cost(
             max(first.numbers, held + later.numbers),
             first.products + later.products,
             first.touches + later.touches + 2 * sorting(n),
+        )
+        if self.merge_passes > 1:
+            # Each compares up to half of the entries with all, and is composed with those before it.
+            changed = 4 * min(n, m) * shape.head_size
+            further = comparing(n // 2, n, shape.head_size) + self._absorb_cost(joined, joined, shape)
+            further += Cost(changed + comparing_tensors(n // 2, n, shape.head_size), 0, 2 * sorting(n) + 2 * changed)
+            cost = Cost(cost.numbers + further.numbers, cost.products, cost.touches)
+            cost += Cost(0, further.products, further.touches) * (self.merge_passes - 1)
+        return cost + scoring * (self.merge_passes + 1)
+
+    def _scoring_cost(self, shape: CostShape) -> Cost:
+        """Cost of ``_scores``; none where the tracker's statistic is what is needed."""
+        if not self._reads_queries(shape.tracker_mode):
+            return Cost()
+        n, d, group = shape.num_entries, shape.head_size, shape.group_size
+        rows, part = group * min(self.zip_window, n), min(n, PART_ENTRIES)
+        return Cost(
+            numbers=rows * d + part * (d + 4 * rows) + 4 * group * n + 6 * n,
+            products=rows * n * d,
+            touches=gathering(n * d) + 16 * rows * n + 12 * group * n,
         )
 
     def _absorb_cost(self, num_sources: int, num_targets: int, shape: CostShape) -> Cost:
         """Cost of ``_absorb`` if all sources join."""
         rows = (num_sources + num_targets) * shape.head_size
+        heads = shape.group_size if self.head_fit == "least_squares" else 1
         return Cost(
-            numbers=rows + 2 * num_targets * shape.head_size + 30 * shape.num_entries,
-            touches=3 * gathering(rows) + 6 * rows + 120 * shape.num_entries,
+            numbers=rows + 2 * num_targets * shape.head_size + 30 * heads * shape.num_entries,
+            touches=3 * gathering(rows) + 6 * rows + 120 * heads * shape.num_entries,
         )
-
-
-def _is_scored(entries: Entries, importance: Tensor) -> Tensor:
-    return entries.is_live & (importance.abs() < torch.inf)  # in half the time of isfinite()
