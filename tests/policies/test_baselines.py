@@ -713,6 +713,14 @@ def test_presets_are_what_they_are_called():
     assert parts["adakv"] == ("sum", "adaptive", "snapkv", "drop")
     assert parts["pyramidkv"] == ("sum", "pyramid", "snapkv", "drop")
     assert built(PRESETS["pyramidinfer"]).allocator.shape == "cosine"
+    # PyramidInfer's released configuration: what 0.9 leaves in the first and the last of 32 layers.
+    left = [1.0]
+    for layer in range(31):
+        left.append(left[-1] * (0.9 + 0.1 * (math.cos(math.pi * layer / 32) + 1) / 2))
+    first, last = (0.2 + 0.8 * share for share in (left[0], left[-1]))
+    assert built(PRESETS["pyramidinfer"]).allocator.ratio == pytest.approx(first / last, abs=0.005)
+    # PyramidKV's beta = 20.
+    assert built(PRESETS["pyramidkv"]).allocator.ratio == 2 * 20 - 1
 
 
 def attend_step(policy: CompressionPolicy, entries: Entries, query: Tensor) -> Entries:

@@ -60,6 +60,8 @@ def test_parts_hold_no_more_than_they_state(kind, name, sizes, num_entries, budg
     [
         {"policy": "keepkv", "merge_threshold": -1.0},
         {"policy": "keepkv", "merge_threshold": -1.0, "merge_first": False},
+        {"policy": "h2o", "merger": "zip", "merge_threshold": -1.0, "zip_window": 200},
+        {"policy": "h2o", "merger": "zip", "merge_threshold": -1.0, "head_fit": "least_squares", "merge_passes": 4},
         {"policy": "cam", "merge_prompt": True},
         {"policy": "cam", "merge_prompt": True, "num_receivers": 4096},
         {"policy": "kvmerger", "merge_threshold": -1.0},

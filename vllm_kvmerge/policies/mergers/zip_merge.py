@@ -67,18 +67,18 @@ class ZipMerger(Merger):
     whose factor is outside (0, 10] as ``votes`` does. ``auto`` scales where |L_r / L_bar - 1| <= 0.1, and does as
     ``votes`` elsewhere.
 
-    **Scores.** The tracker ``log_ema`` keeps s_hat. Beside any other tracker, whose statistic selection needs as it
+    Scores: the tracker ``log_ema`` keeps s_hat. Beside any other tracker, whose statistic selection needs as it
     is, s_hat comes from the newest ``zip_window`` queries, which eq. 8 averages just so at the end of the prompt. That
     needs no second statistic in the cache, which attention would have to update at each step (``aux`` holds one number
     where a moving average takes two, and ``mean`` has it), and a merged entry's scores are those of its own key. The
     entry's statistic becomes the sum of its sources': what it would be had they always been one.
 
-    **When the output is unchanged** (theorem 3): for a query q if s_hat_i = exp(scale q k_i) of every entry that is
-    merged, if all evicted entries join one, and if one query head reads them (G = 1). So with scores of one query
+    When the output is unchanged (theorem 3): for a query q if s_hat_i = exp(scale q k_i) of every entry that is merged,
+    if all evicted entries join one, and if one query head reads them (G = 1). So with scores of one query
     (``zip_window`` or ``score_window`` 1), ``merge_threshold`` -1, G = 1, up to rounding; with the defaults it changes:
     s_hat is an average over queries, and what is not similar enough is dropped.
 
-    **Query heads that share a KV head** (G > 1) have scores of their own, but one merged entry. ``head_fit`` ``mean``
+    Query heads that share a KV head (G > 1) have scores of their own, but one merged entry. ``head_fit`` ``mean``
     averages their scores, W_i = p_i mean_g exp(L_gi), which is exact for no head unless all agree. ``least_squares``
     minimises sum_g |o'_g - o_g|^2 to first order. With W_g = sum_i p_i exp(L_gi), A_g = W_g / Z_g, v_g = the mean value
     by W_gi, and d_g = ln(p_r exp(l_g) / W_g), where l_g is the score of k_r by head g:
@@ -94,7 +94,7 @@ class ZipMerger(Merger):
 
     For G = 1 that is the above. It always reads queries, because trackers keep the heads' mean.
 
-    **Before selection** (``merge_first``, table 3): at the end of the prompt, similar pairs of unprotected entries are
+    Before selection (``merge_first``, table 3): at the end of the prompt, similar pairs of unprotected entries are
     merged, the most similar first, until the budget is met or no pair exceeds T. Its cost is quadratic in the length
     of the prompt. A pass compares sources with targets: the less important half with the more important one, then, in
     further ``merge_passes``, halves within halves, so that any two entries are compared within log2(n) passes.
