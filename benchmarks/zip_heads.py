@@ -1,6 +1,6 @@
 """Error of a ZIP merge where G query heads share a KV head: ``head_fit`` ``mean`` against ``least_squares``.
 
-    python benchmarks/zip_heads.py --output benchmarks/results/zip_heads.json
+    python benchmarks/zip_heads.py
 
 Keys, values and queries are random (standard normal, queries twice as long) or the demo model's reading documents of
 its task. The demo model has G = 2. For G = 1 each query head is taken alone; for 4 and 8 the KV heads of one and of two
@@ -12,9 +12,7 @@ in the prompt and, averaged, for the next ``--queries`` ones; scores are those o
 """
 
 import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -99,14 +97,12 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=64)
     parser.add_argument("--budget", type=int, default=154, help="entries that stay")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--output", type=Path, help="write the figures to this file, as JSON")
     arguments = parser.parse_args()
     rng, length = np.random.default_rng(arguments.seed), arguments.prompt + arguments.queries
     texts = [recall.training_sample(rng, length, 16, 5)[0].tolist() for _ in range(arguments.documents)]
     documents = trace(demo.model_path(), texts)
     # Random keys are at right angles: none is similar.
     kinds = {"random": (-1.0,), "demo model": (0.8, -1.0)}
-    rows = []
     print("| keys | T | G | scores of | dropped | mean | least squares |\n|---|---|---|---|---|---|---|")
     for kind, thresholds in kinds.items():
         for threshold in thresholds:
@@ -122,11 +118,8 @@ def main() -> None:
                         name: np.mean([errors(head, merger, arguments.budget, arguments.prompt) for head in heads], 0)
                         for name, merger in mergers.items()
                     }
-                    rows.append({"keys": kind, **fields, "G": num_groups, **{k: v.tolist() for k, v in found.items()}})
                     cells = (f"{now:.3f}, {later:.3f}" for now, later in found.values())
                     print(f"| {kind} | {threshold:g} | {num_groups} | {window} | {' | '.join(cells)} |", flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps({"arguments": vars(arguments) | {"output": None}, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":
