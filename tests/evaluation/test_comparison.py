@@ -2,12 +2,23 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.evaluation.runs import small_config
 from tests.evaluation.test_runner import constant, go
 from vllm_kvmerge.errors import CommandError
-from vllm_kvmerge.evaluation.comparison import comparison_table
+from vllm_kvmerge.evaluation.comparison import (
+    bootstrap_p_value,
+    claims_table,
+    comparison_table,
+    holm,
+    holm_levels,
+    interval_at,
+    resampled_means,
+)
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.results import Result
 from vllm_kvmerge.evaluation.runner import Run
@@ -21,8 +32,10 @@ def config(tmp_path: Path) -> EvalConfig:
     return small_config(tmp_path, policies=["full", "h2o", "keepkv"], compare=PAIRS)
 
 
-def result(config: EvalConfig, policy: str, budget: int | float | None, sample: int, score: float) -> Result:
-    label = config.tasks[0].label
+def result(
+    config: EvalConfig, policy: str, budget: int | float | None, sample: int, score: float, task: str | None = None
+) -> Result:
+    label = task or config.tasks[0].label
     cell = " | ".join([label, policy, *([] if budget is None else [str(budget)])])
     return Result(
         cell=cell, task=label, policy=policy, budget=budget, sample=sample, seed=3, score=score, prediction="",
@@ -60,6 +73,7 @@ def test_report_has_pairs_and_they_may_change(tmp_path: Path, config: EvalConfig
     other = small_config(tmp_path, policies=["full", "h2o", "keepkv"], compare=[["full", "keepkv"]])
     assert go(other, tmp_path / "out", constant)[0] == 0
     summary = (tmp_path / "out" / "summary.md").read_text()
+    assert "## All pairs, corrected for their number" in summary
     assert "full less keepkv" in summary and "keepkv less h2o" not in summary
 
 
@@ -74,3 +88,58 @@ def test_pairs_that_cannot_be_compared(tmp_path: Path, pairs: list, said: str) -
     with pytest.raises(CommandError) as fault:
         small_config(tmp_path, compare=pairs)
     assert said in str(fault.value)
+
+
+def test_holm_against_values_worked_by_hand() -> None:
+    # Sorted 0.005, 0.01, 0.03, 0.04: times 4, 3, 2, 1 is 0.02, 0.03, 0.06, 0.04, and none is below the one before.
+    p_values = [0.01, 0.04, 0.03, 0.005]
+    assert holm(p_values) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    # 0.005 <= 0.05 / 4 and 0.01 <= 0.05 / 3, but 0.03 > 0.05 / 2, at which it stops.
+    assert holm_levels(p_values, 0.05) == pytest.approx([0.05 / 3, 0.05 / 2, 0.05 / 2, 0.05 / 4])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([]) == holm_levels([], 0.05) == []
+
+
+def test_p_values_and_intervals_of_known_resamples() -> None:
+    # 1 of 99 is at or below 0: 2 * (1 + 1) / (99 + 1).
+    means = np.array([-1.0, *range(1, 99)])
+    assert bootstrap_p_value(means) == bootstrap_p_value(-means[::-1]) == 0.04
+    assert interval_at(means, 0.04) == (1.0, 97.0)
+    assert interval_at(means, 0.03) == (-1.0, 98.0)
+    assert bootstrap_p_value(np.zeros(9)) == 1.0
+    chosen = resampled_means([0.0, 1.0, 5.0], 4000)
+    assert len(chosen) == 4000 and list(chosen) == sorted(chosen)
+    assert chosen.mean() == pytest.approx(2.0, abs=0.1)
+    assert (chosen == 0).mean() == pytest.approx(1 / 27, abs=0.01)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(-3, 5), min_size=3, max_size=8), min_size=1, max_size=6))
+def test_intervals_leave_out_0_where_holm_rejects(families: list[list[int]]) -> None:
+    means = [resampled_means(differences, 999) for differences in families]
+    p_values = [bootstrap_p_value(one) for one in means]
+    for one, adjusted, level in zip(means, holm(p_values), holm_levels(p_values, 0.05), strict=True):
+        low, high = interval_at(one, level)
+        assert (not low <= 0 <= high) == (adjusted <= 0.05 + 1e-9)
+
+
+def test_the_family_is_all_pairs_budgets_and_tasks(tmp_path: Path) -> None:
+    tasks = [{"task": "demo_recall", "length": 128}, {"task": "demo_text", "length": 64, "continuation": 4}]
+    config = small_config(tmp_path, policies=["full", "h2o", "keepkv"], compare=PAIRS, tasks=tasks)
+    rng, results = np.random.default_rng(0), []
+    for task in config.tasks:
+        for sample in range(40):
+            for policy, budget in (("full", None), ("h2o", 64), ("keepkv", 64)):
+                # KeepKV is less by 5; H2O differs from full by chance alone.
+                score = rng.normal() - (policy == "keepkv") * 5
+                results.append(result(config, policy, budget, sample, score, task.label))
+    summaries = summarize(config, results, Run({task.label: 40 for task in config.tasks}, []))
+    table = claims_table(results, config, summaries)
+    assert [(row[0], row[2], row[3]) for row in table.rows] == [
+        ("keepkv less h2o", "64", "40"),
+        ("h2o less full", "64", "40"),
+    ] * 2
+    assert [row[-1] for row in table.rows] == ["worse", "level", "better", "level"]
+    # The smallest p-value that 20,000 resamples give, 2 / 20,001, by 4 claims.
+    assert [row[5:7] for row in table.rows[::2]] == [["0.0001", "0.0004"]] * 2
+    assert table.notes.startswith("The 4 differences")

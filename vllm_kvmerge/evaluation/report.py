@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from vllm_kvmerge import __version__
-from vllm_kvmerge.evaluation.comparison import comparison_table
+from vllm_kvmerge.evaluation.comparison import claims_table, comparison_table
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.plots import as_file, draw_plots
 from vllm_kvmerge.evaluation.results import RunFolder
@@ -46,6 +46,8 @@ def write_report(config: EvalConfig, folder: RunFolder, run: Run) -> list[Table]
     if config.compare:
         makers.insert(1, partial(comparison_table, folder.results))
     tables = [make(config, task) for task in tasks if task.cells for make in makers]
+    if config.compare:
+        tables.append(claims_table(folder.results, config, tasks))
     details = details_table(tasks)
     plots = draw_plots(config, tasks)
     (folder.path / "plots").mkdir(exist_ok=True)
