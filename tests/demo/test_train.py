@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm_kvmerge.demo import language, train
+from vllm_kvmerge.demo import language, train, training
 from vllm_kvmerge.demo.documents import KIND_NAMES, draw_prompt
 from vllm_kvmerge.demo.scores import SETTINGS, is_right, share_right, text_loss
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 TINY = train.Size(
     layers=3, width=256, intermediate=64, kv_heads=2, tokens_per_step=256, learning_rate=1e-3,
-    stages=(train.Stage(64, 3), train.Stage(128, 3)),
+    stages=(training.Stage(64, 3), training.Stage(128, 3)),
 )  # fmt: skip
 
 
@@ -82,14 +82,14 @@ def test_the_small_model_is_small():
 
 
 def test_the_learning_rate_rises_and_falls():
-    rates = [train.learning_rate(step, 400) for step in range(400)]
-    peak = train.WARMUP_STEPS - 1
+    rates = [training.learning_rate(step, 400) for step in range(400)]
+    peak = training.WARMUP_STEPS - 1
     assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert 0.95 < rates[peak] <= 1 and abs(rates[-1] - train.FINAL_LEARNING_RATE) < 0.001
+    assert 0.95 < rates[peak] <= 1 and abs(rates[-1] - training.FINAL_LEARNING_RATE) < 0.001
 
 
 def test_training_needs_no_vllm():
-    check = "import sys; import vllm_kvmerge.demo.train, vllm_kvmerge.demo.scores; sys.exit('vllm' in sys.modules)"
+    check = "import sys; import vllm_kvmerge.demo.train_prose, vllm_kvmerge.demo.train, vllm_kvmerge.demo.scores; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 

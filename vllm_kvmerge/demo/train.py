@@ -1,15 +1,8 @@
 """Trains the demo model from scratch: ``python -m vllm_kvmerge.demo.train --output DIR [--size large]``.
 
-Needs PyTorch, Transformers and Tokenizers, and no vLLM. Every few minutes the state goes to DIR/stages, so that an
-interrupted run goes on where it stopped, to the same weights; each finished stage leaves in DIR a model folder that
-Transformers and vLLM load.
+Needs PyTorch, Transformers and Tokenizers, and no vLLM. An interrupted run goes on where it stopped (``training``).
 """
 
-import argparse
-import copy
-import math
-import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,17 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_kvmerge.demo.documents import KIND_NAMES, training_sample
 from vllm_kvmerge.demo.language import BOS, EOS, VOCABULARY
+from vllm_kvmerge.demo.training import Schedule, Stage, TrainingRun, training_parser
 
 TEXT_LOSS_WEIGHT = 1.0
-WARMUP_STEPS = 40
-FINAL_LEARNING_RATE = 0.03
-"""Share of the peak's."""
-SHORTER = 0.25
-"""Share of the batches that have the length of an earlier stage."""
 MAX_POSITIONS = 8_192
 ROPE_THETA = 1e10
-SECONDS_PER_CHECKPOINT = 180
-STEPS_PER_REPORT = 20
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}"
@@ -39,13 +26,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Stage:
-    length: int
-    steps: int
-
-
-@dataclass(frozen=True)
-class Size:
+class Size(Schedule):
     """Size of a model and length of its training. The heads' size is 64, and two query heads share a KV head.
 
     width: 256 at least. layers: 3 at least.
@@ -55,9 +36,6 @@ class Size:
     width: int
     intermediate: int
     kv_heads: int
-    tokens_per_step: int
-    learning_rate: float
-    stages: tuple[Stage, ...]
 
 
 SIZES = {
@@ -182,9 +160,8 @@ def plant_circuit(model: LlamaForCausalLM) -> None:
 def draw_batch(seed: int, step: int, size: Size, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``[batch, length]`` int64 token ids, and as many marks of :func:`documents.training_sample`."""
     rng = np.random.default_rng((seed, step))
-    shorter = stage > 0 and rng.random() < SHORTER
-    length = size.stages[int(rng.integers(stage)) if shorter else stage].length
-    tokens, marks = zip(*(training_sample(rng, length) for _ in range(size.tokens_per_step // length)), strict=True)
+    length = size.draw_length(rng, stage)
+    tokens, marks = zip(*(training_sample(rng, length) for _ in range(size.batch_size(length))), strict=True)
     return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(marks))
 
 
@@ -199,57 +176,21 @@ def losses_and_hits(
     return losses.view_as(targets), logits.argmax(-1) == targets, marks[:, 1:]
 
 
-def learning_rate(step: int, total: int) -> float:
-    """As a share of the peak: warm-up, then a cosine."""
-    cosine = 0.5 * (1 + math.cos(math.pi * step / total))
-    return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
-
-
-class Trainer:
-    """One run: the model, its optimizer and how far it has come.
-
-    stop_after: leave a checkpoint and stop after this many steps in all, as an interruption would.
-    """
+class Trainer(TrainingRun):
+    """Trains a demo model of a size; reports what part of the answers' tokens was right, and the loss of other text."""
 
     def __init__(self, size: Size, output: Path, seed: int, device: str, stop_after: int | None = None) -> None:
-        self.size, self.output, self.seed, self.device, self.stop_after = size, output, seed, device, stop_after
-        self.total = sum(stage.steps for stage in size.stages)
-        torch.manual_seed(seed)
-        self.model = build_model(size).to(device)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-        self.step = 0
-        self.checkpoint = output / "stages" / "latest.pt"
-        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        if self.checkpoint.exists():
-            state = torch.load(self.checkpoint, map_location=device)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
-
-    def run(self) -> None:
-        ends = np.cumsum([stage.steps for stage in self.size.stages]).tolist()
-        self._started, self._first_step, saved = time.monotonic(), self.step, time.monotonic()
+        self.size = size
+        super().__init__(size, output, seed, device, stop_after)
         self._clear_report()
-        while self.step < self.total:
-            if self.step == self.stop_after:
-                self._save()
-                return
-            stage = next(i for i, end in enumerate(ends) if self.step < end)
-            self._learn(stage)
-            if self.step % STEPS_PER_REPORT == 0 or self.step in ends:
-                self._report(stage)
-            if self.step in ends or time.monotonic() - saved > SECONDS_PER_CHECKPOINT:
-                self._save()
-                saved = time.monotonic()
-            if self.step in ends:
-                self.export()
 
-    def _learn(self, stage: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.size.learning_rate * learning_rate(self.step, self.total)
+    def build_model(self) -> LlamaForCausalLM:
+        return build_model(self.size)
+
+    def build_tokenizer(self) -> PreTrainedTokenizerFast:
+        return build_tokenizer()
+
+    def loss(self, stage: int) -> torch.Tensor:
         tokens, marks = (t.to(self.device) for t in draw_batch(self.seed, self.step, self.size, stage))
         with torch.autocast(self.device, torch.bfloat16):
             losses, hits, marks = losses_and_hits(self.model, tokens, marks)
@@ -257,55 +198,29 @@ class Trainer:
         counts = torch.bincount(marks.flatten(), minlength=1 + len(KIND_NAMES))
         sums = torch.zeros_like(counts, dtype=torch.float32).index_add(0, marks.flatten(), losses.flatten())
         present = counts[1:] > 0
-        loss = (sums[1:] / counts[1:].clamp(min=1))[present].mean() + TEXT_LOSS_WEIGHT * losses.mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.step += 1
         self._counts += counts
         self._hits += torch.bincount(marks.flatten(), hits.flatten().float(), 1 + len(KIND_NAMES))
         self._text_loss += sums[0].detach()
+        return (sums[1:] / counts[1:].clamp(min=1))[present].mean() + TEXT_LOSS_WEIGHT * losses.mean()
+
+    def report(self) -> str:
+        counts = self._counts.clamp(min=1)
+        shares = (self._hits / counts).tolist()[1:]
+        text = f"text {(self._text_loss / counts[0]).item():.3f} " + " ".join(
+            f"{name} {share:.3f}" for name, share in zip(KIND_NAMES, shares, strict=True)
+        )
+        self._clear_report()
+        return text
 
     def _clear_report(self) -> None:
         self._counts = torch.zeros(1 + len(KIND_NAMES), dtype=torch.int64, device=self.device)
         self._hits = torch.zeros(1 + len(KIND_NAMES), device=self.device)
         self._text_loss = torch.zeros((), device=self.device)
 
-    def _report(self, stage: int) -> None:
-        """Prints what part of the answers' tokens was right since the last report, and the loss of all other text."""
-        counts = self._counts.clamp(min=1)
-        shares = (self._hits / counts).tolist()[1:]
-        seconds = time.monotonic() - self._started
-        speed = (self.step - self._first_step) * self.size.tokens_per_step / seconds
-        print(
-            f"step {self.step}/{self.total} length {self.size.stages[stage].length} "
-            f"text {(self._text_loss / counts[0]).item():.3f} "
-            + " ".join(f"{name} {share:.3f}" for name, share in zip(KIND_NAMES, shares, strict=True))
-            + f" minutes {seconds / 60:.1f} tokens/s {speed:.0f}",
-            flush=True,
-        )
-        self._clear_report()
-
-    def _save(self) -> None:
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
-        partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.checkpoint)
-
-    def export(self) -> None:
-        """Writes the model folder, in bfloat16."""
-        copy.deepcopy(self.model).to("cpu", torch.bfloat16).save_pretrained(self.output)
-        build_tokenizer().save_pretrained(self.output)
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser = training_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="for work on the CPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     Trainer(SIZES[arguments.size], arguments.output, arguments.seed, arguments.device).run()

@@ -1,0 +1,149 @@
+"""Trains the prose model from scratch: ``python -m vllm_kvmerge.demo.train_prose --packages DIR --output DIR``.
+
+A small Llama that reads the manuals of ``prose`` in byte-pair tokens; nothing in it is planted. Needs PyTorch,
+Transformers and Tokenizers, and no vLLM. An interrupted run goes on where it stopped (``training``). The seed decides
+the weights at the start and which text is read when; tokenizer and held-out pages do not depend on it.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from vllm_kvmerge.demo.prose import Page, read_pages
+from vllm_kvmerge.demo.training import Schedule, Stage, TrainingRun, training_parser
+
+SPECIAL_TOKENS = ("<pad>", "<unk>", "<s>", "</s>")
+BOS, EOS = 2, 3
+VOCABULARY_SIZE = 4_096
+MAX_POSITIONS = 4_096
+SCHEDULE = Schedule(
+    tokens_per_step=2_048, learning_rate=3e-3,
+    stages=(Stage(512, 1_300), Stage(1_024, 300), Stage(2_048, 160), Stage(4_096, 120)),
+)  # fmt: skip
+
+
+def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Byte-pair encoding of bytes, learnt from the texts; digits are single, ``<s>`` is put in front."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def build_model() -> LlamaForCausalLM:
+    """1.3 million parameters: four layers of four query heads and two KV heads of 32, random weights."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY_SIZE,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=MAX_POSITIONS,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            tie_word_embeddings=True,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+    )
+
+
+def tokens_of(pages: Sequence[Page], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """``[N]`` int64: the tokens of all pages, each followed by ``</s>``."""
+    encoded = tokenizer.backend_tokenizer.encode_batch([page.text for page in pages], add_special_tokens=False)
+    return np.concatenate([np.array([*one.ids, EOS]) for one in encoded])
+
+
+def draw_batch(
+    text: np.ndarray, seed: int, step: int, stage: int, schedule: Schedule = SCHEDULE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, ``[batch, length]`` int64: windows that begin with ``<s>`` and then anywhere in the text, so
+    that many go on from one page to the next of the same manual."""
+    rng = np.random.default_rng((seed, step))
+    length = schedule.draw_length(rng, stage)
+    starts = rng.integers(0, len(text) - length + 1, schedule.batch_size(length))
+    targets = torch.from_numpy(np.stack([text[start : start + length] for start in starts]))
+    beginning = torch.full((len(starts), 1), BOS)
+    return torch.cat([beginning, targets[:, :-1]], dim=1), targets
+
+
+class ProseTrainer(TrainingRun):
+    """Trains on the pages that are not held out; reports nats per token.
+
+    text: ``tokens_of`` these pages.
+    """
+
+    def __init__(
+        self,
+        text: np.ndarray,
+        tokenizer: PreTrainedTokenizerFast,
+        output: Path,
+        seed: int,
+        device: str,
+        stop_after: int | None = None,
+        schedule: Schedule = SCHEDULE,
+    ) -> None:
+        self.text, self.tokenizer = text, tokenizer
+        super().__init__(schedule, output, seed, device, stop_after)
+        self._losses: list[float] = []
+
+    def build_model(self) -> LlamaForCausalLM:
+        return build_model()
+
+    def build_tokenizer(self) -> PreTrainedTokenizerFast:
+        return self.tokenizer
+
+    def loss(self, stage: int) -> torch.Tensor:
+        inputs, targets = (t.to(self.device) for t in draw_batch(self.text, self.seed, self.step, stage, self.schedule))
+        # Processors without bfloat16 instructions emulate them, at a twentieth of the speed.
+        with torch.autocast(self.device, torch.bfloat16) if self.device == "cuda" else nullcontext():
+            logits = self.model(inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        self._losses.append(loss.item())
+        return loss
+
+    def report(self) -> str:
+        loss = sum(self._losses) / len(self._losses)
+        self._losses.clear()
+        return f"text {loss:.3f}"
+
+
+def main() -> None:
+    parser = training_parser(__doc__)
+    parser.add_argument("--packages", type=Path, required=True, help="folder that Debian's packages are unpacked in")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    pages = [page for page in read_pages(arguments.packages) if not page.is_held_out]
+    tokenizer = train_tokenizer([page.text for page in pages])
+    text = tokens_of(pages, tokenizer)
+    print(f"{len(pages)} pages, {len(text)} tokens", flush=True)
+    ProseTrainer(text, tokenizer, arguments.output, arguments.seed, arguments.device).run()
+
+
+if __name__ == "__main__":
+    main()
