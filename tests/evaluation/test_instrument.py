@@ -12,7 +12,15 @@ from tests.entries import gather_entries
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import language, recall
 from vllm_kvmerge.evaluation import attention
-from vllm_kvmerge.evaluation.instrument import END, PROMPT_END, Findings, MergeMap, measure
+from vllm_kvmerge.evaluation.instrument import (
+    END,
+    PROMPT_END,
+    Findings,
+    MergeMap,
+    attention_spread,
+    full_probabilities,
+    measure,
+)
 from vllm_kvmerge.evaluation.merge_map import Ledger, RecordedPolicy
 from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, full_outputs, output_errors
 from vllm_kvmerge.evaluation.trace import text_documents, trace
@@ -265,6 +273,25 @@ def test_with_and_without_a_folder_errors_are_the_same(tmp_path, capsys):
     assert numbers["variants"]["merged"]["layers"] == [1]
 
 
+def test_spread_of_attention(layers, capsys):
+    probabilities = torch.zeros(1, 4, 100)
+    probabilities[0, 0, 7] = 1
+    probabilities[0, 1, :40:2] = 1 / 20
+    probabilities[0, 2, :3] = torch.tensor([0.05, 0.5, 0.45])
+    probabilities[0, 3, :2] = torch.tensor([0.25, 0.75])
+    entropy, count = attention_spread(probabilities)
+    assert entropy[0, :2].tolist() == pytest.approx([0, np.log(20)], abs=1e-5)
+    assert entropy[0, 3].item() == pytest.approx(0.75 * np.log(4 / 3) + 0.25 * np.log(4))
+    # 18 twentieths are 0.9 but for rounding.
+    assert count[0, 0] == 1 and count[0, 1] in (18, 19) and count[0, 2:].tolist() == [2, 2]
+    attention.main([*COMMON, "--policies", "local", "--budget", "50", "--layers", "0", "2"])
+    spread = table(capsys.readouterr().out, "Spread of full attention")
+    # Layer 0 looks at places a few tokens back.
+    assert set(spread) == {"0", "2"} and 1 <= int(spread["0"][1]) < 10
+    entropies, _ = attention_spread(full_probabilities(layers[2], slice(PROMPT, PROMPT + QUERIES), torch.float32))
+    assert entropies.min() > 0 and entropies.max() < np.log(PROMPT + QUERIES)
+
+
 def test_other_parts_can_be_named(capsys):
     options = [*COMMON, "--policies", "snapkv", "--budget", "0.3"]
     attention.main([*options, "--set", "merger=kvmerger", "merge_threshold=0.5"])
@@ -288,6 +315,10 @@ def test_a_text_is_read(tmp_path, capsys):
     assert documents[2] == [language.BOS] + [words[word] for word in text.split()[446:669]]
     attention.main([*COMMON, "--text", str(path), "--policies", "local", "--budget", "50", "--documents", "8"])
     assert "3 documents" in capsys.readouterr().out
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": " ".join(text.split()[:count])}) + "\n" for count in (100, 500, 300)))
+    assert text_documents(demo.model_path(), lines, 8, 224) == [documents[0], documents[1], documents[0]]
+    assert text_documents(demo.model_path(), lines, 2, 224) == documents[:2]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ of the prompt and, where the policy is bounded, again every ``--interval`` token
 ||o' - o|| / ||o|| over the outputs of all heads, o being full attention's, averaged over the next queries, layers and
 documents; and the same where what does not stay is dropped instead of merged.
 
+A second table says how many entries full attention of these queries goes to, layer by layer.
+
 With ``--output DIR`` the error of every layer, head and step, the attention that falls on what is kept, votes and maps
 of who was merged into whom are written there, as JSON and plots: see docs/evaluation-attention.md.
 """
@@ -22,7 +24,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_kvmerge import demo
-from vllm_kvmerge.evaluation.instrument import END, PROMPT_END, Findings, measure
+from vllm_kvmerge.evaluation.instrument import (
+    END,
+    MOST,
+    PROMPT_END,
+    Findings,
+    attention_spread,
+    full_probabilities,
+    measure,
+)
 from vllm_kvmerge.evaluation.options import add_document_options, draw_documents, parser_of, print_table, seed_of
 from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, errors_against, full_outputs, output_errors
 from vllm_kvmerge.evaluation.trace import (
@@ -60,10 +70,13 @@ def main(argv: list[str] | None = None) -> None:
 
     errors: dict[Cell, dict[str, list[float]]] = {cell: {} for cell in cells}
     findings: dict[Cell, dict[str, Findings]] = {cell: {} for cell in cells}
+    spreads: dict[int, list[tuple[float, float]]] = {layer: [] for layer in looked_at}
     traces = trace_one_by_one(arguments.model, documents)
     with _progress("measuring", len(documents) * sum(map(len, variants.values()))) as advance:
         for layers in traces:
             full = full_outputs(layers, schedule)
+            for layer in looked_at:
+                spreads[layer].append(_spread(layers[layer], schedule))
             for cell in cells:
                 for name, config in variants[cell].items():
                     if arguments.output is None:
@@ -85,6 +98,12 @@ def main(argv: list[str] | None = None) -> None:
         title += ", " + ", ".join(arguments.set)
     columns = [f"budget {budget}" for budget in arguments.budget]
     print_table(title, columns, _rows(cells, {cell: _error_cell(errors[cell]) for cell in cells}))
+    print_table(
+        f"Spread of full attention over {arguments.prompt} to {schedule.queries.stop} entries, mean over query heads",
+        ["entropy (nats)", f"entries that hold {MOST:.0%}"],
+        {str(layer): _spread_cells(found) for layer, found in spreads.items()},
+        first="layer",
+    )
     if arguments.output is not None:
         shares = {cell: _share_cell(findings[cell][MERGED]) for cell in cells}
         print_table("Share of full attention on entries kept / represented", columns, _rows(cells, shares))
@@ -199,6 +218,18 @@ def _by_layer(errors: Iterator[float], schedule: Schedule, num_layers: int) -> I
             for _ in range(count):
                 yield layer, next(errors)
     assert next(errors, None) is None
+
+
+def _spread(layer: LayerTrace, schedule: Schedule) -> tuple[float, float]:
+    """Means over query heads and queries of ``attention_spread``."""
+    new = slice(schedule.queries.start, schedule.queries.stop)
+    entropy, count = attention_spread(full_probabilities(layer, new, schedule.dtype))
+    return entropy.mean().item(), count.double().mean().item()
+
+
+def _spread_cells(found: list[tuple[float, float]]) -> list[str]:
+    entropy, count = np.mean(found, axis=0)
+    return [f"{entropy:.2f}", f"{count:.0f}"]
 
 
 def _rows(cells: list[Cell], texts: dict[Cell, str]) -> dict[str, list[str]]:

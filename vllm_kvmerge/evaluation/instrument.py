@@ -25,6 +25,9 @@ PROMPT_END, END = "prompt end", "end"
 MAX_TARGETS = 8
 """Targets that are listed for each merged token, those of largest weight."""
 
+MOST = 0.9
+"""Share of attention whose entries are counted."""
+
 QUANTITIES = ("error", "kept", "represented")
 
 Array = NDArray[np.float64]
@@ -90,6 +93,13 @@ def full_probabilities(layer: LayerTrace, new: slice, dtype: torch.dtype) -> Ten
     logits = layer.scale * (queries @ keys.repeat_interleave(len(queries) // len(keys), 0).transpose(1, 2))
     hidden = torch.ones(logits.shape[1:], dtype=torch.bool).triu_(new.start + 1)
     return logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+
+
+def attention_spread(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """How many entries attention goes to, from ``full_probabilities``, ``[H * G, q]`` twice: its entropy (float32,
+    nats), and how many entries hold ``MOST`` of it at least (int64)."""
+    ordered = probabilities.sort(-1, descending=True).values
+    return torch.special.entr(ordered).sum(-1), 1 + (ordered.cumsum(-1) < MOST).sum(-1)
 
 
 def _masses(probabilities: Tensor, provenance: Provenance) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.demo import language
+from vllm_kvmerge.evaluation.tasks.data import read_texts
 
 
 @dataclass(frozen=True)
@@ -78,21 +79,28 @@ def knows_demo_task(model_path: str) -> bool:
 
 
 def text_documents(model_path: str, path: Path, count: int, length: int) -> list[list[int]]:
-    """The text's first tokens, cut into at most ``count`` documents of ``length``; each begins as the tokenizer's do.
+    """A text's first tokens, cut into at most ``count`` documents of ``length``; each begins as the tokenizer's do.
+
+    path: a text, or JSON lines with one each in their field ``text``, of which no document joins two.
 
     Raises:
-        ValueError: the text is not in UTF-8, or too short for one document.
-        OSError: it cannot be read.
+        ValueError: the text cannot be read, is not in UTF-8, or is too short for one document.
     """
     tokenizer = _tokenizer(model_path)
     start = tokenizer("").input_ids[:1]
     start = start if start == [tokenizer.bos_token_id] else []
-    ids = tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False).input_ids
     size = length - len(start)
-    if len(ids) < size:
-        raise ValueError(f"{path} has {len(ids)} tokens, and a document takes {size}: prompt and queries")
-    count = min(count, len(ids) // size)
-    return [start + ids[index * size : (index + 1) * size] for index in range(count)]
+    documents: list[list[int]] = []
+    longest = 0
+    for text in read_texts("text", str(path)):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        longest = max(longest, len(ids))
+        documents += [start + ids[first : first + size] for first in range(0, len(ids) - size + 1, size)]
+        if len(documents) >= count:
+            return documents[:count]
+    if not documents:
+        raise ValueError(f"{path} has {longest} tokens, and a document takes {size}: prompt and queries")
+    return documents
 
 
 def _tokenizer(model_path: str):  # type: ignore[no-untyped-def]

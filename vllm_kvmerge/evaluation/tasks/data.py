@@ -47,6 +47,18 @@ def read_rows(field: str, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     return parse_rows(f"{field}: {Path(path).expanduser()}", read_text(field, path).split("\n"))
 
 
+def read_texts(field: str, path: str, column: str = "text") -> list[str]:
+    """The text of the file that the option ``field`` names; of JSON lines the one that each has in ``column``."""
+    if Path(path).suffix != ".jsonl":
+        return [read_text(field, path)]
+    texts = []
+    for place, row in read_rows(field, path):
+        if not isinstance(row.get(column), str):
+            raise ValueError(f"{place}: no object with a text in {column}")
+        texts.append(row[column])
+    return texts
+
+
 def choose(items: Sequence[T], count: int | None, rng: random.Random) -> list[T]:
     """All items, or ``count`` of them drawn at random, in their order."""
     if count is None or count >= len(items):

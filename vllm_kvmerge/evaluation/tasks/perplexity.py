@@ -3,13 +3,12 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
-from vllm_kvmerge.evaluation.tasks.data import choose, read_rows, read_text
+from vllm_kvmerge.evaluation.tasks.data import choose, read_texts
 
 TRIES = 256
 """Most tokens that a window is moved by to a place where its text is read as the same tokens again."""
@@ -121,19 +120,12 @@ class Perplexity(PerplexityTask):
         return (prompt, whole[len(prompt) :]) if same and whole.startswith(prompt) else None
 
     def _texts(self, rng: random.Random) -> list[str]:
-        texts = self._read_file(self.text_file) if self.text_file is not None else self._load_dataset(str(self.dataset))
+        if self.text_file is not None:
+            texts: Sequence[str] = read_texts("text_file", self.text_file, self.field)
+        else:
+            texts = self._load_dataset(str(self.dataset))
         chosen = choose(texts, self.documents, rng)
         return chosen if self.separator is None else [self.separator.join(chosen)]
-
-    def _read_file(self, name: str) -> Sequence[str]:
-        if Path(name).suffix != ".jsonl":
-            return [read_text("text_file", name)]
-        texts = []
-        for place, row in read_rows("text_file", name):
-            if not isinstance(row.get(self.field), str):
-                raise ValueError(f"{place}: no object with a text in {self.field}")
-            texts.append(row[self.field])
-        return texts
 
     def _load_dataset(self, name: str) -> Sequence[str]:
         try:
