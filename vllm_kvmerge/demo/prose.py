@@ -53,7 +53,7 @@ SOURCES = (
     Source(
         "rust-doc",
         "MIT or Apache-2.0",
-        tuple(_RUST + book for book in ("book", "edition-guide", "embedded-book", "nomicon", "reference")),
+        tuple(_RUST + book for book in ("book", "edition-guide", "nomicon", "reference")),
     ),
     Source("python-django-doc", "BSD-3-Clause", ("usr/share/doc/python-django-doc/html",)),
 )
