@@ -123,6 +123,15 @@ def test_intervals_leave_out_0_where_holm_rejects(families: list[list[int]]) -> 
         assert (not low <= 0 <= high) == (adjusted <= 0.05 + 1e-9)
 
 
+def test_a_few_samples_of_one_sign_are_no_finding(config: EvalConfig) -> None:
+    for count, least, finding in ((3, "0.25", "level"), (7, "0.016", "worse")):
+        results = [result(config, "h2o", 64, sample, 1.0) for sample in range(count)]
+        results += [result(config, "keepkv", 64, sample, 0.1 * (sample % 2)) for sample in range(count)]
+        (task,) = summarize(config, results, Run({config.tasks[0].label: count}, []))
+        (row,) = claims_table(results, config, [task]).rows
+        assert (row[6], row[-1]) == (least, finding)
+
+
 def test_the_family_is_all_pairs_budgets_and_tasks(tmp_path: Path) -> None:
     tasks = [{"task": "demo_recall", "length": 128}, {"task": "demo_text", "length": 64, "continuation": 4}]
     config = small_config(tmp_path, policies=["full", "h2o", "keepkv"], compare=PAIRS, tasks=tasks)
@@ -135,11 +144,13 @@ def test_the_family_is_all_pairs_budgets_and_tasks(tmp_path: Path) -> None:
                 results.append(result(config, policy, budget, sample, score, task.label))
     summaries = summarize(config, results, Run({task.label: 40 for task in config.tasks}, []))
     table = claims_table(results, config, summaries)
-    assert [(row[0], row[2], row[3]) for row in table.rows] == [
+    assert [(row[1], row[3], row[4]) for row in table.rows] == [
         ("keepkv less h2o", "64", "40"),
         ("h2o less full", "64", "40"),
     ] * 2
     assert [row[-1] for row in table.rows] == ["worse", "level", "better", "level"]
     # The smallest p-value that 20,000 resamples give, 2 / 20,001, by 4 claims.
-    assert [row[5:7] for row in table.rows[::2]] == [["0.0001", "0.0004"]] * 2
+    assert [row[6:8] for row in table.rows[::2]] == [["0.0001", "0.0004"]] * 2
     assert table.notes.startswith("The 4 differences")
+    # Printed tables have one row per name.
+    assert [row[0] for row in table.rows] == ["1", "2", "3", "4"]

@@ -99,6 +99,12 @@ def bootstrap_p_value(means: NDArray[np.float64]) -> float:
     return min(1.0, 2 * (int(tail) + 1) / (len(means) + 1))
 
 
+def least_p_value(num_samples: int) -> float:
+    """The chance that so many differences have one sign where either is as likely. No two-sided p-value of
+    theirs can be less, although all resamples of a few of one sign have that sign."""
+    return min(1.0, 2.0 ** (1 - num_samples))
+
+
 def interval_at(means: NDArray[np.float64], alpha: float) -> tuple[float, float]:
     """Percentile interval of confidence ``1 - alpha`` from ``resampled_means``, between two of them."""
     # Rounding must not cost a place where the product is a whole number.
@@ -139,15 +145,20 @@ def claims_table(results: Sequence[Result], config: EvalConfig, tasks: Iterable[
     alpha = 1 - CONFIDENCE
     num_resamples = max(MIN_RESAMPLES, RESAMPLES_PER_CLAIM * len(claims))
     means = [resampled_means(claim.differences, num_resamples) for claim in claims]
-    p_values = [bootstrap_p_value(one) for one in means]
-    rows = []
+    p_values = [
+        max(bootstrap_p_value(one), least_p_value(len(claim.differences)))
+        for claim, one in zip(claims, means, strict=True)
+    ]
+    rows: list[list[str]] = []
     for claim, resamples, p_value, adjusted, level in zip(
         claims, means, p_values, holm(p_values), holm_levels(p_values, alpha), strict=True
     ):
         low, high = interval_at(resamples, level)
-        finding = "level" if low <= 0 <= high else "better" if (low > 0) == claim.higher_is_better else "worse"
+        is_better = (np.mean(claim.differences) > 0) == claim.higher_is_better
+        finding = "level" if adjusted > alpha * (1 + 1e-9) else "better" if is_better else "worse"
         rows.append(
             [
+                str(len(rows) + 1),
                 claim.pair,
                 claim.task,
                 "all" if claim.budget is None else str(claim.budget),
@@ -161,8 +172,9 @@ def claims_table(results: Sequence[Result], config: EvalConfig, tasks: Iterable[
     notes = (
         f"The {len(claims)} differences of all pairs, budgets and tasks as one family: the chance that any of those "
         f"called better or worse is 0 is at most {alpha:.0%}. p: two-sided, of a difference of 0 (bootstrap, "
-        f"{num_resamples} resamples); corrected: by Holm's procedure (1979). The interval has the confidence of the "
-        "step that decides on its difference, and leaves out 0 where that is not level"
+        f"{num_resamples} resamples, and no less than n samples of one sign have by chance, 2^(1-n)); corrected: by "
+        "Holm's procedure (1979). The interval has the confidence of the step that decides on its difference, and "
+        "leaves out 0 where that is not level"
     )
-    header = ["pair", "task", "budget", "samples", "difference", "p", "corrected p", "finding"]
+    header = ["claim", "pair", "task", "budget", "samples", "difference", "p", "corrected p", "finding"]
     return Table("All pairs, corrected for their number", header, rows, notes)
