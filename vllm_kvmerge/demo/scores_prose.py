@@ -24,6 +24,8 @@ def windows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int
     """
     windows = []
     for text in texts:
+        if len(windows) >= count:
+            break
         ids = tokenizer.encode(text, add_special_tokens=False)
         for start in range(0, len(ids) - length + 2, length - 1):
             windows.append([tokenizer.bos_token_id, *ids[start : start + length - 1]])
