@@ -116,14 +116,17 @@ def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
 
 
 def test_a_second_question_is_answered_after_a_refresh(engine):
-    """The prompt asks for one fact; 150 tokens later another one is asked for, whose place nobody had looked at."""
+    """The prompt asks for one fact; 150 tokens later another one is asked for, whose place nobody had looked at.
+
+    It is asked for twice, with a refresh in between: the first token of an answer is computed in the step that reads the
+    question's last one, so that a refresh after that step comes too late for it.
+    """
     rng = np.random.default_rng(35)
     drawn = [second_question(rng, 500, 10, 150) for _ in range(12)]
     variants = {
         "full": {"policy": "full"},
-        "never": {"policy": "keepkv", "budget": 120},
-        # So that a refresh falls between question and answer.
-        "refresh": {"policy": "keepkv", "budget": 120, "refresh": {"every": 75}},
+        "never": {"policy": "snapkv", "budget": 150},
+        "refresh": {"policy": "snapkv", "budget": 150, "refresh": {"every": 75}},
     }
     prompts = [prompt for prompt, *_ in drawn for _ in variants]
     params = [forced(continuation, **fields) for _, continuation, _ in drawn for fields in variants.values()]
@@ -135,16 +138,17 @@ def test_a_second_question_is_answered_after_a_refresh(engine):
             right[name].append(all(one[token].rank == 1 for one, token in zip(at, answer, strict=True)))
     shares = {name: np.mean(found) for name, found in right.items()}
     assert shares["full"] >= 0.9, shares
-    assert shares["refresh"] >= 0.7, shares
-    assert shares["never"] <= 0.4, shares
+    assert shares["refresh"] >= 0.6, shares
+    assert shares["never"] <= 0.3, shares
 
 
 def second_question(rng, length: int, num_facts: int, between: int) -> tuple[list[int], list[int], int]:
-    """A prompt that ends with a question; its answer, filler up to ``between`` tokens, another question and its answer;
-    and the length of that answer."""
+    """A prompt that ends with a question; its answer, filler and another question up to ``between`` tokens, that question
+    again and its answer; and the length of that answer."""
     keys = distinct_keys(rng)
     facts = [documents.recall(rng, keys) for _ in range(num_facts)]
     first, second = (facts[index].questions[0] for index in rng.permutation(num_facts)[:2])
     body = documents.document(rng, length - 1 - len(first.ask), [fact.statements[0] for fact in facts])
     filler = documents.document(rng, between - len(first.answer) - len(second.ask), [])
-    return [BOS, *body, *first.ask], [*first.answer, *filler, *second.ask, *second.answer], len(second.answer)
+    continuation = [*first.answer, *filler, *second.ask, *second.ask, *second.answer]
+    return [BOS, *body, *first.ask], continuation, len(second.answer)
