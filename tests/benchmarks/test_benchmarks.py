@@ -13,6 +13,33 @@ pytestmark = pytest.mark.engine
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
+HELP = """
+import contextlib, io, runpy, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+for script in sorted(Path(sys.argv[1]).glob("*.py")):
+    if '"--output"' not in script.read_text():
+        continue
+    sys.argv, printed = [str(script), "--help"], io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        assert not end.code and "--output" in printed.getvalue(), script
+        print(script.name)
+    else:
+        raise AssertionError(f"{script} has no --help")
+"""
+
+
+def test_every_benchmark_can_be_imported_and_explains_itself():
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, str(FOLDER)], capture_output=True, text=True, preexec_fn=end_with_tests
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert {"serving.py", "compaction.py", "gpu_serving.py"} <= set(done.stdout.split())
+
 
 def rows(path: Path, script: str, *arguments: str) -> list[dict]:
     """The rows of the JSON file that the benchmark writes."""
@@ -39,6 +66,7 @@ def cases():
     return ["stock vLLM", "plain", "keepkv"]
 
 
+@pytest.mark.benchmarks
 def test_serving(tmp_path, cases):
     lengths = ("--lengths", "200", "--requests", "2", "--tokens", "40", "--budget", "0.2", "--policies", "keepkv")
     some = rows(tmp_path / "s.json", "serving.py", *lengths)

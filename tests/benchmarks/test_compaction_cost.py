@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.benchmarks]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compaction_cost.py"
 

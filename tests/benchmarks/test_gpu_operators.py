@@ -69,6 +69,7 @@ def test_every_operator_is_checked_and_every_aim_is_judged(tmp_path):
     assert judged["errors in bfloat16 are at most 1e-02"] and judged["errors in float32 are at most 1e-05"]
 
 
+@pytest.mark.benchmarks
 def test_parts_are_chosen_and_added_to_an_earlier_file(tmp_path):
     earlier = tmp_path / "earlier.json"
     row = {"part": "decode", "operator": "x", "implementation": "triton", "case": "y", "dtype": "float32"}
@@ -80,6 +81,7 @@ def test_parts_are_chosen_and_added_to_an_earlier_file(tmp_path):
     assert found["failed"] == {"time": "not complete: scores, entries"}
 
 
+@pytest.mark.benchmarks
 def test_tuning_tries_settings_and_keeps_what_is_right(tmp_path):
     tried, printed = run(tmp_path, "--tune", "write", "--rules", tmp_path / "rules")
     assert "write, G 1" in printed and len(tried) >= 3
@@ -89,6 +91,7 @@ def test_tuning_tries_settings_and_keeps_what_is_right(tmp_path):
     assert all(path.name == "tuning.json" for path in tmp_path.glob("rules/*"))
 
 
+@pytest.mark.benchmarks
 def test_it_needs_no_more_packages_than_it_says(tmp_path):
     """On machines with GPUs there may be torch and Triton, but neither vLLM nor what comes with it."""
     packages = "vllm", "fastapi", "transformers", "tokenizers", "rich", "tvm_ffi", "safetensors", "matplotlib"
@@ -103,6 +106,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     assert done.returncode == 0 and "--tune" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.benchmarks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_exits_with_2(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, cwd=tmp_path)
@@ -126,6 +130,7 @@ def problem_of(load, rows, entries, num_queries, groups=2, copies=2):
 SHAPES = [(1, 1, 1), (3, 50, 1), (2, 256, 1), (2, 150, 40), (1, 300, 300), (2, 129, 129), (1, 260, 132)]
 
 
+@pytest.mark.benchmarks
 @pytest.mark.parametrize("size", [16, 128])
 @pytest.mark.parametrize(("rows", "entries", "num_queries"), SHAPES)
 @pytest.mark.parametrize("groups", [1, 4])
