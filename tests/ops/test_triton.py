@@ -39,20 +39,23 @@ from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 pytestmark = pytest.mark.engine
 
 TESTS = Path(__file__).parent
+CHOSEN = "(triton or backend_interpreted) and not 40-2 and not 256-16 and not rounded"
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by kind of GPU (CUDA C++ programming guide, by compute capability)."""
 STACK = 16
 """Bytes of a thread's stack that are no spill yet: a few, of a scalar."""
 
 
-def test_all_operators_in_the_interpreter():
-    """Some cases of each test of all operators, and those of ``test_triton_interpreted``.
+def test_everything_in_the_interpreter():
+    """Some cases of each test of all operators, and those of ``test_triton_interpreted`` and of the CUDA backend.
 
-    Left out: 40 query heads, which take the interpreter minutes, and rounding, which it does not do as GPUs do.
+    Left out: 40 query heads, and cells of 256 numbers in blocks of 16, which take the interpreter minutes, and
+    rounding, which it does not do as GPUs do.
     """
     files = [f"test_{name}.py" for name in ("operators", "rows", "index", "cpu", "triton_interpreted")]
+    files.append("../engine/cuda/test_backend_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "23"]
-    command += ["-k", "triton and not 40-2 and not rounded", *(str(TESTS / name) for name in files)]
+    command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, cwd=TESTS.parents[1], capture_output=True, text=True, preexec_fn=end_with_tests

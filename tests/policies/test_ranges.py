@@ -89,7 +89,7 @@ def test_what_a_number_may_be(name):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(1, MAX_TOKENS))
 def test_counts_of_any_part(name, data, budget):
     """Of all values and budgets: whole numbers that vLLM's scheduler can reckon with."""
@@ -110,7 +110,7 @@ def test_counts_of_any_part(name, data, budget):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS, st.data(), st.booleans())
 def test_any_values_compress(preset, seed, data, at_prompt_end):
     policy, n = data.draw(policies(preset)), 24
@@ -150,7 +150,7 @@ def context_of_layers(entries: Entries, budget: int, statistics: torch.Tensor, *
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS, st.data(), st.sampled_from([1, 2, 61, 256]))
 def test_any_split(name, seed, data, num_layers):
     """Budgets of very many, very uneven layers lie between the least and the capacity, and their mean is the budget."""

@@ -1,4 +1,4 @@
-"""The CUDA backend's numbers, with Triton's operators in the interpreter. Run by ``test_backend``."""
+"""The CUDA backend's numbers, with Triton's operators in the interpreter. Run by ``tests/ops/test_triton.py``."""
 
 import os
 
