@@ -35,18 +35,20 @@ from tests.server.conftest import free_port, running
 
 def test_with_a_server():
     with running("--port", str(free_port())) as (process, *_):
-        while not (children := psutil.Process(process.pid).children()):
+        server = psutil.Process(process.pid)
+        while len(server.children()) < 2:  # its engine is starting
             time.sleep(0.1)
-        open({path!r}, "w").write(" ".join(str(one.pid) for one in [psutil.Process(process.pid), *children]) + "\\n")
+        processes = [server, *server.children(recursive=True)]
+        open({path!r}, "w").write(" ".join(str(one.pid) for one in processes) + "\\n")
         time.sleep(600)
 """
 
 
-def command(*arguments: str) -> list[str]:
+def command(*arguments: str, jobs: int = 2) -> list[str]:
     """pytest as ``make test`` calls it."""
     recipe = re.search(r"-m pytest (-n \$\(JOBS\).*) \$\(ARGS\)", (ROOT / "Makefile").read_text())
     assert recipe
-    options = recipe[1].replace("$(JOBS)", "2").split()
+    options = recipe[1].replace("$(JOBS)", str(jobs)).split()
     return [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *arguments]
 
 
@@ -61,10 +63,11 @@ def test_a_crash_is_a_failure_with_a_name(tmp_path):
 
 
 def test_a_suite_that_is_killed_leaves_nothing_behind(tmp_path):
+    """Neither its server, which is killed with it while its engine starts, nor what that has started."""
     path = tmp_path / "pids"
     (tmp_path / "test_planted.py").write_text(SERVES.format(path=str(path)))
     suite = subprocess.Popen(
-        command(str(tmp_path / "test_planted.py"), "--rootdir", str(ROOT)),
+        command(str(tmp_path / "test_planted.py"), "--rootdir", str(ROOT), jobs=1),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ import psutil
 import pytest
 
 from tests.processes import end_with_tests
-from vllm_kvmerge import demo
 from vllm_kvmerge.engine.processes import METRICS_DIR, METRICS_PREFIX
+
+pytestmark = pytest.mark.engine
 
 PARENT = """
 import json, multiprocessing, os, sys, time
@@ -38,34 +40,36 @@ if __name__ == "__main__":
     time.sleep(600)
 """
 
-PROGRAM = """
-import json, os, sys, time
-
-if __name__ == "__main__":
-    import psutil
-    from vllm import LLM
-    from vllm_kvmerge import kvmerge_engine_args
-    arguments = kvmerge_engine_args(enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=8 << 20)
-    engine = LLM(sys.argv[1], **arguments)
+ROOT = Path(__file__).parents[2]
+(_, OFFLINE) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/quickstart.md").read_text(), re.M | re.S)
+THEN_WAIT = """
+    import json, psutil, time
     print("PIDS" + json.dumps([one.pid for one in psutil.Process().children(recursive=True)]), flush=True)
     time.sleep(600)
 """
 
 
 @contextmanager
-def killed(tmp_path: Path, code: str, *arguments: str, **variables: str) -> Iterator[list[psutil.Process]]:
-    """The processes of which a program has printed the ids, after it has been killed."""
+def killed(
+    tmp_path: Path, code: str, *arguments: str, printed: list[str] | None = None, **variables: str
+) -> Iterator[list[psutil.Process]]:
+    """The processes of which a program has printed the ids, after it has been killed; printed: what it has before."""
     script = tmp_path / "program.py"
     script.write_text(code)
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path} | variables
     command = [sys.executable, str(script), *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=end_with_tests
     ) as program:
         assert program.stdout is not None
-        line = next((one for one in program.stdout if one.startswith(("PIDS", "["))), None)
-        assert line is not None, "it ended by itself"
+        lines = [] if printed is None else printed
+        for line in program.stdout:
+            if line.startswith(("PIDS", "[")):
+                break
+            lines.append(line)
+        else:
+            raise AssertionError("it ended by itself")
         processes = [psutil.Process(pid) for pid in json.loads(line.removeprefix("PIDS"))]
         try:
             program.kill()
@@ -107,7 +111,6 @@ def test_a_process_that_an_engine_core_forks_ends_with_it(tmp_path):
         assert still_there(children, 60) == []
 
 
-@pytest.mark.engine
 def test_a_process_of_the_users_own_goes_on(tmp_path):
     with killed(tmp_path, PARENT, "spawn", "Process-1", "EngineCore") as (own, engine):
         assert still_there([engine], 60) == []
@@ -129,8 +132,11 @@ def test_a_killed_parents_metrics_folder_is_removed(tmp_path):
     assert list(tmp_path.glob(f"{METRICS_PREFIX}*")) == [other]
 
 
-@pytest.mark.engine
 def test_an_engine_ends_with_the_program_that_made_it(tmp_path):
-    with killed(tmp_path, PROGRAM, demo.model_path(), VLLM_ENABLE_V1_MULTIPROCESSING="1") as children:
+    """The quickstart's offline program, killed when it has printed its answer."""
+    printed: list[str] = []
+    code = OFFLINE + THEN_WAIT
+    with killed(tmp_path, code, printed=printed, VLLM_ENABLE_V1_MULTIPROCESSING="1") as children:
+        assert printed[-1].strip()
         assert len(children) >= 2
         assert still_there(children, 120) == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,11 @@ def prometheus(server, tmp_path_factory) -> Iterator[Prometheus]:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
         for seed in (101, 102):
-            for policy in POLICIES:
-                body = {"max_tokens": 400, "ignore_eos": True, "kv_compression": {"policy": policy}}
-                server.complete(long_prompt(seed, 1000), **body)
+            bodies = [
+                {"max_tokens": 400, "ignore_eos": True, "kv_compression": {"policy": policy}} for policy in POLICIES
+            ]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda body, seed=seed: server.complete(long_prompt(seed, 1000), **body), bodies))
             refused = {"model": "demo", "prompt": "a", "kv_compression": {"policy": "nonsense"}}
             assert server.post("/v1/completions", refused).status_code == 400
             time.sleep(3 * SCRAPE_SECONDS)

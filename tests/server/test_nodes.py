@@ -1,4 +1,4 @@
-"""The pods of deploy/kubernetes/leaderworkerset.yaml as processes of this machine: an API server with one engine, and a
+"""The pods of deploy/kubernetes/leaderworkerset.yaml as processes of this machine: API servers with one engine, and a
 node with another and no API server."""
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.server.conftest import Server, free_port, running, serving, wait_until
-from tests.server.deaths import kill
+from tests.server.deaths import ask_for_long, kill
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +52,7 @@ def nodes() -> Iterator[Nodes]:
             words = [word.replace(name, value) for word in words]
         # Pods have ports, and a machine, each to themselves.
         words += [f"--data-parallel-rpc-port={rpc_port}", "--host=127.0.0.1"]
-        return words + ([f"--metrics-port={metrics_port}"] if role == "worker" else ["--api-server-count=1"])
+        return words + ([f"--metrics-port={metrics_port}"] if role == "worker" else ["--api-server-count=2"])
 
     with running(*options("worker")) as node, serving(*options("leader")) as first:
         yield Nodes(first, Server(f"http://127.0.0.1:{metrics_port}", *node))
@@ -94,6 +94,14 @@ def test_the_balancer_reaches_both_and_sums_are_right(nodes):
     for engine in ENGINES:
         wait_until(lambda e=engine: nodes.metric("vllm:kvmerge_live_bytes", engine=e) == 0)
         wait_until(lambda e=engine: nodes.first.metric("vllm:kv_cache_usage_perc", engine=e) == 0)
+
+
+def test_one_of_several_api_servers_is_killed_while_it_answers(nodes):
+    """The last test but one here."""
+    asker = ask_for_long(nodes.first)
+    kill(nodes.first, "APIServer")
+    asker.join(120)
+    assert not asker.is_alive()
 
 
 def test_the_engine_of_the_second_node_is_killed(nodes):

@@ -1,4 +1,7 @@
-"""The commands of README and quickstart, as they stand, against the real server."""
+"""The commands of README and quickstart, as they stand, against the real server.
+
+``tests/engine/test_processes.py`` runs the quickstart's offline program.
+"""
 
 import json
 import re
@@ -107,9 +110,3 @@ def test_a_document_before_its_question(outputs):
 def test_the_official_client(server):
     client, _ = blocks(QUICKSTART, "python")
     assert run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).strip()
-
-
-def test_offline(tmp_path):
-    script = tmp_path / "offline.py"
-    script.write_text(blocks(QUICKSTART, "python")[1])
-    assert run([sys.executable, str(script)]).strip()
