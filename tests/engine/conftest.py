@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -41,6 +42,15 @@ class Engine:
 
     def tokens(self, prompts: list[list[int]], params) -> list[list[int]]:
         return [list(output.outputs[0].token_ids) for output in self.generate(prompts, params)]
+
+    @contextmanager
+    def with_blocks(self, count: int) -> Iterator[None]:
+        """With as few free blocks, short requests compete for them."""
+        taken = self.pool.get_new_blocks(self.pool.get_num_free_blocks() - count)
+        try:
+            yield
+        finally:
+            self.pool.free_blocks(taken)
 
     def assert_empty(self) -> None:
         """Every block but the null block is free, none is referenced, and nothing is remembered of any request."""

@@ -43,52 +43,80 @@ def name_of(request) -> str:
     return request.request_id.rsplit("-", 1)[0]
 
 
-@pytest.mark.parametrize("policy", sorted(PRESETS))
-def test_a_context_is_compressed_as_if_it_were_the_whole_prompt(engine, policy):
-    """The reference is a request whose prompt is the context and which is made to generate question and answer."""
+CONTEXT, QUESTION, ANSWER = 700, 25, 40
+"""Tokens; the question is shorter than an interval."""
+
+
+@pytest.fixture(scope="module")
+def losses(engine):
+    """By policy: those of question and answer where the context is the whole prompt, and where it is marked as one.
+
+    Many policies at once; under "full" twice what they are without a policy.
+    """
     rng = np.random.default_rng(21)
-    context, question, answer = 700, 25, 40  # the question is shorter than an interval
-    document = recall.training_sample(rng, context + question + answer, 12, 13)[0].tolist()
+    document = recall.training_sample(rng, CONTEXT + QUESTION + ANSWER, 12, 13)[0].tolist()
     parameters = {"budget": 150, "interval": 30}
-    extra_args = compression(policy, **parameters) | {CONTINUATION: document[context:]}
-    forced = SamplingParams(
-        temperature=0, max_tokens=question + answer, ignore_eos=True, logprobs=0, extra_args=extra_args
-    )
-    reference = engine.generate([document[:context]], forced)[0].outputs[0]
-    assert list(reference.token_ids) == document[context:]
-    expected = [logprobs[token].logprob for logprobs, token in zip(reference.logprobs, document[context:], strict=True)]
-
-    extra_args = compression(policy, context_tokens=context, **parameters) | {CONTINUATION: document[-answer:]}
-    forced = SamplingParams(
-        temperature=0, max_tokens=answer, ignore_eos=True, logprobs=0, prompt_logprobs=0, extra_args=extra_args
-    )
-    output = engine.generate([document[: context + question]], forced)[0]
-    found = [
-        logprobs[token].logprob
-        for logprobs, token in zip(
-            [*output.prompt_logprobs[context:], *output.outputs[0].logprobs], document[context:], strict=True
+    alone, marked = [], []
+    for policy in PRESETS:
+        extra_args = compression(policy, **parameters) | {CONTINUATION: document[CONTEXT:]}
+        alone.append(
+            SamplingParams(
+                temperature=0, max_tokens=QUESTION + ANSWER, ignore_eos=True, logprobs=0, extra_args=extra_args
+            )
         )
-    ]
-    assert np.abs(np.subtract(found, expected)).max() < 2e-3
-    plain = continuation_loss(engine.llm, [document[:context]], [document[context:]], "full", 0)[0]
-    assert np.abs(np.add(found, plain)).max() > 0.1  # the budget is small enough to tell
+        extra_args = compression(policy, context_tokens=CONTEXT, **parameters) | {CONTINUATION: document[-ANSWER:]}
+        marked.append(
+            SamplingParams(
+                temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=0, prompt_logprobs=0, extra_args=extra_args
+            )
+        )
+    references, outputs = [], []
+    split = list(PRESETS).index("grkv")  # whose regression magnifies last digits, which depend on a batch's company
+    for some in (slice(split), slice(split, split + 1), slice(split + 1, None)):
+        assert engine.llm.reset_prefix_cache()
+        references += engine.generate([document[:CONTEXT]] * len(alone[some]), alone[some])
+        outputs += engine.generate([document[: CONTEXT + QUESTION]] * len(marked[some]), marked[some])
+    plain = continuation_loss(engine.llm, [document[:CONTEXT]], [document[CONTEXT:]], "full", 0)[0]
+    found = {"full": (plain, plain)}
+    for policy, reference, output in zip(PRESETS, references, outputs, strict=True):
+        assert list(reference.outputs[0].token_ids) == document[CONTEXT:]
+        found[policy] = tuple(
+            [-row[token].logprob for row, token in zip(rows, document[CONTEXT:], strict=True)]
+            for rows in (
+                reference.outputs[0].logprobs,
+                [*output.prompt_logprobs[CONTEXT:], *output.outputs[0].logprobs],
+            )
+        )
     engine.assert_empty()
+    return found
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keepkv", "morphkv", "criticalkv"])
-def test_a_budget_that_is_never_exceeded_changes_nothing(engine, policy):
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+def test_a_context_is_compressed_as_if_it_were_the_whole_prompt(losses, policy):
+    """The reference is a request whose prompt is the context and which is made to generate question and answer."""
+    expected, found = losses[policy]
+    assert np.abs(np.subtract(found, expected)).max() < 2e-3
+    assert np.abs(np.subtract(found, losses["full"][0])).max() > 0.1  # the budget is small enough to tell
+
+
+def test_a_budget_that_is_never_exceeded_changes_nothing(engine):
     rng = np.random.default_rng(22)
-    prompts = [random_prompt(rng, length) for length in (60, 700, 1500)]
-    full = engine.tokens(prompts, greedy(24))
-    for decode in ("bounded", "grow"):
-        roomy = [
-            greedy(24, policy, budget=1500, interval=24, decode=decode, context_tokens=int(len(prompt) * 0.7))
+    policies = ["h2o", "keepkv", "morphkv", "criticalkv"]
+    prompts = [random_prompt(rng, length) for length in (60, 400, 1100)]
+    full = engine.tokens(prompts, greedy(24)) * len(policies)
+
+    def marked(**parameters) -> list[list[int]]:
+        params = [
+            greedy(24, policy, context_tokens=int(len(prompt) * 0.7), **parameters)
+            for policy in policies
             for prompt in prompts
         ]
-        assert engine.tokens(prompts, roomy) == full
+        return engine.tokens(prompts * len(policies), params)
+
+    for decode in ("bounded", "grow"):
+        assert marked(budget=1500, interval=24, decode=decode) == full
     # An entry for each token of the context is enough for policies that keep the rest.
-    exact = [greedy(24, policy, budget=1.0, decode="grow", context_tokens=int(len(prompt) * 0.7)) for prompt in prompts]
-    assert engine.tokens(prompts, exact) == full
+    assert marked(budget=1.0, decode="grow") == full
     engine.assert_empty()
 
 
@@ -135,59 +163,63 @@ def test_memory_returns_before_the_question_is_read(engine):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_result_does_not_depend_on_chunks_company_or_the_prefix_cache(engine, policy, monkeypatch):
+def test_the_result_does_not_depend_on_chunks_company_or_the_prefix_cache(engine, monkeypatch):
+    """What policies make of a prompt each, computed alone, all of them make of them together."""
     rng = np.random.default_rng(25)
-    context, length = 970, 1290
-    prompt = random_prompt(rng, length)
-    params = greedy(40, policy, budget=180, context_tokens=context)
-    assert engine.llm.reset_prefix_cache()
-    cold = engine.generate([prompt], params)[0]
-    expected = list(cold.outputs[0].token_ids)
-    assert cold.num_cached_tokens == 0
-    again = engine.generate([prompt], params)[0]
-    assert list(again.outputs[0].token_ids) == expected
+    context, length = 300, 400
+    prompts = [random_prompt(rng, length) for _ in POLICIES]
+    params = [greedy(24, policy, budget=90, interval=8, context_tokens=context) for policy in POLICIES]
+    expected = []
+    for prompt, p in zip(prompts, params, strict=True):
+        assert engine.llm.reset_prefix_cache()
+        expected += engine.tokens([prompt], p)
     # A hit leaves the queries to be computed that the policy looks at, those of the context's end.
-    config = parse_compression({"policy": policy})
-    window = max(config.prompt_window, config.policy.query_window, 1)
-    assert again.num_cached_tokens == (context - window) // 32 * 32
-    # Whoever wrote them: a plain request has put all of the prompt's blocks into the cache.
-    engine.generate([prompt], greedy(1))
-    warm = engine.generate([prompt], params)[0]
-    assert (list(warm.outputs[0].token_ids), warm.num_cached_tokens) == (expected, again.num_cached_tokens)
-    for chunk in (97, 300, 971):
+    configs = [parse_compression({"policy": policy}) for policy in POLICIES]
+    windows = [max(config.prompt_window, config.policy.query_window, 1) for config in configs]
+    hits = [(context - window) // 32 * 32 for window in windows]
+    assert engine.llm.reset_prefix_cache()
+    for cached in ([0] * len(POLICIES), hits):
+        outputs = engine.generate(prompts, params)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert [output.num_cached_tokens for output in outputs] == cached
+    # Whoever wrote them: plain requests have put all of the prompts' blocks into the cache.
+    engine.generate(prompts, greedy(1))
+    outputs = engine.generate(prompts, params)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert [output.num_cached_tokens for output in outputs] == hits
+    for chunk in (37, 97, context + 1):
         with monkeypatch.context() as patch:
             patch.setattr(engine.scheduler, "max_num_scheduled_tokens", chunk)
             assert engine.llm.reset_prefix_cache()
-            assert engine.tokens([prompt], params)[0] == expected, chunk
+            assert engine.tokens(prompts, params) == expected, chunk
     others = [random_prompt(rng, int(n)) for n in rng.integers(50, 1200, 9)]
     params_of_others = [
-        greedy(30),
-        greedy(50, "h2o", budget=100),
-        greedy(30, "keepkv", budget=0.3, context_tokens=45),
+        greedy(20),
+        greedy(30, "h2o", budget=100),
+        greedy(20, "keepkv", budget=0.3, context_tokens=45),
     ] * 3
-    together = engine.tokens([*others[:5], prompt, *others[5:]], [*params_of_others[:5], params, *params_of_others[5:]])
-    assert together[5] == expected
+    together = engine.tokens(
+        [*others[:5], *prompts, *others[5:]], [*params_of_others[:5], *params, *params_of_others[5:]]
+    )
+    assert together[5:-4] == expected
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_prefix_cache_holds_what_full_attention_computed(engine, policy):
+def test_the_prefix_cache_holds_what_full_attention_computed(engine):
     """The context's full blocks are found by hash afterwards; what was read on the compressed cache is not."""
-    prompt = random_prompt(np.random.default_rng(26), 1100)
-    context = 700
+    rng = np.random.default_rng(26)
+    prompts = [random_prompt(rng, 430) for _ in POLICIES]
+    context = 300
+    params = [greedy(20, policy, budget=90, interval=8, context_tokens=context) for policy in POLICIES]
     assert engine.llm.reset_prefix_cache()
-    cold = engine.generate([prompt], greedy(12))[0]
+    cold = engine.tokens(prompts, greedy(12))
     assert engine.llm.reset_prefix_cache()
-    engine.generate([prompt], greedy(40, policy, budget=200, context_tokens=context))
-    warm = engine.generate([prompt], greedy(12))[0]
-    assert warm.num_cached_tokens == context // 32 * 32
-    assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
-    # One that finds all of the prompt's blocks leaves them as they are.
-    engine.generate([prompt], greedy(40, policy, budget=200, context_tokens=context))
-    warm = engine.generate([prompt], greedy(12))[0]
-    assert warm.num_cached_tokens == 1088
-    assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
+    # The second time they find all of the prompt's blocks, and leave them as they are.
+    for cached in (context // 32 * 32, 416):
+        engine.generate(prompts, params)
+        warm = engine.generate(prompts, greedy(12))
+        assert [output.num_cached_tokens for output in warm] == [cached] * len(POLICIES)
+        assert [list(output.outputs[0].token_ids) for output in warm] == cold
     engine.assert_empty()
 
 
@@ -195,11 +227,11 @@ def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
     """Its context is compressed again, its question read again, and its generated tokens go the way they went."""
     rng = np.random.default_rng(27)
     policies = ["h2o", "keepkv", "zsmerge", "streaming_llm", "snapkv", "morphkv", "grkv"]
-    prompts = [random_prompt(rng, 900) for _ in policies]
-    params = [greedy(400, policy, budget=600, context_tokens=750) for policy in policies]
+    prompts = [random_prompt(rng, 250) for _ in policies]
+    params = [greedy(60, policy, budget=150, interval=8, context_tokens=210) for policy in policies]
     undisturbed = engine.tokens(prompts, params)
-    for i in range(3):  # these only grow, and push the others out
-        add(engine, f"plain{i}", random_prompt(rng, 1000), greedy(900))
+    for i in range(6):  # these only grow, and push the others out
+        add(engine, f"plain{i}", random_prompt(rng, 150), greedy(150))
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         add(engine, str(i), prompt, p)
     seen: dict[str, int] = {}
@@ -208,18 +240,20 @@ def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
         for request in engine.scheduler.requests.values():
             seen[name_of(request)] = max(seen.get(name_of(request), 0), request.num_preemptions)
 
-    tokens = run(engine, watch)
+    with engine.with_blocks(66):
+        tokens = run(engine, watch)
     assert sum(seen[str(i)] > 0 for i in range(len(policies))) >= 2, seen
     assert [tokens[str(i)] for i in range(len(policies))] == undisturbed
     engine.assert_empty()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
-def test_aborted_requests_leave_nothing(engine, steps):
+def test_aborted_requests_leave_nothing(engine, steps, monkeypatch):
     """While the context is computed, after its compression, in the middle of the question, and after that."""
     rng = np.random.default_rng(28)
+    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 256)
     for policy in ("h2o", "snapkv", "morphkv"):
-        add(engine, policy, random_prompt(rng, 2900), greedy(50, policy, budget=200, context_tokens=500))
+        add(engine, policy, random_prompt(rng, 725), greedy(50, policy, budget=90, context_tokens=125))
     for _ in range(steps):
         engine.llm.llm_engine.step()
     engine.llm.llm_engine.abort_request(list(engine.scheduler.requests), internal=True)
@@ -228,19 +262,27 @@ def test_aborted_requests_leave_nothing(engine, steps):
 
 def test_a_context_of_the_whole_prompt_is_as_none(engine):
     rng = np.random.default_rng(29)
-    prompts = [random_prompt(rng, length) for length in (90, 700, 1300)]
-    for policy in POLICIES:
-        whole = [greedy(40, policy, budget=0.4, context_tokens=len(prompt)) for prompt in prompts]
-        assert engine.tokens(prompts, whole) == engine.tokens(prompts, greedy(40, policy, budget=0.4)), policy
+    prompts = [random_prompt(rng, length) for length in (90, 300, 1100)]
+
+    tokens = []
+    for names in ([], ["context_tokens"]):
+        params = [
+            greedy(20, policy, budget=0.4, interval=8, **dict.fromkeys(names, len(prompt)))
+            for policy in POLICIES
+            for prompt in prompts
+        ]
+        tokens.append(engine.tokens(prompts * len(POLICIES), params))
+    assert tokens[0] == tokens[1]
     engine.assert_empty()
 
 
 def test_a_context_of_one_token_and_one_that_leaves_one(engine):
     prompt = random_prompt(np.random.default_rng(30), 400)
     assert engine.tokens([prompt], greedy(20, "snapkv", context_tokens=1)) == engine.tokens([prompt], greedy(20))
-    for policy in POLICIES:
-        params = [greedy(20, policy, budget=96, context_tokens=context) for context in (1, 33, 64, 399)]
-        assert [len(tokens) for tokens in engine.tokens([prompt] * 4, params)] == [20] * 4
+    params = [
+        greedy(20, policy, budget=96, context_tokens=context) for policy in POLICIES for context in (1, 33, 64, 399)
+    ]
+    assert {len(tokens) for tokens in engine.tokens([prompt] * len(params), params)} == {20}
     engine.assert_empty()
 
 
@@ -313,8 +355,8 @@ def test_log_probabilities_of_the_prompt(engine):
 def test_a_policy_that_has_not_seen_the_question_cannot_keep_its_answer(engine):
     """Recall of snapkv, whose window ends with the question or just before it."""
     rng = np.random.default_rng()
-    length, question = 600, 2  # "recall K"
-    prompts = [recall.draw_prompt(rng, length, 10) for _ in range(40)]
+    length, question = 400, 2  # "recall K"
+    prompts = [recall.draw_prompt(rng, length, 7) for _ in range(30)]
 
     def exact(**parameters) -> float:
         extra = compression("snapkv", budget=0.2, **parameters)

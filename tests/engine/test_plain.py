@@ -27,7 +27,7 @@ MAX_TOKENS = 24
 
 def prompts_of_many_lengths() -> list[list[int]]:
     rng = np.random.default_rng(1)
-    lengths = np.geomspace(10, 3000, 32).astype(int)
+    lengths = np.geomspace(10, 2400, 16).astype(int)
     return [random_prompt(rng, int(n)) for n in lengths]
 
 
@@ -72,13 +72,16 @@ def test_plain_requests_equal_stock_vllm_with_prefix_hits(engine, stock_tokens):
         assert again.num_cached_tokens == (len(prompt) - 1) // 32 * 32
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "keepkv"])
-@pytest.mark.parametrize("budget", [3000 + MAX_TOKENS, 3000])
-def test_a_budget_that_is_never_exceeded_changes_nothing(engine, stock_tokens, policy, budget):
-    """With 3000 the longest requests could outgrow the budget: they are scored, but still lose nothing."""
-    prompts = prompts_of_many_lengths()
-    extra = compression(policy, budget=budget, interval=MAX_TOKENS)
-    assert engine.tokens(prompts, greedy(extra_args=extra)) == stock_tokens
+@pytest.mark.parametrize("could_be_exceeded", [False, True])
+def test_a_budget_that_is_never_exceeded_changes_nothing(engine, stock_tokens, could_be_exceeded):
+    """Requests that could outgrow their budget are scored, but still lose nothing."""
+    prompts, params = prompts_of_many_lengths(), []
+    for index, prompt in enumerate(prompts):
+        # One that needs no scores, one that does, and one that merges; each with short and long prompts.
+        policy = ["streaming_llm", "h2o", "keepkv"][index % 3]
+        budget = max(40, len(prompt)) if could_be_exceeded else 2400 + MAX_TOKENS
+        params.append(greedy(extra_args=compression(policy, budget=budget, interval=MAX_TOKENS)))
+    assert engine.tokens(prompts, params) == stock_tokens
     engine.assert_empty()
 
 

@@ -9,13 +9,12 @@ from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.recall import evaluate
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.evaluation.tasks.demo import DemoMultikey
-from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import compression
 
 
 def test_recall_on_fresh_prompts(engine):
     rng = np.random.default_rng()
-    prompts = [recall.draw_prompt(rng, 1024, 16) for _ in range(40)]
+    prompts = [recall.draw_prompt(rng, 512, 8) for _ in range(40)]
     scores = {s.policy: s for s in evaluate(engine.llm, prompts, ["full", "snapkv", "local"], 0.3)}
     assert scores["full"].exact >= 0.95
     assert scores["snapkv"].exact >= 0.5
@@ -24,8 +23,8 @@ def test_recall_on_fresh_prompts(engine):
 
 def test_merging_keeps_more_than_dropping(engine):
     """Of several facts, those that were not selected: the same selection, merged into or not."""
-    task = DemoMultikey(length=1024)
-    samples = task.samples(48, secrets.randbits(32), engine.llm.get_tokenizer())
+    task = DemoMultikey(length=512)
+    samples = task.samples(40, secrets.randbits(32), engine.llm.get_tokenizer())
 
     def share_right(**parts: str) -> float:
         fields = compression("snapkv", budget=0.5, **parts)
@@ -35,23 +34,3 @@ def test_merging_keeps_more_than_dropping(engine):
         return float(np.mean([task.score(*pair) for pair in zip(samples, completions, strict=True)]))
 
     assert share_right(merger="zip", tracker="log_ema") > share_right(tracker="log_ema") + 0.03
-
-
-STRONG = {"adakv", "criticalkv", "grkv", "keydiff", "knorm", "pyramidkv", "rkv", "snapkv"}
-"""Policies that this task suits: it asks for four digits, only the first of which has been attended to by then."""
-
-
-def test_every_preset_end_to_end(engine):
-    rng = np.random.default_rng()
-    prompts = [recall.draw_prompt(rng, 512, 8) for _ in range(20)]
-    (full,) = evaluate(engine.llm, prompts, ["full"], 1.0)
-    assert full.exact >= 0.95
-    full, *roomy = evaluate(engine.llm, prompts[:4], ["full", *sorted(PRESETS)], 1.0)
-    for score in roomy:
-        assert (score.exact, score.digits) == (full.exact, full.digits), score.policy
-    for score in evaluate(engine.llm, prompts, sorted(PRESETS), 0.3):
-        if score.policy in STRONG:
-            assert score.exact >= 0.4, score
-        else:
-            assert score.exact <= 0.55, score
-            assert score.digits >= 0.15, score  # more than what guessing gives

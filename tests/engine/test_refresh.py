@@ -118,8 +118,8 @@ def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
 def test_a_second_question_is_answered_after_a_refresh(engine):
     """The prompt asks for one fact; 150 tokens later another one is asked for, whose place nobody had looked at.
 
-    It is asked for twice, with a refresh in between: the first token of an answer is computed in the step that reads the
-    question's last one, so that a refresh after that step comes too late for it.
+    It is asked for twice, with a refresh in between: the first token of an answer is computed in the step that reads
+    the question's last one, so that a refresh after that step comes too late for it.
     """
     rng = np.random.default_rng(35)
     drawn = [second_question(rng, 500, 10, 150) for _ in range(12)]
@@ -143,8 +143,8 @@ def test_a_second_question_is_answered_after_a_refresh(engine):
 
 
 def second_question(rng, length: int, num_facts: int, between: int) -> tuple[list[int], list[int], int]:
-    """A prompt that ends with a question; its answer, filler and another question up to ``between`` tokens, that question
-    again and its answer; and the length of that answer."""
+    """A prompt that ends with a question; its answer, filler and another question up to ``between`` tokens, the other
+    question again and its answer; and the length of that answer."""
     keys = distinct_keys(rng)
     facts = [documents.recall(rng, keys) for _ in range(num_facts)]
     first, second = (facts[index].questions[0] for index in rng.permutation(num_facts)[:2])

@@ -22,7 +22,7 @@ def windows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int
     Raises:
         ValueError: no page is so long.
     """
-    windows = []
+    windows: list[list[int]] = []
     for text in texts:
         if len(windows) >= count:
             break
