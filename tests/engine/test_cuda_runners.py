@@ -4,15 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import engine_arguments, random_prompt
 from tests.engine.full_graphs import SIZES
+from tests.gpu.compare import NUM_CANDIDATES, Generated
+from tests.gpu.setting import Setting
+from tests.gpu.test_serving import check
 from tests.processes import end_with_tests
-from vllm_kvmerge import compression
+from vllm_kvmerge import compression, demo
 
 pytestmark = pytest.mark.engine
 
@@ -20,6 +25,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 NUM_RINGS = 1
 MAX_TOKENS = 100
+CHECKS_OF_GPUS = "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
 TOLERANCE = 1e-3
 """Of the sum of a request's log-probabilities."""
 
@@ -56,9 +62,16 @@ def jobs() -> list:
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(engine) -> list:
+    """What the CPU's runner generates."""
+    outputs = engine.generate([prompt for prompt, *_ in jobs()], [greedy(extra, n) for _, extra, n in jobs()])
+    return [output.outputs[0] for output in outputs]
+
+
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-def test_tokens_of_the_cpu_runner(is_v2, engine):
-    """With asynchronous scheduling and full graphs; ``tests/gpu`` runs V1 without either."""
+def test_tokens_of_the_cpu_runner(is_v2, expected):
+    """With asynchronous scheduling and full graphs."""
     arguments = engine_arguments() | {
         "async_scheduling": True,
         "enforce_eager": False,
@@ -79,7 +92,6 @@ def test_tokens_of_the_cpu_runner(is_v2, engine):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.split("RESULT", 1)[1])
-    expected = [engine.generate([prompt], greedy(extra, n))[0].outputs[0] for prompt, extra, n in jobs()]
     assert result.pop("tokens") == [list(one.token_ids) for one in expected]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
     assert result.pop("preempted") > 0
@@ -95,7 +107,21 @@ def test_tokens_of_the_cpu_runner(is_v2, engine):
     }
 
 
-def greedy(extra, num_tokens):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")
+def test_the_checks_of_gpus(engine, tmp_path):
+    """Some of those of ``tests/gpu``, which shows that they work: V1 without graphs, against the CPU's runner."""
+    setting = Setting("v1", demo.model_path(), "float32", is_on_gpu=False)
+    found = {}
+    for name, some in (("vllm", setting.plain_jobs()), ("reference", setting.compressed_jobs())):
+        params = [greedy(extra, setting.num_tokens, NUM_CANDIDATES) for _, extra in some]
+        outputs = engine.generate([prompt for prompt, _ in some], params)
+        found[name] = [asdict(Generated.of(output.outputs[0])) for output in outputs]
+    path = tmp_path / "expected.json"
+    path.write_text(json.dumps(found))
+    check(replace(setting, expected=str(path)), tmp_path, "-k", CHECKS_OF_GPUS)
+
+
+def greedy(extra, num_tokens, logprobs=0):
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, extra_args=extra)
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs, extra_args=extra)

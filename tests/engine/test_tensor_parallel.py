@@ -7,54 +7,43 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
+from vllm import SamplingParams
 
-from tests.engine.conftest import random_prompt
+from tests.demo_model import BYTES_PER_BLOCK
+from tests.engine.conftest import NUM_BLOCKS, engine_arguments, random_prompt
 from tests.processes import end_with_tests
-from tests.random_model import write_llama
 from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
 
-pytestmark = pytest.mark.engine
+NUM_TOKENS = 20
 
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    arguments, jobs = json.load(sys.stdin)
+    arguments, jobs, num_tokens = json.load(sys.stdin)
     llm = LLM(**arguments)
     def run(jobs):
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in jobs],
-            [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, extra_args=extra) for _, extra in jobs],
+            [SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, extra_args=extra)
+             for _, extra in jobs],
             use_tqdm=False)
         return [list(o.outputs[0].token_ids) for o in outputs]
     print("TOKENS", json.dumps([run(jobs), run(jobs)]))
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """Random weights with an even number of KV heads."""
-    return write_llama(tmp_path_factory.mktemp("model"))
-
-
-def generate(model: Path, script: Path, tensor_parallel_size: int, jobs: list) -> list:
+def generate(script: Path, jobs: list) -> list:
+    """By two workers, in a process of their own."""
     arguments = kvmerge_engine_args(
-        model=str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_batched_tokens=512,
-        kv_cache_memory_bytes=8 << 20,
-        tensor_parallel_size=tensor_parallel_size,
+        **engine_arguments(), kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK, tensor_parallel_size=2
     )
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tensor_parallel_size == 2 else {}
     done = subprocess.run(
         [sys.executable, str(script)],
-        input=json.dumps([arguments, jobs]),
-        env=os.environ | binding | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        input=json.dumps([arguments, jobs, NUM_TOKENS]),
+        env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         text=True,
         capture_output=True,
         timeout=500,
@@ -64,15 +53,18 @@ def generate(model: Path, script: Path, tensor_parallel_size: int, jobs: list) -
     return json.loads(done.stdout.split("TOKENS", 1)[1].splitlines()[0])
 
 
-def test_two_workers_equal_one(model, tmp_path):
+def test_two_workers_equal_one(engine, tmp_path):
+    """The model has two KV heads."""
     rng = np.random.default_rng(4)
-    policies = [None, *sorted(PRESETS)]
-    jobs = [
-        (random_prompt(rng, int(rng.integers(100, 1500))), compression(policy, budget=96) if policy else None)
-        for policy in policies
-    ] + [(random_prompt(rng, 900), compression(policy, budget=96, context_tokens=700)) for policy in policies[1::4]]
+    jobs: list[tuple[list[int], dict | None]] = [(random_prompt(rng, 500), None)]
+    for index, policy in enumerate(sorted(PRESETS)):
+        length = int(rng.integers(150, 800))
+        for context in ({}, {"context_tokens": length - 70})[: 2 if index % 4 == 0 else 1]:
+            jobs.append((random_prompt(rng, length), compression(policy, budget=96, interval=8, **context)))
     script = tmp_path / "generate.py"
     script.write_text(GENERATE)
-    one, two = (generate(model, script, size, jobs) for size in (1, 2))
-    assert two == one
-    assert one[0] == one[1]  # the second run hits the prefix cache
+    first, second = generate(script, jobs)
+    params = [
+        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in jobs
+    ]
+    assert first == second == engine.tokens([prompt for prompt, _ in jobs], params)  # the second hits the prefix cache

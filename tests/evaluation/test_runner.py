@@ -1,7 +1,8 @@
 """Runs that are stopped, fail in part or go on; a scripted back end stands for the engine."""
 
 import json
-import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,24 +187,21 @@ def test_broken_results_are_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "out", config.identity())
 
 
-def _is_refused(folder: Path, identity: dict, refused) -> None:
-    try:
-        RunFolder(folder, identity)
-    except CommandError as fault:
-        refused.value = "another run is writing there" in str(fault)
+OPEN = """
+import json, sys
+from pathlib import Path
+from vllm_kvmerge.evaluation.results import RunFolder
+RunFolder(Path(sys.argv[1]), json.loads(sys.argv[2]))
+"""
 
 
-@pytest.mark.engine
 def test_one_process_writes(tmp_path: Path) -> None:
     identity = small_config(tmp_path).identity()
-    spawn = multiprocessing.get_context("spawn")
-    refused = spawn.Value("b", False)
+    command = [sys.executable, "-c", OPEN, str(tmp_path / "out"), json.dumps(identity)]
     with RunFolder(tmp_path / "out", identity):
-        process = spawn.Process(target=_is_refused, args=(tmp_path / "out", identity, refused))
-        process.start()
-        process.join()
-    assert refused.value
-    RunFolder(tmp_path / "out", identity)
+        other = subprocess.run(command, capture_output=True, text=True)
+        assert other.returncode == 1 and "another run is writing there" in other.stderr
+    assert subprocess.run(command).returncode == 0
 
 
 def test_no_folder_there(tmp_path: Path) -> None:

@@ -13,20 +13,19 @@ from tests.gpu.compare import NUM_CANDIDATES, Generated
 
 def main() -> None:
     command = json.load(sys.stdin)
-    arguments, is_stock, is_on_gpu = command["engine"], command["is_stock"], command["is_on_gpu"]
+    arguments, is_stock = command["engine"], command["is_stock"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if is_stock:
         os.environ["VLLM_PLUGINS"] = ""
     from vllm import LLM, SamplingParams
 
-    if is_stock and is_on_gpu:
+    if is_stock:
         arguments["attention_backend"] = "TRITON_ATTN"  # the one that knows every dtype and is in every build
-    if not is_stock:
+    else:
         from vllm_kvmerge import kvmerge_engine_args
         from vllm_kvmerge.ops import OPERATORS
 
-        if is_on_gpu:
-            arguments["additional_config"] = {"kvmerge": {"operators": dict.fromkeys(OPERATORS, "reference")}}
+        arguments["additional_config"] = {"kvmerge": {"operators": dict.fromkeys(OPERATORS, "reference")}}
         arguments = kvmerge_engine_args(**arguments)
     llm = LLM(**arguments)
     params = [

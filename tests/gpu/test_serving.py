@@ -1,7 +1,6 @@
 """The plugin serving on a GPU: ``serving_checks`` with every engine, each in a process of its own.
 
-Where there is no GPU, a selection runs with our parts of vLLM's model runners on the CPU, which shows that the checks
-work, and nothing of a GPU.
+``tests/engine/test_cuda_runners.py`` runs a selection where there is no GPU, which shows that the checks work.
 """
 
 import json
@@ -33,9 +32,6 @@ LLAMA_128 = {
     "head_dim": 128,
     "initializer_range": 0.06,
 }
-ON_CPU = "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
-"""Those of ``serving_checks`` that run on the CPU, with V1; ``tests/engine/test_cuda_runners.py`` has V2."""
-
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that PyTorch can use")
 
 
@@ -48,8 +44,7 @@ def start(command: list[str], **more) -> subprocess.CompletedProcess[str]:
 
 
 def generated(setting: Setting, jobs: list, is_stock: bool) -> list:
-    engine = {"engine": setting.engine, "is_stock": is_stock, "is_on_gpu": setting.is_on_gpu}
-    command = engine | {"num_tokens": setting.num_tokens, "jobs": jobs}
+    command = {"engine": setting.engine, "is_stock": is_stock, "num_tokens": setting.num_tokens, "jobs": jobs}
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     done = start(["-m", "tests.gpu.generate"], input=json.dumps(command), env=environment)
     return json.loads(done.stdout.split("RESULT", 1)[1])
@@ -104,10 +99,3 @@ def check(setting: Setting, folder: Path, *options: str) -> None:
 def test_on_a_gpu(runner, model, dtype, models, with_expected, tmp_path):
     setting = with_expected(Setting(runner, models[model], dtype, is_on_gpu=True))
     check(setting, tmp_path)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")
-@pytest.mark.timeout(1800)
-def test_the_checks_without_a_gpu(with_expected, tmp_path):
-    setting = with_expected(Setting("v1", demo.model_path(), "float32", is_on_gpu=False))
-    check(setting, tmp_path, "-k", ON_CPU)
