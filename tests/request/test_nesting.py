@@ -38,8 +38,8 @@ def test_the_limit_itself_is_allowed(start: str) -> None:
 
 
 def test_brackets_side_by_side_and_in_strings_do_not_count() -> None:
-    assert not nests_too_deep(json.dumps([[] for _ in range(3_000_000)]).encode())
-    assert not nests_too_deep(json.dumps({"prompt": '[{"\\' * 1_000_000}).encode())
+    assert not nests_too_deep(json.dumps([[] for _ in range(300_000)]).encode())
+    assert not nests_too_deep(json.dumps({"prompt": '[{"\\' * 200_000}).encode())
 
 
 @pytest.mark.parametrize("num_levels", [100, 900, 975, 100_000])
