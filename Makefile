@@ -2,7 +2,7 @@
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff, mypy and import-linter
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run
-# make test-benchmarks  each benchmark once, small
+# make test-benchmarks  each benchmark once, small, and what it compares with
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
