@@ -7,10 +7,10 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
-from vllm_kvmerge.demo import documents, recall
-from vllm_kvmerge.demo.language import BOS, distinct_keys
+from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
+from vllm_kvmerge.evaluation.refresh import second_answers, second_question
 
 
 def forced(continuation: list[int], **fields) -> SamplingParams:
@@ -116,39 +116,10 @@ def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
 
 
 def test_a_second_question_is_answered_after_a_refresh(engine):
-    """The prompt asks for one fact; 150 tokens later another one is asked for, whose place nobody had looked at.
-
-    It is asked for twice, with a refresh in between: the first token of an answer is computed in the step that reads
-    the question's last one, so that a refresh after that step comes too late for it.
-    """
+    """The prompt asks for one fact; 150 tokens later another one is asked for, whose place nobody had looked at."""
     rng = np.random.default_rng(35)
     drawn = [second_question(rng, 500, 10, 150) for _ in range(12)]
-    variants = {
-        "full": {"policy": "full"},
-        "never": {"policy": "snapkv", "budget": 150},
-        "refresh": {"policy": "snapkv", "budget": 150, "refresh": {"every": 75}},
-    }
-    prompts = [prompt for prompt, *_ in drawn for _ in variants]
-    params = [forced(continuation, **fields) for _, continuation, _ in drawn for fields in variants.values()]
-    outputs, right = iter(engine.generate(prompts, params)), {name: [] for name in variants}
-    for _, continuation, num_answered in drawn:
-        for name in variants:
-            at = next(outputs).outputs[0].logprobs[-num_answered:]
-            answer = continuation[-num_answered:]
-            right[name].append(all(one[token].rank == 1 for one, token in zip(at, answer, strict=True)))
-    shares = {name: np.mean(found) for name, found in right.items()}
-    assert shares["full"] >= 0.9, shares
-    assert shares["refresh"] >= 0.6, shares
-    assert shares["never"] <= 0.3, shares
-
-
-def second_question(rng, length: int, num_facts: int, between: int) -> tuple[list[int], list[int], int]:
-    """A prompt that ends with a question; its answer, filler and another question up to ``between`` tokens, the other
-    question again and its answer; and the length of that answer."""
-    keys = distinct_keys(rng)
-    facts = [documents.recall(rng, keys) for _ in range(num_facts)]
-    first, second = (facts[index].questions[0] for index in rng.permutation(num_facts)[:2])
-    body = documents.document(rng, length - 1 - len(first.ask), [fact.statements[0] for fact in facts])
-    filler = documents.document(rng, between - len(first.answer) - len(second.ask), [])
-    continuation = [*first.answer, *filler, *second.ask, *second.ask, *second.answer]
-    return [BOS, *body, *first.ask], continuation, len(second.answer)
+    assert second_answers(engine.llm, drawn, {"policy": "full"}) >= 0.9
+    fields = {"policy": "snapkv", "budget": 150}
+    assert second_answers(engine.llm, drawn, fields) <= 0.3
+    assert second_answers(engine.llm, drawn, fields | {"refresh": {"every": 75}}) >= 0.6

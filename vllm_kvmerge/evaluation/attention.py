@@ -186,6 +186,8 @@ def _variants(
     except CompressionError as error:
         parser.error(str(error))
     assert config is not None
+    if config.refresh is not None:
+        parser.error("--set refresh: measured by vllm-kvmerge eval refresh")
     config = config.for_model(model_type_of(arguments.model))
     if config.policy.merger.name == DropMerger.name:
         return {MERGED: config}

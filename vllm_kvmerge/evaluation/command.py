@@ -3,6 +3,7 @@
 vllm-kvmerge eval CONFIG.yaml          run a configuration, or go on with it where it stopped
 vllm-kvmerge eval list                 the tasks, with their options
 vllm-kvmerge eval attention [options]  how far compression moves attention's output
+vllm-kvmerge eval refresh [options]    what making the cache anew from the complete one gains
 """
 
 import argparse

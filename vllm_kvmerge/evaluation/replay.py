@@ -1,7 +1,7 @@
 """Traced documents on compressed caches: keys and values go through caches and policies as in serving."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.compression import score_update
+from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.evaluation.trace import LayerTrace
 from vllm_kvmerge.ops import (
     NO_UPDATE,
@@ -35,6 +36,7 @@ class TracedSequence:
         self.caches = [PagedKVCache.of(torch.zeros(shape, dtype=dtype), head_size) for _ in layers]
         self.blocks = torch.arange(shape[0], dtype=torch.int32)
         self.num_tokens = self.front = self.tail = 0
+        self.complete: ExternalCache | None = None
         self.compactor = Compactor(
             self.caches, layers[0].scale, list(range(num_kv_heads)), output_weights=lambda i: layers[i].output_weights
         )
@@ -61,24 +63,38 @@ class TracedSequence:
             paged_attention(query, cache, batch, layer.scale, outputs[-1])
         return outputs
 
-    def compress(self, config: CompressionConfig, budget: int) -> None:
-        """Compresses the cache to ``budget`` entries, in the blocks where it lies."""
+    def compress(self, config: CompressionConfig, budget: int, is_refresh: bool = False) -> None:
+        """Compresses the cache to ``budget`` entries, in the blocks where it lies; a refresh starts from all tokens."""
+        covered = self.num_tokens if config.decode == "bounded" or self.front == 0 else self.tail
         capacity = config.policy.allocator.capacity(budget)
-        num_entries = self.front + self.num_tokens - self.tail
+        num_entries = covered if is_refresh else self.front + covered - self.tail
         new_front = num_entries if capacity is None else min(num_entries, capacity)
         plan = CompressionPlan(
             request_id="",
             compression="",
             front=self.front,
             tail=self.tail,
-            num_tokens=self.num_tokens,
+            num_tokens=covered,
             budget=budget,
             new_front=new_front,
             blocks=self.blocks[: -(-new_front // BLOCK_SIZE)].tolist(),
+            is_refresh=is_refresh,
+            num_computed=self.num_tokens,
         )
-        compaction = Compaction(plan, config.policy, self.blocks, self._prompt_scores(config), self._ring(config))
+        ring = self._ring(config.policy.query_window)
+        compaction = Compaction(plan, config.policy, self.blocks, self._prompt_scores(config), ring)
+        if config.refresh is not None:
+            if self.complete is None:
+                self.complete = ExternalCache.empty(self.caches, len(self.layers[0].keys))
+            self.complete.append(self.caches, self.blocks, self.num_tokens, self.front)
+            if is_refresh:
+                ring, update = self._ring(config.refresh_window), score_update(config)
+                scores = None
+                if ring is not None:
+                    scores = self.complete.scores(ring, config.refresh_window, update, self.layers[0].scale)
+                compaction = replace(compaction, prompt_scores=scores, complete=self.complete)
         self.compactor.run([compaction])
-        self.front, self.tail = new_front, self.num_tokens
+        self.front, self.tail = new_front, covered
 
     def _prompt_scores(self, config: CompressionConfig) -> PromptScores | None:
         if self.front > 0 or not config.prompt_window:
@@ -91,8 +107,7 @@ class TracedSequence:
             score_prompt_queries(query, cache, self.blocks, score_update(config), layer.scale, *statistics)
         return scores
 
-    def _ring(self, config: CompressionConfig) -> QueryRing | None:
-        window = config.policy.query_window
+    def _ring(self, window: int) -> QueryRing | None:
         if window == 0:
             return None
         num_heads, head_size = self.layers[0].queries.shape[1:]
@@ -136,8 +151,11 @@ def compressed_outputs(
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """For each interval the tokens and each layer's attention output on a compressed cache, ``[q, H * G, d]``.
 
-    The cache as these queries saw it is compressed again only when the next interval is asked for.
+    The cache as these queries saw it is compressed again only when the next interval is asked for. Refreshes come at
+    ends of intervals alone. Raises ValueError if theirs is not a multiple of the schedule's.
     """
+    if config.refresh is not None and config.refresh.every % schedule.interval:
+        raise ValueError(f"refresh.every must be a multiple of {schedule.interval}, got {config.refresh.every}")
     budget = config.resolve_budget(schedule.num_prompt_tokens)
     sequence = TracedSequence(layers, schedule.dtype)
     sequence.write(schedule.num_prompt_tokens)
@@ -145,7 +163,10 @@ def compressed_outputs(
     for count in schedule.counts:
         new = sequence.write(count)
         yield new, sequence.attend(new, config)
-        if config.decode == "bounded":
+        since = sequence.num_tokens - schedule.num_prompt_tokens
+        if config.refresh is not None and since % config.refresh.every == 0:
+            sequence.compress(config, budget, is_refresh=True)
+        elif config.decode == "bounded":
             sequence.compress(config, budget)
 
 
