@@ -8,7 +8,7 @@ from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.limits import Limits, ModelShape
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=4, group_size=2, head_size=32, hidden_size=256, item_size=2)
 LIMITS = Limits(None, 1 << 30, 1.0, SHAPE, block_size=32, max_model_len=4096)
@@ -95,3 +95,42 @@ def test_memory_is_kept_for_whoever_came_first():
     kept.release("large")
     kept.release("large")
     assert kept.reserve("other", 60, 100) and not kept.reserve("third", 1, 100)
+
+
+def test_refreshes_come_every_so_many_tokens_and_are_compressions_of_all():
+    one = compression("keepkv", refresh={"every": 48}, max_tokens=200)
+    at, refreshed, segments = [], [], UNCOMPRESSED
+    while (due := one.next_compression(segments)) is not None and due < 700:
+        if one.is_refresh(segments, due):
+            refreshed.append(due)
+            assert one.seconds(segments, due, replace(LIMITS, rates=Rates(1e9, 1e9))) > 0
+        at.append(due)
+        segments = Segments(one.new_front(segments, due), one.covered(segments, due), due)
+    # Between them the cache is compressed as usual, 32 tokens after the last time.
+    assert at == [500, 532, 548, 580, 596, 628, 644, 676, 692]
+    assert refreshed == [548, 596, 644, 692]
+
+
+def test_a_refresh_of_a_cache_that_grows_leaves_what_was_generated():
+    one = compression("snapkv", refresh={"every": 48})
+    first = Segments(96, 500, 500)
+    assert one.next_compression(first) == 548
+    assert (one.covered(first, 548), one.new_front(first, 548)) == (500, 96)
+    assert one.next_compression(Segments(96, 500, 548)) == 596
+
+
+def test_no_refresh_interrupts_a_question_or_precedes_a_loss():
+    one = compression("keepkv", context_tokens=300, refresh={"every": 48})
+    assert one.next_compression(Segments(96, 300, 300)) == 500
+    roomy = compression("streaming_llm", num_prompt_tokens=90, refresh={"every": 4})
+    assert roomy.next_compression(UNCOMPRESSED) == 96 + 32
+
+
+def test_a_complete_cache_needs_room():
+    fields = {"policy": "h2o", "budget": 96, "refresh": {"every": 48}}
+    config, room = parse_compression(fields), LIMITS.external_bytes(600)
+    assert config is not None and room == 600 * 2 * 2 * 4 * 32 * 2
+    replace(LIMITS, max_external_bytes=room).check(config, 500, 100)
+    with pytest.raises(CompressionError, match="601 tokens.*allowed: up to 600 tokens") as caught:
+        replace(LIMITS, max_external_bytes=room).check(config, 500, 101)
+    assert (caught.value.param, caught.value.reason) == ("kv_compression.refresh", "no_external_room")

@@ -23,6 +23,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Little time, little memory, all policies but one, and a package whose parts fail."""
     variables = failing.write_package(tmp_path_factory.mktemp("packages") / "site")
     options = ("--max-compaction-seconds", "0.5", "--max-compaction-bytes", str(48 << 20))
+    options += "--external-cache-bytes", str(12 << 20), "--external-cache-dir", str(tmp_path_factory.mktemp("external"))
     with serving(*options, "--allowed-policies", *ALLOWED, **variables) as server:
         yield server
 
@@ -47,6 +48,8 @@ def answer(server: Server, compression: dict, **body) -> httpx.Response:
         ({"policy": "tova"}, "kv_compression.policy", ["'tova' is not allowed", "allowed: adakv"]),
         ({"policy": "snapkv", "context_tokens": 100_000}, "kv_compression.context_tokens", ["more than the prompt"]),
         ({"policy": "cam", "num_receivers": 10**15}, "kv_compression.num_receivers", ["4096", "1000000000000000"]),
+        ({"policy": "h2o", "refresh": {"every": 0}}, "kv_compression.refresh.every", ["equal to 1", "got 0"]),
+        ({"policy": "h2o", "refresh": {"every": 8, "at": 9}}, "kv_compression.refresh.at", ["allowed: every, queries"]),
         ({"policy": "pyramidkv", "ratio": 1e308}, "kv_compression.ratio", ["1000", "1e+308"]),
     ],
 )
@@ -57,6 +60,23 @@ def test_refused_at_the_door(strict: Server, compression: dict, param: str, said
     assert error["param"] == param and error["type"] == "BadRequestError"
     for words in [*said, "allowed" if param.endswith(("policy", "compression")) else ""]:
         assert words in error["message"]
+
+
+def test_a_complete_cache_without_room_is_refused_and_others_are_refreshed(strict: Server) -> None:
+    """12 MiB are room for 3,072 tokens of 4,096 bytes each."""
+    fields = {"policy": "h2o", "budget": 128, "refresh": {"every": 16}}
+    refused = answer(strict, fields, max_tokens=1500)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_compression.refresh"
+    assert "allowed: up to 3072 tokens" in refused.json()["error"]["message"]
+    assert strict.metric("vllm:kvmerge_rejected_requests_total", reason="no_external_room") == 1
+    report = answer(strict, fields, max_tokens=60, ignore_eos=True, vllm_xargs={"kvmerge_usage": 1})
+    assert report.status_code == 200, report.text
+    usage = report.json()["kv_transfer_params"]["kvmerge"]
+    assert usage["refreshes"] == 59 // 16 and usage["external_bytes"] > 0
+    labels = {"policy": "h2o"}
+    assert strict.metric("vllm:kvmerge_refreshes_total", **labels) == 59 // 16
+    assert strict.metric("vllm:kvmerge_refresh_seconds_count", **labels) == 59 // 16
+    assert strict.metric("vllm:kvmerge_external_bytes", **labels) == 0
 
 
 def test_what_is_allowed_is_listed(strict: Server) -> None:

@@ -11,10 +11,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 from tests.engine.cuda.gpu import GPU, OnGPU, SimulatedGPU  # noqa: E402
-from tests.engine.worker.test_batches import HEAD_SIZE, Worker  # noqa: E402
+from tests.engine.worker.test_batches import GROUPS, HEAD_SIZE, NUM_HEADS, Worker  # noqa: E402
 from tests.ops.triton_compiler import launches  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing  # noqa: E402
+from vllm_kvmerge.engine.worker.compression import score_update  # noqa: E402
+from vllm_kvmerge.engine.worker.external import ExternalCache  # noqa: E402
 from vllm_kvmerge.ops import PagedKVCache, SequenceLayers, triton  # noqa: E402
 from vllm_kvmerge.policies import PRESETS  # noqa: E402
 
@@ -70,6 +72,29 @@ def test_compactions_by_the_reference(policy, blocks_on_gpu, reference_operators
         for step in (worker.first, worker.second):
             done = worker.compactor.execute(step)
             assert done.counts.device == GPU and done.counts.shape == (len(LENGTHS), 3) and not done.failures
+
+
+@pytest.mark.parametrize("policy", ["keepkv", "snapkv", "morphkv"])
+def test_a_refresh_copies_layers_to_the_gpu(policy, reference_operators):
+    """The complete cache stays on the host, of which nothing may meet what is on the GPU."""
+    with SimulatedGPU(may_wait=True, must_pin=True):
+        worker = Worker(policy, LENGTHS[:1], refresh={"every": 16, "queries": 8})
+        on_gpu(worker, blocks_on_gpu=False)
+        (first,) = worker.first
+        pool, total = worker.compactor.layers, LENGTHS[0]
+        complete = ExternalCache.empty(pool, total)
+        complete.append(pool, first.source_blocks, total, 0)
+        worker.compactor.run([first])
+        window, update, scale = worker.config.refresh_window, score_update(worker.config), worker.compactor.scale
+        queries = torch.randn(len(pool), 8, NUM_HEADS * GROUPS, HEAD_SIZE, device=GPU)
+        scores = complete.scores(QueryRing(queries), window, update, scale) if window else None
+        plan = replace(first.plan, front=first.plan.new_front, tail=total, is_refresh=True)
+        refreshed = replace(first, plan=plan, prompt_scores=scores, complete=complete)
+        done = worker.compactor.execute([refreshed])
+        assert done.counts.device == GPU and not done.failures
+        merged, evicted, _ = done.counts.sum(0).tolist()
+        assert merged + evicted == (total - 50) * len(pool) * pool[0].num_kv_heads
+    assert all(not isinstance(layer.keys, OnGPU) for layer in complete.layers)
 
 
 def test_triton_sends_from_pinned_memory(monkeypatch):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.ops import PagedKVCache, ScoreUpdate, cell_bytes, score_prompt_queries
+from vllm_kvmerge.ops.types import sent
 
 
 @dataclass
@@ -54,7 +55,7 @@ class ExternalCache:
         """
         size = self.layers[0].block_size
         first, last = self.num_tokens // size, -(-num_tokens // size)
-        ids = blocks[first:last].long().to(pool[0].device)
+        ids = sent(blocks[first:last].long(), pool[0].device)
         # Earlier slots of the first block hold the same tokens there, unless the front reaches into it.
         shared = self.num_tokens % size if front > first * size else 0
         for own, cache in zip(self.layers, pool, strict=True):
@@ -75,7 +76,7 @@ class ExternalCache:
         """Statistics of all tokens from the newest ``window`` queries, as at the end of a prompt."""
         device, heads = ring.device, self.layers[0].num_kv_heads
         scores = PromptScores.empty(len(self.layers), heads, self.num_tokens, device)
-        blocks = self.blocks.to(device)
+        blocks = sent(self.blocks, device)
         for layer in range(len(self.layers)):
             (cache,) = self.on(device, [layer])
             (queries,) = ring.queries(self.num_tokens, slice(layer, layer + 1), window)

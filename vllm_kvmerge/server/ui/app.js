@@ -137,6 +137,9 @@ class Side {
       ["first token", measurement.firstToken && formatSeconds(measurement.firstToken)],
       ["tokens / s", measurement.meanRate && formatNumber(measurement.meanRate)],
     ];
+    if (measurement.report?.external_bytes) {
+      figures.push(["complete cache", formatBytes(measurement.report.external_bytes)], ["refreshes", `${measurement.report.refreshes}`]);
+    }
     this.find(".figures").replaceChildren(...figures.map(([name, value]) =>
       element("div", {}, [element("dt", {}, [name]), element("dd", { "data-figure": name }, [value || "–"])])));
     this.showEvents(measurement.compressions);
@@ -150,8 +153,8 @@ class Side {
   }
 }
 
-const describe = ({ end, tokens, entries, bytes, before }) =>
-  `${formatSeconds(end)}, ${formatNumber(tokens)} tokens: ${formatNumber(before.entries)} → ${formatNumber(entries)} ` +
+const describe = ({ end, tokens, entries, bytes, before, refresh }) =>
+  `${formatSeconds(end)}, ${formatNumber(tokens)} tokens${refresh ? ", refresh" : ""}: ${formatNumber(before.entries)} → ${formatNumber(entries)} ` +
   `entries, ${formatBytes(before.bytes)} → ${formatBytes(bytes)}`;
 
 function bytesLine({ side, label, measurement }) {

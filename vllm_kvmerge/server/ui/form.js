@@ -4,7 +4,7 @@ import { Share } from "./json.js";
 import { element } from "./dom.js";
 
 const FULL = "full";
-const HANDLED = ["policy", "budget", "context_tokens"];
+const HANDLED = ["policy", "budget", "context_tokens", "refresh"];
 const DEFAULT_BUDGETS = { share: 20, entries: 256 };
 
 export class PolicyForm {
@@ -34,13 +34,14 @@ export class PolicyForm {
 
   /** What to send as kv_compression: what differs from the policy's own values, as it was typed. */
   value() {
-    const { policy, budget, unit, context_tokens: context } = this.form.elements;
+    const { policy, budget, unit, context_tokens: context, refresh } = this.form.elements;
     if (policy.value === FULL) return { policy: FULL };
     const value = { policy: policy.value };
     if (budget.value !== "") {
       value.budget = unit.value === "share" ? new Share(Number(budget.value) / 100) : Number(budget.value);
     }
     if (context.value !== "") value.context_tokens = Number(context.value);
+    if (refresh.value !== "") value.refresh = { every: Number(refresh.value) };
     return { ...value, ...this.overrides() };
   }
 
