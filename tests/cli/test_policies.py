@@ -39,6 +39,7 @@ def test_policies_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == describe_policies()
 
 
+@pytest.mark.engine
 def test_policies_need_no_vllm() -> None:
     code = "import sys; from vllm_kvmerge.cli import main; main(['policies']); sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

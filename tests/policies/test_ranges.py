@@ -89,7 +89,7 @@ def test_what_a_number_may_be(name):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(1, MAX_TOKENS))
 def test_counts_of_any_part(name, data, budget):
     """Of all values and budgets: whole numbers that vLLM's scheduler can reckon with."""
@@ -110,7 +110,7 @@ def test_counts_of_any_part(name, data, budget):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(SEEDS, st.data(), st.booleans())
 def test_any_values_compress(preset, seed, data, at_prompt_end):
     policy, n = data.draw(policies(preset)), 24
