@@ -86,7 +86,7 @@ class CacheUsage:
         self.peak_external_bytes = max(self.peak_external_bytes, size.external_bytes)
         self.num_refreshes += is_refresh
 
-    def begin_step(self, size: CacheSize, compressed: bool, is_refresh: bool) -> dict[str, Any] | None:
+    def begin_step(self, size: CacheSize, compressed: bool, is_refresh: bool = False) -> dict[str, Any] | None:
         """A scheduled step, to be reported when it has been computed; None if it changes nothing. size: after its
         compression."""
         if not compressed and self._after == size:

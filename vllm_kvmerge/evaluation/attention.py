@@ -33,19 +33,26 @@ from vllm_kvmerge.evaluation.instrument import (
     full_probabilities,
     measure,
 )
-from vllm_kvmerge.evaluation.options import add_document_options, draw_documents, parser_of, print_table, seed_of
+from vllm_kvmerge.evaluation.options import (
+    add_document_options,
+    add_field_option,
+    config_of,
+    draw_documents,
+    parser_of,
+    print_table,
+    seed_of,
+)
 from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, errors_against, full_outputs, output_errors
 from vllm_kvmerge.evaluation.trace import (
     LayerTrace,
     knows_demo_task,
-    model_type_of,
     num_layers_of,
     text_documents,
     trace,
     trace_one_by_one,
 )
 from vllm_kvmerge.policies.mergers import DropMerger
-from vllm_kvmerge.request.parameters import FULL, CompressionConfig, CompressionError, parse_compression
+from vllm_kvmerge.request.parameters import CompressionConfig
 
 __all__ = ["LayerTrace", "TracedSequence", "main", "output_errors", "trace"]
 
@@ -120,13 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interval", type=_positive, default=16, help="tokens between compressions")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the cache")
     parser.add_argument("--layers", type=int, nargs="+", metavar="L", help="layers to look at (default: all)")
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="further fields of kv_compression for every policy, such as merger=kvmerger",
-    )
+    add_field_option(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="write numbers and plots to this folder")
     parser.add_argument("--format", default="svg", choices=["svg", "png"], help="of plots")
     return parser
@@ -173,33 +174,13 @@ def _variants(
 ) -> dict[str, CompressionConfig]:
     """The policy as it merges and, where it does, what it would be if it did not."""
     policy, budget = cell
-    if policy == FULL:
-        parser.error(f"policy {FULL!r} is what the others are compared with")
-    value: dict[str, Any] = {"policy": policy, "budget": budget, "interval": arguments.interval}
-    for text in arguments.set:
-        name, separator, given = text.partition("=")
-        if not separator:
-            parser.error(f"--set {text}: must be FIELD=VALUE")
-        value[name] = _json_or_text(given)
-    try:
-        config = parse_compression(value)
-    except CompressionError as error:
-        parser.error(str(error))
-    assert config is not None
+    config = config_of(parser, arguments, {"policy": policy, "budget": budget, "interval": arguments.interval})
     if config.refresh is not None:
         parser.error("--set refresh: measured by vllm-kvmerge eval refresh")
-    config = config.for_model(model_type_of(arguments.model))
     if config.policy.merger.name == DropMerger.name:
         return {MERGED: config}
     dropping = config.policy.model_copy(update={"merger": DropMerger()})
     return {MERGED: config, DROPPED: config.model_copy(update={"policy": dropping})}
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _check_output(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -1,9 +1,10 @@
 """Options, engine and printed table that the evaluation commands share."""
 
 import argparse
+import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
@@ -12,7 +13,9 @@ from rich.table import Table
 
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
+from vllm_kvmerge.evaluation.trace import model_type_of
 from vllm_kvmerge.policies import PRESETS, load_plugins
+from vllm_kvmerge.request.parameters import FULL, CompressionConfig, CompressionError, parse_compression
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -41,6 +44,42 @@ def parser_of(
     )
     parser.add_argument("--seed", type=int, default=None, help="default: a new one at each run, printed")
     return parser
+
+
+def add_field_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="further fields of kv_compression for every policy, such as merger=kvmerger",
+    )
+
+
+def config_of(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, fields: Mapping[str, Any]
+) -> CompressionConfig:
+    """``kv_compression`` with these fields and those of ``--set``, for the model; ends the program if that is wrong."""
+    value = dict(fields)
+    for text in arguments.set:
+        name, separator, given = text.partition("=")
+        if not separator:
+            parser.error(f"--set {text}: must be FIELD=VALUE")
+        value[name] = _json_or_text(given)
+    try:
+        config = parse_compression(value)
+    except CompressionError as error:
+        parser.error(str(error))
+    if config is None:
+        parser.error(f"policy {FULL!r} is what the others are compared with")
+    return config.for_model(model_type_of(arguments.model))
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def add_document_options(parser: argparse.ArgumentParser, documents: int, questions: int) -> None:

@@ -22,6 +22,8 @@ from vllm_kvmerge.demo.documents import DIGITS_PER_ANSWER
 from vllm_kvmerge.demo.language import BOS, distinct_keys
 from vllm_kvmerge.evaluation.options import (
     add_document_options,
+    add_field_option,
+    config_of,
     draw_documents,
     make_engine,
     parser_of,
@@ -30,7 +32,7 @@ from vllm_kvmerge.evaluation.options import (
 )
 from vllm_kvmerge.evaluation.replay import Schedule, compressed_outputs, full_outputs, relative_error
 from vllm_kvmerge.evaluation.trace import LayerTrace, trace_one_by_one
-from vllm_kvmerge.request.parameters import FULL, CompressionConfig, compression, parse_compression
+from vllm_kvmerge.request.parameters import FULL, CompressionConfig, compression
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -53,35 +55,31 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--queries", type=int, default=512, help="how many tokens after the prompt")
     parser.add_argument("--interval", type=int, default=16, help="tokens between compressions")
     parser.add_argument("--every", type=int, nargs="+", default=[16, 64, 256], help="tokens between refreshes")
+    add_field_option(parser)
     parser.add_argument("--samples", type=int, default=40, help="prompts with a second question")
     parser.add_argument("--output", type=Path, metavar="DIR", help="draw the error step by step into this folder")
     arguments = parser.parse_args(argv)
-    if wrong := [every for every in arguments.every if every < 1 or every % arguments.interval]:
-        parser.error(f"--every {wrong[0]}: must be a multiple of the interval, {arguments.interval}")
+    if wrong := [every for every in arguments.every if every % arguments.interval or not 0 < every < arguments.queries]:
+        parser.error(f"--every {wrong[0]}: must be a multiple of the interval, {arguments.interval}, below --queries")
     arguments.dtype, seed = "float32", seed_of(arguments)
     schedule = Schedule(arguments.prompt, arguments.queries, arguments.interval, torch.float32)
     drawn = draw_documents(arguments, seed, arguments.prompt + arguments.queries)
     for budget in arguments.budget:
         for policy in arguments.policies:
+            fields = {"policy": policy, "budget": budget, "interval": arguments.interval}
+            spacing = {NEVER: None, **{f"every {every}": every for every in arguments.every}}
             configs = {
-                name: _config(policy, budget, arguments.interval, every)
-                for name, every in {NEVER: None, **{f"every {every}": every for every in arguments.every}}.items()
+                name: config_of(parser, arguments, fields | {"refresh": every and {"every": every}})
+                for name, every in spacing.items()
             }
             errors = step_errors(trace_one_by_one(arguments.model, drawn), configs, schedule)
             title = f"{policy}, budget {budget}: error of attention's output"
-            _print_errors(f"{title}; {len(drawn)} documents, {arguments.prompt} tokens, seed {seed}", errors)
+            _print_errors(f"{title}; {len(drawn)} documents, {arguments.prompt} tokens, seed {seed}", errors, spacing)
             if arguments.output is not None:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 print(draw(errors, title, arguments.output / f"refresh-{policy}-{budget}.svg"))
     if arguments.samples:
         _ask_twice(arguments, np.random.default_rng(seed))
-
-
-def _config(policy: str, budget: int | float, interval: int, every: int | None) -> CompressionConfig:
-    refresh = None if every is None else {"every": every}
-    config = parse_compression({"policy": policy, "budget": budget, "interval": interval, "refresh": refresh})
-    assert config is not None
-    return config
 
 
 def step_errors(
@@ -100,12 +98,17 @@ def step_errors(
     return {name: np.mean(errors, axis=0) for name, errors in found.items()}
 
 
-def _print_errors(title: str, errors: Errors) -> None:
+def _print_errors(title: str, errors: Errors, spacing: Mapping[str, int | None]) -> None:
+    """``spacing``: tokens between refreshes, by the same names."""
     quarters = {name: np.array_split(steps, 4) for name, steps in errors.items()}
     bounds = np.cumsum([0, *(len(part) for part in next(iter(quarters.values())))])
     columns = [f"steps {start + 1}-{end}" for start, end in zip(bounds, bounds[1:], strict=False)]
     rows = {name: [f"{part.mean():.3f}" for part in parts] for name, parts in quarters.items()}
-    print_table(title, columns, rows, first="refresh")
+    # The step after each refresh, and the same steps where there was none.
+    shortest = min(every for every in spacing.values() if every)
+    for name, steps in errors.items():
+        rows[name].append(f"{steps[(spacing[name] or shortest) :: spacing[name] or shortest].mean():.3f}")
+    print_table(title, [*columns, "after one"], rows, first="refresh")
 
 
 def draw(errors: Errors, title: str, path: Path) -> Path:
