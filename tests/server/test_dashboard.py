@@ -24,7 +24,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/vllm-kvmerge.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
-POLICIES = ("keepkv", "snapkv", "full")
+COMPRESSING = ("keepkv", "snapkv")
+POLICIES = ("full", *COMPRESSING)
 SCRAPE_SECONDS = 1
 
 needs_prometheus = pytest.mark.skipif(
@@ -79,9 +80,8 @@ def prometheus(server, tmp_path_factory) -> Iterator[Prometheus]:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
         for seed in (101, 102):
-            bodies = [
-                {"max_tokens": 400, "ignore_eos": True, "kv_compression": {"policy": policy}} for policy in POLICIES
-            ]
+            fields = [{"policy": "full"}, *({"policy": policy, "refresh": {"every": 64}} for policy in COMPRESSING)]
+            bodies = [{"max_tokens": 400, "ignore_eos": True, "kv_compression": field} for field in fields]
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda body, seed=seed: server.complete(long_prompt(seed, 1000), **body), bodies))
             refused = {"model": "demo", "prompt": "a", "kv_compression": {"policy": "nonsense"}}
