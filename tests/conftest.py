@@ -1,5 +1,6 @@
 """Which builds of operators are tested, and how many of each test's cases."""
 
+import os
 import re
 from collections import defaultdict
 from functools import cache
@@ -59,6 +60,16 @@ def pytest_report_header(config):
         f"vLLM's operators: {chosen} (this processor can run {', '.join(libraries) or 'none'})",
         f"native operators: {levels[0]} (tested: {', '.join(levels)})",
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    """Variables that engines and evaluations set in this process are not handed on to what later files start."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 SHARED = ("server", "engine")

@@ -65,7 +65,7 @@ def test_private_blocks_are_reused_and_the_hole_is_freed(manager):
     assert [b.block_id for b in row] == [*relocation.blocks, *relocation.hole, blocks[6].block_id]
     assert [b.is_null for b in row] == [False, False, True, True, True, True, False]
     assert row[6] is blocks[6]  # it holds the next token's slot
-    assert manager.segments["a"] == Segments(front=40, tail=6 * BLOCK_SIZE + 5)
+    assert manager.segments["a"] == Segments(40, tail=6 * BLOCK_SIZE + 5, changed_at=6 * BLOCK_SIZE + 5)
     assert num_free(manager) == NUM_BLOCKS - 7
     manager.release_retired()
     assert num_free(manager) == NUM_BLOCKS - 3

@@ -80,7 +80,7 @@ def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int, n
         OVERFLOWS.labels(policy, engine).inc(num_overflows)
 
 
-def observe_compaction(policy: str, engine: int, seconds: float, *, is_refresh: bool) -> None:
+def observe_compaction(policy: str, engine: int, seconds: float, *, is_refresh: bool = False) -> None:
     (REFRESH_SECONDS if is_refresh else COMPACTION_SECONDS).labels(policy, engine).observe(seconds)
 
 

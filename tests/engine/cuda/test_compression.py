@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryRings
-from vllm_kvmerge.engine.plan import CompressionStep, PromptWindow
+from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, PromptWindow
 from vllm_kvmerge.engine.worker import reporting, tensor_parallel
 from vllm_kvmerge.engine.worker.compactor import Execution
 from vllm_kvmerge.engine.worker.compression import Compression, RequestState
@@ -96,7 +96,7 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     compression._compactor.execute = lambda compactions: Execution(torch.tensor([[3, 5, 1]]), {})
     monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: None)
-    plan = SimpleNamespace(request_id="a", compression='{"policy": "h2o", "budget": 40}', new_front=40, num_tokens=50)
+    plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])
     counted = []
     for rank in range(4):
         monkeypatch.setattr(tensor_parallel, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
