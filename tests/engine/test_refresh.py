@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
 from vllm_kvmerge.evaluation.refresh import second_answers, second_question
 
@@ -54,9 +56,7 @@ def test_it_is_counted_and_reported(engine):
     (output,) = engine.generate([prompt], greedy(100, policy="keepkv", budget=128, refresh={"every": 24}))
     report = output.kv_transfer_params[REPORT_KEY]
     assert report["refreshes"] == 99 // 24  # the last token is not computed
-    shape = engine.scheduler._limits.shape
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * shape.item_size
-    assert report["external_bytes"] == per_token * max(500 + 4 * 24, 500 + 99 // 32 * 32)
+    assert report["external_bytes"] == engine.scheduler._limits.external_bytes(500 + 4 * 24)
     (output,) = engine.generate([prompt], greedy(100, policy="keepkv", budget=128))
     assert "refreshes" not in output.kv_transfer_params[REPORT_KEY]
 
@@ -98,7 +98,7 @@ def test_it_survives_preemption_and_leaves_nothing_behind(engine):
 
 def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
     limits = engine.scheduler._limits
-    room = limits.external_bytes(2 * 700)
+    room = 2 * limits.external_bytes(640)
     monkeypatch.setattr(engine.scheduler, "_limits", replace(limits, max_external_bytes=room))
     rng = np.random.default_rng(34)
     params = greedy(40, policy="h2o", budget=128, refresh={"every": 16})
@@ -107,11 +107,29 @@ def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
     most, held = 0, set()
     while engine.llm.llm_engine.has_unfinished_requests():
         engine.llm.llm_engine.step()
+        # Who waits holds nothing, or requests that wait for each other's room would wait for ever.
+        running = {request.request_id for request in engine.scheduler.running}
+        assert engine.scheduler._external_bytes._by_request.keys() <= running
         compressed = [r for r in engine.scheduler.running if r.request_id in engine.manager.segments]
         most = max(most, len(compressed))
         held.add(sum(engine.scheduler._size(request).external_bytes for request in compressed))
     assert most == 2
     assert 0 < max(held) <= room
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("can't allocate memory")], ids=repr)
+def test_a_complete_cache_that_finds_no_room_ends_its_request_alone(engine, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(ExternalCache, "empty", fail)
+    prompt = random_prompt(np.random.default_rng(36), 300)
+    fields = {"policy": "h2o", "budget": 128}
+    failed, fine = engine.generate([prompt] * 2, [greedy(30, **fields, refresh={"every": 16}), greedy(30, **fields)])
+    assert failed.outputs[0].finish_reason == "error"
+    assert str(error) in failed.kv_transfer_params[REPORT_KEY]["error"]
+    assert len(fine.outputs[0].token_ids) == 30
     engine.assert_empty()
 
 

@@ -92,6 +92,10 @@ def test_memory_is_kept_for_whoever_came_first():
     kept.shrink("large", 60)
     kept.shrink("unknown", 5)
     assert kept.reserve("small", 40, 100) and len(kept) == 2
+    kept.keep({"large"})
+    assert kept.reserve("other", 40, 100) and len(kept) == 2, "who does not run holds nothing"
+    kept.keep({"large", "small"})
+    assert kept.reserve("small", 40, 100)
     kept.release("large")
     kept.release("large")
     assert kept.reserve("other", 60, 100) and not kept.reserve("third", 1, 100)
@@ -129,8 +133,13 @@ def test_no_refresh_interrupts_a_question_or_precedes_a_loss():
 def test_a_complete_cache_needs_room():
     fields = {"policy": "h2o", "budget": 96, "refresh": {"every": 48}}
     config, room = parse_compression(fields), LIMITS.external_bytes(600)
-    assert config is not None and room == 600 * 2 * 2 * 4 * 32 * 2
-    replace(LIMITS, max_external_bytes=room).check(config, 500, 100)
-    with pytest.raises(CompressionError, match="601 tokens.*allowed: up to 600 tokens") as caught:
-        replace(LIMITS, max_external_bytes=room).check(config, 500, 101)
+    # Whole blocks of 32, of 2 layers and 4 heads: keys, values and four planes of metadata.
+    assert config is not None and room == 608 * 2 * 4 * (2 * 32 * 2 + 16)
+    limits = replace(LIMITS, max_external_bytes=room)
+    limits.check(config, 500, 108)
+    with pytest.raises(CompressionError, match="609 tokens.*allowed: up to 608 tokens") as caught:
+        limits.check(config, 500, 109)
+    grown = parse_compression({"policy": "snapkv", "budget": 600, "refresh": {"every": 48}})
+    assert grown is not None
+    limits.check(grown, 500, 3000)  # nothing is ever lost, so nothing is kept
     assert (caught.value.param, caught.value.reason) == ("kv_compression.refresh", "no_external_room")

@@ -63,11 +63,11 @@ def test_refused_at_the_door(strict: Server, compression: dict, param: str, said
 
 
 def test_a_complete_cache_without_room_is_refused_and_others_are_refreshed(strict: Server) -> None:
-    """12 MiB are room for 3,072 tokens of 4,096 bytes each."""
+    """12 MiB are room for 2,976 tokens of 4,224 bytes each, in whole blocks of 32."""
     fields = {"policy": "h2o", "budget": 128, "refresh": {"every": 16}}
     refused = answer(strict, fields, max_tokens=1500)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_compression.refresh"
-    assert "allowed: up to 3072 tokens" in refused.json()["error"]["message"]
+    assert "allowed: up to 2976 tokens" in refused.json()["error"]["message"]
     assert strict.metric("vllm:kvmerge_rejected_requests_total", reason="no_external_room") == 1
     report = answer(strict, fields, max_tokens=60, ignore_eos=True, vllm_xargs={"kvmerge_usage": 1})
     assert report.status_code == 200, report.text

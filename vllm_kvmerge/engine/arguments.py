@@ -1,6 +1,7 @@
 """Engine arguments that turn compression on in vLLM, the plugin's own included."""
 
 import json
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -42,8 +43,8 @@ class PluginConfig(BaseModel):
     """Compression of requests that do not bring their own."""
 
     query_rings: int = Field(16, ge=0)
-    """On CUDA: number of requests with policies that read queries (such as morphkv and grkv) that run in captured
-    graphs; further ones run more slowly."""
+    """On CUDA: number of requests with refreshes, or policies that read queries (such as morphkv and grkv), that run in
+    captured graphs; further ones run more slowly."""
 
     query_ring_size: int = Field(32, ge=1)
     """On CUDA: number of queries kept for each of them."""
@@ -86,6 +87,13 @@ class PluginConfig(BaseModel):
     @classmethod
     def _check_operators(cls, operators: dict[str, str]) -> dict[str, str]:
         return check_overrides(operators, OPERATORS)
+
+    @field_validator("external_cache_dir")
+    @classmethod
+    def _check_folder(cls, folder: str | None) -> str | None:
+        if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+            raise ValueError("must be a folder that can be written to")
+        return folder
 
     @field_validator("allowed_policies")
     @classmethod
@@ -184,6 +192,9 @@ def _with_default(
     if config is not None and config.context_tokens is not None:
         message = f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.context_tokens", message, "not_a_default")
+    if config is not None and config.refresh is not None and ours.get("external_cache_bytes") == 0:
+        message = "cannot be a default, because external_cache_bytes is 0; allowed: more"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.refresh", message, "not_a_default")
     if isinstance(default, str):
         default = json.loads(default)
     return {**(additional_config or {}), CONFIG_KEY: ours | {"default": default}}

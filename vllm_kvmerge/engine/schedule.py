@@ -4,6 +4,7 @@ Decisions depend on counts alone, never on data, so that they hold for every ten
 asynchronous scheduling. This module does not depend on vLLM.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from vllm_kvmerge.engine.plan import Segments
@@ -44,6 +45,7 @@ class RequestCompression:
         cls, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, limits: Limits
     ) -> "RequestCompression":
         context, window = config.resolve_context(num_prompt_tokens), config.prompt_window
+        max_tokens = limits.possible_tokens(num_prompt_tokens, max_tokens)
         scored_from = 0 if window == "all" else max(0, context - window)
         total = num_prompt_tokens + max_tokens
         query_window = min(config.query_window, total)
@@ -59,7 +61,7 @@ class RequestCompression:
             ring_bytes=limits.ring_bytes(query_window, total),
             score_bytes=limits.prompt_score_bytes(context) if window else 0,
             total=total,
-            external_bytes=limits.external_bytes(total) if config.refresh else 0,
+            external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
         )
 
     def next_compression(self, segments: Segments) -> int | None:
@@ -122,7 +124,8 @@ class RequestCompression:
         """Estimated seconds of a compression at ``num_tokens``. Raises PartError."""
         is_refresh = self.is_refresh(segments, num_tokens)
         at_prompt_end = is_refresh or not segments.are_compressed
-        one = Compression(self._num_entries(segments, num_tokens), self.budget, at_prompt_end, is_refresh=is_refresh)
+        num_scored = num_tokens if is_refresh else 0
+        one = Compression(self._num_entries(segments, num_tokens), self.budget, at_prompt_end, num_scored=num_scored)
         return limits.seconds(self.config, one)
 
     def _num_entries(self, segments: Segments, num_tokens: int) -> int:
@@ -151,6 +154,11 @@ class KeptBytes:
                 return False
             self._by_request[request_id] = num_bytes
         return True
+
+    def keep(self, request_ids: Set[str]) -> None:
+        """Releases what all other requests have reserved."""
+        for request_id in self._by_request.keys() - request_ids:
+            del self._by_request[request_id]
 
     def shrink(self, request_id: str, num_bytes: int) -> None:
         if request_id in self._by_request:

@@ -63,9 +63,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
         bytes_per_block = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
-        num_workers = self.parallel_config.tensor_parallel_size
-        self._bytes_per_block = bytes_per_block * num_workers
-        self._external_bytes_per_token = self._limits.external_bytes(1) * num_workers
+        self._num_workers = self.parallel_config.tensor_parallel_size
+        self._bytes_per_block = bytes_per_block * self._num_workers
         self._compressions: dict[str, RequestCompression] = {}
         self._due: dict[str, None] = {}
         self._kept_bytes = KeptBytes()
@@ -132,6 +131,11 @@ class CompressionSchedulerMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._end_failed()
         output = super().schedule(*args, **kwargs)
+        if self._kept_bytes or self._external_bytes:
+            # Room is reserved before vLLM looks for blocks: a request that found none must not keep others waiting.
+            running = {request.request_id for request in self.running}
+            for kept in (self._kept_bytes, self._external_bytes):
+                kept.keep(running)
         self._usage.before_compressions(self.running, self._size)
         step = CompressionStep()
         waiting = self._plan_due(step)
@@ -193,8 +197,8 @@ class CompressionSchedulerMixin(Scheduler):
     def _plan_due(self, step: CompressionStep) -> list[Request]:
         """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs.
 
-        A step takes as many as fit into an estimated ``STEP_SECONDS``, and at least one. The others are deferred to the
-        next steps, longest wait first; until then their requests compute nothing.
+        A step takes as many as fit into an estimated ``STEP_SECONDS``, and at least one; a refresh alone. The others
+        are deferred to the next steps, longest wait first; until then their requests compute nothing.
         """
         due: dict[str, Request] = {}
         for request in self.running:
@@ -210,11 +214,14 @@ class CompressionSchedulerMixin(Scheduler):
             try:
                 compression = self._compressions[request_id]
                 estimate = compression.seconds(segments, request.num_computed_tokens, self._limits)
+                is_refresh = compression.is_refresh(segments, request.num_computed_tokens)
             except PartError as error:
                 self._failed.add(request_id, error)
                 del self._due[request_id]
                 continue
-            if step.plans and seconds + estimate > STEP_SECONDS:
+            # A refresh has a step's time to itself: it moves the complete cache too, how fast is not known.
+            is_alone = is_refresh or (step.plans and step.plans[0].is_refresh)
+            if step.plans and (seconds + estimate > STEP_SECONDS or is_alone):
                 break
             if self._plan(request, step):
                 seconds += estimate
@@ -301,11 +308,11 @@ class CompressionSchedulerMixin(Scheduler):
         num_tokens = request.num_computed_tokens
         request_id = request.request_id
         segments, compression = self._manager.segments_of(request_id), self._compressions.get(request_id)
-        external = segments.changed_at if compression is not None and compression.external_bytes else 0
+        external = 0
+        if compression is not None and compression.external_bytes:
+            external = self._limits.external_bytes(segments.changed_at) * self._num_workers
         num_blocks = self._manager.num_held_blocks(request_id)
-        return CacheSize(
-            segments.num_entries(num_tokens), num_tokens, num_blocks, external * self._external_bytes_per_token
-        )
+        return CacheSize(segments.num_entries(num_tokens), num_tokens, num_blocks, external)
 
 
 class SyncCompressionScheduler(CompressionSchedulerMixin, Scheduler):

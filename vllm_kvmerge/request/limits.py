@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.base import Part
-from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
+from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, gathering
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
@@ -26,14 +27,14 @@ class ModelShape:
 @dataclass(frozen=True)
 class Compression:
     """A future compression of a request. num_entries: per KV head, before it. budget: mean per KV head, after it.
-    interval: tokens from one to the next; None: the only one of its kind. is_refresh: of the complete cache, whose
-    newest queries are scored first."""
+    interval: tokens from one to the next; None: the only one of its kind. num_scored: tokens of a complete cache that
+    newest queries score first, for a refresh; 0: it is none."""
 
     num_entries: int
     budget: int
     at_prompt_end: bool
     interval: int | None = None
-    is_refresh: bool = False
+    num_scored: int = 0
 
 
 def compressions(
@@ -54,9 +55,9 @@ def compressions(
         if num_entries > budget:
             first = context <= budget and not config.tracks_decode
             yield Compression(num_entries, budget, first, interval)
-    if config.refresh is not None:
+    if config.refresh is not None and config.is_refreshed(num_prompt_tokens):
         covered = total if config.decode == "bounded" else context
-        yield Compression(covered, budget, at_prompt_end=True, interval=config.refresh.every, is_refresh=True)
+        yield Compression(covered, budget, at_prompt_end=True, interval=config.refresh.every, num_scored=total)
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,20 @@ class Limits:
             CompressionError: says what would be allowed.
         """
         self._check_allowed(config)
-        if max_tokens is None:
-            max_tokens = max(0, self.max_model_len - num_prompt_tokens)
+        max_tokens = self.possible_tokens(num_prompt_tokens, max_tokens)
         if config.never_compresses(num_prompt_tokens, max_tokens):
             return
-        if config.refresh is not None:
+        if config.is_refreshed(num_prompt_tokens):
             self._check_external(num_prompt_tokens + max_tokens)
         excess = self._excess(config, num_prompt_tokens, max_tokens)
         if excess is not None:
             remedies = list(self._remedies(config, num_prompt_tokens, max_tokens))
             raise CompressionError(EXTRA_ARGS_KEY, f"{excess}; allowed: {' or '.join(remedies)}", "too_expensive")
+
+    def possible_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """New tokens that a request can come to. max_tokens: that it asks for; None: as many as the model can."""
+        most = max(0, self.max_model_len - num_prompt_tokens)
+        return most if max_tokens is None else min(max_tokens, most)
 
     def _check_allowed(self, config: CompressionConfig) -> None:
         """Refuses policies that the server's operator has not allowed, and parts that no allowed policy uses."""
@@ -115,7 +120,7 @@ class Limits:
     def _check_external(self, total: int) -> None:
         """Refuses requests whose complete cache has no room outside the pool."""
         if self.external_bytes(total) > self.max_external_bytes:
-            most = self.max_external_bytes // self.external_bytes(1)
+            most = self.max_external_bytes // self.external_bytes(self.block_size) * self.block_size
             raise CompressionError(
                 f"{EXTRA_ARGS_KEY}.refresh",
                 f"the complete cache of {total} tokens, prompt and max_tokens, takes "
@@ -127,10 +132,16 @@ class Limits:
     def cost(self, config: CompressionConfig, compression: Compression) -> Cost:
         """Cost of one KV head of one layer."""
         cost = config.policy.cost(self._cost_shape(compression))
-        if not compression.is_refresh:
+        if not compression.num_scored:
             return cost
-        num_queries = self.shape.group_size * config.refresh_window
-        return cost + Cost(products=num_queries * compression.num_entries * self.shape.head_size)
+        # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.
+        size, num_queries = self.shape.head_size, self.shape.group_size * config.refresh_window
+        capacity = config.policy.allocator.capacity(compression.budget)
+        rows = min(compression.num_entries, capacity or compression.num_entries) * size
+        copied = compression.num_scored * (size * self.shape.item_size // 2 + METADATA_BYTES // 4)
+        return cost + Cost(
+            2 * rows + copied, num_queries * compression.num_scored * size, 2 * gathering(2 * rows + copied)
+        )
 
     def seconds(self, config: CompressionConfig, compression: Compression) -> float:
         """Estimated time of one compression of all layers; 0 if rates are not known."""
@@ -171,8 +182,9 @@ class Limits:
         return window * self._num_heads * self.shape.group_size * self.shape.head_size * self.shape.item_size
 
     def external_bytes(self, num_tokens: int) -> int:
-        """Bytes of the complete keys and values of ``num_tokens`` tokens."""
-        return 2 * self._num_heads * self.shape.head_size * self.shape.item_size * num_tokens
+        """Bytes of the complete cache of ``num_tokens`` tokens: whole blocks."""
+        cell = 2 * self.shape.head_size * self.shape.item_size + METADATA_BYTES
+        return self._num_heads * cell * -(-num_tokens // self.block_size) * self.block_size
 
     def prompt_score_bytes(self, num_tokens: int) -> int:
         """Bytes of the two statistics per token of a prompt that is scored while it is computed."""

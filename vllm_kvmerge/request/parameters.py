@@ -165,6 +165,11 @@ class CompressionConfig(CommonFields):
         budget = self.resolve_budget(self.resolve_context(num_prompt_tokens))
         return budget >= num_prompt_tokens + max_tokens
 
+    def is_refreshed(self, num_prompt_tokens: int) -> bool:
+        """True if refreshes come: there are some, and something is lost before them."""
+        context = self.resolve_context(num_prompt_tokens)
+        return self.refresh is not None and (self.decode == "bounded" or context > self.resolve_budget(context))
+
     def resolve_capacity(self, num_context_tokens: int) -> int | None:
         """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget.
         None: all entries."""

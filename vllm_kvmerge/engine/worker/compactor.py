@@ -271,7 +271,8 @@ class Compactor:
         size = 1
         is_copied = batch.complete is not None and self.device.type != "cpu"
         if not batch.policy.needs_output_weights and not is_copied and isinstance(batch.cost, Cost):
-            size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * batch.cost.numbers))
+            restored = 0 if batch.complete is None else 2 * batch.plan.new_front * self.layers[0].head_size
+            size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * (batch.cost.numbers + restored)))
         for start in range(0, len(seq_layers), size):
             yield seq_layers[start : start + size]
 

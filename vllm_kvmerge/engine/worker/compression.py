@@ -216,7 +216,7 @@ class Compression:
             if plan.external_tokens:
                 try:
                     compaction = self._with_complete(compaction, config, state)
-                except OSError as error:
+                except (OSError, RuntimeError) as error:  # PyTorch's for memory is a RuntimeError
                     lost[index] = PartError("external_cache", f"no room for the complete cache: {error}")
             compactions.append(compaction)
         done = self.compactor.execute(compactions)
@@ -237,7 +237,8 @@ class Compression:
         return plans
 
     def _with_complete(self, compaction: Compaction, config: CompressionConfig, state: RequestState) -> Compaction:
-        """Completes the request's complete cache; a refresh then starts from it. Raises OSError if it has no room."""
+        """Completes the request's complete cache; a refresh then starts from it. Raises OSError or RuntimeError
+        if it has no room."""
         plan, pool = compaction.plan, self.compactor.layers
         if state.complete is None:
             folder = plugin_config(self._config).external_cache_dir

@@ -27,17 +27,14 @@ class ExternalCache:
 
     @classmethod
     def empty(cls, pool: Sequence[PagedKVCache], num_tokens: int, folder: Path | None = None) -> "ExternalCache":
-        """Room for ``num_tokens`` tokens. folder: where to keep them, in a file without a name. Raises OSError if there
-        is no room in it."""
+        """Room for ``num_tokens`` tokens. folder: where to keep them, in a file without a name. Raises OSError or
+        RuntimeError if there is no room."""
         like = pool[0]
         shape = (-(-num_tokens // like.block_size), like.num_kv_heads, like.block_size)
         cells = shape[0] * shape[1] * shape[2] * cell_bytes(like.head_size, like.keys.dtype)
         size = len(pool) * cells // like.keys.element_size()
-        if folder is not None:
-            memory = _file(folder, size, like.keys.dtype)
-        else:
-            # Pinned memory lets a GPU copy while the host goes on.
-            memory = torch.empty(size, dtype=like.keys.dtype, pin_memory=like.device.type == "cuda")
+        # Not pinned: PyTorch rounds pinned memory up to powers of two, and never gives it back.
+        memory = _file(folder, size, like.keys.dtype) if folder else torch.empty(size, dtype=like.keys.dtype)
         row_major = like.keys.stride(3) != 1
         layers = [PagedKVCache.of(part.view(*shape, -1), like.head_size, row_major) for part in memory.chunk(len(pool))]
         return cls(layers)
@@ -85,7 +82,7 @@ class ExternalCache:
 
 
 def _file(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
-    """``size`` numbers in a file of the folder that is gone when the tensor is. Raises OSError if there is no room."""
+    """``size`` numbers in a file of the folder that is gone when the tensor is. Raises as ``ExternalCache.empty``."""
     handle, path = tempfile.mkstemp(prefix="vllm-kvmerge-", dir=folder)
     try:
         # A page that finds no room when it is written to would end the process.
