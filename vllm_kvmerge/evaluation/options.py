@@ -60,6 +60,8 @@ def config_of(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, fields: Mapping[str, Any]
 ) -> CompressionConfig:
     """``kv_compression`` with these fields and those of ``--set``, for the model; ends the program if that is wrong."""
+    if fields["policy"] == FULL:
+        parser.error(f"policy {FULL!r} is what the others are compared with")
     value = dict(fields)
     for text in arguments.set:
         name, separator, given = text.partition("=")
@@ -70,8 +72,7 @@ def config_of(
         config = parse_compression(value)
     except CompressionError as error:
         parser.error(str(error))
-    if config is None:
-        parser.error(f"policy {FULL!r} is what the others are compared with")
+    assert config is not None
     return config.for_model(model_type_of(arguments.model))
 
 
