@@ -11,13 +11,8 @@ from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.engine.worker.external import ExternalCache
-from vllm_kvmerge.evaluation.continuation import CONTINUATION
+from vllm_kvmerge.evaluation.continuation import forced
 from vllm_kvmerge.evaluation.refresh import second_answers, second_question
-
-
-def forced(continuation: list[int], **fields) -> SamplingParams:
-    extra = compression(**fields) | {CONTINUATION: continuation}
-    return SamplingParams(temperature=0, max_tokens=len(continuation), ignore_eos=True, logprobs=0, extra_args=extra)
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:
@@ -37,9 +32,9 @@ def test_a_refresh_is_the_compression_of_all_tokens_as_a_prompt(engine):
         fields = {"policy": policy, "budget": 250, "interval": 500, "decode": "bounded", "score_window": 32}
         prompts += [document[:240], document[:340], document[:240]]
         params += [
-            forced(document[240:], refresh={"every": 100}, **fields),
-            forced(document[340:], **fields),
-            forced(document[240:], **fields),
+            forced(document[240:], fields | {"refresh": {"every": 100}}),
+            forced(document[340:], fields),
+            forced(document[240:], fields),
         ]
     outputs = iter(engine.generate(prompts, params))
     for policy in policies:

@@ -8,9 +8,8 @@ the rest is what the engine is made to generate, token by token, and what is rep
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm import SamplingParams
 
-from vllm_kvmerge.evaluation.continuation import CONTINUATION, ForcedContinuation
+from vllm_kvmerge.evaluation.continuation import ForcedContinuation, forced
 from vllm_kvmerge.evaluation.options import (
     add_document_options,
     draw_documents,
@@ -19,7 +18,7 @@ from vllm_kvmerge.evaluation.options import (
     print_table,
     seed_of,
 )
-from vllm_kvmerge.request.parameters import FULL, compression
+from vllm_kvmerge.request.parameters import FULL
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -32,17 +31,8 @@ def continuation_loss(
 
     ``llm`` must have been made with ``logits_processors=[ForcedContinuation]``. policy: ``full`` for none.
     """
-    parameters = {} if policy == FULL else {"budget": budget}
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=len(continuation),
-            ignore_eos=True,
-            logprobs=0,
-            extra_args={**compression(policy, **parameters), CONTINUATION: continuation},
-        )
-        for continuation in continuations
-    ]
+    fields = {"policy": policy} | ({} if policy == FULL else {"budget": budget})
+    params = [forced(continuation, fields) for continuation in continuations]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     losses = []
     for output, continuation in zip(outputs, continuations, strict=True):

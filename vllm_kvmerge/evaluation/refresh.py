@@ -32,7 +32,7 @@ from vllm_kvmerge.evaluation.options import (
 )
 from vllm_kvmerge.evaluation.replay import Schedule, compressed_outputs, full_outputs, relative_error
 from vllm_kvmerge.evaluation.trace import LayerTrace, trace_one_by_one
-from vllm_kvmerge.request.parameters import FULL, CompressionConfig, compression
+from vllm_kvmerge.request.parameters import FULL, CompressionConfig
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -147,20 +147,9 @@ def second_answers(llm: "LLM", drawn: list[tuple[list[int], list[int], int]], fi
 
     fields: of ``kv_compression``.
     """
-    from vllm import SamplingParams
+    from vllm_kvmerge.evaluation.continuation import forced
 
-    from vllm_kvmerge.evaluation.continuation import CONTINUATION
-
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=len(continuation),
-            ignore_eos=True,
-            logprobs=0,
-            extra_args=compression(**fields) | {CONTINUATION: continuation},  # type: ignore[arg-type]
-        )
-        for _, continuation, _ in drawn
-    ]
+    params = [forced(continuation, fields) for _, continuation, _ in drawn]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, *_ in drawn], params, use_tqdm=False)
     right = []
     for output, (_, continuation, num_answered) in zip(outputs, drawn, strict=True):
