@@ -41,6 +41,8 @@ def setting(request) -> Setting:
 class CheckedEngine(Engine):
     """``Engine``, also with asynchronous scheduling, and what it generates with log-probabilities."""
 
+    num_rings: int
+
     @property
     def runner(self):
         return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def select(selector: Selector, entries: Entries, context: CompressionContext) ->
 
 
 def expected_choice(
-    selector: Selector, entries: Entries, head: int, ranking: dict[int, float], budget: int
+    selector: Any, entries: Entries, head: int, ranking: dict[int, float], budget: int
 ) -> tuple[set[int], list[float]]:
     """Positions that must stay, and the rankings of those that fill up the budget."""
     positions = [int(entries.positions[head, i]) for i in live(entries, head)]

@@ -83,7 +83,7 @@ def test_policies_are_listed(app: FastAPI) -> None:
 
     before = list(app.routes)
     KVMergeEndpoint().attach_router(app)
-    new = [route.path for route in app.routes if route not in before]
+    new = [str(vars(route)["path"]) for route in app.routes if route not in before]
     assert new[0] == "/kvmerge/policies"
     assert new[1:] and all(path.startswith("/kvmerge/ui") for path in new[1:])
     assert [path for path in app.openapi()["paths"] if "kvmerge" in path] == ["/kvmerge/policies"]

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
@@ -40,7 +40,7 @@ class Client:
         self.reports = reports
         self.closed = 0
 
-    async def generate(self, prompt: Any, sampling_params: Params, request_id: str) -> AsyncIterator[Output]:
+    async def generate(self, prompt: Any, sampling_params: Params, request_id: str) -> AsyncGenerator[Output, None]:
         try:
             for report in self.reports:
                 yield Output(report)
@@ -139,7 +139,7 @@ def test_an_event_of_another_form_waits_for_the_next():
     assert b"peak_bytes" in feed.add_to(EVENTS[0])
 
 
-def generated(client: Client, params: Params, has_default: bool = False) -> AsyncIterator[Output]:
+def generated(client: Client, params: Params, has_default: bool = False) -> AsyncGenerator[Output, None]:
     follow_outputs(client, has_default)  # type: ignore[arg-type]
     return client.generate(None, params, "")
 

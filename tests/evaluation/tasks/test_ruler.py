@@ -81,7 +81,7 @@ def test_prompt_and_answer_fill_the_length(task: str, length: int, tokenizer: st
     """Up to a step or two: by a step a prompt that does not fit is shortened, in steps fwe grows besides."""
     samples = draw(task, count=4, tokenizer=tokenizer, length=length)
     totals = [len(tokenizer_named(tokenizer).encode(sample.prompt)) + sample.max_tokens for sample in samples]
-    made = TASKS[f"ruler_{task}"](length=length)
+    made: Any = TASKS[f"ruler_{task}"](length=length)
     generate = made.generator(random.Random(0), tokenizer_named(tokenizer))
     one, two = (len(tokenizer_named(tokenizer).encode(generate(0, size * made.step()).prompt)) for size in (4, 8))
     assert len(samples) == 4
@@ -256,7 +256,7 @@ def test_needles_lie_at_forty_depths_between_sentences(tmp_path: Path) -> None:
     """With 200 sentences, a needle at depth d is behind the first int(200 * d / 100)."""
     sentences = [f"Here is sentence number {number}." for number in range(200)]
     (essay := tmp_path / "essay.txt").write_text("\n\n".join(sentences))
-    task = TASKS["ruler_niah_single_2"](haystack=str(essay))
+    task: Any = TASKS["ruler_niah_single_2"](haystack=str(essay))
     draw_words = task.generator(random.Random(3), Pieces())
     found: Counter[int] = Counter()
     for _ in range(1000):
