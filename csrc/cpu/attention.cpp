@@ -23,12 +23,25 @@ inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; 
 
 struct AttentionRow {
   Segments segments;
+  // Where the heads' fronts have pages of their own: num_pages for each head, and how many entries it has.
+  const Page* pages = nullptr;
+  const int64_t* fronts = nullptr;
+  int64_t num_pages = 0;
   Rows query, output;  // of the row's first token
   int64_t num_queries;
   ScoreMode mode;
   float decay;
   float *scores, *aux;   // [heads, entries] for the statistics, or null: the planes of the cache
   int64_t score_stride;  // between heads
+
+  Segments of_head(int64_t head) const {
+    Segments s = segments;
+    if (pages) {
+      s.front = fronts[head];
+      s.pages = pages + head * num_pages;
+    }
+    return s;
+  }
 };
 
 // One (sequence, KV head). Its queries are taken in rounds, a few at a time, so that scores see them in order.
@@ -118,15 +131,17 @@ class Driver {
 
   void plan(int threads) {
     struct Cost {
-      int64_t row, tiles, work;
+      int64_t row, head, tiles, work;
     };
     std::vector<Cost> costs;
     int64_t total = 0;
     for (int64_t i = 0; i < static_cast<int64_t>(rows_.size()); ++i) {
       if (rows_[i].num_queries == 0) continue;
-      const int64_t tiles = Tiles(rows_[i].segments, cache_.block_size).count;
-      costs.push_back({i, tiles, tiles * rows_[i].num_queries});
-      total += costs.back().work * cache_.num_heads;
+      for (int64_t head = 0; head < cache_.num_heads; ++head) {
+        const int64_t tiles = Tiles(cache_, rows_[i].of_head(head), head).count;
+        costs.push_back({i, head, tiles, tiles * rows_[i].num_queries});
+        total += costs.back().work;
+      }
     }
     const int64_t bytes = total * kTile * cache_.head_size * cache_.item_size * 2;
     threads_ = bytes < kMinParallelBytes ? 1 : threads;
@@ -145,11 +160,9 @@ class Driver {
         pieces = std::clamp<int64_t>(c.work / share, 1, std::max<int64_t>(1, c.tiles * kTile / kMinPieceEntries));
       const int64_t per_piece = (chunks + pieces - 1) / pieces;
       pieces = (chunks + per_piece - 1) / per_piece;
-      for (int64_t head = 0; head < cache_.num_heads; ++head) {
-        Unit u{c.row, head, c.tiles, at_once, pieces, per_piece, (row.num_queries + at_once - 1) / at_once};
-        if (pieces > 1) shared += layout(u).total;
-        units_.push_back(u);
-      }
+      Unit u{c.row, c.head, c.tiles, at_once, pieces, per_piece, (row.num_queries + at_once - 1) / at_once};
+      if (pieces > 1) shared += layout(u).total;
+      units_.push_back(u);
     }
     if (shared == 0) return;
     thread_local Scratch scratch;
@@ -179,7 +192,7 @@ class Driver {
     float* stored = partial + u.num_pieces * l.piece;
     Attend a{};
     a.cache = &cache_;
-    a.segments = row.segments;
+    a.segments = row.of_head(u.head);
     a.head = static_cast<int32_t>(u.head);
     a.group = group_;
     a.num_queries = static_cast<int32_t>(num_queries(u, round));
@@ -229,7 +242,7 @@ class Driver {
     const float* stored = partial + u.num_pieces * l.piece;
     Update x{};
     x.cache = &cache_;
-    x.segments = row.segments;
+    x.segments = row.of_head(u.head);
     x.head = static_cast<int32_t>(u.head);
     x.group = group_;
     x.num_queries = static_cast<int32_t>(num_queries(u, round));
@@ -282,7 +295,8 @@ int64_t group_of(const PagedKVCache& cache, const TensorView& query) {
 
 void call_paged_attention(TensorView query, TensorView keys, TensorView block_table, TensorView query_starts,
                           TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
-                          TensorView score_modes, TensorView score_decays, double scale, TensorView output) {
+                          TensorView score_modes, TensorView score_decays, double scale, TensorView output,
+                          Tensors layers, OptionalTensor page_ids, OptionalTensor page_fronts) {
   const PagedKVCache cache = cache_of(keys);
   const int64_t group = group_of(cache, query), heads = query.size(1), d = cache.head_size;
   const Rows q = Argument("query", query).rows(heads, d), out = Argument("output", output).rows(heads, d);
@@ -298,13 +312,33 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
                              tail = Argument("tails", tails).integers(num_rows),
                              modes = Argument("score_modes", score_modes).integers(num_rows);
   KVM_CHECK(output.size(0) >= num_tokens, ValueError) << "output has fewer tokens than query";
+  HeadPages pages{{}, nullptr, 0};
+  if (page_ids.has_value() && page_fronts.has_value()) {
+    const std::vector<PagedKVCache> caches = caches_of(layers);
+    KVM_CHECK(!caches.empty() && caches[0].num_heads == cache.num_heads && caches[0].head_size == cache.head_size &&
+                  caches[0].block_size == cache.block_size && caches[0].dtype == cache.dtype,
+              ValueError)
+        << "head pages are in layers of another shape";
+    pages = head_pages_of(caches, page_ids.value(), page_fronts.value(), num_rows);
+  }
   std::vector<AttentionRow> rows(num_rows);
   for (int64_t r = 0; r < num_rows; ++r) {
     KVM_CHECK(0 <= starts[r] && 0 <= lens[r] && starts[r] + lens[r] <= num_tokens, ValueError)
         << "row " << r << ": tokens [" << starts[r] << ", " << starts[r] + lens[r] << ") are not in the query";
     AttentionRow& row = rows[r];
-    row.segments = segments_of(cache, blocks.data() + r * table.size(1), table.size(1), front[r], tail[r], ends[r]);
-    const int64_t entries = front[r] + ends[r] - tail[r];
+    const int64_t of_row = r * cache.num_heads * pages.num_pages;
+    const bool has_pages = pages.num_pages > 0 && pages.pages[of_row].rows != nullptr;
+    int64_t entries = front[r] + ends[r] - tail[r];
+    if (has_pages) {
+      row.pages = pages.pages.data() + of_row;
+      row.fronts = pages.fronts + r * cache.num_heads;
+      row.num_pages = pages.num_pages;
+      entries = ends[r] - tail[r];  // queries are never of a front
+      for (int64_t i = 0; i < cache.num_heads * pages.num_pages; ++i)
+        KVM_CHECK(row.pages[i].rows, ValueError) << "row " << r << ": a head has no pages";
+    }
+    row.segments = segments_of(cache, blocks.data() + r * table.size(1), table.size(1), has_pages ? 0 : front[r],
+                               tail[r], ends[r]);
     KVM_CHECK(lens[r] <= entries, ValueError)
         << "row " << r << ": " << lens[r] << " queries, " << entries << " entries";
     const int64_t bytes = q.dtype == DType::f32 ? 4 : 2, out_bytes = out.dtype == DType::f32 ? 4 : 2;

@@ -23,6 +23,18 @@ namespace {
 struct SequenceLayer {
   PagedKVCache cache;
   Segments segments;
+  // Where the heads' fronts have pages of their own: num_pages for each head, of which the first fronts[head] slots
+  // hold its entries; entries from there up to segments.front are dead, wherever their pages lie.
+  const Page* pages = nullptr;
+  const int64_t* fronts = nullptr;
+  int64_t num_pages = 0;
+
+  Segments of_head(int64_t head) const {
+    Segments s = segments;
+    if (pages) s.pages = pages + head * num_pages;
+    return s;
+  }
+  int64_t front_of(int64_t head) const { return pages ? fronts[head] : segments.front; }
 };
 typedef std::vector<SequenceLayer> SequenceLayers;
 
@@ -55,54 +67,60 @@ auto with_type(DType dtype, const F& f) {
 }
 
 struct Place {
-  int64_t block;
+  Page page;
   int64_t offset;
-  bool operator==(const Place& other) const { return block == other.block && offset == other.offset; }
+  bool operator==(const Place& other) const { return page.rows == other.page.rows && offset == other.offset; }
 };
 
-inline Place place_of_slot(const PagedKVCache& cache, const int32_t* blocks, int64_t slot) {
-  return {blocks[slot / cache.block_size], slot % cache.block_size};
+// s: of the head.
+inline Place place_of_slot(const PagedKVCache& cache, const Segments& s, int64_t head, int64_t slot, bool front) {
+  return {page_of(cache, s, head, slot / cache.block_size, front), slot % cache.block_size};
 }
 
-inline Place place_of_entry(const PagedKVCache& cache, const Segments& s, int64_t entry) {
-  return place_of_slot(cache, s.blocks, entry < s.front ? entry : s.tail + entry - s.front);
+inline Place place_of_entry(const PagedKVCache& cache, const Segments& s, int64_t head, int64_t entry) {
+  const bool front = entry < s.front;
+  return place_of_slot(cache, s, head, front ? entry : s.tail + entry - s.front, front);
 }
 
 // The key at a place: elements block_size apart.
 template <class T>
-inline T* key_at(const PagedKVCache& cache, int64_t head, Place at) {
-  return reinterpret_cast<T*>(region(cache, at.block, head)) + at.offset;
+inline T* key_at(Place at) {
+  return reinterpret_cast<T*>(at.page.rows) + at.offset;
 }
 
 template <class T>
-inline T* value_at(const PagedKVCache& cache, int64_t head, Place at) {
-  return reinterpret_cast<T*>(region(cache, at.block, head)) +
-         (static_cast<int64_t>(cache.block_size) + at.offset) * cache.head_size;
+inline T* value_at(const PagedKVCache& cache, Place at) {
+  return reinterpret_cast<T*>(at.page.rows) + (static_cast<int64_t>(cache.block_size) + at.offset) * cache.head_size;
 }
 
 template <class T>
-inline void read_value(const PagedKVCache& cache, int64_t head, Place at, float* out) {
-  const T* value = value_at<T>(cache, head, at);
+inline void read_value(const PagedKVCache& cache, Place at, float* out) {
+  const T* value = value_at<T>(cache, at);
   for (int64_t e = 0; e < cache.head_size; ++e) out[e] = to_float(value[e]);
+}
+
+// How many of `count` places a head has.
+inline int64_t places_of(const SequenceLayer& one, int64_t head, int64_t count) {
+  return one.pages ? std::min(count, one.fronts[head]) : count;
 }
 
 inline int64_t num_entries(const Segments& s) { return s.front + s.seq_len - s.tail; }
 
-// Calls f(block, offset, count, entry) for the pieces of the entries [first, last) that lie in one block each.
+// Calls f(page, offset, count, entry) for the pieces of a head's entries [first, last) that lie in one page each.
 template <class F>
-void for_pieces(const SequenceLayer& one, int64_t first, int64_t last, const F& f) {
-  const Segments& s = one.segments;
+void for_pieces(const SequenceLayer& one, int64_t head, int64_t first, int64_t last, const F& f) {
+  const Segments s = one.of_head(head);
   const int64_t bs = one.cache.block_size;
   for (int64_t i = first; i < last;) {
-    const int64_t slot = i < s.front ? i : s.tail + i - s.front, offset = slot % bs;
-    const int64_t count = std::min({bs - offset, last - i, i < s.front ? s.front - i : last - i});
-    f(s.blocks[slot / bs], offset, count, i);
+    const Place at = place_of_entry(one.cache, s, head, i);
+    const int64_t count = std::min({bs - at.offset, last - i, i < s.front ? s.front - i : last - i});
+    f(at.page, at.offset, count, i);
     i += count;
   }
 }
 
 // log_votes, scores, aux: [rows, n] float32; positions: [rows, n] int64. Votes and positions behind the front are
-// implied. All seq_layers have n entries.
+// implied. All seq_layers have n entries; those of a front that a head has no room for are dead.
 void gather_metadata(const SequenceLayers& seq_layers, float* log_votes, float* scores, float* aux,
                      int64_t* positions) {
   if (seq_layers.empty()) return;
@@ -110,17 +128,22 @@ void gather_metadata(const SequenceLayers& seq_layers, float* log_votes, float* 
   for_ranges(seq_layers, n, kEntriesPerTask,
              [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
                const Segments& s = one.segments;
-               for_pieces(one, first, last, [&](int64_t block, int64_t offset, int64_t count, int64_t entry) {
+               for_pieces(one, head, first, last, [&](Page page, int64_t offset, int64_t count, int64_t entry) {
                  const int64_t to = row * n + entry;
                  const auto copy = [&](float* out, Plane which) {
-                   std::memcpy(out + to, plane(one.cache, block, head, which) + offset, count * sizeof(float));
+                   std::memcpy(out + to, plane(one.cache, page, which) + offset, count * sizeof(float));
                  };
                  copy(scores, kScores);
                  copy(aux, kAux);
                  if (entry < s.front) {
                    copy(log_votes, kLogVotes);
-                   const int32_t* from = reinterpret_cast<int32_t*>(plane(one.cache, block, head, kPositions)) + offset;
+                   const int32_t* from = reinterpret_cast<int32_t*>(plane(one.cache, page, kPositions)) + offset;
                    for (int64_t k = 0; k < count; ++k) positions[to + k] = from[k];
+                   for (int64_t k = std::max<int64_t>(0, one.front_of(head) - entry); k < count; ++k) {
+                     log_votes[to + k] = -std::numeric_limits<float>::infinity();
+                     scores[to + k] = aux[to + k] = 0.0f;
+                     positions[to + k] = -1;
+                   }
                  } else {
                    std::fill_n(log_votes + to, count, 0.0f);
                    for (int64_t k = 0; k < count; ++k) positions[to + k] = s.tail + entry - s.front + k;
@@ -129,23 +152,28 @@ void gather_metadata(const SequenceLayers& seq_layers, float* log_votes, float* 
              });
 }
 
+inline bool is_dead(const SequenceLayer& one, int64_t head, int64_t entry) {
+  return entry < 0 || (entry >= one.front_of(head) && entry < one.segments.front);
+}
+
 // Keys of the entries at index, [count, head_size]. Where many lie in one block one after the other they are read
 // together: an element's neighbours share its cache line.
 template <class T>
 void gather_keys(const SequenceLayer& one, int64_t head, const int64_t* index, int64_t count, float* rows) {
   const int64_t d = one.cache.head_size, bs = one.cache.block_size;
+  const Segments s = one.of_head(head);
   constexpr int64_t kMany = 8;
   for (int64_t first = 0; first < count;) {
-    if (index[first] < 0) {
+    if (is_dead(one, head, index[first])) {
       std::fill_n(rows + first++ * d, d, 0.0f);
       continue;
     }
-    const Place start = place_of_entry(one.cache, one.segments, index[first]);
+    const Place start = place_of_entry(one.cache, s, head, index[first]);
     int64_t some = 1;
-    while (first + some < count && index[first + some] == index[first] + some &&
-           place_of_entry(one.cache, one.segments, index[first + some]) == Place{start.block, start.offset + some})
+    while (first + some < count && index[first + some] == index[first] + some && !is_dead(one, head, index[first + some]) &&
+           place_of_entry(one.cache, s, head, index[first + some]) == Place{start.page, start.offset + some})
       ++some;
-    const T* keys = key_at<T>(one.cache, head, start);
+    const T* keys = key_at<T>(start);
     float* out = rows + first * d;
     if (some < kMany) {
       for (int64_t i = 0; i < some; ++i)
@@ -167,12 +195,13 @@ void gather_rows(const SequenceLayers& seq_layers, bool keys, const int64_t* ind
                [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
                  const int64_t d = one.cache.head_size;
                  const int64_t* entries = index + row * count;
+                 const Segments s = one.of_head(head);
                  float* out = rows + row * count * d;
                  if (keys) return gather_keys<T>(one, head, entries + first, last - first, out + first * d);
                  for (int64_t i = first; i < last; ++i) {
-                   if (entries[i] < 0) std::fill_n(out + i * d, d, 0.0f);
+                   if (is_dead(one, head, entries[i])) std::fill_n(out + i * d, d, 0.0f);
                    else
-                     read_value<T>(one.cache, head, place_of_entry(one.cache, one.segments, entries[i]), out + i * d);
+                     read_value<T>(one.cache, place_of_entry(one.cache, s, head, entries[i]), out + i * d);
                  }
                });
   });
@@ -185,8 +214,9 @@ template <class T, class Q>
 void read_sources(const SequenceLayer& one, int64_t head, const int64_t* entries, int64_t count, Q* keys,
                   float* lengths) {
   const int64_t d = one.cache.head_size;
+  const Segments s = one.of_head(head);
   for (int64_t r = 0; r < count; ++r) {
-    const T* key = key_at<T>(one.cache, head, place_of_entry(one.cache, one.segments, entries[r]));
+    const T* key = key_at<T>(place_of_entry(one.cache, s, head, entries[r]));
     typename SumOfSquares<T>::type squares = 0;
     for (int64_t e = 0; e < d; ++e) {
       const float x = to_float(key[e * one.cache.block_size]);
@@ -216,12 +246,13 @@ void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers,
   for_ranges(seq_layers, num_tiles, kEntriesPerTask / kTile,
              [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
                const PagedKVCache& cache = one.cache;
+               const Segments s = one.of_head(head);
                for (int64_t tile = first; tile < last; ++tile) {
                  const int64_t at = row * num_tiles + tile;
                  for (int64_t lane = 0; lane < kTile && tile * kTile + lane < counts[row]; ++lane) {
                    const int64_t target = names[at * kTile + lane];
                    const int64_t entry = targets[row * num_targets + target];
-                   const T* key = key_at<T>(cache, head, place_of_entry(cache, one.segments, entry));
+                   const T* key = key_at<T>(place_of_entry(cache, s, head, entry));
                    typename SumOfSquares<T>::type squares = 0;
                    for (int64_t e = 0; e < d; ++e) {
                      const float x = to_float(key[e * cache.block_size]);
@@ -286,7 +317,7 @@ void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& seq
       if (usable[row * num_targets + i]) ranks[own[i]] = static_cast<int32_t>(i);
     SimilarEntries x{};
     x.cache = &one.cache;
-    x.segments = one.segments;
+    x.segments = one.of_head(head);
     x.head = static_cast<int32_t>(head);
     x.num_sources = static_cast<int32_t>(num_sources);
     x.in_pairs = sizeof(Q) == 2;
@@ -340,11 +371,12 @@ void fused_attention(const Kernels& kernels, const SequenceLayers& seq_layers, c
   const int64_t n = num_entries(seq_layers[0].segments);
   parallel_for(static_cast<int64_t>(seq_layers.size()) * heads, threads_for(seq_layers, n), [&](int64_t row) {
     const SequenceLayer& one = seq_layers[row / heads];
-    const int64_t num_tiles = Tiles(one.segments, one.cache.block_size).count;
+    const Segments segments = one.of_head(row % heads);
+    const int64_t num_tiles = Tiles(one.cache, segments, row % heads).count;
     thread_local Scratch scratch;
     Fuse f{};
     f.cache = &one.cache;
-    f.segments = one.segments;
+    f.segments = segments;
     f.head = static_cast<int32_t>(row % heads);
     f.group = static_cast<int32_t>(group);
     f.num_queries = static_cast<int32_t>(num_queries);
@@ -360,48 +392,51 @@ void fused_attention(const Kernels& kernels, const SequenceLayers& seq_layers, c
   });
 }
 
-// destination: per one the blocks of the places; kept: [rows, count].
-void move_entries(const SequenceLayers& seq_layers, const std::vector<const int32_t*>& destinations,
-                  const int64_t* kept, int64_t count) {
+// destinations: where each one's places are; kept: [rows, count]. What a head has no room for is not written.
+void move_entries(const SequenceLayers& seq_layers, const SequenceLayers& destinations, const int64_t* kept,
+                  int64_t num_places) {
   if (seq_layers.empty()) return;
   with_type(seq_layers[0].cache.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
     const int64_t heads = seq_layers[0].cache.num_heads, d = seq_layers[0].cache.head_size,
                   bs = seq_layers[0].cache.block_size;
     // A head's moves are in one buffer before the first is written, because places may overlap.
-    parallel_for(static_cast<int64_t>(seq_layers.size()) * heads, threads_for(seq_layers, count), [&](int64_t row) {
+    parallel_for(static_cast<int64_t>(seq_layers.size()) * heads, threads_for(seq_layers, num_places), [&](int64_t row) {
       const PagedKVCache& cache = seq_layers[row / heads].cache;
-      const Segments& s = seq_layers[row / heads].segments;
-      const int32_t* destination = destinations[row / heads];
-      const int64_t *from = kept + row * count, head = row % heads;
+      const int64_t *from = kept + row * num_places, head = row % heads;
+      const int64_t count = places_of(destinations[row / heads], head, num_places);
+      const Segments s = seq_layers[row / heads].of_head(head), to = destinations[row / heads].of_head(head);
       thread_local std::vector<int64_t> moving, empty;
       moving.clear();
       empty.clear();
       for (int64_t first = 0; first < count; first += bs) {
         const int64_t last = std::min(count, first + bs);
         // Nearly all entries stay, which takes no arithmetic to see.
-        const int64_t stays = first < s.front && s.blocks[first / bs] == destination[first / bs] ? s.front : 0;
+        const bool same = first < s.front && page_of(cache, s, head, first / bs, true).rows ==
+                                                 page_of(cache, to, head, first / bs, true).rows;
+        const int64_t stays = same ? s.front : 0;
         for (int64_t i = first; i < last; ++i) {
           if (from[i] == i && i < stays) continue;
           if (from[i] < 0) empty.push_back(i);
-          else if (!(place_of_entry(cache, s, from[i]) == place_of_slot(cache, destination, i))) moving.push_back(i);
+          else if (!(place_of_entry(cache, s, head, from[i]) == place_of_slot(cache, to, head, i, true)))
+            moving.push_back(i);
         }
       }
       thread_local Scratch scratch;
       T* buffer = reinterpret_cast<T*>(scratch.floats(static_cast<int64_t>(moving.size() + 1) * 2 * d));
       T* next = buffer;
       for (int64_t i : moving) {
-        const Place at = place_of_entry(cache, s, from[i]);
-        const T* key = key_at<T>(cache, head, at);
+        const Place at = place_of_entry(cache, s, head, from[i]);
+        const T* key = key_at<T>(at);
         for (int64_t e = 0; e < d; ++e) next[e] = key[e * bs];
-        std::memcpy(next + d, value_at<T>(cache, head, at), d * sizeof(T));
+        std::memcpy(next + d, value_at<T>(cache, at), d * sizeof(T));
         next += 2 * d;
       }
       const auto write = [&](int64_t slot, const T* values) {
-        const Place to = place_of_slot(cache, destination, slot);
-        T* key = key_at<T>(cache, head, to);
+        const Place at = place_of_slot(cache, to, head, slot, true);
+        T* key = key_at<T>(at);
         for (int64_t e = 0; e < d; ++e) key[e * bs] = values[e];
-        std::memcpy(value_at<T>(cache, head, to), values + d, d * sizeof(T));
+        std::memcpy(value_at<T>(cache, at), values + d, d * sizeof(T));
       };
       std::memset(next, 0, 2 * d * sizeof(T));
       for (int64_t i : empty) write(i, next);
@@ -414,7 +449,7 @@ void move_entries(const SequenceLayers& seq_layers, const std::vector<const int3
   });
 }
 
-// places: [rows, count] slots of each one's segments.blocks. keys, values: [rows, count, head_size] or null.
+// places: [rows, count] of each one's. keys, values: [rows, count, head_size] or null.
 void write_rows(const SequenceLayers& seq_layers, const int64_t* places, int64_t count, const float* keys,
                 const float* values) {
   if (seq_layers.empty()) return;
@@ -423,15 +458,17 @@ void write_rows(const SequenceLayers& seq_layers, const int64_t* places, int64_t
     for_ranges(seq_layers, count, kEntriesPerTask,
                [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
                  const int64_t d = one.cache.head_size, bs = one.cache.block_size;
+                 const Segments s = one.of_head(head);
+                 const int64_t num_places = places_of(one, head, INT64_MAX);
                  for (int64_t i = row * count + first; i < row * count + last; ++i) {
-                   if (places[i] < 0) continue;
-                   const Place to = place_of_slot(one.cache, one.segments.blocks, places[i]);
+                   if (places[i] < 0 || places[i] >= num_places) continue;
+                   const Place to = place_of_slot(one.cache, s, head, places[i], true);
                    if (keys) {
-                     T* key = key_at<T>(one.cache, head, to);
+                     T* key = key_at<T>(to);
                      for (int64_t e = 0; e < d; ++e) key[e * bs] = from_float<T>(keys[i * d + e]);
                    }
                    if (values) {
-                     T* value = value_at<T>(one.cache, head, to);
+                     T* value = value_at<T>(one.cache, to);
                      for (int64_t e = 0; e < d; ++e) value[e] = from_float<T>(values[i * d + e]);
                    }
                  }
@@ -439,22 +476,24 @@ void write_rows(const SequenceLayers& seq_layers, const int64_t* places, int64_t
   });
 }
 
-// [rows, count] each, to slots [0, count) of each one's segments.blocks.
+// [rows, count] each, to each one's places [0, count).
 void write_metadata(const SequenceLayers& seq_layers, int64_t count, const float* log_votes, const float* scores,
                     const float* aux, const int64_t* positions) {
   for_ranges(seq_layers, count, kEntriesPerTask,
              [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
                const int64_t bs = one.cache.block_size;
+               const Segments s = one.of_head(head);
+               last = std::min(last, places_of(one, head, count));
                for (int64_t slot = first; slot < last;) {
-                 const int64_t offset = slot % bs, some = std::min(bs - offset, last - slot);
-                 const int64_t block = one.segments.blocks[slot / bs], from = row * count + slot;
+                 const int64_t offset = slot % bs, some = std::min(bs - offset, last - slot), from = row * count + slot;
+                 const Page page = page_of(one.cache, s, head, slot / bs, true);
                  const auto copy = [&](const float* in, Plane which) {
-                   std::memcpy(plane(one.cache, block, head, which) + offset, in + from, some * sizeof(float));
+                   std::memcpy(plane(one.cache, page, which) + offset, in + from, some * sizeof(float));
                  };
                  copy(log_votes, kLogVotes);
                  copy(scores, kScores);
                  copy(aux, kAux);
-                 int32_t* to = reinterpret_cast<int32_t*>(plane(one.cache, block, head, kPositions)) + offset;
+                 int32_t* to = reinterpret_cast<int32_t*>(plane(one.cache, page, kPositions)) + offset;
                  for (int64_t k = 0; k < some; ++k) to[k] = static_cast<int32_t>(positions[from + k]);
                  slot += some;
                }
@@ -471,11 +510,11 @@ void write_tokens(const PagedKVCache& cache, const std::vector<int64_t>& slots, 
                  [&](const SequenceLayer&, int64_t head, int64_t, int64_t first, int64_t last) {
                    for (int64_t i = first; i < last; ++i) {
                      if (slots[i] < 0) continue;
-                     const Place to{slots[i] / cache.block_size, slots[i] % cache.block_size};
+                     const Place to{page_of_block(cache, slots[i] / cache.block_size, head), slots[i] % cache.block_size};
                      const U* k = static_cast<const U*>(keys.data) + i * keys.token_stride + head * keys.head_stride;
                      const U* v =
                          static_cast<const U*>(values.data) + i * values.token_stride + head * values.head_stride;
-                     T *key = key_at<T>(cache, head, to), *value = value_at<T>(cache, head, to);
+                     T *key = key_at<T>(to), *value = value_at<T>(cache, to);
                      for (int64_t e = 0; e < cache.head_size; ++e) {
                        key[e * cache.block_size] = from_float<T>(to_float(k[e]));
                        value[e] = from_float<T>(to_float(v[e]));
@@ -488,28 +527,23 @@ void write_tokens(const PagedKVCache& cache, const std::vector<int64_t>& slots, 
 
 // The operators as apache-tvm-ffi functions.
 
-// Sequence layers: number u lies in the cache of layer[u], in row u of `blocks`.
+// Sequence layers: number u lies in the cache of layer[u], in row u of `blocks`; its heads' fronts perhaps in pages of
+// their own.
 struct Batch {
   std::vector<int32_t> blocks;
+  std::vector<Page> pages;
   int64_t num_blocks = 0, num_rows = 0, num_entries = 0, head_size = 0;
   SequenceLayers seq_layers;
 
-  Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids) {
+  Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids, const OptionalTensor& page_ids,
+        const OptionalTensor& fronts) {
     const int64_t num_units = layer.ndim() == 1 ? layer.size(0) : 0;
     const std::vector<int64_t> which = Argument("layer", layer).integers(num_units);
     const Argument table("blocks", ids);
     table.check_shape({num_units, -1});
     blocks = table.block_ids();
     num_blocks = table.size(1);
-    std::vector<PagedKVCache> cache;
-    for (const tvm::ffi::Tensor& keys : layers) {
-      cache.push_back(cache_of(TensorView(keys)));
-      const PagedKVCache &first = cache.front(), &last = cache.back();
-      KVM_CHECK(last.dtype == first.dtype && last.num_heads == first.num_heads && last.head_size == first.head_size &&
-                    last.block_size == first.block_size,
-                ValueError)
-          << "layers differ in dtype, heads or block size";
-    }
+    const std::vector<PagedKVCache> cache = caches_of(layers);
     for (int64_t u = 0; u < num_units; ++u) {
       KVM_CHECK(0 <= which[u] && which[u] < static_cast<int64_t>(cache.size()), IndexError) << "no layer " << which[u];
       seq_layers.push_back(SequenceLayer{cache[which[u]], Segments{blocks.data() + u * num_blocks, 0, 0, 0}});
@@ -517,15 +551,27 @@ struct Batch {
     if (seq_layers.empty()) return;
     num_rows = num_units * cache.front().num_heads;
     head_size = cache.front().head_size;
+    if (!page_ids.has_value() || !fronts.has_value()) return;
+    const HeadPages found = head_pages_of(cache, page_ids.value(), fronts.value(), num_units);
+    pages = found.pages;
+    for (const Page& page : pages) KVM_CHECK(page.rows, ValueError) << "a head has no pages";
+    const int64_t per_unit = cache.front().num_heads * found.num_pages;
+    for (int64_t u = 0; u < num_units; ++u) {
+      seq_layers[u].pages = pages.data() + u * per_unit;
+      seq_layers[u].fronts = found.fronts + u * cache.front().num_heads;
+      seq_layers[u].num_pages = found.num_pages;
+    }
   }
 
   // With the segments that the seq_layers' live entries are in, equally many each.
-  Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids, const TensorView& segments)
-      : Batch(layers, layer, ids) {
+  Batch(const Tensors& layers, const TensorView& layer, const TensorView& ids, const TensorView& segments,
+        const OptionalTensor& page_ids, const OptionalTensor& fronts)
+      : Batch(layers, layer, ids, page_ids, fronts) {
     const Argument s("segments", segments);
     const int64_t* bounds = s.contiguous({static_cast<int64_t>(seq_layers.size()), 3}).i64();
     for (SequenceLayer& one : seq_layers) {
-      one.segments = segments_of(one.cache, one.segments.blocks, num_blocks, bounds[0], bounds[1], bounds[2]);
+      one.segments = segments_of(one.cache, one.segments.blocks, num_blocks, bounds[0], bounds[1], bounds[2],
+                                 one.pages ? one.num_pages : -1);
       const int64_t count = bounds[0] + bounds[2] - bounds[1];
       KVM_CHECK(&one == &seq_layers.front() || count == num_entries, ValueError)
           << "seq_layers differ in number of entries";
@@ -547,32 +593,35 @@ struct Batch {
     return values;
   }
 
-  // Checks that slots [0, count) of the blocks exist.
-  void check_slots(int64_t count) const {
-    for (const SequenceLayer& one : seq_layers) segments_of(one.cache, one.segments.blocks, num_blocks, 0, 0, count);
+  // Checks that the places [0, count) exist.
+  void check_places(int64_t count) const {
+    for (const SequenceLayer& one : seq_layers)
+      if (!one.pages) segments_of(one.cache, one.segments.blocks, num_blocks, 0, 0, count);
   }
 };
 
 void call_gather_metadata(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
-                          TensorView log_votes, TensorView scores, TensorView aux, TensorView positions) {
-  const Batch batch(layers, layer, blocks, segments);
+                          OptionalTensor pages, OptionalTensor fronts, TensorView log_votes, TensorView scores,
+                          TensorView aux, TensorView positions) {
+  const Batch batch(layers, layer, blocks, segments, pages, fronts);
   const std::vector<int64_t> shape = {batch.num_rows, batch.num_entries};
   gather_metadata(batch.seq_layers, Argument("log_votes", log_votes).contiguous(shape).f32(),
                   Argument("scores", scores).contiguous(shape).f32(), Argument("aux", aux).contiguous(shape).f32(),
                   Argument("positions", positions).contiguous(shape).i64());
 }
 
-void call_gather_rows(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, bool of_keys,
-                      TensorView index, TensorView rows) {
-  const Batch batch(layers, layer, blocks, segments);
+void call_gather_rows(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
+                      OptionalTensor fronts, bool of_keys, TensorView index, TensorView rows) {
+  const Batch batch(layers, layer, blocks, segments, pages, fronts);
   const int64_t* entries = batch.entries("index", index, true);
   float* out = Argument("rows", rows).contiguous({batch.num_rows, index.size(1), batch.head_size}).f32();
   gather_rows(batch.seq_layers, of_keys, entries, index.size(1), out);
 }
 
-void call_most_similar(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, TensorView sources,
-                       TensorView targets, TensorView usable, TensorView similarity, TensorView best) {
-  const Batch batch(layers, layer, blocks, segments);
+void call_most_similar(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
+                       OptionalTensor fronts, TensorView sources, TensorView targets, TensorView usable,
+                       TensorView similarity, TensorView best) {
+  const Batch batch(layers, layer, blocks, segments, pages, fronts);
   const int64_t *m = batch.entries("sources", sources, false), *c = batch.entries("targets", targets, false);
   const int64_t num_sources = sources.size(1), num_targets = targets.size(1);
   KVM_CHECK(num_targets > 0 || num_sources == 0, ValueError) << "there must be a target";
@@ -582,10 +631,10 @@ void call_most_similar(Tensors layers, TensorView layer, TensorView blocks, Tens
   most_similar(current(), batch.seq_layers, m, num_sources, c, num_targets, use, found, names);
 }
 
-void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, TensorView queries,
-                          TensorView query_positions, TensorView log_votes, TensorView positions, double scale,
-                          bool largest, TensorView fused) {
-  const Batch batch(layers, layer, blocks, segments);
+void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
+                          OptionalTensor pages, OptionalTensor fronts, TensorView queries, TensorView query_positions,
+                          TensorView log_votes, TensorView positions, double scale, bool largest, TensorView fused) {
+  const Batch batch(layers, layer, blocks, segments, pages, fronts);
   const Argument q("queries", queries);
   const float* values = q.contiguous({batch.num_rows, -1, -1, batch.head_size}).f32();
   const int64_t group = q.size(1), num_queries = q.size(2);
@@ -598,27 +647,26 @@ void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, T
                   Argument("fused", fused).contiguous(shape).f32());
 }
 
-void call_move_entries(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
-                       TensorView destination_blocks, TensorView kept) {
-  const Batch batch(layers, layer, blocks, segments), to(layers, layer, destination_blocks);
+void call_move_entries(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
+                       OptionalTensor fronts, TensorView new_blocks, OptionalTensor new_pages,
+                       OptionalTensor new_fronts, TensorView kept) {
+  const Batch batch(layers, layer, blocks, segments, pages, fronts), to(layers, layer, new_blocks, new_pages, new_fronts);
   const int64_t* entries = batch.entries("kept", kept, true);
-  to.check_slots(kept.size(1));
-  std::vector<const int32_t*> destinations;
-  for (const SequenceLayer& one : to.seq_layers) destinations.push_back(one.segments.blocks);
-  move_entries(batch.seq_layers, destinations, entries, kept.size(1));
+  to.check_places(kept.size(1));
+  move_entries(batch.seq_layers, to.seq_layers, entries, kept.size(1));
 }
 
-void call_write_rows(Tensors layers, TensorView layer, TensorView blocks, TensorView places,
-                     tvm::ffi::Optional<TensorView> keys, tvm::ffi::Optional<TensorView> values) {
-  const Batch batch(layers, layer, blocks);
+void call_write_rows(Tensors layers, TensorView layer, TensorView blocks, OptionalTensor pages, OptionalTensor fronts,
+                     TensorView places, OptionalTensor keys, OptionalTensor values) {
+  const Batch batch(layers, layer, blocks, pages, fronts);
   const int64_t* slots = Argument("places", places).contiguous({batch.num_rows, -1}).i64();
   const int64_t count = places.size(1), heads = batch.seq_layers.empty() ? 1 : batch.seq_layers[0].cache.num_heads;
   for (int64_t i = 0; i < batch.num_rows * count; ++i) {
     const SequenceLayer& one = batch.seq_layers[i / count / heads];
-    if (slots[i] >= 0) check_slot(one.cache, one.segments.blocks, batch.num_blocks, slots[i]);
+    if (slots[i] >= 0 && !one.pages) check_slot(one.cache, one.segments.blocks, batch.num_blocks, slots[i]);
   }
   const std::vector<int64_t> shape = {batch.num_rows, count, batch.head_size};
-  const auto rows = [&](const char* name, const tvm::ffi::Optional<TensorView>& t) -> const float* {
+  const auto rows = [&](const char* name, const OptionalTensor& t) -> const float* {
     if (!t.has_value()) return nullptr;
     const TensorView view = t.value();
     return Argument(name, view).contiguous(shape).f32();
@@ -626,12 +674,13 @@ void call_write_rows(Tensors layers, TensorView layer, TensorView blocks, Tensor
   write_rows(batch.seq_layers, slots, count, rows("keys", keys), rows("values", values));
 }
 
-void call_write_metadata(Tensors layers, TensorView layer, TensorView blocks, TensorView log_votes, TensorView scores,
-                         TensorView aux, TensorView positions) {
-  const Batch batch(layers, layer, blocks);
+void call_write_metadata(Tensors layers, TensorView layer, TensorView blocks, OptionalTensor pages,
+                         OptionalTensor fronts, TensorView log_votes, TensorView scores, TensorView aux,
+                         TensorView positions) {
+  const Batch batch(layers, layer, blocks, pages, fronts);
   const float* votes = Argument("log_votes", log_votes).contiguous({batch.num_rows, -1}).f32();
   const int64_t count = log_votes.size(1);
-  batch.check_slots(count);
+  batch.check_places(count);
   const std::vector<int64_t> shape = {batch.num_rows, count};
   write_metadata(batch.seq_layers, count, votes, Argument("scores", scores).contiguous(shape).f32(),
                  Argument("aux", aux).contiguous(shape).f32(),

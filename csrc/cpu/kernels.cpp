@@ -16,12 +16,13 @@ alignas(64) const char kZeros[kMaxHeadSize * 4] = {};
 
 inline int64_t padded_nonzero(int64_t head_size) { return (head_size + 31) / 32 * 32; }
 
-// Consecutive tiles of a chunk that lie in one block.
+// Consecutive tiles of a chunk that lie in one page.
 struct Run {
   int32_t first, count;  // tiles of the chunk
   int32_t lo, hi;        // live lanes, counted from the first tile's lane 0
-  int64_t block, entry;  // entry: index of lane 0
-  int32_t offset;        // of lane 0 in the block
+  Page page;
+  int64_t entry;         // index of lane 0
+  int32_t offset;        // of lane 0 in the page
   bool front;
 };
 
@@ -389,13 +390,13 @@ int find_runs(const Tiles& tiles, int64_t begin, int64_t end, Run* runs) {
     const Tile t = tiles[i];
     if (count > 0) {
       Run& last = runs[count - 1];
-      if (last.block == t.block && last.front == t.front && last.offset + last.count * kTile == t.offset) {
+      if (last.page.rows == t.page.rows && last.front == t.front && last.offset + last.count * kTile == t.offset) {
         last.hi = last.count * kTile + t.hi;
         ++last.count;
         continue;
       }
     }
-    runs[count++] = Run{static_cast<int32_t>(i - begin), 1, t.lo, t.hi, t.block, t.entry, t.offset, t.front};
+    runs[count++] = Run{static_cast<int32_t>(i - begin), 1, t.lo, t.hi, t.page, t.entry, t.offset, t.front};
   }
   return count;
 }
@@ -404,10 +405,10 @@ void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) 
   const PagedKVCache& cache = *a.cache;
   const int64_t row_bytes = static_cast<int64_t>(cache.head_size) * cache.item_size;
   for (int i = 0; i < count; ++i)
-    ahead.add(region(cache, runs[i].block, a.head) + runs[i].offset * row_bytes, runs[i].count * kTile * row_bytes);
+    ahead.add(runs[i].page.rows + runs[i].offset * row_bytes, runs[i].count * kTile * row_bytes);
   if (!a.with_values) return;
   for (int i = 0; i < count; ++i)
-    ahead.add(region(cache, runs[i].block, a.head) + (cache.block_size + runs[i].offset + runs[i].lo) * row_bytes,
+    ahead.add(runs[i].page.rows + (cache.block_size + runs[i].offset + runs[i].lo) * row_bytes,
               (runs[i].hi - runs[i].lo) * row_bytes);
 }
 
@@ -415,7 +416,7 @@ template <class T, bool kPairs>
 void attend_as(const Attend& a) {
   typedef typename Operand<T, kPairs>::type Q;
   const PagedKVCache& cache = *a.cache;
-  const Tiles tiles(a.segments, cache.block_size);
+  const Tiles tiles(cache, a.segments, a.head);
   const int d = cache.head_size, rows = a.num_queries * a.group;
   const int64_t acc_stride = padded_nonzero(d), bs = cache.block_size, num_entries = tiles.num_entries();
   const bool softmax = a.mode != ScoreMode::log_ema || a.with_values;
@@ -455,7 +456,7 @@ void attend_as(const Attend& a) {
     Chunk<T, Q> c{runs, num_runs, rows, d, static_cast<int>(bs), {}, {}, q, a.scale, logits, weights, a.accumulator,
                   acc_stride, &ahead};
     for (int i = 0; i < num_runs; ++i) {
-      const T* start = reinterpret_cast<const T*>(region(cache, runs[i].block, a.head));
+      const T* start = reinterpret_cast<const T*>(runs[i].page.rows);
       c.keys[i] = start + runs[i].offset;
       c.values[i] = start + (bs + runs[i].offset) * d;
     }
@@ -468,7 +469,7 @@ void attend_as(const Attend& a) {
       const Run& run = runs[i];
       float* of_run = logits + run.first * kTile;
       if (run.front) {
-        const float* votes = plane(cache, run.block, a.head, kLogVotes) + run.offset;
+        const float* votes = plane(cache, run.page, kLogVotes) + run.offset;
         for (int v = 0; v < run.hi; v += kLanes) {
           const VF vote = load(votes + v);
           const VI dead = vote == broadcast(-kInfinity);
@@ -615,7 +616,7 @@ void update_tile(const Update& u, float* scores, float* aux, int64_t first, cons
 
 void update(const Update& u) {
   const PagedKVCache& cache = *u.cache;
-  const Tiles tiles(u.segments, cache.block_size);
+  const Tiles tiles(cache, u.segments, u.head);
   const int rows = u.num_queries * u.group;
   const int64_t num_entries = tiles.num_entries();
   for (int64_t i = u.tile_begin; i < u.tile_end; ++i) {
@@ -625,8 +626,8 @@ void update(const Update& u) {
         u.scratch[r] = exp(broadcast(m - u.maximum[r]))[0] / u.sum[r];
       }
     const Tile t = tiles[i];
-    float* scores = u.scores ? u.scores + t.entry : plane(cache, t.block, u.head, kScores) + t.offset;
-    float* aux = u.scores ? u.aux + t.entry : plane(cache, t.block, u.head, kAux) + t.offset;
+    float* scores = u.scores ? u.scores + t.entry : plane(cache, t.page, kScores) + t.offset;
+    float* aux = u.scores ? u.aux + t.entry : plane(cache, t.page, kAux) + t.offset;
     const float* stored = u.stored + i * kTile;
     if (t.lo == 0 && t.hi == kTile) {
       update_tile(u, scores, aux, t.entry, stored, u.scratch, num_entries);
@@ -654,7 +655,7 @@ void similar_as(const Similar& x) {
     Run runs[kChunkTiles];
     Chunk<Q, Q> c{runs, 0, rows, d, kTile, {}, {}, sources, 1.0f, products, nullptr, nullptr, 0, &none};
     for (; c.num_runs < kChunkTiles && first + c.num_runs < num_tiles; ++c.num_runs) {
-      runs[c.num_runs] = Run{c.num_runs, 1, 0, kTile, 0, 0, 0, false};
+      runs[c.num_runs] = Run{c.num_runs, 1, 0, kTile, {}, 0, 0, false};
       c.keys[c.num_runs] = static_cast<const Q*>(x.targets) + (first + c.num_runs) * kTile * d;
     }
     chunk_logits(c);
@@ -700,7 +701,7 @@ int64_t similar_entries_scratch(int64_t num_sources) { return num_sources * (kCh
 
 template <class T, class Q>
 void similar_entries_as(const SimilarEntries& x) {
-  const Tiles tiles(x.segments, x.cache->block_size);
+  const Tiles tiles(*x.cache, x.segments, x.head);
   const int rows = x.num_sources, d = x.cache->head_size, bs = x.cache->block_size;
   // Of each source kLanes candidates, one per lane of the tiles.
   float *products = x.scratch, *best = products + rows * kChunk, *ranks = best + rows * kLanes;
@@ -713,7 +714,7 @@ void similar_entries_as(const SimilarEntries& x) {
                   1.0f, products, nullptr, nullptr, 0,  &none};
     c.num_runs = find_runs(tiles, first, min64(first + kChunkTiles, tiles.count), runs);
     for (int i = 0; i < c.num_runs; ++i)
-      c.keys[i] = reinterpret_cast<const T*>(region(*x.cache, runs[i].block, x.head)) + runs[i].offset;
+      c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
     chunk_logits(c);
     for (int i = 0; i < c.num_runs; ++i) {
       const Run& run = runs[i];
@@ -812,7 +813,7 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
     Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
     c.num_runs = find_runs(tiles, first, last, runs);
     for (int i = 0; i < c.num_runs; ++i)
-      c.keys[i] = reinterpret_cast<const T*>(region(*f.cache, runs[i].block, f.head)) + runs[i].offset;
+      c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
     chunk_logits(c);
     const int64_t start = first * kTile, width = (last - first) * kTile;
     for (int r = 0; r < rows; ++r) {
@@ -858,7 +859,7 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
 
 template <class T, class Q>
 void fuse_as(const Fuse& f) {
-  const Tiles tiles(f.segments, f.cache->block_size);
+  const Tiles tiles(*f.cache, f.segments, f.head);
   const int64_t slots = fuse_slots(tiles.count), at_once = fuse_rows(f.group, f.num_queries) / f.group;
   const int d = f.cache->head_size;
   float *votes = f.scratch, *fused = votes + slots, *logits = fused + slots;

@@ -29,10 +29,18 @@ struct PagedKVCache {
   DType dtype;
 };
 
-// The live entries of one sequence: logical slots [0, front) and [tail, seq_len).
+// One head's slots of a block: K and V, and the planes of metadata.
+struct Page {
+  char* rows;
+  float* metadata;
+};
+
+// The live entries of one sequence: logical slots [0, front) and [tail, seq_len). They lie in its blocks, in the head's
+// own place of each, unless the front of this head has pages of its own.
 struct Segments {
   const int32_t* blocks;
   int64_t front, tail, seq_len;
+  const Page* pages = nullptr;  // slot s < front lies in pages[s / block_size]
 };
 
 // Rows of a [tokens, heads, head_size] tensor; strides in elements.

@@ -4,6 +4,7 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/optional.h>
 
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@ namespace kvmerge {
 
 using tvm::ffi::TensorView;
 typedef tvm::ffi::Array<tvm::ffi::Tensor> Tensors;
+typedef tvm::ffi::Optional<TensorView> OptionalTensor;
 
 // A tensor argument together with its name, for messages.
 class Argument {
@@ -167,9 +169,10 @@ inline void check_slot(const PagedKVCache& cache, const int32_t* blocks, int64_t
       << "slot " << slot << " is not in a block of the sequence";
 }
 
-// Checks that segments are in order and that the blocks they lie in exist.
+// Checks that segments are in order and that the blocks they lie in exist. num_pages: of a head whose front does not lie
+// in the blocks; negative: it does.
 inline Segments segments_of(const PagedKVCache& cache, const int32_t* blocks, int64_t num_blocks, int64_t front,
-                            int64_t tail, int64_t seq_len) {
+                            int64_t tail, int64_t seq_len, int64_t num_pages = -1) {
   KVM_CHECK(0 <= front && front <= tail && tail <= seq_len, ValueError)
       << "segments [0, " << front << ") and [" << tail << ", " << seq_len << ") are not in order";
   const int64_t bs = cache.block_size;
@@ -180,9 +183,65 @@ inline Segments segments_of(const PagedKVCache& cache, const int32_t* blocks, in
       KVM_CHECK(blocks[i] >= 0 && blocks[i] < cache.num_blocks, ValueError)
           << "block " << blocks[i] << " is not among the cache's " << cache.num_blocks;
   };
-  if (front > 0) check(0, front);
+  if (num_pages < 0) check(0, front);
+  else
+    KVM_CHECK(front <= num_pages * bs, ValueError)
+        << "a front of " << front << " does not fit in " << num_pages << " pages of " << bs;
   if (tail < seq_len) check(tail, seq_len);
   return Segments{blocks, front, tail, seq_len};
+}
+
+// Fronts of heads in pages of their own: rows * heads lists of num_pages each, where the list of a head goes on with its
+// first page when it has no more; and the entries of each.
+struct HeadPages {
+  std::vector<Page> pages;
+  const int64_t* fronts;
+  int64_t num_pages;
+};
+
+// ids: [rows, heads, pages], (block * layers + layer) * heads + head each; fronts: [rows, heads]. A row of ids whose
+// first is negative has no pages, and null pointers here.
+inline HeadPages head_pages_of(const std::vector<PagedKVCache>& layers, const TensorView& ids, const TensorView& fronts,
+                               int64_t num_rows) {
+  const PagedKVCache& first = layers.front();
+  const int64_t heads = first.num_heads, num_layers = static_cast<int64_t>(layers.size()), bs = first.block_size;
+  const Argument table("pages", ids);
+  HeadPages found{{}, Argument("fronts", fronts).contiguous({num_rows, heads}).i64(), table.size(2)};
+  const int64_t *id = table.contiguous({num_rows, heads, -1}).i64(), count = found.num_pages;
+  found.pages.resize(num_rows * heads * count, Page{nullptr, nullptr});
+  for (int64_t row = 0; row < num_rows * heads; ++row, id += count) {
+    if (count == 0 || id[0] < 0) {
+      KVM_CHECK(found.fronts[row] == 0 || id[0] < 0, ValueError) << "a front without pages has entries";
+      continue;
+    }
+    const int64_t used = (found.fronts[row] + bs - 1) / bs;
+    KVM_CHECK(0 <= used && used <= count, ValueError)
+        << "a front of " << found.fronts[row] << " does not fit in " << count << " pages of " << bs;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = i < used ? id[i] : id[0];
+      const PagedKVCache& layer = layers[at < 0 ? 0 : at / heads % num_layers];
+      KVM_CHECK(0 <= at && at / heads / num_layers < layer.num_blocks, IndexError) << "there is no page " << at;
+      const int64_t place = at / heads / num_layers * heads + at % heads;
+      found.pages[row * count + i] =
+          Page{layer.base + place * (2 * int64_t{first.head_size} * first.item_size * bs),
+               reinterpret_cast<float*>(layer.metadata) + place * 4 * bs};
+    }
+  }
+  return found;
+}
+
+// The layers' caches, all of one shape.
+inline std::vector<PagedKVCache> caches_of(const Tensors& layers) {
+  std::vector<PagedKVCache> caches;
+  for (const tvm::ffi::Tensor& keys : layers) {
+    caches.push_back(cache_of(TensorView(keys)));
+    const PagedKVCache &first = caches.front(), &last = caches.back();
+    KVM_CHECK(last.dtype == first.dtype && last.num_heads == first.num_heads && last.head_size == first.head_size &&
+                  last.block_size == first.block_size,
+              ValueError)
+        << "layers differ in dtype, heads or block size";
+  }
+  return caches;
 }
 
 }  // namespace kvmerge

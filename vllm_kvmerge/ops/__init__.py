@@ -29,6 +29,7 @@ from vllm_kvmerge.ops.dispatch import write_tokens as write_tokens
 from vllm_kvmerge.ops.types import METADATA_BYTES as METADATA_BYTES
 from vllm_kvmerge.ops.types import NO_UPDATE as NO_UPDATE
 from vllm_kvmerge.ops.types import AttentionBatch as AttentionBatch
+from vllm_kvmerge.ops.types import HeadPages as HeadPages
 from vllm_kvmerge.ops.types import PagedKVCache as PagedKVCache
 from vllm_kvmerge.ops.types import Rows as Rows
 from vllm_kvmerge.ops.types import ScoreMode as ScoreMode

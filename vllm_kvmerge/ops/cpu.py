@@ -17,7 +17,15 @@ from torch import Tensor
 from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.layout import Operand, layout_check
-from vllm_kvmerge.ops.types import AttentionBatch, Metadata, PagedKVCache, ScoreUpdate, SequenceLayers
+from vllm_kvmerge.ops.types import (
+    AttentionBatch,
+    Destination,
+    HeadPages,
+    Metadata,
+    PagedKVCache,
+    ScoreUpdate,
+    SequenceLayers,
+)
 
 LIBRARY = Path(__file__).with_name("_native.so")
 
@@ -97,7 +105,8 @@ def _function(name: str) -> Any:
 
 
 def paged_attention(query: Tensor, cache: PagedKVCache, batch: AttentionBatch, scale: float, output: Tensor) -> None:
-    _function("paged_attention")(query, cache.keys, *batch.tensors, scale, output)
+    pages = ([], None, None) if batch.pages is None else (_keys(batch.pages.layers), *_pages(batch.pages))
+    _function("paged_attention")(query, cache.keys, *batch.tensors, scale, output, *pages)
 
 
 def score_prompt_queries(
@@ -107,12 +116,23 @@ def score_prompt_queries(
     _function("score_prompt_queries")(query, cache.keys, blocks, *arguments)
 
 
-def _layers(seq_layers: SequenceLayers) -> tuple[list[Tensor], Tensor]:
-    return [layer.keys for layer in seq_layers.layers], seq_layers.layer
+def _keys(layers: Sequence[PagedKVCache]) -> list[Tensor]:
+    return [layer.keys for layer in layers]
 
 
-def _located(seq_layers: SequenceLayers) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    return *_layers(seq_layers), seq_layers.blocks, seq_layers.segments
+def _pages(pages: HeadPages | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if pages is None else (pages.ids.contiguous(), pages.fronts.contiguous())
+
+
+def _located(seq_layers: SequenceLayers) -> tuple[Any, ...]:
+    where = seq_layers.blocks, seq_layers.segments, *_pages(seq_layers.pages)
+    return _keys(seq_layers.layers), seq_layers.layer, *where
+
+
+def _destination(seq_layers: SequenceLayers, destination: Destination) -> tuple[Tensor | None, ...]:
+    if isinstance(destination, HeadPages):
+        return (seq_layers.blocks[:, :0], *_pages(destination))
+    return (destination, None, None)
 
 
 def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
@@ -151,22 +171,30 @@ def fused_attention(
     return fused
 
 
-def move_entries(seq_layers: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
-    _function("move_entries")(*_located(seq_layers), destination, kept.contiguous())
+def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Tensor) -> None:
+    where = _destination(seq_layers, destination)
+    _function("move_entries")(*_located(seq_layers), *where, kept.contiguous())
 
 
 def write_rows(
-    seq_layers: SequenceLayers, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None
+    seq_layers: SequenceLayers, destination: Destination, places: Tensor, keys: Tensor | None, values: Tensor | None
 ) -> None:
     rows = (None if t is None else t.contiguous() for t in (keys, values))
-    _function("write_rows")(*_layers(seq_layers), blocks, places.contiguous(), *rows)
+    where = _keys(seq_layers.layers), seq_layers.layer, *_destination(seq_layers, destination)
+    _function("write_rows")(*where, places.contiguous(), *rows)
 
 
 def write_metadata(
-    seq_layers: SequenceLayers, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+    seq_layers: SequenceLayers,
+    destination: Destination,
+    log_votes: Tensor,
+    scores: Tensor,
+    aux: Tensor,
+    positions: Tensor,
 ) -> None:
     planes = (t.contiguous() for t in (log_votes, scores, aux, positions))
-    _function("write_metadata")(*_layers(seq_layers), blocks, *planes)
+    where = _keys(seq_layers.layers), seq_layers.layer, *_destination(seq_layers, destination)
+    _function("write_metadata")(*where, *planes)
 
 
 merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__])

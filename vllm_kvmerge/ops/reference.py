@@ -8,7 +8,8 @@ arithmetic is in float32.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,17 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import attention, similarity
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
-from vllm_kvmerge.ops.types import AttentionBatch, Metadata, PagedKVCache, Rows, ScoreMode, ScoreUpdate, SequenceLayers
+from vllm_kvmerge.ops.types import (
+    AttentionBatch,
+    Destination,
+    HeadPages,
+    Metadata,
+    PagedKVCache,
+    Rows,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+)
 
 
 def _segment(plane: Tensor, blocks: Tensor, start: int, stop: int, slot_dim: int) -> Tensor:
@@ -62,28 +73,43 @@ def paged_attention(query: Tensor, cache: PagedKVCache, batch: AttentionBatch, s
     are new in this call start from nothing.
     """
     rows = zip(batch.block_table, *(tensor.tolist() for tensor in batch.tensors[1:]), strict=True)
-    for blocks, start, length, seq_len, front, tail, mode, decay in rows:
+    for number, (blocks, start, length, seq_len, front, tail, mode, decay) in enumerate(rows):
         tokens = slice(start, start + length)
+        at = None if batch.pages is None else _front_places(batch.pages, number)
+        if at is not None:
+            assert batch.pages is not None
+            layers, front = batch.pages.layers, 0
         keys = _segments(cache.keys, blocks, front, tail, seq_len, slot_dim=2)
         values = _segments(cache.values, blocks, front, tail, seq_len).float()
+        if at is not None:
+            keys = torch.cat([_read(layers, "keys", at).transpose(1, 2), keys], 2)
+            values = torch.cat([_read(layers, "values", at).float(), values], 1)
         num_entries = keys.shape[2]
         bias = None
         visible = _causal(length, num_entries, query.device)
-        if front > 0:
-            votes = _segment(cache.log_votes, blocks, 0, front, 1)
-            bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - front)], 1)
+        if front > 0 or at is not None:
+            votes = _segment(cache.log_votes, blocks, 0, front, 1) if at is None else _read(layers, "log_votes", at)
+            bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - votes.shape[1])], 1)
         logits, probabilities = _attend(query[tokens], keys, bias, visible, scale)
         attended = torch.matmul(probabilities, values.unsqueeze(1))
         output[tokens] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
         if mode != ScoreMode.NONE.code:
             scores = _segments(cache.scores, blocks, front, tail, seq_len).clone()
             aux = _segments(cache.aux, blocks, front, tail, seq_len).clone()
+            if at is not None:
+                scores = torch.cat([_read(layers, "scores", at), scores], 1)
+                aux = torch.cat([_read(layers, "aux", at), aux], 1)
             scores[:, num_entries - length :] = 0.0
             aux[:, num_entries - length :] = 0.0
             update = ScoreUpdate(list(ScoreMode)[mode], decay)
             scores, aux = accumulate_scores(update, logits, probabilities, visible, scores, aux)
+            if at is not None:
+                front = at.block.shape[1]
+                _write(layers, "scores", at, scores[:, :front])
+                _write(layers, "aux", at, aux[:, :front])
             for plane, statistic in ((cache.scores, scores), (cache.aux, aux)):
-                _scatter(plane, blocks, 0, statistic[:, :front])
+                if at is None:
+                    _scatter(plane, blocks, 0, statistic[:, :front])
                 _scatter(plane, blocks, tail, statistic[:, front:])
 
 
@@ -113,14 +139,25 @@ def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
 
     Votes and positions of ordinary tokens are implied; statistics are as attention left them in the cache.
     """
-    planes = zip(*(_metadata(*one) for one in seq_layers), strict=True)
+    planes = zip(*(_metadata(seq_layers, *one) for one in enumerate(seq_layers)), strict=True)
     log_votes, scores, aux, positions = (torch.cat(plane) for plane in planes)
     return log_votes, scores, aux, positions
 
 
-def _metadata(cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> Metadata:
+def _metadata(seq_layers: SequenceLayers, number: int, one: tuple[PagedKVCache, Tensor, int, int, int]) -> Metadata:
+    cache, blocks, front, tail, seq_len = one
     positions = torch.arange(tail, seq_len, device=cache.scores.device).repeat(cache.num_kv_heads, 1)
     log_votes = torch.zeros(cache.num_kv_heads, seq_len - tail, device=cache.scores.device)
+    if seq_layers.pages is not None:
+        at = _front_places(seq_layers.pages, number, front)
+        assert at is not None
+        compressed = [_read(seq_layers.layers, name, at) for name in ("log_votes", "scores", "aux", "positions")]
+        ordinary = log_votes, *(_segment(plane, blocks, tail, seq_len, 1) for plane in (cache.scores, cache.aux))
+        log_votes, scores, aux, positions = (
+            torch.cat([front_part.to(tail_part.dtype), tail_part], 1)
+            for front_part, tail_part in zip(compressed, [*ordinary, positions], strict=True)
+        )
+        return log_votes, scores, aux, positions
     if front > 0:
         positions = torch.cat([_segment(cache.positions, blocks, 0, front, 1).long(), positions], 1)
         log_votes = torch.cat([_segment(cache.log_votes, blocks, 0, front, 1), log_votes], 1)
@@ -128,25 +165,110 @@ def _metadata(cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_le
     return log_votes, scores, aux, positions
 
 
-def _places(blocks: Tensor, slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Block ids and offsets of ``slots``, both int64 of their shape."""
-    return blocks[slots // block_size].long(), slots % block_size
+@dataclass(frozen=True)
+class _Places:
+    """Slots of heads: layer, block, KV head and offset, ``[H, m]`` int64; any unless ``exists`` (``[H, m]`` bool)."""
+
+    layer: Tensor
+    block: Tensor
+    head: Tensor
+    offset: Tensor
+    exists: Tensor
+
+    @property
+    def _fields(self) -> tuple[Tensor, ...]:
+        return self.layer, self.block, self.head, self.offset
+
+    def of(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """Those in ``mask`` (``[H, m]`` bool), ``[count]`` each."""
+        return tuple(part.expand_as(mask)[mask] for part in self._fields)
+
+    def differ(self, other: "_Places") -> Tensor:
+        """``[H, m]`` bool."""
+        unequal = [mine != theirs for mine, theirs in zip(self._fields, other._fields, strict=True)]
+        return unequal[0] | unequal[1] | unequal[2] | unequal[3]
 
 
-def _slots(index: Tensor, front: int, tail: int) -> Tensor:
-    """Slots of the entries at ``index`` (int64)."""
-    return torch.where(index < front, index, index + (tail - front))
+_BLANKS = {"keys": 0.0, "values": 0.0, "log_votes": -torch.inf, "scores": 0.0, "aux": 0.0, "positions": -1}
+"""What is read where there is no slot."""
+
+
+def _plane(cache: PagedKVCache, name: str) -> Tensor:
+    """``[B, H, bs, ...]``."""
+    plane: Tensor = getattr(cache, name)
+    return plane.transpose(2, 3) if name == "keys" else plane
+
+
+def _read(layers: Sequence[PagedKVCache], name: str, at: _Places) -> Tensor:
+    """``[H, m, ...]`` of a plane."""
+    first = _plane(layers[0], name)
+    found = torch.full((*at.exists.shape, *first.shape[3:]), _BLANKS[name], dtype=first.dtype, device=first.device)
+    for number in at.layer[at.exists].unique().tolist():
+        mask = at.exists & (at.layer == number)
+        found[mask] = _plane(layers[number], name)[at.of(mask)[1:]]
+    return found
+
+
+def _write(
+    layers: Sequence[PagedKVCache], name: str, at: _Places, values: Tensor, wanted: Tensor | None = None
+) -> None:
+    """Writes ``values`` (``[H, m, ...]``) to the places that exist and, if given, are ``wanted``."""
+    exists = at.exists if wanted is None else at.exists & wanted
+    for number in at.layer[exists].unique().tolist():
+        mask = exists & (at.layer == number)
+        plane = _plane(layers[number], name)
+        plane[at.of(mask)[1:]] = values[mask].to(plane.dtype)
+
+
+def _paged_places(pages: HeadPages, row: int, slots: Tensor) -> _Places:
+    """Where ``slots`` (``[H, m]`` int64) of a row's fronts lie."""
+    size = pages.layers[0].block_size
+    ids = pages.ids[row].gather(1, (slots // size).clamp(0, pages.ids.shape[2] - 1))
+    exists = (slots >= 0) & (slots < pages.fronts[row].unsqueeze(1))
+    return _Places(*pages.places(ids), slots % size, exists)
+
+
+def _front_places(pages: HeadPages, row: int, front: int | None = None) -> _Places | None:
+    """Where the slots ``[0, front)`` of a row's fronts lie (default: as many as there are); None if it has no pages."""
+    if pages.ids[row, 0, 0] < 0:
+        return None
+    count = int(pages.fronts[row].max()) if front is None else front
+    return _paged_places(pages, row, torch.arange(count).expand(pages.num_kv_heads, -1))
+
+
+def _block_places(cache: PagedKVCache, layer: int, blocks: Tensor, slots: Tensor) -> _Places:
+    """Where ``slots`` (``[H, m]`` int64) lie, in blocks; negative ones nowhere."""
+    head = torch.arange(len(slots), device=slots.device).unsqueeze(1).expand_as(slots)
+    block = blocks[slots.clamp(min=0) // cache.block_size].long()
+    return _Places(torch.full_like(slots, layer), block, head, slots.clamp(min=0) % cache.block_size, slots >= 0)
+
+
+def _entry_places(seq_layers: SequenceLayers, index: Tensor) -> Iterator[tuple[_Places, Tensor]]:
+    """For each sequence layer where its part of ``index`` (``[H, m]`` int64), entries, lies; and that part."""
+    parts, layers = index.chunk(len(seq_layers.layer)), seq_layers.layer.tolist()
+    for number, ((cache, blocks, front, tail, _), part) in enumerate(zip(seq_layers, parts, strict=True)):
+        slots = torch.where(part < front, part, part + (tail - front))
+        at = _block_places(cache, layers[number], blocks, slots)
+        if seq_layers.pages is not None:
+            paged, in_front = _paged_places(seq_layers.pages, number, part), part < front
+            pairs = zip(vars(paged).values(), vars(at).values(), strict=True)
+            at = _Places(*(torch.where(in_front, mine, theirs) for mine, theirs in pairs))
+        yield at, part
+
+
+def _destinations(seq_layers: SequenceLayers, destination: Destination, places: Tensor) -> Iterator[_Places]:
+    """For each sequence layer where its part of ``places`` (``[H, m]`` int64) lies in the destination."""
+    layers = seq_layers.layer.tolist()
+    for number, part in enumerate(places.chunk(len(layers))):
+        if isinstance(destination, HeadPages):
+            yield _paged_places(destination, number, part)
+        else:
+            yield _block_places(seq_layers.layers[layers[number]], layers[number], destination[number], part)
 
 
 def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
     """``[H, m, d]`` float32: keys or values of the entries at ``index`` (``[H, m]`` int64); zeros where negative."""
-    rows = []
-    for (cache, blocks, front, tail, _), part in zip(seq_layers, index.chunk(len(seq_layers.layer)), strict=True):
-        head = torch.arange(len(part), device=part.device).unsqueeze(1)
-        block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), cache.block_size)
-        stored = cache.keys[block, head, :, offset] if plane == "keys" else cache.values[block, head, offset]
-        rows.append(stored.float().masked_fill_((part < 0).unsqueeze(-1), 0.0))
-    return torch.cat(rows)
+    return torch.cat([_read(seq_layers.layers, plane, at).float() for at, _ in _entry_places(seq_layers, index)])
 
 
 def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,65 +301,57 @@ def fused_attention(
     return attention.fused_attention(queries, query_positions, keys, log_votes, positions, scale, fusion)
 
 
-def move_entries(seq_layers: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
-    """Moves keys and values of the entries ``kept`` (``[H, C]`` int64) to slots ``[0, C)`` of other blocks.
+def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Tensor) -> None:
+    """Moves keys and values of the entries ``kept`` (``[H, C]`` int64) to places ``[0, C)`` of the destination.
 
-    destination: ``[U, blocks]``, the blocks of each sequence layer that these slots lie in; none of them is another's
-    source. Bytes are copied as they are; a negative index empties its slot: key and value become zero. Source and
-    destination may overlap in any way, as if everything were read first. An entry that stays in place is not touched.
+    destination: ``[U, blocks]``, the blocks of each sequence layer that these slots lie in, or pages, of which places
+    behind a head's front are not written; none of it is another head's source. Bytes are copied as they are; a negative
+    index empties its place: key and value become zero. Source and destination may overlap in any way, as if everything
+    were read first. An entry that stays in place is not touched.
     """
-    for (cache, blocks, front, tail, _), to_blocks, part in zip(
-        seq_layers, destination, kept.chunk(len(seq_layers.layer)), strict=True
-    ):
-        head = torch.arange(len(part), device=part.device).unsqueeze(1).expand_as(part)
-        to_block, to_offset = (
-            place.expand_as(part)
-            for place in _places(to_blocks, torch.arange(part.shape[1], device=part.device), cache.block_size)
-        )
-        block, offset = _places(blocks, _slots(part.clamp(min=0), front, tail), cache.block_size)
-        empty = part < 0
-        moves = ~empty & ((block != to_block) | (offset != to_offset))
-        source = block[moves], head[moves], offset[moves]
-        keys, values = cache.keys[source[0], source[1], :, source[2]], cache.values[source]
-        for where, key, value in ((moves, keys, values), (empty, 0.0, 0.0)):
-            cache.keys[to_block[where], head[where], :, to_offset[where]] = key
-            cache.values[to_block[where], head[where], to_offset[where]] = value
+    places = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    destinations = _destinations(seq_layers, destination, places)
+    for (at, part), to in zip(_entry_places(seq_layers, kept), destinations, strict=True):
+        moves = ((part < 0) | at.differ(to)) & to.exists
+        rows = {name: _read(seq_layers.layers, name, at) for name in ("keys", "values")}
+        for name, values in rows.items():
+            _write(seq_layers.layers, name, to, values, moves)
 
 
 def write_rows(
-    seq_layers: SequenceLayers, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None
+    seq_layers: SequenceLayers, destination: Destination, places: Tensor, keys: Tensor | None, values: Tensor | None
 ) -> None:
-    """Writes keys and values (``[H, r, d]`` float32; None: they stay) to the slots ``places`` (``[H, r]`` int64).
+    """Writes keys and values (``[H, r, d]`` float32; None: they stay) to the ``places`` (``[H, r]`` int64).
 
-    blocks: ``[U, blocks]``, the blocks of each sequence layer that these slots lie in. A negative place is skipped; no
-    place occurs twice in a head.
+    destination: as for ``move_entries``. A negative place is skipped; no place occurs twice in a head.
     """
-    parts = [None if t is None else t.chunk(len(seq_layers.layer)) for t in (places, keys, values)]
-    for number, (cache, *_) in enumerate(seq_layers):
-        at, key, value = (None if part is None else part[number] for part in parts)
-        assert at is not None
-        wanted = at >= 0
-        head = torch.arange(len(at), device=at.device).unsqueeze(1).expand_as(at)[wanted]
-        block, offset = _places(blocks[number], at[wanted], cache.block_size)
-        if key is not None:
-            cache.keys[block, head, :, offset] = key[wanted].to(cache.keys.dtype)
-        if value is not None:
-            cache.values[block, head, offset] = value[wanted].to(cache.values.dtype)
+    for name, rows in (("keys", keys), ("values", values)):
+        if rows is not None:
+            parts = rows.chunk(len(seq_layers.layer))
+            for at, part in zip(_destinations(seq_layers, destination, places), parts, strict=True):
+                _write(seq_layers.layers, name, at, part)
 
 
 def write_metadata(
-    seq_layers: SequenceLayers, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+    seq_layers: SequenceLayers,
+    destination: Destination,
+    log_votes: Tensor,
+    scores: Tensor,
+    aux: Tensor,
+    positions: Tensor,
 ) -> None:
-    """Writes the metadata (``[H, C]`` each) of slots ``[0, C)`` of ``blocks`` (``[U, blocks]``); other slots stay."""
-    parts = zip(*(plane.chunk(len(seq_layers.layer)) for plane in (log_votes, scores, aux, positions)), strict=True)
-    for (cache, *_), ids, values in zip(seq_layers, blocks, parts, strict=True):
-        for plane, value in zip(cache.metadata, values, strict=True):
-            _scatter(plane, ids, 0, value)
+    """Writes the metadata (``[H, C]`` each) of places ``[0, C)``; other slots stay. destination: as for
+    ``move_entries``."""
+    places = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    for name, plane in (("log_votes", log_votes), ("scores", scores), ("aux", aux), ("positions", positions)):
+        parts = plane.chunk(len(seq_layers.layer))
+        for at, part in zip(_destinations(seq_layers, destination, places), parts, strict=True):
+            _write(seq_layers.layers, name, at, part)
 
 
 def merge_entries(
     seq_layers: SequenceLayers,
-    destination: Tensor,
+    destination: Destination,
     kept: Tensor,
     metadata: Metadata,
     rows: Rows,
@@ -245,7 +359,7 @@ def merge_entries(
 ) -> None:
     """Carries out a compaction: ``move_entries``, ``write_metadata`` and ``write_rows``.
 
-    destination: ``[U, blocks]`` and kept: ``[H, C]`` as for ``move_entries``. metadata: that of the slots ``[0, C)``.
+    destination and kept: ``[H, C]`` as for ``move_entries``. metadata: that of the places ``[0, C)``.
     Everything is read before anything is written. operators: the module whose operators do the parts.
     """
     operators.move_entries(seq_layers, destination, kept)

@@ -209,6 +209,41 @@ class PagedKVCache:
 
 
 @dataclass(frozen=True)
+class HeadPages:
+    """Fronts whose KV heads hold different numbers of entries, in pages of their own.
+
+    A page is one KV head's slots of one block in one layer; its id is ``(block * layers + layer) * H + head``. Slot
+    ``s`` of a head's front lies in the page ``ids[row, head, s // block_size]``, whatever layer and head that is of.
+
+    layers: the caches of all layers, by whose number ids count. ids: ``[rows, H, pages]`` int64; behind a head's last
+    page: any. A row of a batch of attention whose ids are negative has an ordinary front, in its blocks. fronts:
+    ``[rows, H]`` int64, entries of each head. Both on the CPU.
+    """
+
+    layers: Sequence[PagedKVCache]
+    ids: Tensor
+    fronts: Tensor
+
+    @classmethod
+    def even(cls, num_layers: int, layer: int, num_kv_heads: int, blocks: Tensor) -> Tensor:
+        """``[H, blocks]`` int64: ids of the pages of an ordinary front of one layer; ``blocks``: ``[blocks]``."""
+        return (blocks.long() * num_layers + layer) * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.ids.shape[1]
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Layer, block and KV head of pages, each of the shape of ``ids``."""
+        lane = ids // self.num_kv_heads
+        return lane % len(self.layers), lane // len(self.layers), ids % self.num_kv_heads
+
+    def of_heads(self, mask: Tensor) -> "HeadPages":
+        """The same with no entries in heads outside ``mask`` (``[rows, H]`` bool), so that nothing is written there."""
+        return HeadPages(self.layers, self.ids, self.fronts * mask)
+
+
+@dataclass(frozen=True)
 class SequenceLayers:
     """Layers of sequences that operators process together; all have equally many live entries.
 
@@ -218,13 +253,15 @@ class SequenceLayers:
 
     layers: the caches of the layers. layer: ``[U]`` int64, index in ``layers`` of each sequence layer. blocks:
     ``[U, blocks]``, ids of its blocks. segments: ``[U, 3]`` int64, front, tail and seq_len. ``layer`` and ``segments``
-    had better be on the CPU, so that reading them does not wait for a GPU.
+    had better be on the CPU, so that reading them does not wait for a GPU. pages: of the fronts, ``U`` rows, if heads
+    have their own; a head's entries from ``pages.fronts`` up to ``front`` are dead then, and take no room.
     """
 
     layers: Sequence[PagedKVCache]
     layer: Tensor
     blocks: Tensor
     segments: Tensor
+    pages: HeadPages | None = None
 
     @classmethod
     def of(cls, cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> "SequenceLayers":
@@ -256,6 +293,10 @@ class SequenceLayers:
         return self.layers[0].head_size
 
 
+Destination = Tensor | HeadPages
+"""Where compactions write: ``[U, blocks]``, block ids of each sequence layer, or pages of its heads."""
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """The rows of one call of attention: sequences, and the newest tokens of each, whose queries attend.
@@ -266,7 +307,8 @@ class AttentionBatch:
     block_table: ``[rows, max_blocks]`` integers, block ids. query_starts, query_lens, seq_lens, fronts, tails:
     ``[rows]`` integers; a sequence that was never compressed has front and tail 0. score_modes: ``[rows]`` integers,
     codes of ``ScoreMode``. score_decays: ``[rows]`` float32 (see ``ScoreUpdate``). max_query_len: at least the largest
-    of ``query_lens``; None: operators on a GPU wait for the GPU to read it.
+    of ``query_lens``; None: operators on a GPU wait for the GPU to read it. pages: of the rows' fronts, where heads
+    have their own, for which ``fronts`` is not read; on the CPU only.
     """
 
     block_table: Tensor
@@ -278,6 +320,7 @@ class AttentionBatch:
     score_modes: Tensor
     score_decays: Tensor
     max_query_len: int | None = None
+    pages: HeadPages | None = None
 
     @classmethod
     def single(
@@ -296,7 +339,7 @@ class AttentionBatch:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All but ``max_query_len``, in the order of the fields."""
+        """The fields that are tensors, in their order."""
         return (
             self.block_table, self.query_starts, self.query_lens, self.seq_lens,
             self.fronts, self.tails, self.score_modes, self.score_decays,

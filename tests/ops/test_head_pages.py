@@ -1,0 +1,263 @@
+"""Fronts whose heads have pages of their own, against the same entries in ordinary fronts, with dead ones behind."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_kvmerge.ops import (
+    AttentionBatch,
+    HeadPages,
+    PagedKVCache,
+    Rows,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    cell_bytes,
+    cpu,
+    reference,
+)
+from vllm_kvmerge.ops.types import NO_UPDATE
+
+OPERATORS = ["plain-torch", *(cpu.levels() if cpu.LIBRARY.exists() else [])]
+LAYERS, HEADS, GROUPS, SIZE = 3, 2, 2, 32
+UPDATES = {
+    "none": NO_UPDATE,
+    "sum": ScoreUpdate(ScoreMode.SUM, 0.9),
+    "mean": ScoreUpdate(ScoreMode.MEAN, 1.0),
+    "log_ema": ScoreUpdate(ScoreMode.LOG_EMA, 0.8),
+}
+
+
+def empty_layers(block_size: int, dtype: torch.dtype, num_blocks: int = 24) -> list[PagedKVCache]:
+    """Caches full of poison."""
+    cell = cell_bytes(SIZE, dtype) // dtype.itemsize
+    shape = num_blocks, HEADS, block_size, cell
+    return [PagedKVCache.of(torch.full(shape, torch.nan, dtype=dtype), SIZE) for _ in range(LAYERS)]
+
+
+@dataclass
+class Scene:
+    """The entries of all layers of one sequence twice: with head pages, and in an ordinary front with dead entries."""
+
+    generator: torch.Generator
+    paged: SequenceLayers
+    plain: SequenceLayers
+    fronts: Tensor  # [LAYERS, HEADS]
+
+    @classmethod
+    def make(cls, seed: int, block_size: int, dtype: torch.dtype, tail_len: int) -> "Scene":
+        generator = torch.Generator().manual_seed(seed)
+        capacity, tail = 2 * block_size + 5, 6 * block_size + 7
+        fronts = torch.randint(1, capacity + 1, (LAYERS, HEADS), generator=generator)
+        fronts[1, 0] = capacity
+        num_tokens = tail + tail_len
+        layers = empty_layers(block_size, dtype), empty_layers(block_size, dtype)
+        blocks = torch.randperm(23, generator=generator)[: -(-num_tokens // block_size)] + 1
+        ids = page_ids(generator, blocks[:3], fronts, block_size)
+        segments = torch.tensor([[capacity, tail, num_tokens]] * LAYERS)
+        order = torch.arange(LAYERS)
+        plain = SequenceLayers(layers[0], order, blocks.repeat(LAYERS, 1), segments)
+        paged = replace(plain, layers=layers[1], pages=HeadPages(layers[1], ids, fronts))
+        scene = cls(generator, paged, plain, fronts)
+        live = torch.arange(capacity) < fronts.flatten().unsqueeze(1)
+        rows = [scene.randn(LAYERS * HEADS, capacity, SIZE).masked_fill(~live.unsqueeze(-1), 0.0) for _ in range(2)]
+        metadata = (
+            scene.randn(*live.shape).abs().masked_fill(~live, -torch.inf),
+            scene.randn(*live.shape).masked_fill(~live, 0.0),
+            torch.randint(0, 3, live.shape, generator=generator).float().masked_fill(~live, 0.0),
+            torch.arange(capacity).expand(live.shape).masked_fill(~live, -1),
+        )
+        places = torch.arange(capacity).expand(live.shape)
+        for cache in (*layers[0], *layers[1]):  # what attention leaves in a tail
+            cache.scores.fill_(0.25)
+            cache.aux.fill_(1.0)
+        for some, to in ((paged, paged.pages), (plain, plain.blocks)):
+            reference.write_rows(some, to, places, *rows)
+            reference.write_metadata(some, to, *metadata)
+        slots = torch.arange(tail, num_tokens)
+        slots = blocks[slots // block_size] * block_size + slots % block_size
+        for one, other in zip(*layers, strict=True):
+            key, value = scene.randn(tail_len, HEADS, SIZE), scene.randn(tail_len, HEADS, SIZE)
+            for cache in (one, other):
+                reference.write_tokens(cache, slots, key, value)
+        return scene
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    @property
+    def num_entries(self) -> int:
+        return self.plain.num_entries
+
+    @property
+    def live(self) -> Tensor:
+        """``[H, n]`` bool."""
+        index, front = torch.arange(self.num_entries), int(self.plain.segments[0, 0])
+        return (index < self.fronts.flatten().unsqueeze(1)) | (index >= front)
+
+    def index(self, count: int) -> Tensor:
+        shuffled = [torch.randperm(self.num_entries, generator=self.generator) for _ in range(LAYERS * HEADS)]
+        return torch.stack(shuffled)[:, :count]
+
+
+def page_ids(generator: torch.Generator, blocks: Tensor, counts: Tensor, block_size: int) -> Tensor:
+    """``[LAYERS, HEADS, pages]``: pages of all layers and heads of the blocks, in any order."""
+    lanes = LAYERS * HEADS
+    free = (blocks.unsqueeze(1) * lanes + torch.arange(lanes)).flatten()
+    free = free[torch.randperm(len(free), generator=generator)].tolist()
+    ids = torch.zeros(*counts.shape, 3, dtype=torch.int64)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            for page in range(-(-int(counts[layer, head]) // block_size)):
+                ids[layer, head, page] = free.pop()
+    return ids
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=[16, 48])
+def scene(request, dtype):
+    return Scene.make(request.param, request.param, dtype, tail_len=61)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert float((actual.float() - expected.float()).abs().max()) <= tolerance
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_attention(operators, scene, dtype, update, num_queries):
+    """Beside an ordinary row; scores go to the pages, wherever they are."""
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    query = scene.randn(2 * num_queries, HEADS * GROUPS, SIZE).to(dtype)
+    front, tail, seq_len = scene.plain.segments[0].tolist()
+    batch = AttentionBatch.single(scene.plain.blocks[0], num_queries, seq_len, front, tail, UPDATES[update])
+    both = batch.map(lambda t: torch.cat([t, t]), num_queries)
+    both.query_starts[1] = num_queries
+    both.fronts[1] = both.score_modes[1] = 0  # another of which there is but the tail
+    for layer in range(LAYERS):
+        plain, paged = torch.zeros_like(query[:num_queries]), torch.zeros_like(query)
+        reference.paged_attention(query[:num_queries], scene.plain.layers[layer], batch, 0.2, plain)
+        cache = scene.paged.layers[layer]
+        ids = torch.stack([scene.paged.pages.ids[layer], torch.full_like(scene.paged.pages.ids[layer], -1)])
+        fronts = torch.stack([scene.fronts[layer], torch.zeros_like(scene.fronts[layer])])
+        pages = HeadPages(scene.paged.layers, ids, fronts)
+        operators.paged_attention(query, cache, replace(both, pages=pages), 0.2, paged)
+        assert_close(paged[:num_queries], plain, tolerance)
+        alone = torch.zeros_like(plain)
+        of_tail = AttentionBatch.single(scene.plain.blocks[0], num_queries, seq_len, 0, tail)
+        reference.paged_attention(query[num_queries:], cache, of_tail, 0.2, alone)
+        assert_close(paged[num_queries:], alone, tolerance)
+    for actual, expected in zip(
+        operators.gather_metadata(scene.paged), reference.gather_metadata(scene.plain), strict=True
+    ):
+        assert_close(actual[scene.live], expected[scene.live], tolerance)
+
+
+def test_reading(operators, scene, dtype):
+    """Metadata, rows, comparisons and attention of kept queries; dead entries are as dead as in an ordinary front."""
+    metadata = operators.gather_metadata(scene.paged)
+    for actual, expected in zip(metadata, reference.gather_metadata(scene.plain), strict=True):
+        assert torch.equal(actual, expected)
+    index = scene.index(40)
+    index[:, ::7] = -1
+    for plane in ("keys", "values"):
+        expected = reference.gather_rows(scene.plain, plane, index)
+        assert torch.equal(operators.gather_rows(scene.paged, plane, index), expected)
+    log_votes, _, _, positions = metadata
+    everything, usable = torch.arange(scene.num_entries).expand(len(positions), -1), positions >= 0
+    for num_sources in (9, 70):
+        sources = scene.index(num_sources)
+        arguments = sources, everything, usable
+        similarity, best = operators.most_similar(scene.paged, *arguments)
+        expected, expected_best = reference.most_similar(scene.plain, *arguments)
+        is_live = scene.live.gather(1, sources)
+        assert_close(similarity[is_live], expected[is_live], 1e-5)
+        assert float((best == expected_best)[is_live].float().mean()) > 0.98  # but for equally similar ones
+    queries, where = (
+        scene.randn(len(positions), GROUPS, 3, SIZE),
+        torch.tensor([60, 200, 900]).expand(len(positions), 3),
+    )
+    for fusion in ("sum", "max"):
+        arguments = queries, where, log_votes, positions, 0.2, fusion
+        fused = operators.fused_attention(scene.paged, *arguments)
+        assert_close(fused, reference.fused_attention(scene.plain, *arguments), 1e-5)
+
+
+def dealt(scene: Scene, wanted: Tensor) -> tuple[HeadPages, Tensor]:
+    """Pages for fronts of ``wanted`` entries, as far as there are any: a head's own, then what others leave. Also which
+    heads get others' pages."""
+    size, lanes, old = scene.paged.layers[0].block_size, LAYERS * HEADS, scene.paged.pages.ids
+    num_old, num_new = (-(-counts // size) for counts in (scene.fronts, wanted))
+    ids, grows = torch.zeros_like(old), torch.zeros_like(wanted, dtype=torch.bool)
+    free = (scene.paged.blocks[0, :3].unsqueeze(1) * lanes + torch.arange(lanes)).flatten().tolist()
+    heads = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+    for at in heads:
+        stay = min(int(num_old[at]), int(num_new[at]))
+        ids[at][:stay] = old[at][:stay]
+        free = [page for page in free if page not in ids[at][:stay]]
+    for at in heads:
+        for page in range(int(num_old[at]), int(num_new[at])):
+            grows[at] |= bool(free)
+            ids[at][page] = free.pop() if free else 0
+            num_new[at] = num_new[at] if ids[at][page] else min(num_new[at], page)
+    return HeadPages(scene.paged.layers, ids, torch.minimum(wanted, num_new * size)), grows
+
+
+def test_compaction(operators, scene, dtype):
+    """Heads grow and shrink: first those that keep to their own pages, then those that grow into what is left."""
+    num_places = 3 * scene.paged.layers[0].block_size
+    wanted = torch.randint(1, num_places - 5, scene.fronts.shape, generator=scene.generator)
+    pages, grows = dealt(scene, wanted)
+    assert grows.any() and not grows.all()
+    places = torch.arange(num_places).expand(LAYERS * HEADS, -1)
+    exists = places < pages.fronts.flatten().unsqueeze(1)
+    # Most entries stay where they are; others come from anywhere, and some places become empty.
+    stays = (torch.rand(places.shape, generator=scene.generator) < 0.6) & scene.live[:, :num_places]
+    stays &= places < scene.plain.segments[0, 0]
+    kept = torch.where(stays, places, -1)
+    for row, line in enumerate(scene.index(scene.num_entries)):
+        others = line[scene.live[row][line] & ~torch.isin(line, kept[row])]
+        holes = (kept[row] < 0).nonzero().squeeze(1)[: len(others)]
+        kept[row, holes] = others[: len(holes)]
+    metadata = (
+        *(scene.randn(*places.shape) for _ in range(3)),
+        torch.randint(0, 99, places.shape, generator=scene.generator),
+    )
+    changed = torch.stack([torch.randperm(num_places, generator=scene.generator)[:7] for _ in places])
+    changed[:, 3] = -1
+    rows = Rows(changed, scene.randn(len(places), 7, SIZE), scene.randn(len(places), 7, SIZE))
+    expected = [reference.gather_rows(scene.paged, plane, kept) for plane in ("keys", "values")]
+    for plane, new in zip(expected, (rows.keys, rows.values), strict=True):
+        for row, line in enumerate(changed):
+            plane[row, line[line >= 0]] = new[row, line >= 0].to(dtype).float()
+    for mask in (~grows, grows):
+        operators.merge_entries(scene.paged, pages.of_heads(mask), kept, metadata, rows)
+    segments = torch.tensor([[num_places, *scene.paged.segments[0, 1:].tolist()]] * LAYERS)
+    after = replace(scene.paged, pages=pages, segments=segments)
+    for plane, values in zip(("keys", "values"), expected, strict=True):
+        assert torch.equal(reference.gather_rows(after, plane, places)[exists], values[exists])
+    for actual, values in zip(reference.gather_metadata(after), metadata, strict=True):
+        assert torch.equal(actual[:, :num_places][exists], values[exists].to(actual.dtype))
+
+
+@pytest.mark.parametrize("fault", ["page", "front", "none"])
+def test_impossible_pages_are_refused(fault):
+    if not cpu.LIBRARY.exists():
+        pytest.skip("the native library was not built")
+    scene = Scene.make(0, 16, torch.float32, tail_len=3)
+    pages = scene.paged.pages
+    ids, fronts = pages.ids.clone(), pages.fronts.clone()
+    if fault == "page":
+        ids[1, 0, 0] = 24 * LAYERS * HEADS
+    elif fault == "front":
+        fronts[1, 0] = 3 * 16 + 1
+    else:
+        ids[1, 0] = -1
+    with pytest.raises((ValueError, IndexError), match="page"):
+        cpu.gather_metadata(replace(scene.paged, pages=HeadPages(pages.layers, ids, fronts)))
