@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager, MergeableAttentionSpec
-from vllm_kvmerge.engine.plan import Segments
+from vllm_kvmerge.engine.plan import FrontSize, Segments
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 20
@@ -57,7 +57,7 @@ def test_the_spec_counts_the_metadata():
 
 def test_private_blocks_are_reused_and_the_hole_is_freed(manager):
     blocks = give(manager, "a", 7)
-    relocation = manager.relocate("a", num_tokens=6 * BLOCK_SIZE + 5, new_front=40)
+    relocation = manager.relocate("a", num_tokens=6 * BLOCK_SIZE + 5, new_front=FrontSize.even(40, BLOCK_SIZE))
     assert relocation.blocks == [b.block_id for b in blocks[:2]]
     assert relocation.hole == [manager.block_pool.null_block.block_id] * 4
     assert relocation.num_freed == 4
@@ -77,7 +77,7 @@ def test_private_blocks_are_reused_and_the_hole_is_freed(manager):
 
 def test_hashed_blocks_are_copied_and_stay_findable(manager):
     blocks = give(manager, "a", 4, hashed=4)
-    relocation = manager.relocate("a", num_tokens=4 * BLOCK_SIZE, new_front=50)
+    relocation = manager.relocate("a", num_tokens=4 * BLOCK_SIZE, new_front=FrontSize.even(50, BLOCK_SIZE))
     assert not set(relocation.blocks) & {b.block_id for b in blocks}
     assert relocation.num_freed == 2
     manager.release_retired()
@@ -91,7 +91,7 @@ def test_shared_blocks_are_copied(manager):
     blocks = give(manager, "a", 3, hashed=3)
     manager.block_pool.touch(blocks)
     manager.req_to_blocks["b"] = list(blocks)
-    relocation = manager.relocate("b", num_tokens=3 * BLOCK_SIZE, new_front=BLOCK_SIZE)
+    relocation = manager.relocate("b", num_tokens=3 * BLOCK_SIZE, new_front=FrontSize.even(BLOCK_SIZE, BLOCK_SIZE))
     manager.release_retired()
     assert relocation.blocks[0] != blocks[0].block_id
     assert [b.ref_cnt for b in blocks] == [1, 1, 1]
@@ -104,7 +104,9 @@ def test_shared_blocks_are_copied(manager):
 def test_without_free_blocks_hashed_ones_lose_their_hash(manager):
     blocks = give(manager, "a", NUM_BLOCKS - 1, hashed=NUM_BLOCKS - 1)
     (free,) = (b for b in manager.block_pool.blocks if b.ref_cnt == 0 and not b.is_null)
-    relocation = manager.relocate("a", num_tokens=(NUM_BLOCKS - 1) * BLOCK_SIZE, new_front=3 * BLOCK_SIZE)
+    relocation = manager.relocate(
+        "a", num_tokens=(NUM_BLOCKS - 1) * BLOCK_SIZE, new_front=FrontSize.even(3 * BLOCK_SIZE, BLOCK_SIZE)
+    )
     assert relocation.blocks == [free.block_id, blocks[0].block_id, blocks[1].block_id]
     assert [b.block_hash is None for b in blocks] == [True] * 2 + [False] * (NUM_BLOCKS - 3)
     manager.release_retired()
@@ -117,7 +119,7 @@ def test_private_blocks_of_the_hole_replace_shared_ones(manager):
     manager.block_pool.touch(blocks[:2])
     manager.req_to_blocks["b"] = blocks[:2]
     manager.block_pool.get_new_blocks(num_free(manager))  # others hold the rest of the pool
-    relocation = manager.relocate("a", num_tokens=6 * BLOCK_SIZE, new_front=2 * BLOCK_SIZE)
+    relocation = manager.relocate("a", num_tokens=6 * BLOCK_SIZE, new_front=FrontSize.even(2 * BLOCK_SIZE, BLOCK_SIZE))
     assert relocation.blocks == [blocks[2].block_id, blocks[3].block_id]
     assert relocation.num_freed == 4  # two of them are still held by "b"
     manager.release_retired()
@@ -129,7 +131,7 @@ def test_without_room_for_a_copy_of_shared_blocks_nothing_changes(manager):
     blocks = give(manager, "a", NUM_BLOCKS, hashed=5)
     manager.block_pool.touch(blocks)
     manager.req_to_blocks["b"] = list(blocks)
-    assert manager.relocate("b", num_tokens=NUM_BLOCKS * BLOCK_SIZE, new_front=40) is None
+    assert manager.relocate("b", num_tokens=NUM_BLOCKS * BLOCK_SIZE, new_front=FrontSize.even(40, BLOCK_SIZE)) is None
     assert manager.req_to_blocks["b"] == blocks
     assert [b.ref_cnt for b in blocks] == [2] * NUM_BLOCKS
     assert [b.block_hash is not None for b in blocks] == [True] * 5 + [False] * (NUM_BLOCKS - 5)
@@ -138,10 +140,10 @@ def test_without_room_for_a_copy_of_shared_blocks_nothing_changes(manager):
 
 def test_a_second_compression_happens_in_place(manager):
     give(manager, "a", 6, hashed=6)
-    first = manager.relocate("a", num_tokens=6 * BLOCK_SIZE, new_front=40)
+    first = manager.relocate("a", num_tokens=6 * BLOCK_SIZE, new_front=FrontSize.even(40, BLOCK_SIZE))
     manager.release_retired()
     manager.allocate_new_blocks("a", 8 * BLOCK_SIZE, 8 * BLOCK_SIZE)
-    second = manager.relocate("a", num_tokens=8 * BLOCK_SIZE, new_front=40)
+    second = manager.relocate("a", num_tokens=8 * BLOCK_SIZE, new_front=FrontSize.even(40, BLOCK_SIZE))
     manager.release_retired()
     assert second.blocks == first.blocks
     assert second.num_freed == 2
@@ -151,7 +153,7 @@ def test_a_second_compression_happens_in_place(manager):
 def test_a_front_as_long_as_the_sequence_is_a_copy(manager):
     """A tracking policy whose prompt fits the budget: nothing is freed, and no hashed block is written to."""
     blocks = give(manager, "a", 3, hashed=2)
-    relocation = manager.relocate("a", num_tokens=70, new_front=70)
+    relocation = manager.relocate("a", num_tokens=70, new_front=FrontSize.even(70, BLOCK_SIZE))
     assert (relocation.num_freed, relocation.hole) == (0, [])
     assert blocks[2].block_id in relocation.blocks
     assert not {blocks[0].block_id, blocks[1].block_id} & set(relocation.blocks)
@@ -186,7 +188,8 @@ def test_no_plan_of_a_step_writes_what_another_reads(data):
             segments = manager.segments.get(request_id, Segments(0, 0))
             num_live = segments.front + lengths[request_id] - segments.tail
             new_front = draw(st.integers(1, num_live))
-            relocation = manager.relocate(request_id, lengths[request_id], new_front)
+            size = FrontSize.even(new_front, BLOCK_SIZE)
+            relocation = manager.relocate(request_id, lengths[request_id], size)
             if relocation is not None:
                 reads[request_id], writes[request_id] = before, set(relocation.blocks)
         for one in writes:

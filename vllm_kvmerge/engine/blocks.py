@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.request import Request
 
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontSize, Segments
 from vllm_kvmerge.ops.types import cell_bytes
 
 
@@ -54,9 +53,9 @@ class MergeableAttentionManager(FullAttentionManager):
         return self.segments.get(request_id, UNCOMPRESSED)
 
     def relocate(
-        self, request_id: str, num_tokens: int, new_front: int, num_computed: int | None = None
+        self, request_id: str, num_tokens: int, new_front: FrontSize, num_computed: int | None = None
     ) -> Relocation | None:
-        """Gives a request its own blocks for ``new_front`` entries and retires all others before slot ``num_tokens``.
+        """Gives a request its own blocks for a front and retires all others before slot ``num_tokens``.
 
         num_computed: tokens computed so far, if they are more.
 
@@ -65,7 +64,7 @@ class MergeableAttentionManager(FullAttentionManager):
         to the pool with theirs. Returns None, and changes nothing, if there are not enough blocks.
         """
         row = self.req_to_blocks[request_id]
-        num_front_blocks = cdiv(new_front, self.block_size)
+        num_front_blocks = new_front.num_blocks
         num_replaced = max(num_front_blocks, num_tokens // self.block_size)
         held = [block for block in row[:num_replaced] if not block.is_null]
         own = [block for block in held if block.ref_cnt == 1]
@@ -85,7 +84,8 @@ class MergeableAttentionManager(FullAttentionManager):
         if request_id in self.segments:
             self._note_unclean(retired)
         self._retired += retired
-        self.segments[request_id] = Segments(new_front, num_tokens, num_computed or num_tokens)
+        places = new_front.places if new_front.has_pages else 0
+        self.segments[request_id] = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
         return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
 
     def release_retired(self) -> None:

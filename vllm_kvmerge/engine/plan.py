@@ -14,16 +14,24 @@ if TYPE_CHECKING:  # compactions can be run without vLLM
 class Segments:
     """A sequence's slots in use: compressed entries in ``[0, front)``, ordinary tokens from ``tail`` on.
 
-    changed_at: tokens computed when the front was made.
+    changed_at: tokens computed when the front was made. paged_places: entries of each KV head that a compression reads
+    in the front, dead ones included, where heads hold different numbers of them in pages of their own, ``front`` on
+    average; 0: the front is an ordinary one.
     """
 
     front: int = 0
     tail: int = 0
     changed_at: int = 0
+    paged_places: int = 0
 
     @property
     def are_compressed(self) -> bool:
         return self.tail > 0
+
+    @property
+    def num_places(self) -> int:
+        """Entries of each KV head that a compression reads in the front."""
+        return self.paged_places or self.front
 
     def num_entries(self, num_tokens: int) -> int:
         """Live entries per KV head of a sequence of ``num_tokens``."""
@@ -34,14 +42,31 @@ UNCOMPRESSED = Segments()
 
 
 @dataclass(frozen=True)
+class FrontSize:
+    """Size of a front that is to be made. entries: per KV head, on average. places: of each head, including those that
+    stay empty. has_pages: heads hold different numbers of entries in pages of their own."""
+
+    entries: int
+    places: int
+    num_blocks: int
+    has_pages: bool = False
+
+    @classmethod
+    def even(cls, entries: int, block_size: int) -> "FrontSize":
+        """That of a front whose heads have equally many places, each its own part of every block."""
+        return cls(entries, entries, -(-entries // block_size))
+
+
+@dataclass(frozen=True)
 class CompressionPlan:
     """Compression of one request's cache after the step's forward pass.
 
     Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
     slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.
     compression: the request's ``kv_compression`` as JSON text. budget: live entries per head, on average over layers
-    and heads; ``new_front`` fits the largest share. hole: ids that follow ``blocks`` in the request's block table, one
-    for each block that the sequence no longer needs.
+    and heads; ``new_front`` fits the largest share. has_pages: heads get pages of the blocks by their shares, and
+    places of ``new_front`` that a head has no room for are empty. hole: ids that follow ``blocks`` in the request's
+    block table, one for each block that the sequence no longer needs.
 
     is_refresh: the front is made of the complete cache outside the pool instead, the tokens ``[0, num_tokens)``.
     external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
@@ -57,6 +82,7 @@ class CompressionPlan:
     new_front: int
     blocks: list[int]
     hole: list[int] = field(default_factory=list)
+    has_pages: bool = False
     is_refresh: bool = False
     external_tokens: int = 0
     num_computed: int | None = None

@@ -7,9 +7,13 @@ asynchronous scheduling. This module does not depend on vLLM.
 from collections.abc import Set
 from dataclasses import dataclass
 
-from vllm_kvmerge.engine.plan import Segments
+from vllm_kvmerge.engine.plan import FrontSize, Segments
 from vllm_kvmerge.request.limits import Compression, Limits
 from vllm_kvmerge.request.parameters import CompressionConfig
+
+
+def cdiv(number: int, unit: int) -> int:
+    return -(-number // unit)
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class RequestCompression:
     needs, from a position of the context on (None: none), and a number of the newest. ring_bytes, score_bytes: memory
     outside the pool for the newest queries and, up to the first compression, for the context's scores. total: tokens
     that the request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is
-    kept.
+    kept. num_layers: of the model. block_size: in tokens. has_pages: heads of its fronts hold different numbers of
+    entries in pages of their own.
 
     The policy's parts are queried once, in ``of``, so that none of them can raise during a step.
     """
@@ -39,6 +44,9 @@ class RequestCompression:
     score_bytes: int
     total: int
     external_bytes: int
+    num_layers: int
+    block_size: int
+    has_pages: bool
 
     @classmethod
     def of(
@@ -49,12 +57,13 @@ class RequestCompression:
         scored_from = 0 if window == "all" else max(0, context - window)
         total = num_prompt_tokens + max_tokens
         query_window = min(config.query_window, total)
+        budget, capacity = config.resolve_budget(context), config.resolve_capacity(context)
         return cls(
             config=config,
             num_prompt_tokens=num_prompt_tokens,
             context=context,
-            budget=config.resolve_budget(context),
-            capacity=config.resolve_capacity(context),
+            budget=budget,
+            capacity=capacity,
             interval=config.interval or limits.block_size,
             scored_from=scored_from if window else None,
             query_window=query_window,
@@ -62,6 +71,9 @@ class RequestCompression:
             score_bytes=limits.prompt_score_bytes(context) if window else 0,
             total=total,
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
+            num_layers=limits.shape.num_layers,
+            block_size=limits.block_size,
+            has_pages=limits.head_pages and capacity != budget,
         )
 
     def next_compression(self, segments: Segments) -> int | None:
@@ -77,9 +89,9 @@ class RequestCompression:
         """Number of computed tokens at which the cache exceeds the budget by the interval; None: never."""
         if self.config.decode != "bounded":
             return None
-        # If some layers keep everything, the others decide.
         most, front = self.capacity, segments.front
-        if most is None:
+        if most is None or self.has_pages:
+            # If some layers keep everything, the others decide.
             most, front = self.budget, min(front, self.budget)
         # What follows the context stays whole until the prompt has been computed.
         return max(most + self.interval + segments.tail - front, self.num_prompt_tokens)
@@ -115,10 +127,23 @@ class RequestCompression:
         start = self.window_start(compression)
         return compression - 1 if start is None else min(compression - 1, start)
 
-    def new_front(self, segments: Segments, num_tokens: int) -> int:
-        """Entries per KV head that the front holds after a compression at ``num_tokens``."""
+    def new_front(self, segments: Segments, num_tokens: int) -> FrontSize:
+        """Size of the front after a compression at ``num_tokens``. Raises PartError."""
         num_entries = self._num_entries(segments, num_tokens)
-        return num_entries if self.capacity is None else min(num_entries, self.capacity)
+        places = num_entries if self.capacity is None else min(num_entries, self.capacity)
+        even = FrontSize.even(places, self.block_size)
+        if not self.has_pages or num_entries <= self.budget:
+            return even
+        budgets = self.config.policy.layer_budgets(self.budget, num_entries, self.num_layers)
+        entries, num_blocks = self.budget, cdiv(self.budget, self.block_size)
+        if budgets is not None:
+            entries = cdiv(sum(budgets), self.num_layers)
+            num_blocks = cdiv(sum(cdiv(one, self.block_size) for one in budgets), self.num_layers)
+        # Pages of other heads must not lie where ordinary tokens go. With as few tokens, there is nothing to save.
+        room = self.covered(segments, num_tokens) // self.block_size
+        if num_blocks > room and not segments.paged_places:
+            return even
+        return FrontSize(entries, places, min(num_blocks, room), has_pages=True)
 
     def seconds(self, segments: Segments, num_tokens: int, limits: Limits) -> float:
         """Estimated seconds of a compression at ``num_tokens``. Raises PartError."""
@@ -132,7 +157,7 @@ class RequestCompression:
         """Entries per KV head that a compression at ``num_tokens`` reads."""
         if self.is_refresh(segments, num_tokens):
             return self.covered(segments, num_tokens)
-        return segments.num_entries(num_tokens)
+        return segments.num_places + num_tokens - segments.tail
 
 
 class KeptBytes:

@@ -20,6 +20,7 @@ from vllm_kvmerge.engine.metrics import GENERATED, CacheGauges, count_compressio
 from vllm_kvmerge.engine.plan import (
     CompressionPlan,
     CompressionStep,
+    FrontSize,
     PromptWindow,
     attach,
     attached_report,
@@ -213,6 +214,7 @@ class CompressionSchedulerMixin(Scheduler):
             request, segments = due[request_id], self._manager.segments_of(request_id)
             try:
                 compression = self._compressions[request_id]
+                new_front = compression.new_front(segments, request.num_computed_tokens)
                 estimate = compression.seconds(segments, request.num_computed_tokens, self._limits)
                 is_refresh = compression.is_refresh(segments, request.num_computed_tokens)
             except PartError as error:
@@ -223,7 +225,7 @@ class CompressionSchedulerMixin(Scheduler):
             is_alone = is_refresh or (step.plans and step.plans[0].is_refresh)
             if step.plans and (seconds + estimate > STEP_SECONDS or is_alone):
                 break
-            if self._plan(request, step):
+            if self._plan(request, new_front, step):
                 seconds += estimate
                 del self._due[request_id]
             else:
@@ -240,26 +242,26 @@ class CompressionSchedulerMixin(Scheduler):
             window = PromptWindow(start, compression.config.text, compression.query_window)
             step.windows[request.request_id] = window
 
-    def _plan(self, request: Request, step: CompressionStep) -> bool:
+    def _plan(self, request: Request, new_front: FrontSize, step: CompressionStep) -> bool:
         """Adds the request's compression to ``step``; False if there is no room to copy shared blocks."""
         request_id, num_computed = request.request_id, request.num_computed_tokens
         compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
         is_refresh = compression.is_refresh(segments, num_computed)
         num_tokens = compression.covered(segments, num_computed)
-        new_front = compression.new_front(segments, num_computed)
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
         plan = CompressionPlan(
             request_id=request_id,
             compression=compression.config.text,
-            front=segments.front,
+            front=segments.num_places,
             tail=segments.tail,
             num_tokens=num_tokens,
             budget=compression.budget,
-            new_front=new_front,
+            new_front=new_front.places,
             blocks=relocation.blocks,
             hole=relocation.hole,
+            has_pages=new_front.has_pages,
             is_refresh=is_refresh,
             external_tokens=compression.total if compression.external_bytes else 0,
             num_computed=num_computed,

@@ -88,19 +88,26 @@ class Allocator(Part):
 
     def capacity(self, budget: int) -> int | None:
         """Entries per head that the cache must hold for any data: the largest budget of any layer and head. None: all
-        entries, because some layer or head keeps them.
-
-        Layers share their blocks, so every head has that much room; dead entries fill what a head does not use.
-        """
+        entries, because some layer or head keeps them."""
         return budget
+
+    def layer_budgets(self, budget: int, num_entries: int, num_layers: int, least: int) -> list[int] | None:
+        """Entries that each head of each layer of the model keeps of ``num_entries``, at least ``least``, where that
+        does not depend on data; otherwise None."""
+        return None
 
     def layer_statistic(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
         """``[sequence layers]``: the scalar that the split depends on, equal on all tensor-parallel workers."""
         raise TypeError(f"allocator {self.name!r} has no layer statistic")
 
-    @abstractmethod
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
-        """Entries that each of the ``H`` rows keeps, each ``<= capacity(context.budget)``."""
+        """Entries that each of the ``H`` rows keeps, each ``<= capacity(context.budget)``; on average over the layers
+        and heads of this worker the budget. Where heads have pages of their own, they are rounded to pages."""
+        layers = context.heads.num_layers
+        budgets = self.layer_budgets(context.budget, len(entries), layers, context.min_budget)
+        if budgets is None:
+            raise NotImplementedError(f"allocator {self.name!r} has no budgets")
+        return [budgets[layer] for layer in context.heads.layers]
 
 
 class Tracker(Part):

@@ -156,7 +156,7 @@ class CompressionPolicy(BaseModel):
 
     def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
         """Returns exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they
-        are if there are no more than the budget.
+        are if there are no more than the budget. Where ``context.shares`` are given, live ones come first.
 
         ``entries`` are not changed, and only the keys and values that a part asks for are read. They may hold dead
         ones, which are kept only if live ones are too few. An entry that stays keeps its place if the result has it.
@@ -171,17 +171,27 @@ class CompressionPolicy(BaseModel):
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
         context = replace(context, min_budget=self.min_budget, tracker_mode=self.tracker.mode)
         parts, sources, order = [], [], []
-        for budget, rows in self._rows_by_budget(entries, context).items():
+        budgets = self.head_budgets(entries, context) if context.shares is None else context.shares
+        groups: dict[int, list[int]] = {}
+        for row, budget in enumerate(budgets):
+            groups.setdefault(budget, []).append(row)
+        for budget, rows in groups.items():
             order += rows
             sources.append(entries.of_rows(rows) if len(rows) < entries.num_rows else entries)
-            parts.append(self._compress_rows(sources[-1], replace(context.of_rows(rows), budget=budget)))
+            update = self._compress_rows(sources[-1], replace(context.of_rows(rows), budget=budget))
+            parts.append(update if context.shares is None else update.extended(context.capacity))
         if len(parts) == 1:
             return CompressionResult.of(entries, parts[0])
         update = CacheUpdate.stack_rows(parts, sources).of_rows([order.index(row) for row in range(len(order))])
         return CompressionResult.of(entries, update)
 
-    def _rows_by_budget(self, entries: Entries, context: CompressionContext) -> dict[int, list[int]]:
-        """The rows of each budget. In practice all rows share one, those of a layer share one, or each has its own."""
+    def head_budgets(self, entries: Entries, context: CompressionContext) -> list[int]:
+        """The allocator's budget of each row.
+
+        Raises:
+            PartError: the tracker or the allocator failed.
+        """
+        context = replace(context, min_budget=self.min_budget, tracker_mode=self.tracker.mode)
         if self.allocator.reads_attention:
             with blamed_on(self.tracker):
                 importance = attention_mass(self.tracker, entries)
@@ -191,23 +201,43 @@ class CompressionPolicy(BaseModel):
             budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, context)]
             if len(budgets) != entries.num_rows:
                 raise ValueError(f"head_budgets must be {entries.num_rows} numbers, got {len(budgets)}")
-        groups: dict[int, list[int]] = {}
-        for row, budget in enumerate(budgets):
-            groups.setdefault(min(max(budget, context.min_budget), context.capacity), []).append(row)
-        return groups
+        return [min(max(budget, self.min_budget), context.capacity) for budget in budgets]
+
+    def layer_budgets(self, budget: int, num_entries: int, num_layers: int) -> list[int] | None:
+        """The allocator's, checked: a budget of each layer, where they do not depend on data.
+
+        Raises:
+            PartError: the allocator failed.
+        """
+        with blamed_on(self.allocator):
+            budgets = self.allocator.layer_budgets(budget, num_entries, num_layers, self.min_budget)
+            if budgets is None:
+                return None
+            if len(budgets) != num_layers:
+                raise ValueError(f"layer_budgets must be {num_layers} numbers, got {len(budgets)}")
+            return [min(max(int(one), self.min_budget), num_entries) for one in budgets]
+
+    @property
+    def is_even(self) -> bool:
+        """True if every head of every layer gets the budget. Raises PartError."""
+        budget = self.min_budget + 1000
+        with blamed_on(self.allocator):
+            return self.allocator.capacity(budget) == budget
 
     def _compress_rows(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
-        """``context.capacity`` places for each of these rows, ``context.budget`` of them filled."""
-        n, capacity = len(entries), context.capacity
-        if context.budget >= n:
-            return CacheUpdate.unchanged(entries).in_place(entries, capacity)
+        """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
+        as there are entries, where budgets are ``context.shares``."""
+        num_places = context.capacity if context.shares is None else context.budget
+        if context.budget >= len(entries):
+            update = CacheUpdate.unchanged(entries)
+            return update if context.shares is not None else update.in_place(entries, num_places)
         num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
         context = replace(context, num_slots=num_slots)
         candidates, importance, protected = self._rank(entries, context)
         with blamed_on(self.merger):
             earlier = self.merger.before_selection(entries, importance, protected, context)
             if earlier is not None and is_foreign(self.merger):
-                check_update(earlier, n, entries.scores)
+                check_update(earlier, len(entries), entries.scores)
         remaining = entries
         if earlier is not None:
             remaining = earlier.view(entries)
@@ -219,7 +249,8 @@ class CompressionPolicy(BaseModel):
                 check_update(update, context.budget, entries.scores)
         if earlier is not None:
             update = update.after(earlier, remaining)
-        return update if context.num_kept == capacity else update.in_place(entries, capacity)  # else in place already
+        # Otherwise it is in place already.
+        return update.in_place(entries, num_places) if context.num_kept != num_places else update
 
     def _select(
         self, candidates: Entries, importance: Tensor, protected: Tensor, context: CompressionContext

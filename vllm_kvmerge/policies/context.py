@@ -91,6 +91,7 @@ class CompressionContext:
     reads it and it is known.
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
+    shares: each row's budget, if the allocator has been asked before; the entries then lie in as many first places.
     """
 
     budget: int
@@ -105,6 +106,7 @@ class CompressionContext:
     queries: Queries | None = None
     output_weights: Tensor | None = None
     layer_statistics: Tensor | None = None
+    shares: list[int] | None = None
 
     @classmethod
     def of_layer(
@@ -132,4 +134,5 @@ class CompressionContext:
             queries=None if self.queries is None else self.queries.of_rows(rows),
             output_weights=None if self.output_weights is None else self.output_weights[rows],
             layer_statistics=None,
+            shares=None if self.shares is None else [self.shares[row] for row in rows],
         )

@@ -117,6 +117,12 @@ class CacheUpdate:
         named = dict(zip(BLANK, metadata, strict=True))
         return replace(self, kept=kept, changed=select(place, self.changed), **named)
 
+    def extended(self, num_places: int) -> "CacheUpdate":
+        """The same with ``num_places`` places, of which the last are empty."""
+        missing = (0, num_places - self.num_places)
+        metadata = {name: pad(getattr(self, name), missing, value=blank) for name, blank in BLANK.items()}
+        return replace(self, kept=pad(self.kept, missing, value=DEAD), **metadata)
+
     def emptied(self) -> "CacheUpdate":
         """The same with the metadata of empty places overwritten, and nothing moved to them."""
         dead = ~self.is_live

@@ -67,7 +67,8 @@ class Limits:
     allowed_policies: names; None: all. max_bytes: of working memory for one compression, and of a request's memory
     outside the pool, its complete cache not counted. max_seconds: of one compression, as estimated; during generation,
     of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
-    all complete caches in a worker. rates: speed of the workers; None: not known yet, so time is not limited.
+    all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
+    rates: speed of the workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -77,6 +78,7 @@ class Limits:
     block_size: int
     max_model_len: int
     max_external_bytes: int = 0
+    head_pages: bool = False
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:

@@ -4,7 +4,8 @@ Requests without a compressed front run on vLLM's own CPU operators over strided
 """
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, paged_attention
+from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, paged_attention
 
 
 def _compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> AttentionBatch:
@@ -35,15 +36,34 @@ def _compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]
     return AttentionBatch(tables, starts, lens, seq_lens, fronts, tails, modes, decays)
 
 
+def _head_pages(rows: Iterable[BatchRow]) -> list[HeadPages] | None:
+    """The heads' pages of each layer, one row for each of ``rows``; None if all fronts are ordinary ones."""
+    pages = [row.pages for row in rows]
+    first = next((one for one in pages if one is not None), None)
+    if first is None:
+        return None
+    width = max(one.ids.shape[2] for one in pages if one is not None)
+    ids = torch.full((len(pages), *first.ids.shape[:2], width), -1)
+    fronts = torch.zeros(len(pages), *first.fronts.shape, dtype=torch.int64)
+    for row, one in enumerate(pages):
+        if one is not None:
+            ids[row, :, :, : one.ids.shape[2]] = one.ids
+            fronts[row] = one.fronts
+    by_layer = zip(ids.transpose(0, 1).contiguous(), fronts.transpose(0, 1).contiguous(), strict=True)
+    return [HeadPages(first.layers, *one) for one in by_layer]
+
+
 @dataclass
 class MergeableAttentionMetadata(CPUAttentionMetadata):
     """vLLM's metadata for the plain rows, and the compressed rows beside it.
 
-    plain_tokens: places of the plain rows' tokens in the batch; None if all rows are plain.
+    plain_tokens: places of the plain rows' tokens in the batch; None if all rows are plain. pages: by layer, the heads'
+    pages of the compressed rows.
     """
 
     plain_tokens: Tensor | None = None
     compressed: AttentionBatch | None = None
+    pages: list[HeadPages] | None = None
     readers: list[QueryReader] = field(default_factory=list)
 
 
@@ -94,7 +114,10 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
                 plain, plain_tokens = _select_rows(common, plain_rows)
         stock = super().build(common_prefix_len, plain, fast_build)
         readers = [QueryReader.of(common, i, row) for i, row in enumerate(self.rows) if row.window or row.ring]
-        return MergeableAttentionMetadata(**vars(stock), plain_tokens=plain_tokens, compressed=batch, readers=readers)
+        pages = _head_pages(compressed.values())
+        ours = MergeableAttentionMetadata(**vars(stock), plain_tokens=plain_tokens, compressed=batch, pages=pages)
+        ours.readers = readers
+        return ours
 
 
 class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
@@ -151,8 +174,11 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             plain_output = torch.empty_like(output[: len(metadata.plain_tokens)])
             self._plain_attention(layer, query[metadata.plain_tokens], cache, metadata, plain_output)
             output[metadata.plain_tokens] = plain_output
-        assert metadata.compressed is not None
-        paged_attention(query, cache, metadata.compressed, self.scale, output)
+        batch = metadata.compressed
+        assert batch is not None
+        if metadata.pages is not None:
+            batch = replace(batch, pages=metadata.pages[self.layer_index])
+        paged_attention(query, cache, batch, self.scale, output)
         return output
 
     def _plain_attention(

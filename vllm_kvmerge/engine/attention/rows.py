@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import NO_UPDATE, PagedKVCache, ScoreUpdate, score_prompt_queries
+from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreUpdate, score_prompt_queries
 
 if TYPE_CHECKING:  # compactions run without vLLM too
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -76,7 +76,7 @@ class QueryRing:
         kept = self.window if count is None else min(count, self.window)
         return torch.arange(max(0, seq_len - kept), seq_len, device=self.device)
 
-    def queries(self, seq_len: int, layers: slice = slice(None), count: int | None = None) -> Tensor:
+    def queries(self, seq_len: int, layers: list[int] | slice = slice(None), count: int | None = None) -> Tensor:
         """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""
         return self._ring[layers].index_select(1, self.positions(seq_len, count) % self.window)
 
@@ -133,7 +133,8 @@ class BatchRow:
 
     front, tail: its segments; ``front == 0``: never compressed, so its entries have no votes. update: the update of
     the scores in the cache. window: the queries to score into a buffer instead, before its first compression. ring: its
-    newest queries, if its policy reads them.
+    newest queries, if its policy reads them. pages: of its heads, one row per layer, if the front is not an ordinary
+    one.
     """
 
     front: int = 0
@@ -141,6 +142,7 @@ class BatchRow:
     update: ScoreUpdate = NO_UPDATE
     window: ScoreWindow | None = None
     ring: QueryRing | None = None
+    pages: HeadPages | None = None
 
     @property
     def needs_python(self) -> bool:

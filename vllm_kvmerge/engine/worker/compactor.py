@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
 
@@ -14,15 +14,17 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.external import ExternalCache
+from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
-from vllm_kvmerge.ops import PagedKVCache, Rows, SequenceLayers
-from vllm_kvmerge.ops.types import sent
+from vllm_kvmerge.ops import HeadPages, PagedKVCache, Rows, SequenceLayers
+from vllm_kvmerge.ops.types import Destination, sent
 from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionPolicy, CompressionResult, Heads, Queries
 from vllm_kvmerge.policies.checks import is_foreign
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
 from vllm_kvmerge.policies.deadline import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
+from vllm_kvmerge.policies.shares import paged_shares
 
 PLANES: tuple[Literal["keys", "values"], ...] = ("keys", "values")
 SLACK = 4
@@ -35,7 +37,8 @@ class Compaction:
 
     source_blocks: ids of the request's blocks before the plan. prompt_scores: statistics of its tokens, for a first
     compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them.
-    complete: the complete cache that a refresh starts from.
+    complete: the complete cache that a refresh starts from. pages: of the request's heads, one row per layer, if its
+    front is not an ordinary one.
     """
 
     plan: CompressionPlan
@@ -44,6 +47,7 @@ class Compaction:
     prompt_scores: PromptScores | None = None
     ring: QueryRing | None = None
     complete: ExternalCache | None = None
+    pages: HeadPages | None = None
 
     @property
     def segments(self) -> tuple[int, int, int]:
@@ -67,7 +71,7 @@ class Compaction:
         """Number of the newest queries in ``ring`` that the policy reads."""
         return 0 if self.ring is None else len(self.ring.positions(self.plan.seq_len, self.policy.query_window))
 
-    def newest_queries(self, layers: slice) -> tuple[Tensor, Tensor]:
+    def newest_queries(self, layers: list[int]) -> tuple[Tensor, Tensor]:
         """Queries, ``[layers, w, H * G, d]`` in the model's dtype, and their positions, ``[w]`` int64."""
         assert self.ring is not None
         end, window = self.plan.seq_len, self.policy.query_window
@@ -86,13 +90,15 @@ class _Batch:
     """Plans of one shape, which go through their policy together.
 
     cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
-    may still take; None: no limit. failed: errors of requests, by index.
+    may still take; None: no limit. failed: errors of requests, by index. deals: new pages of requests, by index, where
+    heads get some of their own.
     """
 
     compactions: list[Compaction]
     cost: Cost | PartError
     time_left: Callable[[], float | None]
     failed: dict[int, PartError] = field(default_factory=dict)
+    deals: list[Deal] = field(default_factory=list)
 
     @property
     def plan(self) -> CompressionPlan:
@@ -118,11 +124,13 @@ class Execution:
 
     counts: ``[plans, 3]`` int64 on the cache's device, over layers and heads: entries merged, entries evicted, and
     entries left unchanged because the merged ones were not finite. failures: errors of policies, by index of the plan.
-    The newest entries of such requests were kept, so they must not go on generating.
+    The newest entries of such requests were kept, so they must not go on generating. pages: of the new fronts, by index
+    of the plan, where heads have some of their own.
     """
 
     counts: Tensor
     failures: dict[int, PartError]
+    pages: dict[int, HeadPages]
 
 
 @dataclass(frozen=True)
@@ -167,15 +175,17 @@ class Compactor:
             sizes = compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries
             # Each complete cache is an allocation of its own, so refreshes go one by one.
             source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
+            layout = compaction.pages is None, plan.has_pages, len(plan.blocks)
             # By the policy's text: parameters of another package's policy may not be hashable.
-            batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source), []).append(index)
-        counts, failures = [], {}
+            batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source, *layout), []).append(index)
+        counts, failures, pages = [], {}, {}
         for indices in batches.values():
             batch = self._batch([compactions[index] for index in indices])
             counts.append(self._run_batch(batch))
             failures.update({indices[index]: error for index, error in batch.failed.items()})
+            pages.update({indices[index]: deal.pages for index, deal in enumerate(batch.deals)})
         order = torch.tensor([index for indices in batches.values() for index in indices], dtype=torch.int64)
-        return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures)
+        return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures, pages)
 
     def _batch(self, compactions: list[Compaction]) -> _Batch:
         """Starts the clock. On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
@@ -211,6 +221,8 @@ class Compactor:
         """Executes the plans; returns their ``Execution.counts``."""
         counts = torch.zeros(len(batch.compactions), 3, dtype=torch.int64, device=self.device)
         statistics = self._layer_statistics(batch) if batch.policy.allocator.has_layer_statistic else None
+        if batch.plan.has_pages:
+            batch.deals.extend(self._deals(batch, statistics))
 
         def compress(seq_layers: list[_SequenceLayer]) -> CompressionResult:
             entries = self._gather(seq_layers, batch)
@@ -224,12 +236,13 @@ class Compactor:
             by_head = torch.stack([update.merged, result.evicted, result.as_before], 1)
             index = self._sent([one.request for one in seq_layers])
             counts.index_add_(0, index, by_head.unflatten(0, (-1, self.num_kv_heads)).sum(1))
-            destination = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
-            rows = Rows(update.changed, update.keys, update.values)
-            if batch.complete is None:
-                ops.merge_entries(result.source.seq_layers, destination, update.kept, update.metadata, rows)
-            else:
-                self._restore(result.source.seq_layers, self._layers_of(seq_layers, destination), update, rows)
+            source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
+            blocks = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
+            for destination in self._destinations(seq_layers, batch) if batch.deals else [blocks]:
+                if batch.complete is None:
+                    ops.merge_entries(source, destination, update.kept, update.metadata, rows)
+                else:
+                    self._restore(source, self._layers_of(seq_layers, blocks), destination, update, rows)
 
         for part in self._parts(batch):
             for some, result in _contained(part, batch.failed, compress):
@@ -239,14 +252,62 @@ class Compactor:
                 write(failed, _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype))
         return counts
 
-    def _restore(self, source: SequenceLayers, pool: SequenceLayers, update: CacheUpdate, rows: Rows) -> None:
-        """Carries out a compaction whose entries lie in another cache; ``pool``: where its front will be."""
+    def _deals(self, batch: _Batch, statistics: Tensor | None) -> list[Deal]:
+        """New pages for the heads of each request, by the policy's budgets; by equal ones where it failed."""
+        plan, policy = batch.plan, batch.policy
+        num_layers, num_heads, num_places = len(self.layers), self.num_kv_heads, plan.new_front
+        budgets = [[plan.budget] * (num_layers * num_heads) for _ in batch.compactions]
+
+        def of_heads(seq_layers: list[_SequenceLayer]) -> list[int]:
+            entries = self._gather(seq_layers, batch)
+            with time_limit(batch.time_left()):
+                return policy.head_budgets(entries, self._context(seq_layers, batch, statistics))
+
+        of_layers = policy.layer_budgets(plan.budget, batch.compactions[0].num_entries, num_layers)
+        if of_layers is not None:
+            budgets = [[one for one in of_layers for _ in range(num_heads)]] * len(budgets)
+        else:
+            for part in self._parts(batch):
+                for some, found in _contained(part, batch.failed, of_heads):
+                    for row, (request, layer) in enumerate(some):
+                        heads = slice(layer * num_heads, (layer + 1) * num_heads)
+                        budgets[request][heads] = found[row * num_heads : (row + 1) * num_heads]
+        size = num_heads if policy.allocator.splits_heads else num_layers * num_heads  # heads that share pages
+        deals = []
+        for compaction, all_heads in zip(batch.compactions, budgets, strict=True):
+            shares: list[int] = []
+            for start in range(0, len(all_heads), size):
+                limits = len(plan.blocks) * size, self.block_size, policy.min_budget, num_places
+                shares += paged_shares(all_heads[start : start + size], *limits)
+            to = num_places, compaction.plan.blocks, compaction.pages
+            deals.append(Deal.of(self.layers, shares, *to, within_layers=policy.allocator.splits_heads))
+        return deals
+
+    def _destinations(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Iterator[HeadPages]:
+        """Where heads with pages of their own are written, in the rounds that ``Deal`` speaks of."""
+        pages = self._head_pages([batch.deals[one.request].pages for one in seq_layers], seq_layers)
+        grows = torch.stack([batch.deals[one.request].grows[one.layer] for one in seq_layers])
+        for mask in (~grows, grows):
+            if mask.any():
+                yield pages.of_heads(mask)
+
+    def _head_pages(self, requests: list[HeadPages], seq_layers: list[_SequenceLayer]) -> HeadPages:
+        """Those of sequence layers; ``requests``: those of each one's request."""
+        layers = [one.layer for one in seq_layers]
+        ids = torch.stack([pages.ids[layer] for pages, layer in zip(requests, layers, strict=True)])
+        fronts = torch.stack([pages.fronts[layer] for pages, layer in zip(requests, layers, strict=True)])
+        return HeadPages(self.layers, ids, fronts)
+
+    def _restore(
+        self, source: SequenceLayers, pool: SequenceLayers, destination: Destination, update: CacheUpdate, rows: Rows
+    ) -> None:
+        """Carries out a compaction whose entries lie in another cache; ``pool``: the layers its front will be in."""
         keys, values = (ops.gather_rows(source, plane, update.kept) for plane in PLANES)
         places = torch.arange(update.kept.shape[1], device=self.device).repeat(len(update.kept), 1)
-        ops.write_rows(pool, pool.blocks, places, keys, values)
-        ops.write_metadata(pool, pool.blocks, *update.metadata)
+        ops.write_rows(pool, destination, places, keys, values)
+        ops.write_metadata(pool, destination, *update.metadata)
         if rows.keys is not None or rows.values is not None:
-            ops.write_rows(pool, pool.blocks, rows.places, rows.keys, rows.values)
+            ops.write_rows(pool, destination, rows.places, rows.keys, rows.values)
 
     def _layer_statistics(self, batch: _Batch) -> Tensor:
         """The allocator's statistics, ``[plans, layers]`` float32; zeros where it failed."""
@@ -268,6 +329,8 @@ class Compactor:
         projections, which are large, or have no estimate of their cost, and for layers that are copied to a GPU."""
         num_requests, num_layers = len(batch.compactions), len(self.layers)
         seq_layers = [_SequenceLayer(i, layer) for i in range(num_requests) for layer in range(num_layers)]
+        if batch.deals:  # layers that take pages of others go last
+            seq_layers.sort(key=lambda one: bool(batch.deals[one.request].grows[one.layer].all()))
         size = 1
         is_copied = batch.complete is not None and self.device.type != "cpu"
         if not batch.policy.needs_output_weights and not is_copied and isinstance(batch.cost, Cost):
@@ -279,6 +342,10 @@ class Compactor:
     @property
     def num_kv_heads(self) -> int:
         return len(self.head_indices)
+
+    @property
+    def block_size(self) -> int:
+        return self.layers[0].block_size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -305,13 +372,16 @@ class Compactor:
             queries=self._queries(seq_layers, batch) if batch.compactions[0].ring is not None else None,
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
+            shares=[share for one in seq_layers for share in batch.deals[one.request].shares_of(one.layer)]
+            if batch.deals
+            else None,
         )
 
     def _queries(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Queries:
         vectors, positions = [], []
         for index, some in groupby(seq_layers, key=lambda one: one.request):
-            layers = [one.layer for one in some]  # consecutive
-            newest, where = batch.compactions[index].newest_queries(slice(layers[0], layers[-1] + 1))
+            layers = [one.layer for one in some]
+            newest, where = batch.compactions[index].newest_queries(layers)
             vectors.append(newest)
             positions += [where] * len(layers) * self.num_kv_heads
         # [sequence layers, w, H * G, d]
@@ -342,7 +412,9 @@ class Compactor:
         tables = pad_sequence([batch.compactions[index].source_blocks for index in requests], batch_first=True)
         rows = self._sent([requests.index(one.request) for one in seq_layers])
         segments = torch.tensor([batch.compactions[one.request].segments for one in seq_layers])
-        return self._layers_of(seq_layers, sent(tables, self.device).index_select(0, rows), segments)
+        located = self._layers_of(seq_layers, sent(tables, self.device).index_select(0, rows), segments)
+        pages = [some for one in seq_layers if (some := batch.compactions[one.request].pages) is not None]
+        return replace(located, pages=self._head_pages(pages, seq_layers)) if pages else located
 
     def _layers_of(
         self, seq_layers: list[_SequenceLayer], blocks: Tensor, segments: Tensor | None = None

@@ -27,7 +27,7 @@ from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
 from vllm_kvmerge.engine.worker.reporting import EntryCounts, Reporter
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
-from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, implementation, override
+from vllm_kvmerge.ops import NO_UPDATE, HeadPages, ScoreMode, ScoreUpdate, implementation, override
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.cost import Rates, measure_rates
 from vllm_kvmerge.policies.errors import PartError
@@ -40,7 +40,8 @@ logger = init_logger(__name__)
 class RequestState:
     """A worker's state of a request with a policy. update: of its scores by attention after the first compression, if
     its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
-    cache, from the first compression on, if it is refreshed."""
+    cache, from the first compression on, if it is refreshed. pages: of its heads, one row per layer, where the front is
+    not an ordinary one."""
 
     front: int = 0
     tail: int = 0
@@ -48,6 +49,7 @@ class RequestState:
     prompt_scores: PromptScores | None = None
     ring: QueryRing | None = None
     complete: ExternalCache | None = None
+    pages: HeadPages | None = None
 
 
 def score_update(config: CompressionConfig) -> ScoreUpdate:
@@ -160,7 +162,7 @@ class Compression:
         """The batch row of a request with ``num_scheduled`` new tokens after ``num_computed``."""
         state = self.states.get(request_id)
         if state is not None and state.front > 0:
-            return BatchRow(state.front, state.tail, state.update, ring=state.ring)
+            return BatchRow(state.front, state.tail, state.update, ring=state.ring, pages=state.pages)
         window, seq_len = self.step.windows.get(request_id), num_computed + num_scheduled
         if window is None or window.start >= seq_len:
             return PLAIN
@@ -212,7 +214,7 @@ class Compression:
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             blocks = blocks_of(plan.request_id)
             ring = state.ring if config.policy.query_window else None
-            compaction = Compaction(plan, config.policy, blocks, state.prompt_scores, ring)
+            compaction = Compaction(plan, config.policy, blocks, state.prompt_scores, ring, pages=state.pages)
             if plan.external_tokens:
                 try:
                     compaction = self._with_complete(compaction, config, state)
@@ -221,8 +223,8 @@ class Compression:
             compactions.append(compaction)
         done = self.compactor.execute(compactions)
         done.failures.update(lost)
-        for plan, config, state in zip(plans, configs, states, strict=True):
-            state.front, state.tail = plan.new_front, plan.num_tokens
+        for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
+            state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
             state.update = score_update(config) if config.tracks_decode else NO_UPDATE
             state.prompt_scores = None
         heads, policies = HeadShare.of(self._config), [config.name for config in configs]

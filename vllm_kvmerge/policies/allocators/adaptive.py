@@ -14,9 +14,10 @@ class Adaptive(Allocator):
     largest, all heads taken together.
 
     What is compared is each entry's share of its head's attention. A head gets at least ``floor_share`` and at most
-    ``max_share`` of the budget; budgets add up to H * budget over the heads of all tensor-parallel workers, which all
-    come to the same split. Of equal shares, those of lower rank in their head come first, so heads that nothing tells
-    apart get the same. Ada-KV compares scores that SnapKV has max-pooled; here they are as the tracker has them.
+    ``max_share`` of the budget; budgets add up to H * budget over the heads of one tensor-parallel worker, so that all
+    workers hold the same number of blocks: another number of workers may come to another split. Of equal shares, those
+    of lower rank in their head come first, so heads that nothing tells apart get the same. Ada-KV compares scores that
+    SnapKV has max-pooled; here they are as the tracker has them.
     """
 
     name = "adaptive"
@@ -34,14 +35,13 @@ class Adaptive(Allocator):
         floor = max(int(self.floor_share * budget), context.min_budget)
         ranked = importance.masked_fill(~entries.is_live, -1.0).sort(dim=1, descending=True).values
         # Entries before ``floor`` are in, those from the capacity on are out; the others compete.
-        shares = context.heads.of_all_workers(ranked[:, floor : self.capacity(budget)])
+        shares = context.heads.by_sequence_layer(ranked[:, floor : self.capacity(budget)])
         num_heads = shares.shape[1]
         order = shares.transpose(1, 2).flatten(1).argsort(dim=1, descending=True, stable=True)
         winners = order[:, : num_heads * (budget - floor)] % num_heads
         none = torch.zeros(winners.shape[0], num_heads, dtype=torch.int64, device=winners.device)
-        budgets = (floor + none.scatter_add_(1, winners, torch.ones_like(winners))).tolist()
-        size = context.heads.num_kv_heads
-        return [budgets[row // size][head] for row, head in enumerate(context.heads.indices)]
+        budgets = floor + none.scatter_add_(1, winners, torch.ones_like(winners))
+        return [int(one) for one in budgets.flatten().tolist()]
 
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries

@@ -4,9 +4,8 @@ import math
 from typing import Literal
 
 from pydantic import Field
-from torch import Tensor
 
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries
+from vllm_kvmerge.policies.base import Allocator, Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
 
@@ -32,17 +31,13 @@ class Pyramid(Allocator):
     def capacity(self, budget: int) -> int:
         return budget + round(self._amplitude(budget))
 
-    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
-        return [self._layer_budget(layer, context) for layer in context.heads.layers]
-
-    def _layer_budget(self, layer: int, context: CompressionContext) -> int:
-        last = context.heads.num_layers - 1
+    def layer_budgets(self, budget: int, num_entries: int, num_layers: int, least: int) -> list[int]:
+        amplitude, last = min(self._amplitude(budget), budget - least), num_layers - 1
         # 1 for the first layer, -1 for the last; odd about the middle, as rounding is, so that layers' budgets add up.
-        height = (last - 2 * layer) / last if last > 0 else 0.0
+        heights = [(last - 2 * layer) / last if last > 0 else 0.0 for layer in range(num_layers)]
         if self.shape == "cosine":
-            height = math.sin(math.pi / 2 * height)
-        amplitude = min(self._amplitude(context.budget), context.budget - context.min_budget)
-        return context.budget + round(amplitude * height)
+            heights = [math.sin(math.pi / 2 * height) for height in heights]
+        return [budget + round(amplitude * height) for height in heights]
 
     def _amplitude(self, budget: int) -> float:
         return budget * (self.ratio - 1.0) / (self.ratio + 1.0)

@@ -1,18 +1,14 @@
 """The same budget for every layer and head, the first layers perhaps excepted."""
 
 from pydantic import Field
-from torch import Tensor
 
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries
+from vllm_kvmerge.policies.base import Allocator, Cost, CostShape
 from vllm_kvmerge.policies.registry import register
 
 
 @register
 class Uniform(Allocator):
-    """Every layer and head alike, except that the first ``skip_layers`` keep all their tokens (MorphKV appendix A.6).
-
-    Then all other layers hold dead entries instead of giving memory back (see ``capacity``).
-    """
+    """Every layer and head alike, but the first ``skip_layers`` keep all their tokens (MorphKV appendix A.6)."""
 
     name = "uniform"
     source = "every layer and head alike"
@@ -23,8 +19,8 @@ class Uniform(Allocator):
     def capacity(self, budget: int) -> int | None:
         return budget if self.skip_layers == 0 else None
 
-    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
-        return [context.budget if layer >= self.skip_layers else len(entries) for layer in context.heads.layers]
+    def layer_budgets(self, budget: int, num_entries: int, num_layers: int, least: int) -> list[int]:
+        return [num_entries if layer < self.skip_layers else budget for layer in range(num_layers)]
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost()
