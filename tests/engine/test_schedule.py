@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontSize, Segments
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.limits import Limits, ModelShape
@@ -23,7 +23,7 @@ def compression(policy: str, num_prompt_tokens: int = 500, max_tokens: int = 100
 def test_a_cache_that_grows_is_compressed_once():
     one = compression("snapkv", decode="grow")
     assert one.next_compression(UNCOMPRESSED) == 500
-    front = one.new_front(UNCOMPRESSED, 500)
+    front = one.new_front(UNCOMPRESSED, 500).places
     assert front == 96
     assert one.next_compression(Segments(front, 500)) is None
     assert compression("snapkv", num_prompt_tokens=90, decode="grow").next_compression(UNCOMPRESSED) is None
@@ -45,7 +45,7 @@ def test_a_bounded_cache_is_compressed_at_budget_and_interval(interval):
 def test_a_policy_that_tracks_moves_at_the_contexts_end_though_nothing_has_to_go():
     one = compression("h2o", num_prompt_tokens=90, decode="bounded")
     assert one.next_compression(UNCOMPRESSED) == 90
-    assert one.new_front(UNCOMPRESSED, 90) == 90
+    assert one.new_front(UNCOMPRESSED, 90) == FrontSize(90, 90, num_blocks=3)
     assert one.next_compression(Segments(90, 90)) == 96 + 32
 
 
@@ -59,9 +59,9 @@ def test_a_question_stays_whole_until_it_has_been_read():
 
 def test_where_some_layers_keep_everything_the_others_count():
     one = replace(compression("streaming_llm", decode="bounded"), capacity=None)
-    assert one.new_front(UNCOMPRESSED, 500) == 500
+    assert one.new_front(UNCOMPRESSED, 500).places == 500
     assert one.next_compression(Segments(500, 500)) == 500 + 32
-    assert one.new_front(Segments(500, 500), 532) == 532
+    assert one.new_front(Segments(500, 500), 532).places == 532
 
 
 def test_cached_tokens_end_where_queries_are_needed():
@@ -109,7 +109,7 @@ def test_refreshes_come_every_so_many_tokens_and_are_compressions_of_all():
             refreshed.append(due)
             assert one.seconds(segments, due, replace(LIMITS, rates=Rates(1e9, 1e9))) > 0
         at.append(due)
-        segments = Segments(one.new_front(segments, due), one.covered(segments, due), due)
+        segments = Segments(one.new_front(segments, due).places, one.covered(segments, due), due)
     # Between them the cache is compressed as usual, 32 tokens after the last time.
     assert at == [500, 532, 548, 580, 596, 628, 644, 676, 692]
     assert refreshed == [548, 596, 644, 692]
@@ -119,7 +119,7 @@ def test_a_refresh_of_a_cache_that_grows_leaves_what_was_generated():
     one = compression("snapkv", refresh={"every": 48})
     first = Segments(96, 500, 500)
     assert one.next_compression(first) == 548
-    assert (one.covered(first, 548), one.new_front(first, 548)) == (500, 96)
+    assert (one.covered(first, 548), one.new_front(first, 548).places) == (500, 96)
     assert one.next_compression(Segments(96, 500, 548)) == 596
 
 

@@ -84,7 +84,7 @@ class MergeableAttentionManager(FullAttentionManager):
         if request_id in self.segments:
             self._note_unclean(retired)
         self._retired += retired
-        places = new_front.places if new_front.has_pages else 0
+        places = new_front.places if new_front.share_blocks else 0
         self.segments[request_id] = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
         return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
 

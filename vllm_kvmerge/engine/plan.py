@@ -14,15 +14,15 @@ if TYPE_CHECKING:  # compactions can be run without vLLM
 class Segments:
     """A sequence's slots in use: compressed entries in ``[0, front)``, ordinary tokens from ``tail`` on.
 
-    changed_at: tokens computed when the front was made. paged_places: entries of each KV head that a compression reads
-    in the front, dead ones included, where heads hold different numbers of them in pages of their own, ``front`` on
-    average; 0: the front is an ordinary one.
+    changed_at: tokens computed when the front was made. uneven_places: entries of each KV head that a compression reads
+    in the front, dead ones included, where heads hold different numbers of them, ``front`` on average; 0: all hold
+    ``front``.
     """
 
     front: int = 0
     tail: int = 0
     changed_at: int = 0
-    paged_places: int = 0
+    uneven_places: int = 0
 
     @property
     def are_compressed(self) -> bool:
@@ -31,7 +31,7 @@ class Segments:
     @property
     def num_places(self) -> int:
         """Entries of each KV head that a compression reads in the front."""
-        return self.paged_places or self.front
+        return self.uneven_places or self.front
 
     def num_entries(self, num_tokens: int) -> int:
         """Live entries per KV head of a sequence of ``num_tokens``."""
@@ -44,11 +44,13 @@ UNCOMPRESSED = Segments()
 @dataclass(frozen=True)
 class FrontSize:
     """Size of a front that is to be made. entries: per KV head, on average. places: of each head, including those that
-    stay empty. has_pages: heads hold different numbers of entries in pages of their own."""
+    stay empty. share_blocks: blocks whose pages heads with different budgets share; 0: there are none such.
+    has_pages: heads hold their entries in these pages; otherwise each in as many places as any of them needs."""
 
     entries: int
     places: int
     num_blocks: int
+    share_blocks: int = 0
     has_pages: bool = False
 
     @classmethod
@@ -64,9 +66,10 @@ class CompressionPlan:
     Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
     slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.
     compression: the request's ``kv_compression`` as JSON text. budget: live entries per head, on average over layers
-    and heads; ``new_front`` fits the largest share. has_pages: heads get pages of the blocks by their shares, and
-    places of ``new_front`` that a head has no room for are empty. hole: ids that follow ``blocks`` in the request's
-    block table, one for each block that the sequence no longer needs.
+    and heads; ``new_front`` fits the largest share. share_blocks: blocks whose pages the heads' budgets are rounded to;
+    0: they are as the policy has them. has_pages: heads get these pages, in ``blocks``, and places of ``new_front``
+    that a head has no room for are empty. hole: ids that follow ``blocks`` in the request's block table, one for each
+    block that the sequence no longer needs.
 
     is_refresh: the front is made of the complete cache outside the pool instead, the tokens ``[0, num_tokens)``.
     external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
@@ -82,6 +85,7 @@ class CompressionPlan:
     new_front: int
     blocks: list[int]
     hole: list[int] = field(default_factory=list)
+    share_blocks: int = 0
     has_pages: bool = False
     is_refresh: bool = False
     external_tokens: int = 0

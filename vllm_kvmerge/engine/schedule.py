@@ -26,8 +26,8 @@ class RequestCompression:
     needs, from a position of the context on (None: none), and a number of the newest. ring_bytes, score_bytes: memory
     outside the pool for the newest queries and, up to the first compression, for the context's scores. total: tokens
     that the request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is
-    kept. num_layers: of the model. block_size: in tokens. has_pages: heads of its fronts hold different numbers of
-    entries in pages of their own.
+    kept. num_layers: of the model. block_size: in tokens. is_uneven: heads have different budgets. has_pages: and pages
+    of their own for what they hold.
 
     The policy's parts are queried once, in ``of``, so that none of them can raise during a step.
     """
@@ -46,6 +46,7 @@ class RequestCompression:
     external_bytes: int
     num_layers: int
     block_size: int
+    is_uneven: bool
     has_pages: bool
 
     @classmethod
@@ -73,7 +74,8 @@ class RequestCompression:
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
             num_layers=limits.shape.num_layers,
             block_size=limits.block_size,
-            has_pages=limits.head_pages and capacity != budget,
+            is_uneven=capacity != budget,
+            has_pages=capacity != budget and limits.head_pages,
         )
 
     def next_compression(self, segments: Segments) -> int | None:
@@ -89,12 +91,10 @@ class RequestCompression:
         """Number of computed tokens at which the cache exceeds the budget by the interval; None: never."""
         if self.config.decode != "bounded":
             return None
-        most, front = self.capacity, segments.front
-        if most is None or self.has_pages:
-            # If some layers keep everything, the others decide.
-            most, front = self.budget, min(front, self.budget)
+        # If some layers keep everything, the others decide.
+        front = min(segments.front, self.budget)
         # What follows the context stays whole until the prompt has been computed.
-        return max(most + self.interval + segments.tail - front, self.num_prompt_tokens)
+        return max(self.budget + self.interval + segments.tail - front, self.num_prompt_tokens)
 
     def _next_refresh(self, segments: Segments) -> int | None:
         """Number of computed tokens at which the front is made anew from the complete cache; None: never."""
@@ -132,7 +132,7 @@ class RequestCompression:
         num_entries = self._num_entries(segments, num_tokens)
         places = num_entries if self.capacity is None else min(num_entries, self.capacity)
         even = FrontSize.even(places, self.block_size)
-        if not self.has_pages or num_entries <= self.budget:
+        if not self.is_uneven or num_entries <= self.budget:
             return even
         budgets = self.config.policy.layer_budgets(self.budget, num_entries, self.num_layers)
         entries, num_blocks = self.budget, cdiv(self.budget, self.block_size)
@@ -141,9 +141,11 @@ class RequestCompression:
             num_blocks = cdiv(sum(cdiv(one, self.block_size) for one in budgets), self.num_layers)
         # Pages of other heads must not lie where ordinary tokens go. With as few tokens, there is nothing to save.
         room = self.covered(segments, num_tokens) // self.block_size
-        if num_blocks > room and not segments.paged_places:
+        if num_blocks > room and not segments.uneven_places:
             return even
-        return FrontSize(entries, places, min(num_blocks, room), has_pages=True)
+        share_blocks = min(num_blocks, room)
+        held = share_blocks if self.has_pages else even.num_blocks
+        return FrontSize(entries, places, held, share_blocks, self.has_pages)
 
     def seconds(self, segments: Segments, num_tokens: int, limits: Limits) -> float:
         """Estimated seconds of a compression at ``num_tokens``. Raises PartError."""

@@ -261,6 +261,7 @@ class CompressionSchedulerMixin(Scheduler):
             new_front=new_front.places,
             blocks=relocation.blocks,
             hole=relocation.hole,
+            share_blocks=new_front.share_blocks,
             has_pages=new_front.has_pages,
             is_refresh=is_refresh,
             external_tokens=compression.total if compression.external_bytes else 0,

@@ -90,14 +90,16 @@ class _Batch:
     """Plans of one shape, which go through their policy together.
 
     cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
-    may still take; None: no limit. failed: errors of requests, by index. deals: new pages of requests, by index, where
-    heads get some of their own.
+    may still take; None: no limit. failed: errors of requests, by index. shares: of each request by index, entries of
+    each head, layer by layer, where they are rounded to pages. deals: new pages of requests, by index, where heads get
+    some of their own.
     """
 
     compactions: list[Compaction]
     cost: Cost | PartError
     time_left: Callable[[], float | None]
     failed: dict[int, PartError] = field(default_factory=dict)
+    shares: list[list[int]] = field(default_factory=list)
     deals: list[Deal] = field(default_factory=list)
 
     @property
@@ -175,7 +177,7 @@ class Compactor:
             sizes = compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries
             # Each complete cache is an allocation of its own, so refreshes go one by one.
             source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
-            layout = compaction.pages is None, plan.has_pages, len(plan.blocks)
+            layout = compaction.pages is None, plan.has_pages, plan.share_blocks
             # By the policy's text: parameters of another package's policy may not be hashable.
             batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source, *layout), []).append(index)
         counts, failures, pages = [], {}, {}
@@ -221,8 +223,10 @@ class Compactor:
         """Executes the plans; returns their ``Execution.counts``."""
         counts = torch.zeros(len(batch.compactions), 3, dtype=torch.int64, device=self.device)
         statistics = self._layer_statistics(batch) if batch.policy.allocator.has_layer_statistic else None
+        if batch.plan.share_blocks:
+            batch.shares.extend(self._shares(batch, statistics))
         if batch.plan.has_pages:
-            batch.deals.extend(self._deals(batch, statistics))
+            batch.deals.extend(self._deals(batch))
 
         def compress(seq_layers: list[_SequenceLayer]) -> CompressionResult:
             entries = self._gather(seq_layers, batch)
@@ -252,10 +256,10 @@ class Compactor:
                 write(failed, _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype))
         return counts
 
-    def _deals(self, batch: _Batch, statistics: Tensor | None) -> list[Deal]:
-        """New pages for the heads of each request, by the policy's budgets; by equal ones where it failed."""
+    def _shares(self, batch: _Batch, statistics: Tensor | None) -> list[list[int]]:
+        """``_Batch.shares`` by the policy's budgets; equal ones where it failed."""
         plan, policy = batch.plan, batch.policy
-        num_layers, num_heads, num_places = len(self.layers), self.num_kv_heads, plan.new_front
+        num_layers, num_heads = len(self.layers), self.num_kv_heads
         budgets = [[plan.budget] * (num_layers * num_heads) for _ in batch.compactions]
 
         def of_heads(seq_layers: list[_SequenceLayer]) -> list[int]:
@@ -273,15 +277,17 @@ class Compactor:
                         heads = slice(layer * num_heads, (layer + 1) * num_heads)
                         budgets[request][heads] = found[row * num_heads : (row + 1) * num_heads]
         size = num_heads if policy.allocator.splits_heads else num_layers * num_heads  # heads that share pages
-        deals = []
-        for compaction, all_heads in zip(batch.compactions, budgets, strict=True):
-            shares: list[int] = []
-            for start in range(0, len(all_heads), size):
-                limits = len(plan.blocks) * size, self.block_size, policy.min_budget, num_places
-                shares += paged_shares(all_heads[start : start + size], *limits)
-            to = num_places, compaction.plan.blocks, compaction.pages
-            deals.append(Deal.of(self.layers, shares, *to, within_layers=policy.allocator.splits_heads))
-        return deals
+        limits = plan.share_blocks * size, self.block_size, policy.min_budget, plan.new_front
+        starts = range(0, num_layers * num_heads, size)
+        return [sum((paged_shares(one[at : at + size], *limits) for at in starts), []) for one in budgets]
+
+    def _deals(self, batch: _Batch) -> list[Deal]:
+        """New pages for the heads of each request."""
+        within_layers = batch.policy.allocator.splits_heads
+        return [
+            Deal.of(self.layers, shares, one.plan.new_front, one.plan.blocks, one.pages, within_layers)
+            for one, shares in zip(batch.compactions, batch.shares, strict=True)
+        ]
 
     def _destinations(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Iterator[HeadPages]:
         """Where heads with pages of their own are written, in the rounds that ``Deal`` speaks of."""
@@ -372,10 +378,12 @@ class Compactor:
             queries=self._queries(seq_layers, batch) if batch.compactions[0].ring is not None else None,
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
-            shares=[share for one in seq_layers for share in batch.deals[one.request].shares_of(one.layer)]
-            if batch.deals
-            else None,
+            shares=self._shares_of(seq_layers, batch) if batch.shares else None,
         )
+
+    def _shares_of(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> list[int]:
+        size = self.num_kv_heads
+        return [share for one in seq_layers for share in batch.shares[one.request][one.layer * size :][:size]]
 
     def _queries(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Queries:
         vectors, positions = [], []

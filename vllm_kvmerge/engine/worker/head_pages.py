@@ -61,10 +61,6 @@ class Deal:
         grows = torch.from_numpy(wanted.any(1)).reshape(shape)
         return cls(HeadPages(layers, pages, torch.from_numpy(fronts).reshape(shape)), grows)
 
-    def shares_of(self, layer: int) -> list[int]:
-        """Entries of each head of a layer."""
-        return [int(share) for share in self.pages.fronts[layer].tolist()]
-
 
 def _own_pages(
     blocks: np.ndarray, lanes: np.ndarray, size: int, before: HeadPages | None

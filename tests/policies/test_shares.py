@@ -1,0 +1,49 @@
+"""Shares rounded to pages."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvmerge.policies.shares import paged_shares
+
+
+def num_pages(shares: list[int], size: int) -> int:
+    return sum(-(-share // size) for share in shares)
+
+
+@given(st.data())
+def test_they_fit_and_none_loses_more_than_a_page(data):
+    size, count = data.draw(st.sampled_from([1, 16, 32])), data.draw(st.integers(1, 40))
+    budget = data.draw(st.integers(1, 20 * size))
+    least = data.draw(st.integers(1, budget))
+    marks = sorted(data.draw(st.integers(0, count * (budget - least))) for _ in range(count - 1))
+    shares = [least + b - a for a, b in zip([0, *marks], [*marks, count * (budget - least)], strict=True)]
+    room = -(-budget // size) * count
+    most = data.draw(st.integers(max(shares), 2 * max(shares)))
+    paged = paged_shares(shares, room, size, least, most)
+    assert num_pages(paged, size) <= room
+    assert all(least <= share <= most for share in paged)
+    assert sum(paged) <= sum(shares)
+    if num_pages(shares, size) <= room:
+        assert paged == shares
+    elif room * size - count * budget < size:
+        assert sum(shares) - sum(paged) <= count + sum(max(0, b - most + size) for b in paged)
+    if least < size and budget > 2 * size:
+        # Pages for the least of some are taken from what others have beyond theirs, in proportion.
+        taken = sum(max(0, size - share) for share in shares)
+        assert all(new > old - 2 * size - taken for new, old in zip(paged, shares, strict=True))
+
+
+def test_equal_shares_stay_equal():
+    assert paged_shares([100] * 6, 6 * 7, 16, 4, 300) == [100] * 6
+
+
+def test_the_last_page_is_as_full_as_that_of_an_even_front():
+    """Four heads of 40 on average have three pages of 16 each, the last with 8 entries."""
+    assert paged_shares([97, 33, 17, 13], 12, 16, 4, 200) == [104, 40, 8, 8]
+    assert paged_shares([97, 33, 17, 13], 13, 16, 4, 200) == [97, 33, 17, 13]
+
+
+def test_too_few_pages_are_refused():
+    with pytest.raises(ValueError, match="3 pages of 16 cannot hold 17 entries of 2 heads"):
+        paged_shares([40, 40], 3, 16, 17, 40)
