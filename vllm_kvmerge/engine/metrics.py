@@ -5,9 +5,12 @@ sets) prometheus_client sums over the processes on every API server's ``/metrics
 rank, as in vLLM's own metrics.
 """
 
+from typing import TYPE_CHECKING
+
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm_kvmerge.engine.usage import CacheSize
+if TYPE_CHECKING:
+    from vllm_kvmerge.engine.usage import CacheSize
 
 LABELS = ["policy", "engine"]
 COMPACTION_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -92,7 +95,7 @@ class CacheGauges:
         self._bytes_per_block = bytes_per_block
         self._policies: set[str] = set()
 
-    def update(self, sizes: list[tuple[str, CacheSize]]) -> None:
+    def update(self, sizes: list[tuple[str, "CacheSize"]]) -> None:
         """``sizes``: policy and size of each running request."""
         totals = {policy: [0] * len(_LIVE) for policy in self._policies | {policy for policy, _ in sizes}}
         for policy, size in sizes:
