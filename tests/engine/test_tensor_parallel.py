@@ -15,7 +15,7 @@ from tests.processes import end_with_tests
 from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
 
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 
 GENERATE = """
 import json, sys

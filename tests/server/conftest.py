@@ -71,6 +71,9 @@ OPTIONS = (
 )  # fmt: skip
 """Those of all servers here: small in memory, and exact enough to be compared by tokens."""
 
+ONE_PROCESS_PER_ENGINE = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+"""The worker in its engine's process, as vLLM has it on a GPU. Without it, a worker on the CPU has its own."""
+
 
 @contextmanager
 def running(
@@ -105,13 +108,13 @@ def running(
 @contextmanager
 def serving(*options: str, **more: Any) -> Iterator[Server]:
     """A server that is ready; ``more`` as for ``running``."""
-    port = free_port()
+    port, scheme = free_port(), "https" if "--ssl-certfile" in options else "http"
     with running("--port", str(port), *options, **more) as (process, log, reader):
         deadline = time.monotonic() + 400
         while not any("ready on" in line for line in log):
             assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
             time.sleep(0.2)
-        yield Server(f"http://127.0.0.1:{port}", process, log, reader)
+        yield Server(f"{scheme}://127.0.0.1:{port}", process, log, reader)
 
 
 @pytest.fixture(scope="session")

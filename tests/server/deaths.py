@@ -1,7 +1,7 @@
 """Kills one process of a server and checks its exit status, its last words, and that nothing is left behind.
 
-Each kind of process is killed in a server that other tests have done with: see the last tests of ``test_front_door``,
-``test_limits`` and ``test_nodes``; ``test_deaths`` has those that need a server of their own.
+Each kind of process is killed in a server that other tests have done with: see the last tests of ``test_limits`` and
+``test_nodes``, and ``test_deaths``, which also has those that need a server of their own.
 """
 
 import re

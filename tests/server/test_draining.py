@@ -1,19 +1,13 @@
 """The drain: what a server answers between the signal to stop and its end.
 
-The first tests drive the middleware alone, the last ones a real server of their own, which they stop.
+These tests drive the middleware alone; ``test_front_door`` and ``test_several_processes`` stop real servers.
 """
 
 import asyncio
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -21,8 +15,6 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from tests.processes import end_with_tests
-from tests.server.conftest import free_port
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
 
 
@@ -96,120 +88,3 @@ def test_the_thread_that_answers_does_not_wait_for_itself():
 
     asyncio.run(stop())
     assert stopped == [600]
-
-
-KEY = "a key of the test's own"
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
-    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*command, *names, *files], check=True, capture_output=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def stopped(certificate, tmp_path_factory):
-    """A server with a key, TLS and JSON logs, stopped while it streams: what its clients saw, and its log."""
-    import ssl
-
-    port, log = free_port(), tmp_path_factory.mktemp("log") / "server.log"
-    command = [
-        sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", "--port", str(port), "--dtype", "float32",
-        "--max-model-len", "4096", "--enforce-eager", "--kv-cache-memory-bytes", str(20 << 20),
-        "--api-key", KEY, "--ssl-keyfile", str(certificate / "key.pem"),
-        "--ssl-certfile", str(certificate / "certificate.pem"),
-        "--logging-config.formatter", "json", "--enable-log-requests", "--shutdown-timeout", "120",
-    ]  # fmt: skip
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with_tests)
-    context = ssl.create_default_context(cafile=str(certificate / "certificate.pem"))
-    client = httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context, timeout=60)
-    try:
-        deadline = time.monotonic() + 400
-        while "ready on" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.2)
-        yield stop_in_a_stream(process, client, port, log)
-    finally:
-        if process.poll() is None:
-            process.kill()
-
-
-def stop_in_a_stream(process, client, port, log):
-    seen = SimpleNamespace(late={})
-    seen.without_key = client.post("/v1/completions", json={"model": "demo", "prompt": "recall"})
-    client.headers["Authorization"] = f"Bearer {KEY}"
-    with pytest.raises(httpx.HTTPError):
-        httpx.get(f"http://127.0.0.1:{port}/health", timeout=10)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-
-    def come_late():
-        while client.get("/health").status_code == 200:
-            time.sleep(0.02)
-        seen.late = {
-            "health": client.get("/health").status_code,
-            "metrics": client.get("/metrics").status_code,
-            "post": client.post("/v1/completions", json={"model": "demo", "prompt": "recall", "max_tokens": 4}),
-        }
-
-    body = {
-        "model": "demo", "prompt": "recall", "max_tokens": 1500, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True}, "kv_compression": {"policy": "keepkv", "budget": 128},
-    }  # fmt: skip
-    other = threading.Thread(target=come_late)
-    events = []
-    with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "drained-1"}) as answer:
-        seen.header = answer.headers["x-request-id"]
-        for line in answer.iter_lines():
-            if line:
-                events.append(line.removeprefix("data: "))
-            if len(events) == 20 and not other.ident:
-                process.send_signal(signal.SIGTERM)
-                other.start()
-    other.join(60)
-    seen.events = events
-    seen.status = process.wait(180)
-    deadline = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{pid}") for pid in children.stdout.split()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    seen.log = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    return seen
-
-
-@pytest.mark.engine
-def test_a_stream_in_flight_is_finished(stopped):
-    *_, usage, done = stopped.events
-    assert done == "[DONE]"
-    assert json.loads(usage)["usage"]["completion_tokens"] == 1500
-    assert len(stopped.events) > 1000
-    assert stopped.status == 0
-
-
-@pytest.mark.engine
-def test_who_comes_late_is_sent_away(stopped):
-    assert (stopped.late["health"], stopped.late["metrics"]) == (503, 200)
-    refusal = stopped.late["post"]
-    assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")
-
-
-@pytest.mark.engine
-def test_who_brings_no_key_is_sent_away(stopped):
-    assert stopped.without_key.status_code == 401
-    assert len(stopped.without_key.headers["x-request-id"]) == 32
-
-
-@pytest.mark.engine
-def test_log_lines_carry_the_requests_id(stopped):
-    assert stopped.header == "drained-1"
-    own = [line for line in stopped.log if line.get("request_id") == "drained-1"]
-    assert any(line["name"] == "uvicorn.access" and '"POST /v1/completions' in line["message"] for line in own)
-    assert any(line["message"].startswith("Received request cmpl-drained-1-0") for line in own)
-    refused = stopped.without_key.headers["x-request-id"]
-    assert [line["message"].endswith(" 401") for line in stopped.log if line.get("request_id") == refused] == [True]
-    assert any("non-default args" in line["message"] for line in stopped.log)
-    assert KEY not in json.dumps(stopped.log)

@@ -1,19 +1,26 @@
-"""Who is let in, and with what: a real server with a key, its real routes."""
+"""Who is let in, with what, and what the end looks like from outside: a real server with a key, TLS and JSON logs."""
 
 import base64
 import http.client
 import json
+import os
 import re
+import signal
 import socket
+import ssl
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
-from tests.server.conftest import Server, serving
-from tests.server.deaths import kill
+from tests.server.conftest import ONE_PROCESS_PER_ENGINE, Server, serving, wait_until
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.request.nesting import MAX_DEPTH
 
@@ -36,10 +43,25 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Server]:
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this machine's own, which clients here trust."""
+    folder = tmp_path_factory.mktemp("tls")
+    path = folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(path)]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*command, *names, *files], check=True, capture_output=True)
+    os.environ["SSL_CERT_FILE"] = str(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(certificate: Path) -> Iterator[Server]:
     default = json.dumps({"policy": "streaming_llm", "budget": 64})
     options = ("--api-key", KEY, "--max-body-bytes", str(MAX_BODY), "--enable-scale-out", "--kv-compression", default)
-    with serving(*options) as ready:
+    options += "--ssl-keyfile", str(certificate.with_name("key.pem")), "--ssl-certfile", str(certificate)
+    options += "--logging-config.formatter", "json", "--enable-log-requests", "--shutdown-timeout", "120"
+    with serving(*options, *ONE_PROCESS_PER_ENGINE) as ready:
         yield ready
 
 
@@ -52,8 +74,8 @@ def client(guarded: Server) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def routes(guarded: Server) -> set[tuple[str, str]]:
     """(method, path) of all that the server says it has."""
-    found = re.findall(r"Route: (\S+), Methods: (.+)", "".join(guarded.log))
-    return {(method, path) for path, methods in found for method in methods.strip().split(", ")}
+    found = re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", "".join(guarded.log))
+    return {(method, path) for path, methods in found for method in methods.split(", ")}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +88,8 @@ def parsing(routes: set[tuple[str, str]]) -> set[str]:
 
 def exchange(server: Server, request: str) -> tuple[int, str]:
     """Status and body of the answer to a request as it is written here."""
-    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), timeout=60) as connection:
+    plain = socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), timeout=60)
+    with ssl.create_default_context().wrap_socket(plain, server_hostname="127.0.0.1") as connection:
         connection.sendall(request.encode())
         response = http.client.HTTPResponse(connection)
         response.begin()
@@ -223,8 +246,75 @@ def test_a_default_has_no_effect_on_beam_search(client: httpx.Client) -> None:
     assert refused.json()["error"]["param"] == "kv_compression"
 
 
-def test_nothing_is_left_of_a_server_that_is_killed(guarded: Server) -> None:
-    """The last test here."""
-    kill(guarded, "main")
-    with socket.create_server(("127.0.0.1", httpx.URL(guarded.url).port or 0)):
-        pass
+def test_without_tls_nobody_is_answered(guarded: Server) -> None:
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(guarded.url.replace("https", "http") + "/health", timeout=10)
+
+
+@pytest.fixture(scope="module")
+def stopped(guarded: Server, client: httpx.Client) -> SimpleNamespace:
+    """What clients saw of the server that was told to stop while it streamed, and its log. For the last tests here."""
+    seen = SimpleNamespace(events=[])
+    seen.without_key = httpx.post(guarded.url + "/v1/completions", json=BODY)
+    children = psutil.Process(guarded.process.pid).children(recursive=True)
+    assert children
+
+    def come_late() -> None:
+        while client.get("/health").status_code == 200:
+            time.sleep(0.02)
+        seen.late = {
+            "health": client.get("/health").status_code,
+            "metrics": client.get("/metrics").status_code,
+            "post": client.post("/v1/completions", json=BODY),
+        }
+
+    body = {
+        "model": "demo", "prompt": "recall", "max_tokens": 500, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True}, "kv_compression": {"policy": "keepkv", "budget": 128},
+    }  # fmt: skip
+    other = threading.Thread(target=come_late)
+    with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "drained-1"}) as answer:
+        seen.header = answer.headers["x-request-id"]
+        for line in answer.iter_lines():
+            if line:
+                seen.events.append(line.removeprefix("data: "))
+            if len(seen.events) == 20 and not other.ident:
+                guarded.process.send_signal(signal.SIGTERM)
+                other.start()
+    other.join(60)
+    client.close()  # an open connection with TLS would hold the server's end up for 30 seconds
+    seen.status = guarded.process.wait(180)
+    wait_until(lambda: not any(child.is_running() for child in children))
+    guarded.reader.join(60)
+    seen.log = [json.loads(line) for line in guarded.log if line.startswith("{")]
+    return seen
+
+
+def test_a_stream_in_flight_is_finished(stopped: SimpleNamespace) -> None:
+    *_, usage, done = stopped.events
+    assert done == "[DONE]"
+    assert json.loads(usage)["usage"]["completion_tokens"] == 500
+    assert len(stopped.events) > 300
+    assert stopped.status == 0
+
+
+def test_who_comes_late_is_sent_away(stopped: SimpleNamespace) -> None:
+    assert (stopped.late["health"], stopped.late["metrics"]) == (503, 200)
+    refusal = stopped.late["post"]
+    assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")
+
+
+def test_who_brings_no_key_is_sent_away(stopped: SimpleNamespace) -> None:
+    assert stopped.without_key.status_code == 401
+    assert len(stopped.without_key.headers["x-request-id"]) == 32
+
+
+def test_log_lines_carry_the_requests_id(stopped: SimpleNamespace) -> None:
+    assert stopped.header == "drained-1"
+    own = [line for line in stopped.log if line.get("request_id") == "drained-1"]
+    assert any(line["name"] == "uvicorn.access" and '"POST /v1/completions' in line["message"] for line in own)
+    assert any(line["message"].startswith("Received request cmpl-drained-1-0") for line in own)
+    refused = stopped.without_key.headers["x-request-id"]
+    assert [line["message"].endswith(" 401") for line in stopped.log if line.get("request_id") == refused] == [True]
+    assert any("non-default args" in line["message"] for line in stopped.log)
+    assert KEY not in json.dumps(stopped.log)

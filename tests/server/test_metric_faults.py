@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.server.conftest import serving, wait_until
+from tests.server.conftest import ONE_PROCESS_PER_ENGINE, serving, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -20,11 +20,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    """A server that counts on a disk of 192 KB, which are three files; it has more, in three processes."""
+    """A server that counts on a disk of 192 KB, which are three files; it has more, in two processes."""
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=192k tmpfs "$0" && exec "$@"', str(folder)]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
-    with serving(prefix=mount, PROMETHEUS_MULTIPROC_DIR=str(folder)) as ready:
+    with serving(*ONE_PROCESS_PER_ENGINE, prefix=mount, PROMETHEUS_MULTIPROC_DIR=str(folder)) as ready:
         yield ready
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.server.conftest import Server, serving, wait_until
+from tests.server.conftest import ONE_PROCESS_PER_ENGINE, Server, serving, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +49,8 @@ JOBS = [
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Server]:
     """Both API servers, which share one address."""
-    with serving("--data-parallel-size", "2", "--api-server-count", "2", "--shutdown-timeout", "120") as ready:
+    options = ("--data-parallel-size", "2", "--api-server-count", "2", "--shutdown-timeout", "120")
+    with serving(*options, *ONE_PROCESS_PER_ENGINE) as ready:
         yield ready
 
 
