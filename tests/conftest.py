@@ -11,8 +11,11 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import vllm_library
+from tests import examples, vllm_library
 from vllm_kvmerge.ops import cpu
+
+INNER_LOOP = "not engine"
+"""What is asked for with ``-m`` between two edits."""
 
 THIN_ON_GPU = 7
 """Each case compiles kernels of its own."""
@@ -40,6 +43,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("markexpr") == INNER_LOOP:
+        examples.share = 4
     library = config.getoption("--native-library", default=None)
     if library is not None:
         cpu.LIBRARY = library.resolve()
@@ -89,8 +94,8 @@ def pytest_unconfigure():
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Files that ``-m "not engine"`` leaves out as a whole are not imported: most of them import vLLM."""
-    if config.getoption("markexpr") != "not engine" or not collection_path.match("test_*.py"):
+    """Files that the inner loop leaves out as a whole are not imported: most of them import vLLM."""
+    if config.getoption("markexpr") != INNER_LOOP or not collection_path.match("test_*.py"):
         return None
     return True if "\npytestmark = pytest.mark.engine\n" in collection_path.read_text() else None
 

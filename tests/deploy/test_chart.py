@@ -91,6 +91,7 @@ def test_objects_are_valid(render, gpu, device, values, version):
             kubernetes_validate.validate(one, version, strict=True)
 
 
+@pytest.mark.engine
 def test_the_pod_monitor(render, node_modules):
     """Against the schema of the Prometheus operator's resource, as an npm package carries it."""
     script = (

@@ -110,6 +110,7 @@ def test_serve_takes_the_images_options(repository, parse, monkeypatch, tmp_path
     assert cuda == {"host": "0.0.0.0"}
 
 
+@pytest.mark.engine
 def test_the_compose_file(repository, node_modules, tmp_path):
     program = node_modules / ".bin/dclint"
     config = str(repository / "tests/deploy/dclint.json")

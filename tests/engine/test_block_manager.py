@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.examples import examples
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager, MergeableAttentionSpec
 from vllm_kvmerge.engine.plan import FrontSize, Segments
 
@@ -161,7 +162,7 @@ def test_a_front_as_long_as_the_sequence_is_a_copy(manager):
     assert num_free(manager) == NUM_BLOCKS - 3
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.data())
 def test_no_plan_of_a_step_writes_what_another_reads(data):
     """Whichever order a worker executes a step's plans in, each finds its entries as the step left them."""

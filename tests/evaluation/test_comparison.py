@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.evaluation.runs import small_config
 from tests.evaluation.test_runner import constant, go
+from tests.examples import examples
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.comparison import (
     bootstrap_p_value,
@@ -113,7 +114,7 @@ def test_p_values_and_intervals_of_known_resamples() -> None:
     assert (chosen == 0).mean() == pytest.approx(1 / 27, abs=0.01)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.lists(st.integers(-3, 5), min_size=3, max_size=8), min_size=1, max_size=6))
 def test_intervals_leave_out_0_where_holm_rejects(families: list[list[int]]) -> None:
     means = [resampled_means(differences, 999) for differences in families]

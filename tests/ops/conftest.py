@@ -1,6 +1,7 @@
 """Random paged caches and the dense sequences they stand for."""
 
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
@@ -204,6 +205,17 @@ def operators(request):
     cpu.set_level(request.param)
     yield cpu
     cpu.set_level(before)
+
+
+@pytest.fixture
+def warned():
+    """Messages of warnings that are logged."""
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    yield messages
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """The native operators against the reference, on every level of instructions that this machine runs."""
 
-import logging
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.ops.conftest import CacheMaker, batch_of
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cpu, dispatch, reference
@@ -73,7 +73,7 @@ def test_attention_is_the_references(operators, dtype, groups, head_size, block_
     check_against_reference(operators, maker, sequences, [1, 3, 40, 1], UPDATES[1:] + [None], groups)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 def test_any_segments(block_size, data):
@@ -266,19 +266,18 @@ def unloaded(monkeypatch):
 
 
 @pytest.mark.parametrize("broken", ["missing", "empty"])
-def test_without_the_library_the_reference_runs_after_one_warning(broken, unloaded, monkeypatch, tmp_path, caplog):
+def test_without_the_library_the_reference_runs_after_one_warning(broken, unloaded, monkeypatch, tmp_path, warned):
     if broken == "empty":
         (tmp_path / "_native.so").write_bytes(b"")
     monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "_native.so")
     maker = CacheMaker(0, 2, 32, 32, torch.float32)
     sequence = maker.sequence(0, 0, 70)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            seq_layers = SequenceLayers.of(maker.pages, sequence.blocks, 0, 0, 70)
-            keys = ops.gather_rows(seq_layers, "keys", torch.arange(70).repeat(2, 1))
-            assert torch.equal(keys.double(), sequence.keys)
-            assert ops.implementation().startswith("PyTorch reference")
-    assert len(caplog.records) == 1
+    for _ in range(2):
+        seq_layers = SequenceLayers.of(maker.pages, sequence.blocks, 0, 0, 70)
+        keys = ops.gather_rows(seq_layers, "keys", torch.arange(70).repeat(2, 1))
+        assert torch.equal(keys.double(), sequence.keys)
+        assert ops.implementation().startswith("PyTorch reference")
+    assert len(warned) == 1
 
 
 @needs_library

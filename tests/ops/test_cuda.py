@@ -1,17 +1,17 @@
 """CUDA's operators without a GPU: the kernels run by an emulation on the CPU, and compiled for GPUs."""
 
 import json
-import logging
 import re
 import subprocess
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.entries import gather_entries
+from tests.examples import examples
 from tests.ops.conftest import CacheMaker, Watch, batch_of, cuda_builder, cuda_on_gpu, padded
 from tests.ops.test_cpu import (
     UPDATES,
@@ -100,7 +100,7 @@ def test_attention_is_the_references(strict, monkeypatch, dtype, groups, head_si
     choice.choice.cache_clear()
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_any_segments(emulated_library, data):
     from vllm_kvmerge.ops import cuda
@@ -448,7 +448,7 @@ def test_a_server_may_override_operators():
             kvmerge_engine_args(additional_config={"kvmerge": {"operators": wrong}})
 
 
-def test_a_library_that_is_missing_is_said_once(monkeypatch, caplog, tmp_path):
+def test_a_library_that_is_missing_is_said_once(monkeypatch, warned, tmp_path):
     from vllm_kvmerge.ops import cuda
 
     monkeypatch.setattr(cuda.backend, "_path", tmp_path / "_cuda.so")
@@ -456,10 +456,9 @@ def test_a_library_that_is_missing_is_said_once(monkeypatch, caplog, tmp_path):
     maker = CacheMaker(0, 2, 64, 16, torch.float32)
     try:
         ops.override({"paged_attention": "cuda"})
-        with caplog.at_level(logging.WARNING):
-            for _ in range(2):
-                assert not ops.implementation(maker.pages).startswith("CUDA")
-        assert len([r for r in caplog.records if "csrc/cuda/build.py builds it" in r.message]) == 1
+        for _ in range(2):
+            assert not ops.implementation(maker.pages).startswith("CUDA")
+        assert len([message for message in warned if "csrc/cuda/build.py builds it" in message]) == 1
         with pytest.raises(OSError, match="is missing"):
             ops.choose("cuda")
         (tmp_path / "broken.so").write_text("no library")

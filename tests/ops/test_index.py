@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.ops.conftest import Watch
 from vllm_kvmerge.ops import cpu, reference
 
@@ -97,7 +98,7 @@ def test_places_of_a_mask_and_inverses(operators, n, share):
 
 
 @pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=80), st.integers(0, 80))
 def test_any_ranking(values, count):
     ranking = torch.tensor([values])

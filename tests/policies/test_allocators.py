@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from tests.examples import examples
 from tests.policies.sampling import (
     SEEDS,
     as_worker,
@@ -133,7 +134,7 @@ def test_pyramid_shapes():
     assert budgets(Pyramid(ratio=1.0)) == [200] * 5
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(SEEDS, st.integers(1, 5), st.integers(3, 40), st.floats(0.0, 1.0), st.floats(1.0, 4.0), st.data())
 def test_adaptive_against_a_loop(seed, num_heads, n, floor_share, max_share, data):
     entries = uneven(random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n - 1))))
@@ -209,7 +210,7 @@ def test_attention_mass_is_a_distribution_over_live_entries():
         assert (attention_mass(tracker, entries) == 0).all()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(SEEDS, st.integers(1, 4), st.integers(2, 40), st.data())
 def test_layer_statistic_is_the_mean_variance_of_relative_mass(seed, num_heads, n, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n - 1)))
@@ -228,7 +229,7 @@ def test_layer_statistic_is_the_mean_variance_of_relative_mass(seed, num_heads, 
             assert half.item() == statistic.item()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.floats(0.0, 1e4, allow_subnormal=False), min_size=1, max_size=40),
     st.integers(1, 2000),
@@ -306,7 +307,7 @@ PARTS = (
 POLICIES = [policy_of(allocator, *parts) for allocator in ALLOCATORS for parts in PARTS]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.sampled_from(POLICIES), SEEDS, st.integers(1, 4), st.integers(1, 30), st.integers(0, 3), st.data())
 def test_every_head_is_compressed_as_if_it_were_alone(policy, seed, num_heads, more, layer, data):
     n = policy.min_budget + more

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.policies.sampling import (
     SEEDS,
     as_worker,
@@ -117,7 +118,7 @@ def sample(size: tuple[int, int, int, int, int], least: int) -> tuple[Entries, i
     return random_entries(seed, num_heads, n, num_dead=min(num_dead, n - 1)), least + (n - 1 - least) * percent // 100
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(sizes, st.integers(0, 3), st.integers(0, 4))
 def test_key_norm_and_key_difference(size, num_sinks, window):
     least = num_sinks + window + 1
@@ -138,7 +139,7 @@ def test_key_norm_and_key_difference(size, num_sinks, window):
     check_choice(KeyDiff(**fields), entries, budget, rankings)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(sizes, st.integers(0, 3))
 def test_tova_ranks_all_heads_together(size, window):
     entries, budget = sample(size, window + 1)
@@ -195,7 +196,7 @@ def test_selection_does_not_depend_on_the_number_of_workers(selector):
         assert torch.equal(torch.cat(halves), whole)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(sizes, st.integers(0, 3), st.integers(0, 2**32 - 1))
 def test_random_keeps_the_largest_draws(size, window, seed):
     entries, budget = sample(size, window + 1)
@@ -274,7 +275,7 @@ def rkv_ranking(selector: RedundancyAware, entries: Entries, head: int) -> dict[
     return {p: share * a - (1 - share) * r for p, a, r in zip(positions, pooled, redundancy, strict=True)}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     sizes,
     st.integers(0, 4),
@@ -351,7 +352,7 @@ def nearest(entries: Entries, head: int, source: int, carriers: list[int]) -> tu
     return max(cosines)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(sizes, st.integers(1, 9), st.sampled_from([0, 2]), st.booleans())
 def test_cam(size, num_receivers, window, prior_votes):
     entries, budget = sample(size, 4)
@@ -422,7 +423,7 @@ def assert_convex(result: Entries, entries: Entries, kept: Tensor) -> None:
         assert (inside | ~result.is_live.unsqueeze(-1)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(sizes, st.sampled_from([0.0, 0.7, 1.0]), st.booleans(), st.sampled_from([None, -0.4, 0.3]))
 def test_d2o(size, share, prior_votes, previous):
     entries, budget = sample(size, 4)
@@ -493,7 +494,7 @@ def test_d2o_merges_a_single_evicted_entry():
     assert merge(D2OMerger(), entries, 10)[2] == 3
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(sizes, st.sampled_from([-1.0, 0.0, 0.4]), st.booleans())
 def test_kvmerger(size, threshold, prior_votes):
     entries, budget = sample(size, 4)
@@ -567,7 +568,7 @@ class Pairs:
         return len(takes)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(sizes, st.booleans())
 def test_asymkv(size, prior_votes):
     entries, budget = sample(size, 4)
@@ -602,7 +603,7 @@ def test_asymkv(size, prior_votes):
     torch.testing.assert_close(result.entries.log_votes.exp().sum(1), entries.log_votes.exp().sum(1))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(sizes, st.booleans(), st.integers(0, 3))
 def test_asymkv_over_a_selection(size, prior_votes, window):
     entries, budget = sample(size, 5)
@@ -641,7 +642,7 @@ def merged_before(entries: Entries, protected: Tensor, context: CompressionConte
     return update.apply(entries), update.merged.sum()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(SEEDS, st.integers(2, 20), st.booleans())
 def test_asymkv_loses_nothing_where_neighbours_have_one_key(seed, num_pairs, prior_votes):
     n = 2 * num_pairs + 2

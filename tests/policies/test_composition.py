@@ -7,10 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, newest_queries, random_entries
 from vllm_kvmerge.policies import (
     ALLOCATORS,
@@ -99,7 +100,7 @@ def context_for(policy: CompressionPolicy, entries: Entries, budget: int) -> Com
     )
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(st.sampled_from(POLICIES), SEEDS, st.integers(1, 3), st.integers(2, 40), st.booleans(), st.data())
 def test_every_policy(policy, seed, num_heads, n, at_prompt_end, data):
     n += policy.min_budget

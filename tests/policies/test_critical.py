@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_sound, random_entries
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import DropMerger
@@ -42,7 +43,7 @@ def brute_force(entries: Entries, weights: torch.Tensor, head: int, budget: int,
     return {entries.positions[head, i].item() for i in window + stage_1 + stage_2}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(3, 30), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.data()
 )

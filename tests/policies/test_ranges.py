@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_sound, newest_queries, random_entries
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies import (
@@ -89,7 +90,7 @@ def test_what_a_number_may_be(name):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.data(), st.integers(1, MAX_TOKENS))
 def test_counts_of_any_part(name, data, budget):
     """Of all values and budgets: whole numbers that vLLM's scheduler can reckon with."""
@@ -110,7 +111,7 @@ def test_counts_of_any_part(name, data, budget):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(SEEDS, st.data(), st.booleans())
 def test_any_values_compress(preset, seed, data, at_prompt_end):
     policy, n = data.draw(policies(preset)), 24
@@ -150,7 +151,7 @@ def context_of_layers(entries: Entries, budget: int, statistics: torch.Tensor, *
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(SEEDS, st.data(), st.sampled_from([1, 2, 61, 256]))
 def test_any_split(name, seed, data, num_layers):
     """Budgets of very many, very uneven layers lie between the least and the capacity, and their mean is the budget."""

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_sound, concatenate, newest_queries, random_entries
 from vllm_kvmerge.ops import attention as attention_module
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
@@ -53,7 +54,7 @@ def brute_force(entries: Entries, context: CompressionContext, head: int, select
     return {position[i] for i in recent} | {position[i] for i in distant[: max(0, context.budget - len(recent))]}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(4, 30), st.sampled_from(["sum", "max"]), st.data())
 def test_is_algorithm_1(seed, num_heads, num_groups, n, fusion, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)), dtype=torch.float64)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, newest_queries, random_entries
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import DropMerger, RegressionMerger
@@ -80,7 +81,7 @@ def fixed_entries(kept: Entries, full: Entries, context: CompressionContext, sha
     return fixed
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     SEEDS, st.integers(1, 3), st.sampled_from([1e-3, 1e-2, 1.0]), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 9)
 )
@@ -253,7 +254,7 @@ def test_the_ridge_follows_the_model(model_type, ridge):
     assert RegressionMerger.model_defaults(model_type) == {"lambda_k": ridge, "lambda_v": ridge}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     SEEDS,
     st.sampled_from(["k", "v", "kv"]),

@@ -3,10 +3,11 @@
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_sound, concatenate, probabilities, random_entries, random_query
 from vllm_kvmerge.policies import DEAD, PRESETS, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import ResidualMerger
@@ -29,7 +30,7 @@ def append(entries: Entries, other: Entries, position: int) -> Entries:
     return concatenate(entries, token)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(SEEDS, st.integers(1, 3), st.integers(8, 40), st.floats(0.0, 1.0), st.data())
 def test_prompt_end_averages_runs(seed, num_heads, n, alpha, data):
     num_dead = data.draw(st.integers(0, n))
@@ -93,7 +94,7 @@ def test_what_leaves_founds_slots_first():
             assert is_slot[slot] and result.aux[head, slot] == 1 + (i == joined)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.integers(1, 3), st.integers(8, 60), st.floats(0.0, 1.0), st.booleans(), st.data())
 def test_theorem_3_1_uncompressed_entries_gain_attention(seed, num_heads, n, alpha, at_prompt_end, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n // 2)), dtype=torch.float64)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, random_entries
 from vllm_kvmerge.policies import DEAD, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
@@ -60,7 +61,7 @@ def pooled_scores(head: Head, window: int, kernel: int) -> Head:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(SEEDS, st.integers(1, 3), st.integers(2, 24), st.data())
 def test_recent_and_sinks(seed, num_heads, n, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
@@ -73,7 +74,7 @@ def test_recent_and_sinks(seed, num_heads, n, data):
     assert run(SinkRecent(num_sink_tokens=num_sinks), entries, budget) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.integers(1, 3), st.integers(2, 24), st.data())
 def test_heavy_hitter(seed, num_heads, n, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
@@ -91,7 +92,7 @@ def test_heavy_hitter(seed, num_heads, n, data):
     assert run(selector, entries, budget, num_slots) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.integers(1, 3), st.integers(2, 32), st.data())
 def test_window_topk(seed, num_heads, n, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, random_entries, stack_rows
 from tests.policies.test_baselines import built
 from tests.policies.test_composition import context_for, entries_for
@@ -38,7 +39,7 @@ def random_update(entries, num_places, num_changed, generator):
     return update
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(SEEDS, st.integers(1, 3), st.integers(1, 20), st.data())
 def test_index_arithmetic_by_brute_force(seed, num_heads, n, data):
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +67,7 @@ def test_index_arithmetic_by_brute_force(seed, num_heads, n, data):
     assert torch.equal(any_at(index, index >= 0, n), some)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(SEEDS, st.integers(1, 3), st.integers(1, 20), st.data())
 def test_order_and_newest(seed, num_heads, n, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
@@ -77,7 +78,7 @@ def test_order_and_newest(seed, num_heads, n, data):
         assert {p for p, new in zip(positions, row, strict=True) if new} == set(live[:count])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.integers(1, 3), st.integers(2, 20), st.data())
 def test_outcomes_of_outcomes(seed, num_heads, n, data):
     """One after the other is the same as both in one, and putting entries in place changes their order alone."""
@@ -143,7 +144,7 @@ def test_entries_that_stay_keep_their_places(name):
     assert ((kept == torch.arange(capacity)) | (kept < 0) | (kept >= capacity)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.integers(1, 3), st.integers(3, 24), st.data())
 def test_similarity_to_entries_that_an_outcome_has_changed(seed, num_heads, n, data):
     """What is compared where it lies, and what apart, together give what the dense entries give."""

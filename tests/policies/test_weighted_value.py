@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, random_entries
 from vllm_kvmerge.policies import DEAD, PRESETS, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.indexing import mask_of
@@ -45,7 +46,7 @@ def one_by_one(entries: Entries, head: int, leaving: set[int], means: list[float
     return values, num_merged
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(SEEDS, st.integers(1, 3), st.integers(4, 60), st.booleans(), st.data())
 def test_equals_leaving_one_by_one(seed, num_heads, n, at_prompt_end, data):
     num_dead = data.draw(st.integers(0, n))
@@ -72,7 +73,7 @@ def test_equals_leaving_one_by_one(seed, num_heads, n, at_prompt_end, data):
     assert result.num_merged == num_merged
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(SEEDS, st.integers(8, 200), st.data())
 def test_merged_values_stay_among_those_they_are_made_of(seed, n, data):
     entries = counted(random_entries(seed, 2, n, head_size=3), seed)

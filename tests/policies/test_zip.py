@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.policies.sampling import (
     SEEDS,
     assert_same,
@@ -85,7 +86,7 @@ def is_scaled(before: Entries, after: Entries, carrier: int, members: list[int])
     return (after.log_votes[:, carrier] - votes).abs() < 1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(SEEDS, st.integers(1, 4), st.integers(4, 40), MODES, st.booleans(), st.booleans(), st.data())
 def test_theorem_3_output_is_unchanged_for_exact_scores(seed, num_heads, n, mode, merge_first, at_prompt_end, data):
     num_dead = data.draw(st.integers(0, n // 4))
@@ -102,7 +103,7 @@ def test_theorem_3_output_is_unchanged_for_exact_scores(seed, num_heads, n, mode
     torch.testing.assert_close(TRACKER.corrected(result.entries)[live], expected, rtol=1e-6, atol=1e-7)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(SEEDS, st.integers(4, 64), MODES, st.booleans())
 def test_theorem_3_in_float32(seed, n, mode, at_prompt_end):
     entries, query = scored_entries(seed, 2, n, dtype=torch.float32)
@@ -112,7 +113,7 @@ def test_theorem_3_in_float32(seed, n, mode, at_prompt_end):
     torch.testing.assert_close(attend(result.entries, query), attend(entries, query), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(SEEDS, st.integers(1, 3), st.integers(2, 12), MODES, st.floats(0.001, 0.3), st.data())
 def test_theorem_5_bounds_the_perturbation_at_another_query(seed, num_heads, n, mode, change, data):
     entries, query = scored_entries(seed, num_heads, n)
@@ -130,7 +131,7 @@ def test_theorem_5_bounds_the_perturbation_at_another_query(seed, num_heads, n, 
     assert ((perturbation <= bound + 1e-9) | (error >= 1)).all()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(SEEDS, st.integers(1, 3), st.integers(3, 12), MODES, st.data())
 def test_lemma_6_identical_entries_merge_without_any_loss(seed, num_heads, n, mode, data):
     entries, _ = scored_entries(seed, num_heads, n)
@@ -142,7 +143,7 @@ def test_lemma_6_identical_entries_merge_without_any_loss(seed, num_heads, n, mo
         torch.testing.assert_close(attend(merged, later), attend(entries, later), rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(SEEDS, st.integers(3, 12), MODES, st.data())
 def test_theorem_2_a_convex_merge_without_votes_loses_mass(seed, n, mode, data):
     entries, query = scored_entries(seed, 2, n)
@@ -163,7 +164,7 @@ def test_theorem_2_a_convex_merge_without_votes_loses_mass(seed, n, mode, data):
     torch.testing.assert_close(probabilities(zipped, query)[:, 0], mass)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(SEEDS, st.integers(2, 8))
 def test_merging_two_by_two_agrees_with_equation_7(seed, num_heads):
     entries, query = scored_entries(seed, num_heads, 2)
@@ -219,7 +220,7 @@ def test_modes(mode, log_scores, scaled):
     assert merged.keys.norm() < 100
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.integers(1, 3), st.integers(4, 30), st.floats(-1.0, 1.0), MODES, st.data())
 def test_each_entry_joins_its_most_similar_carrier_or_goes(seed, num_heads, n, threshold, mode, data):
     entries, _ = scored_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n // 2)))
@@ -259,7 +260,7 @@ def assert_same_entry(one: Entries, i: int, other: Entries, j: int, head: int) -
         assert torch.equal(getattr(one, name)[head, i], getattr(other, name)[head, j]), name
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SEEDS, st.integers(1, 3), st.integers(6, 30), st.floats(-1.0, 1.0), st.data())
 def test_merge_first(seed, num_heads, n, threshold, data):
     num_dead = data.draw(st.integers(0, n // 2))
@@ -295,7 +296,7 @@ def test_merge_first(seed, num_heads, n, threshold, data):
             )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     SEEDS,
     st.integers(1, 3),
@@ -328,7 +329,7 @@ def test_theorem_3_beside_any_tracker(seed, num_heads, n, tracker, head_fit, mod
         torch.testing.assert_close(TRACKER.corrected(result.entries)[live], expected, rtol=1e-6, atol=1e-7)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 12), st.floats(0.01, 0.99))
 def test_queries_give_the_average_that_the_tracker_keeps(seed, num_groups, window, ema_decay):
     """Equation 8 of the newest queries is what ``log_ema`` has after these, with entries that only some have seen."""
@@ -375,7 +376,7 @@ def head_errors(before: Entries, after: Entries, vectors: Tensor) -> Tensor:
     return torch.stack([(attend(after, q) - attend(before, q)).square().sum(-1) for q in heads]).sum(0)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(SEEDS, st.sampled_from([2, 4, 8]), st.sampled_from(["value", "votes"]))
 def test_least_squares_is_least_to_first_order(seed, num_groups, what):
     """Of a merge with little mass: another value gives the query heads a larger error, whatever the direction; other
@@ -446,7 +447,7 @@ def test_further_passes_merge_pairs_that_the_first_does_not_compare():
     assert [left(9, budget) for budget in (4, 5)] == [4, 5]
 
 
-@settings(max_examples=5, deadline=None)
+@examples(5)
 @given(SEEDS, st.integers(3, 8))
 def test_enough_passes_leave_no_similar_pair(seed, n):
     """Of n entries at most n - 1 can merge, so one of the rounds of log2(n) passes must have merged nothing."""
@@ -502,7 +503,7 @@ def test_a_threshold_of_one_merges_nothing():
     assert (result.num_merged, result.num_evicted) == (0, 20)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(SEEDS, st.floats(0.001, 0.999))
 def test_tracker_follows_equation_8(seed, ema_decay):
     """The log-domain average, updated query by query, is eq. 8's; ``corrected`` and ``uncorrected`` undo each other."""
