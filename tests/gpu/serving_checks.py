@@ -147,7 +147,7 @@ def test_the_prefix_cache_is_as_plain_requests_leave_it(engine, setting, policy)
 def test_requests_of_every_kind_at_once(engine, setting):
     """Preempted, aborted, sharing prompts, compressed by any policy or none: as alone, and no block is lost."""
     rng = np.random.default_rng(20)
-    num_requests = 100 if setting.is_on_gpu else 14
+    num_requests = 100 if setting.is_on_gpu else 8
     jobs = draw_jobs(rng, num_requests, 3500 if setting.is_on_gpu else setting.longest, num_logprobs=5)
     together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()

@@ -17,7 +17,7 @@ from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
 from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, reference  # noqa: E402
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SUM, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
 
 
@@ -37,7 +37,7 @@ def compressed(scene, front, tail, seq_len, num_tokens=1, update=NO_UPDATE, ring
     return Request(scene.maker.sequence(front, tail, seq_len), num_tokens, row)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_batch_of_everything(dtype):
     """Decoding, chunks and whole prompts, plain and compressed, scored and kept, in no particular order."""
     scene = Scene(1, dtype)
