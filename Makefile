@@ -72,7 +72,7 @@ test: setup
 # Short: the tests that run vLLM's operators, beside ours and in an engine.
 test-levels: setup
 	@libraries=$$($(BIN)/python -m tests.vllm_library) || exit 1; others=$$(tail -n +2 <<< "$$libraries"); \
-	echo "make test-levels: beside the library of make test this processor can run: $${others:-no other}"; \
+	echo "make test-levels: beside the library of make test this processor can run:" $${others:-no other}; \
 	for library in $$others; do \
 		OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --vllm-library $$library \
 			tests/ops/test_operators.py tests/engine/test_plain.py -k "vllm or library" $(ARGS) || exit 1; \
