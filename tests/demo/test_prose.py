@@ -25,7 +25,8 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def text(tokenizer):
-    return train_prose.tokens_of([Page(str(i), line) for i, line in enumerate(SENTENCES)], tokenizer)
+    pages = [" ".join(SENTENCES[:60]), *SENTENCES]
+    return train_prose.tokens_of([Page(str(i), page) for i, page in enumerate(pages)], tokenizer)
 
 
 def test_text_of_a_page():
@@ -68,7 +69,7 @@ def test_tokens_give_texts_back(tokenizer, text):
         ids = tokenizer.encode(line)
         assert ids[0] == train_prose.BOS and tokenizer.decode(ids[1:]) == line
     ends = np.flatnonzero(text == train_prose.EOS)
-    assert len(ends) == len(SENTENCES) and tokenizer.decode(text[: ends[0]]) == SENTENCES[0]
+    assert len(ends) == 1 + len(SENTENCES) and tokenizer.decode(text[ends[0] + 1 : ends[1]]) == SENTENCES[0]
 
 
 def test_batches_are_windows_of_the_text(text):
@@ -80,6 +81,7 @@ def test_batches_are_windows_of_the_text(text):
         sizes.add(tuple(inputs.shape))
         windows = np.lib.stride_tricks.sliding_window_view(text, targets.shape[1])
         assert (windows == targets[0].numpy()).all(1).any()
+        assert not (targets[:, :-1] == train_prose.EOS).any()  # all within a page
     # Documents longer than a step are read one at a time.
     assert sizes == {(4, 32), (1, 256)}
     assert not torch.equal(*(train_prose.draw_batch(text, seed, 0, 0, SCHEDULE)[1] for seed in (0, 1)))
@@ -108,13 +110,27 @@ def test_an_interrupted_run_gets_to_the_same_model_which_loads(tmp_path, tokeniz
     assert loaded.encode(SENTENCES[0]) == tokenizer.encode(SENTENCES[0])
 
 
+def test_every_weight_has_one_optimizer(tmp_path, tokenizer, text):
+    trainer = train_prose.ProseTrainer(text, tokenizer, tmp_path, 0, "cpu")
+    muon, adamw = ([id(p) for group in one.param_groups for p in group["params"]] for one in trainer.optimizers)
+    assert sorted(muon + adamw) == sorted(id(p) for p in trainer.model.parameters())
+    layers = trainer.model.model.layers
+    assert set(muon) == {
+        id(p) for layer in layers for name, p in layer.named_parameters() if name.endswith("proj.weight")
+    }
+
+
 def test_losses_by_place(tokenizer):
     torch.manual_seed(0)
     model = train_prose.build_model()
     texts = [" ".join(SENTENCES[:20]), SENTENCES[0], " ".join(SENTENCES[20:80])]
-    tokens = scores_prose.windows_of(texts, tokenizer, 129, 3)
+    every, pages = scores_prose.windows_of(texts, tokenizer, 129, 1_000)
+    lengths = [len(tokenizer.encode(text)) - 1 for text in texts]
+    assert pages.tolist() == [0] * (lengths[0] // 128) + [2] * (lengths[2] // 128)
+    assert every[1, 1:].tolist() == tokenizer.encode(texts[0])[129:257]
+    tokens, chosen = scores_prose.windows_of(texts, tokenizer, 129, 3)
+    assert torch.equal(tokens, every[[0, round((len(every) - 1) / 2), len(every) - 1]]) and chosen.tolist() == [0, 2, 2]
     assert tokens.shape == (3, 129) and (tokens[:, 0] == train_prose.BOS).all()
-    assert tokens[1, 1:].tolist() == tokenizer.encode(texts[0])[129:257]
     with pytest.raises(ValueError, match="length: no page has 10000 tokens"):
         scores_prose.windows_of(texts, tokenizer, 10_000, 3)
     losses, near = scores_prose.losses_of(model, tokens), scores_prose.near_losses_of(model, tokens, 32)
@@ -127,6 +143,16 @@ def test_losses_by_place(tokenizer):
     torch.testing.assert_close(near[:, :32], losses[:, :32])
     # The next parts begin at tokens 33 - 16 and 49 - 16.
     torch.testing.assert_close(near[0, 48:64], -last)
+
+
+def test_an_interval_takes_pages_as_its_samples():
+    values = np.array([1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0])
+    # One draw of two pages in four has the first alone, one the second.
+    assert scores_prose.interval_of(values, np.repeat([0, 1], 4)) == (1.0, 3.0)
+    low, high = scores_prose.interval_of(values, np.arange(8))
+    assert 1.0 < low < 2.0 < high < 3.0
+    # A page of three windows counts as three of one.
+    assert scores_prose.interval_of(np.array([0.0, 0.0, 0.0, 4.0]), np.array([0, 0, 0, 1])) == (0.0, 4.0)
 
 
 def test_held_out_pages_are_written(tmp_path, monkeypatch):

@@ -14,16 +14,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from vllm_kvmerge.demo.muon import Muon
 from vllm_kvmerge.demo.prose import Page, read_pages
 from vllm_kvmerge.demo.training import Schedule, Stage, TrainingRun, training_parser
 
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<s>", "</s>")
 BOS, EOS = 2, 3
-VOCABULARY_SIZE = 4_096
+VOCABULARY_SIZE = 2_048
 MAX_POSITIONS = 4_096
+MATRICES_LEARNING_RATE = 0.02
+"""Muon's peak, for the matrices of layers; the schedule's is AdamW's, for embeddings and norms."""
 SCHEDULE = Schedule(
     tokens_per_step=2_048, learning_rate=3e-3,
-    stages=(Stage(512, 1_300), Stage(1_024, 300), Stage(2_048, 160), Stage(4_096, 120)),
+    stages=(Stage(256, 300), Stage(1_024, 200), Stage(4_096, 560)),
 )  # fmt: skip
 
 
@@ -53,24 +56,34 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model() -> LlamaForCausalLM:
-    """1.3 million parameters: four layers of four query heads and two KV heads of 32, random weights."""
-    return LlamaForCausalLM(
+    """850,000 parameters: three layers of four query heads and two KV heads of 32, random weights.
+
+    Biases of queries and keys are random too: with RoPE, they alone let the first layer tell near from far, because
+    embeddings, which start out unlike each other, have nothing in common that a position could turn.
+    """
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY_SIZE,
             hidden_size=128,
             intermediate_size=384,
-            num_hidden_layers=4,
+            num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=MAX_POSITIONS,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            attention_bias=True,
+            initializer_range=0.05,
             tie_word_embeddings=True,
             bos_token_id=BOS,
             eos_token_id=EOS,
             pad_token_id=0,
         )
     )
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            torch.nn.init.normal_(projection.bias)
+    return model
 
 
 def tokens_of(pages: Sequence[Page], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
@@ -82,13 +95,21 @@ def tokens_of(pages: Sequence[Page], tokenizer: PreTrainedTokenizerFast) -> np.n
 def draw_batch(
     text: np.ndarray, seed: int, step: int, stage: int, schedule: Schedule = SCHEDULE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, ``[batch, length]`` int64: windows that begin with ``<s>`` and then anywhere in the text, so
-    that many go on from one page to the next of the same manual."""
+    """Inputs and targets, ``[batch, length]`` int64: windows that begin with ``<s>`` and then anywhere in a page that
+    goes on for as long as the window.
+
+    text: ``tokens_of`` pages, one of which at least has ``length`` tokens.
+    """
     rng = np.random.default_rng((seed, step))
     length = schedule.draw_length(rng, stage)
-    starts = rng.integers(0, len(text) - length + 1, schedule.batch_size(length))
-    targets = torch.from_numpy(np.stack([text[start : start + length] for start in starts]))
-    beginning = torch.full((len(starts), 1), BOS)
+    windows: list[np.ndarray] = []
+    while len(windows) < schedule.batch_size(length):
+        start = rng.integers(0, len(text) - length + 1)
+        window = text[start : start + length]
+        if EOS not in window[:-1]:
+            windows.append(window)
+    targets = torch.from_numpy(np.stack(windows))
+    beginning = torch.full((len(windows), 1), BOS)
     return torch.cat([beginning, targets[:, :-1]], dim=1), targets
 
 
@@ -114,6 +135,11 @@ class ProseTrainer(TrainingRun):
 
     def build_model(self) -> LlamaForCausalLM:
         return build_model()
+
+    def build_optimizers(self) -> list[torch.optim.Optimizer]:
+        matrices = [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
+        others = [*self.model.model.embed_tokens.parameters(), *(p for p in self.model.parameters() if p.ndim == 1)]
+        return [Muon(matrices, MATRICES_LEARNING_RATE), self.adamw(others)]
 
     def build_tokenizer(self) -> PreTrainedTokenizerFast:
         return self.tokenizer

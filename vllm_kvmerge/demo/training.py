@@ -10,6 +10,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 WARMUP_STEPS = 40
+WEIGHT_DECAY = 0.05
 FINAL_LEARNING_RATE = 0.03
 """Share of the peak's."""
 SHORTER = 0.25
@@ -70,22 +72,33 @@ class TrainingRun(ABC):
         self.schedule, self.output, self.seed, self.device, self.stop_after = schedule, output, seed, device, stop_after
         torch.manual_seed(seed)
         self.model = self.build_model().to(device)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+        self.optimizers = self.build_optimizers()
+        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.step = 0
         self.checkpoint = output / "stages" / "latest.pt"
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
             state = torch.load(self.checkpoint, map_location=device)
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
             self.step = state["step"]
 
     @abstractmethod
     def build_model(self) -> LlamaForCausalLM:
         """The model before its training; draws from torch's default generator."""
+
+    def build_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers of the model's parameters; a group's ``lr`` is its peak."""
+        return [self.adamw(self.model.parameters())]
+
+    def adamw(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=self.schedule.learning_rate, betas=(0.9, 0.95), fused=True)
 
     @abstractmethod
     def build_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -122,17 +135,21 @@ class TrainingRun(ABC):
                 self.export()
 
     def _learn(self, stage: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.learning_rate * learning_rate(self.step, self.schedule.num_steps)
+        share = learning_rate(self.step, self.schedule.num_steps)
+        for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * share
         loss = self.loss(stage)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.step += 1
 
     def _save(self) -> None:
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": self.step}
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(state, partial)
         os.replace(partial, self.checkpoint)
