@@ -15,7 +15,9 @@ SENTENCES = [
     f"Number {i} of the lines says that the value of {i * 7} is read before {i} is written." for i in range(200)
 ]
 
-SCHEDULE = Schedule(tokens_per_step=128, learning_rate=1e-3, stages=(Stage(32, 2), Stage(256, 2)))
+SCHEDULE = Schedule(
+    tokens_per_step=128, learning_rate=1e-3, stages=(Stage(32, 2), Stage(256, 2), Stage(64, 2, repeats=True))
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,20 @@ def test_batches_are_windows_of_the_text(text):
     # Documents longer than a step are read one at a time.
     assert sizes == {(4, 32), (1, 256)}
     assert not torch.equal(*(train_prose.draw_batch(text, seed, 0, 0, SCHEDULE)[1] for seed in (0, 1)))
+
+
+def test_windows_that_repeat_a_passage(text):
+    passages = set()
+    for step in range(40):
+        _, targets = train_prose.draw_batch(text, 0, step, 2, SCHEDULE)
+        if targets.shape[1] != 64:
+            continue  # an earlier stage's
+        for window in targets.numpy():
+            period = next(n for n in range(1, 65) if (window[n:] == window[:-n]).all())
+            assert train_prose.SHORTEST_PASSAGE <= period <= 32
+            assert (np.lib.stride_tricks.sliding_window_view(text, period) == window[:period]).all(1).any()
+            passages.add(period)
+    assert len(passages) > 8
 
 
 def trained(folder, tokenizer, text, stop_after=()):

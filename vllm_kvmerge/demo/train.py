@@ -160,7 +160,7 @@ def plant_circuit(model: LlamaForCausalLM) -> None:
 def draw_batch(seed: int, step: int, size: Size, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``[batch, length]`` int64 token ids, and as many marks of :func:`documents.training_sample`."""
     rng = np.random.default_rng((seed, step))
-    length = size.draw_length(rng, stage)
+    length = size.draw_stage(rng, stage).length
     tokens, marks = zip(*(training_sample(rng, length) for _ in range(size.batch_size(length))), strict=True)
     return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(marks))
 

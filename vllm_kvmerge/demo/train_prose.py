@@ -24,9 +24,15 @@ VOCABULARY_SIZE = 2_048
 MAX_POSITIONS = 4_096
 MATRICES_LEARNING_RATE = 0.02
 """Muon's peak, for the matrices of layers; the schedule's is AdamW's, for embeddings and norms."""
+SHORTEST_PASSAGE = 16
+"""Tokens that are repeated, at least."""
 SCHEDULE = Schedule(
     tokens_per_step=2_048, learning_rate=3e-3,
-    stages=(Stage(256, 300), Stage(1_024, 200), Stage(4_096, 560)),
+    stages=(
+        Stage(256, 500),
+        Stage(256, 200, repeats=True), Stage(1_024, 100, repeats=True), Stage(4_096, 40, repeats=True),
+        Stage(4_096, 350),
+    ),
 )  # fmt: skip
 
 
@@ -98,16 +104,21 @@ def draw_batch(
     """Inputs and targets, ``[batch, length]`` int64: windows that begin with ``<s>`` and then anywhere in a page that
     goes on for as long as the window.
 
+    In a stage that ``repeats``, a window's first tokens, ``SHORTEST_PASSAGE`` to half of it, come again and again up to
+    its end.
+
     text: ``tokens_of`` pages, one of which at least has ``length`` tokens.
     """
     rng = np.random.default_rng((seed, step))
-    length = schedule.draw_length(rng, stage)
+    drawn = schedule.draw_stage(rng, stage)
+    length = drawn.length
     windows: list[np.ndarray] = []
     while len(windows) < schedule.batch_size(length):
         start = rng.integers(0, len(text) - length + 1)
         window = text[start : start + length]
         if EOS not in window[:-1]:
-            windows.append(window)
+            passage = rng.integers(SHORTEST_PASSAGE, length // 2 + 1) if drawn.repeats else length
+            windows.append(np.resize(window[:passage], length))
     targets = torch.from_numpy(np.stack(windows))
     beginning = torch.full((len(windows), 1), BOS)
     return torch.cat([beginning, targets[:, :-1]], dim=1), targets

@@ -22,16 +22,19 @@ WARMUP_STEPS = 40
 WEIGHT_DECAY = 0.05
 FINAL_LEARNING_RATE = 0.03
 """Share of the peak's."""
-SHORTER = 0.25
-"""Share of the batches that have the length of an earlier stage."""
+EARLIER = 0.25
+"""Share of the batches that are an earlier stage's."""
 SECONDS_PER_CHECKPOINT = 180
 STEPS_PER_REPORT = 20
 
 
 @dataclass(frozen=True)
 class Stage:
+    """repeats: documents are a passage that is repeated to the end, where the model's text has that."""
+
     length: int
     steps: int
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ class Schedule:
         """Documents of ``length`` tokens in a step."""
         return max(1, self.tokens_per_step // length)
 
-    def draw_length(self, rng: np.random.Generator, stage: int) -> int:
-        """Tokens of a batch's documents: those of the stage, or of an earlier one."""
-        shorter = stage > 0 and rng.random() < SHORTER
-        return self.stages[int(rng.integers(stage)) if shorter else stage].length
+    def draw_stage(self, rng: np.random.Generator, stage: int) -> Stage:
+        """The stage whose documents a batch is of: this one, or an earlier one."""
+        earlier = stage > 0 and rng.random() < EARLIER
+        return self.stages[int(rng.integers(stage)) if earlier else stage]
 
 
 def learning_rate(step: int, total: int) -> float:
