@@ -101,12 +101,15 @@ def test_layers_that_are_skipped_keep_every_token(engine):
             segments = engine.manager.segments.get(request.request_id)
             if segments is None:
                 continue
-            assert segments.front == segments.tail and request.num_computed_tokens - segments.tail <= 8
-            fronts.add(segments.front)
-            blocks = [b.block_id for b in engine.manager.req_to_blocks[request.request_id]][: -(-segments.front // 32)]
-            for index, layer in enumerate(runner.compression.compactor.layers):
-                positions = layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front]
-                assert ((positions >= 0).sum(1) == (segments.front if index == 0 else 64)).all()
+            assert segments.num_places == segments.tail and request.num_computed_tokens - segments.tail <= 8
+            fronts.add(segments.tail)
+            pages = runner.compression.states[request.request_id].pages
+            assert pages.fronts.unique(dim=1).flatten().tolist() == [segments.tail, *[64] * (len(pages.fronts) - 1)]
+            blocks = [b.block_id for b in engine.manager.req_to_blocks[request.request_id] if not b.is_null]
+            assert {int(block) for block in pages.places(pages.ids[:, :, 0])[1].unique()} <= set(blocks)
+            # All layers together: four times 64 entries, or what the first layer has, and the tail.
+            num_pages = int((-(-pages.fronts[:, 0] // 32)).sum())
+            assert len(blocks) <= -(-num_pages // len(pages.fronts)) + 2
 
     run_steps(engine, watch)
     assert fronts == set(range(500, 600, 8))

@@ -79,7 +79,7 @@ def test_tokens_of_the_cpu_runner(is_v2, expected):
         "max_num_seqs": 4,
         "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": 11 * BYTES_PER_BLOCK,
-        "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
+        "additional_config": {"kvmerge": {"query_rings": NUM_RINGS, "head_pages": False}},  # as on a GPU
     }
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": "1"}
     done = subprocess.run(

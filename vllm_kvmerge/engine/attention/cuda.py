@@ -135,6 +135,8 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         return metadata
 
     def _build(self, common: CommonAttentionMetadata, rows: list[BatchRow], is_captured: bool) -> CUDAAttentionMetadata:
+        if any(row.pages is not None for row in rows):
+            raise NotImplementedError("heads with pages of their own are for CPUs")
         metadata = CUDAAttentionMetadata(self._parts(self._buffers.fill(rows, common), common))
         kept = []
         for index, row in enumerate(rows):
