@@ -138,6 +138,8 @@ class RequestCompression:
         entries, num_blocks = self.budget, cdiv(self.budget, self.block_size)
         if budgets is not None:
             entries = cdiv(sum(budgets), self.num_layers)
+            num_blocks = cdiv(entries, self.block_size)
+        if budgets is not None and self.capacity is None:  # layers that keep everything, to the last entry
             num_blocks = cdiv(sum(cdiv(one, self.block_size) for one in budgets), self.num_layers)
         # Pages of other heads must not lie where ordinary tokens go. With as few tokens, there is nothing to save.
         room = self.covered(segments, num_tokens) // self.block_size

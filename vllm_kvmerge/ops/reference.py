@@ -169,24 +169,35 @@ def _metadata(seq_layers: SequenceLayers, number: int, one: tuple[PagedKVCache, 
 class _Places:
     """Slots of heads: layer, block, KV head and offset, ``[H, m]`` int64; any unless ``exists`` (``[H, m]`` bool)."""
 
-    layer: Tensor
+    layer: Tensor | int  # a number: the same for all
     block: Tensor
     head: Tensor
     offset: Tensor
     exists: Tensor
 
     @property
-    def _fields(self) -> tuple[Tensor, ...]:
-        return self.layer, self.block, self.head, self.offset
+    def index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices into a layer's planes."""
+        return self.block, self.head, self.offset
 
     def of(self, mask: Tensor) -> tuple[Tensor, ...]:
-        """Those in ``mask`` (``[H, m]`` bool), ``[count]`` each."""
-        return tuple(part.expand_as(mask)[mask] for part in self._fields)
+        """Indices of those in ``mask`` (``[H, m]`` bool), ``[count]`` each."""
+        return tuple(part.expand_as(mask)[mask] for part in self.index)
 
     def differ(self, other: "_Places") -> Tensor:
         """``[H, m]`` bool."""
-        unequal = [mine != theirs for mine, theirs in zip(self._fields, other._fields, strict=True)]
-        return unequal[0] | unequal[1] | unequal[2] | unequal[3]
+        unequal = (self.block != other.block) | (self.head != other.head) | (self.offset != other.offset)
+        if isinstance(self.layer, int) and isinstance(other.layer, int):
+            return unequal
+        return unequal | torch.as_tensor(self.layer != other.layer)
+
+    def by_layer(self, wanted: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yields each layer, and which of the ``wanted`` (``[H, m]`` bool) lie in it."""
+        if isinstance(self.layer, int):
+            yield self.layer, wanted
+            return
+        for number in self.layer[wanted].unique().tolist():
+            yield number, wanted & (self.layer == number)
 
 
 _BLANKS = {"keys": 0.0, "values": 0.0, "log_votes": -torch.inf, "scores": 0.0, "aux": 0.0, "positions": -1}
@@ -201,11 +212,13 @@ def _plane(cache: PagedKVCache, name: str) -> Tensor:
 
 def _read(layers: Sequence[PagedKVCache], name: str, at: _Places) -> Tensor:
     """``[H, m, ...]`` of a plane."""
+    if isinstance(at.layer, int):
+        found = _plane(layers[at.layer], name)[at.index]
+        return found.masked_fill(~at.exists.view(*at.exists.shape, *[1] * (found.dim() - 2)), _BLANKS[name])
     first = _plane(layers[0], name)
     found = torch.full((*at.exists.shape, *first.shape[3:]), _BLANKS[name], dtype=first.dtype, device=first.device)
-    for number in at.layer[at.exists].unique().tolist():
-        mask = at.exists & (at.layer == number)
-        found[mask] = _plane(layers[number], name)[at.of(mask)[1:]]
+    for number, mask in at.by_layer(at.exists):
+        found[mask] = _plane(layers[number], name)[at.of(mask)]
     return found
 
 
@@ -213,11 +226,9 @@ def _write(
     layers: Sequence[PagedKVCache], name: str, at: _Places, values: Tensor, wanted: Tensor | None = None
 ) -> None:
     """Writes ``values`` (``[H, m, ...]``) to the places that exist and, if given, are ``wanted``."""
-    exists = at.exists if wanted is None else at.exists & wanted
-    for number in at.layer[exists].unique().tolist():
-        mask = exists & (at.layer == number)
+    for number, mask in at.by_layer(at.exists if wanted is None else at.exists & wanted):
         plane = _plane(layers[number], name)
-        plane[at.of(mask)[1:]] = values[mask].to(plane.dtype)
+        plane[at.of(mask)] = values[mask].to(plane.dtype)
 
 
 def _paged_places(pages: HeadPages, row: int, slots: Tensor) -> _Places:
@@ -240,7 +251,7 @@ def _block_places(cache: PagedKVCache, layer: int, blocks: Tensor, slots: Tensor
     """Where ``slots`` (``[H, m]`` int64) lie, in blocks; negative ones nowhere."""
     head = torch.arange(len(slots), device=slots.device).unsqueeze(1).expand_as(slots)
     block = blocks[slots.clamp(min=0) // cache.block_size].long()
-    return _Places(torch.full_like(slots, layer), block, head, slots.clamp(min=0) % cache.block_size, slots >= 0)
+    return _Places(layer, block, head, slots.clamp(min=0) % cache.block_size, slots >= 0)
 
 
 def _entry_places(seq_layers: SequenceLayers, index: Tensor) -> Iterator[tuple[_Places, Tensor]]:
@@ -252,7 +263,7 @@ def _entry_places(seq_layers: SequenceLayers, index: Tensor) -> Iterator[tuple[_
         if seq_layers.pages is not None:
             paged, in_front = _paged_places(seq_layers.pages, number, part), part < front
             pairs = zip(vars(paged).values(), vars(at).values(), strict=True)
-            at = _Places(*(torch.where(in_front, mine, theirs) for mine, theirs in pairs))
+            at = _Places(*(torch.where(in_front, mine, torch.as_tensor(theirs)) for mine, theirs in pairs))
         yield at, part
 
 

@@ -267,7 +267,11 @@ class Compactor:
             with time_limit(batch.time_left()):
                 return policy.head_budgets(entries, self._context(seq_layers, batch, statistics))
 
-        of_layers = policy.layer_budgets(plan.budget, batch.compactions[0].num_entries, num_layers)
+        of_layers = None
+        try:
+            of_layers = policy.layer_budgets(plan.budget, batch.compactions[0].num_entries, num_layers)
+        except PartError as error:
+            batch.failed.update(dict.fromkeys(range(len(batch.compactions)), error))
         if of_layers is not None:
             budgets = [[one for one in of_layers for _ in range(num_heads)]] * len(budgets)
         else:
@@ -276,10 +280,16 @@ class Compactor:
                     for row, (request, layer) in enumerate(some):
                         heads = slice(layer * num_heads, (layer + 1) * num_heads)
                         budgets[request][heads] = found[row * num_heads : (row + 1) * num_heads]
-        size = num_heads if policy.allocator.splits_heads else num_layers * num_heads  # heads that share pages
-        limits = plan.share_blocks * size, self.block_size, policy.min_budget, plan.new_front
-        starts = range(0, num_layers * num_heads, size)
-        return [sum((paged_shares(one[at : at + size], *limits) for at in starts), []) for one in budgets]
+
+        def fitted(shares: list[int]) -> list[int]:
+            room = plan.share_blocks * len(shares)
+            return paged_shares(shares, room, self.block_size, policy.min_budget, plan.new_front)
+
+        starts = range(0, num_layers * num_heads, num_heads)
+        if policy.allocator.splits_heads:  # a layer's heads share its pages
+            return [sum((fitted(one[at : at + num_heads]) for at in starts), []) for one in budgets]
+        by_layer = [fitted(one[::num_heads]) for one in budgets]  # layers share all pages
+        return [[share for share in one for _ in range(num_heads)] for one in by_layer]
 
     def _deals(self, batch: _Batch) -> list[Deal]:
         """New pages for the heads of each request."""
@@ -337,6 +347,9 @@ class Compactor:
         seq_layers = [_SequenceLayer(i, layer) for i in range(num_requests) for layer in range(num_layers)]
         if batch.deals:  # layers that take pages of others go last
             seq_layers.sort(key=lambda one: bool(batch.deals[one.request].grows[one.layer].all()))
+        if any(deal.crosses_layers for deal in batch.deals):
+            yield seq_layers
+            return
         size = 1
         is_copied = batch.complete is not None and self.device.type != "cpu"
         if not batch.policy.needs_output_weights and not is_copied and isinstance(batch.cost, Cost):

@@ -17,10 +17,18 @@ from vllm_kvmerge.ops import HeadPages, PagedKVCache
 
 @dataclass(frozen=True)
 class Deal:
-    """Pages of one request. pages: one row per layer. grows: ``[layers, H]`` bool, heads that took pages of others."""
+    """Pages of one request. pages: one row per layer. grows: ``[layers, H]`` bool, heads that took pages of others.
+    within_layers: all of heads of their own layer."""
 
     pages: HeadPages
     grows: Tensor
+    within_layers: bool
+
+    @property
+    def crosses_layers(self) -> bool:
+        """True if some heads of a layer, but not all, took pages of other layers, so that both rounds have to be of all
+        layers at once. With equal budgets within layers that does not come up."""
+        return not self.within_layers and bool((self.grows.any(1) != self.grows.all(1)).any())
 
     @classmethod
     def of(
@@ -59,7 +67,7 @@ class Deal:
         shape = num_layers, num_heads
         pages = torch.from_numpy(ids[:, :width]).reshape(*shape, width)
         grows = torch.from_numpy(wanted.any(1)).reshape(shape)
-        return cls(HeadPages(layers, pages, torch.from_numpy(fronts).reshape(shape)), grows)
+        return cls(HeadPages(layers, pages, torch.from_numpy(fronts).reshape(shape)), grows, within_layers)
 
 
 def _own_pages(

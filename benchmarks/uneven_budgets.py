@@ -1,0 +1,128 @@
+"""Memory and decode time of budgets that differ by layer and head: ``python benchmarks/uneven_budgets.py``.
+
+Beside ``snapkv`` at the same average, in one engine that takes them in turn: bytes that a request's cache holds while
+it generates, as its report says, and the time of steps that decode ``--requests`` requests. The layers of
+``skip_layers`` cost what they cost, and snapkv gets that average.
+"""
+
+import argparse
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from report import Spread, save
+from sides import ModelShape
+
+from vllm_kvmerge.evaluation.options import print_table
+
+CASES: dict[str, dict[str, Any]] = {
+    "adakv": {"policy": "adakv"},
+    "pyramidkv": {"policy": "pyramidkv"},
+    "pyramidinfer": {"policy": "pyramidinfer"},
+    "d2o": {"policy": "d2o"},
+    "criticalkv, adaptive": {"policy": "criticalkv", "allocator": "adaptive"},
+    "snapkv, two layers whole": {"policy": "snapkv", "skip_layers": 2},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case at one budget: bytes held, those of snapkv at the same average, and the ratio of decode times."""
+
+    case: str
+    budget: float
+    mebibytes: float
+    bytes_ratio: float
+    step_ratio: Spread
+
+
+def run(llm: Any, prompts: list[list[int]], fields: dict[str, Any], num_tokens: int) -> tuple[float, float]:
+    """Bytes that a request holds while it generates, and the median time of a step that decodes all requests."""
+    from vllm import SamplingParams
+
+    from vllm_kvmerge import compression
+
+    extra = compression(**fields, decode="grow") | {"kvmerge_usage": True}
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
+    for index, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    counts: dict[str, int] = {}
+    seconds, held = [], 0.0
+    while llm.llm_engine.has_unfinished_requests():
+        started = perf_counter()
+        outputs = llm.llm_engine.step()
+        elapsed = perf_counter() - started
+        for output in outputs:
+            counts[output.request_id] = len(output.outputs[0].token_ids)
+            if output.finished:
+                held = output.kv_transfer_params["kvmerge"]["mean_bytes"]
+        if len(counts) == len(prompts) and min(counts.values()) > 2:
+            seconds.append(elapsed)
+    return held, float(np.median(seconds))
+
+
+def measure(llm: Any, arguments: argparse.Namespace) -> list[Row]:
+    rng, length = np.random.default_rng(arguments.seed), arguments.prompt
+    prompts = rng.integers(1, 32_000, (arguments.requests, length)).tolist()
+    rows = []
+    for budget in arguments.budget:
+        for name, fields in CASES.items():
+            skipped = fields.get("skip_layers", 0)
+            average = (skipped * length + (arguments.layers - skipped) * round(budget * length)) // arguments.layers
+            ratios = []
+            for _ in range(arguments.repeats):
+                even, even_seconds = run(llm, prompts, {"policy": "snapkv", "budget": average}, arguments.tokens)
+                held, seconds = run(llm, prompts, fields | {"budget": budget}, arguments.tokens)
+                ratios.append(seconds / even_seconds)
+            rows.append(Row(name, budget, held / 2**20, held / even, Spread.of(ratios)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, default=4000)
+    parser.add_argument("--budget", type=float, nargs="+", default=[0.5, 0.2, 0.1])
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from vllm_kvmerge import kvmerge_engine_args
+
+    heads, size = arguments.kv_heads, arguments.head_size
+    shape = ModelShape(arguments.layers, 256, 2 * heads, heads, size, 2 * arguments.prompt)
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            **kvmerge_engine_args(
+                model=shape.write(Path(folder)),
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                max_model_len=2 * arguments.prompt,
+                kv_cache_memory_bytes=2 * arguments.requests * arguments.prompt * 2 * shape.bytes_per_token,
+                additional_config={"kvmerge": {"max_compaction_seconds": 600}},
+            )
+        )
+        rows = measure(llm, arguments)
+    table = {
+        f"{row.case}, {row.budget:g}": [f"{row.mebibytes:.1f}", f"{row.bytes_ratio:.3f}", str(row.step_ratio)]
+        for row in rows
+    }
+    print_table("", ["MiB held", "bytes / snapkv", "decode step / snapkv"], table, first="case, budget")
+    if arguments.output:
+        save(arguments.output, vars(arguments), rows)
+
+
+if __name__ == "__main__":
+    main()
