@@ -789,7 +789,7 @@ def test_300_decode_steps_stay_within_the_budget(name):
     assert (num_merged > 0) == (policy.merger.name != "drop")
 
 
-@pytest.mark.parametrize("name", [name for name in MINE if not PRESETS[name].allocator.splits_heads])
+@pytest.mark.parametrize("name", [name for name in MINE if PRESETS[name].allocator != "adaptive"])
 def test_two_workers_do_what_one_does(name):
     policy = built(PRESETS[name])
     entries = random_entries(2, num_heads=4, n=90)
