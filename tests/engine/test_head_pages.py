@@ -6,19 +6,11 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import Engine, random_prompt
+from tests.engine.worker.test_head_pages import POLICIES
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.evaluation.continuation import forced
 
-# Without max-pooling, in which neighbours of a large score tie: of equal ones the first in the cache stays.
-UNEVEN = [
-    {"policy": "adakv", "kernel_size": 1},
-    {"policy": "pyramidkv", "kernel_size": 1},
-    {"policy": "pyramidinfer"},
-    {"policy": "d2o"},
-    {"policy": "criticalkv", "allocator": "adaptive", "kernel_size": 1},
-    {"policy": "snapkv", "skip_layers": 1, "kernel_size": 1},
-    {"policy": "keepkv", "allocator": "adaptive"},
-]
+UNEVEN = POLICIES[:7]
 
 
 def losses(engine: Engine, prompts: list[list[int]], asked: list[dict], num_tokens: int) -> np.ndarray:

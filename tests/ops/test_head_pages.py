@@ -248,8 +248,6 @@ def test_compaction(operators, scene, dtype):
 
 @pytest.mark.parametrize("fault", ["page", "front", "none"])
 def test_impossible_pages_are_refused(fault):
-    if not cpu.LIBRARY.exists():
-        pytest.skip("the native library was not built")
     scene = Scene.make(0, 16, torch.float32, tail_len=3)
     pages = scene.paged.pages
     ids, fronts = pages.ids.clone(), pages.fronts.clone()

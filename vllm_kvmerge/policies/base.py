@@ -106,7 +106,7 @@ class Allocator(Part):
         layers = context.heads.num_layers
         budgets = self.layer_budgets(context.budget, len(entries), layers, context.min_budget)
         if budgets is None:
-            raise NotImplementedError(f"allocator {self.name!r} has no budgets")
+            raise TypeError(f"allocator {self.name!r} has neither layer_budgets nor head_budgets")
         return [budgets[layer] for layer in context.heads.layers]
 
 

@@ -217,13 +217,6 @@ class CompressionPolicy(BaseModel):
                 raise ValueError(f"layer_budgets must be {num_layers} numbers, got {len(budgets)}")
             return [min(max(int(one), self.min_budget), num_entries) for one in budgets]
 
-    @property
-    def is_even(self) -> bool:
-        """True if every head of every layer gets the budget. Raises PartError."""
-        budget = self.min_budget + 1000
-        with blamed_on(self.allocator):
-            return self.allocator.capacity(budget) == budget
-
     def _compress_rows(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
         """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
         as there are entries, where budgets are ``context.shares``."""

@@ -136,7 +136,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
 
     def _build(self, common: CommonAttentionMetadata, rows: list[BatchRow], is_captured: bool) -> CUDAAttentionMetadata:
         if any(row.pages is not None for row in rows):
-            raise NotImplementedError("heads with pages of their own are for CPUs")
+            raise RuntimeError("a row has head pages, which operators on a GPU do not read")
         metadata = CUDAAttentionMetadata(self._parts(self._buffers.fill(rows, common), common))
         kept = []
         for index, row in enumerate(rows):
