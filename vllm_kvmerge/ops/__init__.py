@@ -31,6 +31,7 @@ from vllm_kvmerge.ops.types import NO_UPDATE as NO_UPDATE
 from vllm_kvmerge.ops.types import AttentionBatch as AttentionBatch
 from vllm_kvmerge.ops.types import HeadPages as HeadPages
 from vllm_kvmerge.ops.types import PagedKVCache as PagedKVCache
+from vllm_kvmerge.ops.types import PageTables as PageTables
 from vllm_kvmerge.ops.types import Rows as Rows
 from vllm_kvmerge.ops.types import ScoreMode as ScoreMode
 from vllm_kvmerge.ops.types import ScoreUpdate as ScoreUpdate

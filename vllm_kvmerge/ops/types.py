@@ -24,7 +24,7 @@ and its slot is its position, so requests without a policy never write metadata.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
@@ -242,6 +242,12 @@ class HeadPages:
         """The same with no entries in heads outside ``mask`` (``[rows, H]`` bool), so that nothing is written there."""
         return HeadPages(self.layers, self.ids, self.fronts * mask)
 
+    def table(self) -> Tensor:
+        """``[1 + rows * H * (1 + pages)]`` int32 on the CPU: the number of pages that each head's list has room for,
+        then, for each row and head, its number of entries and its list."""
+        lists = torch.cat([self.fronts.unsqueeze(2), self.ids], 2).flatten()
+        return torch.cat([torch.tensor([self.ids.shape[2]]), lists]).int()
+
 
 @dataclass(frozen=True)
 class SequenceLayers:
@@ -293,6 +299,21 @@ class SequenceLayers:
         return self.layers[0].head_size
 
 
+@dataclass(frozen=True)
+class PageTables:
+    """Head pages of the rows of a batch of attention, as kernels on a GPU find them: each request's lie in a table of
+    its own, wherever that is, so that captured graphs hold for fronts of all shapes.
+
+    layers: the caches of all layers, by whose number ids count. layer: number of the one that attends. addresses:
+    ``[rows]`` int64 on the device, of each request's ``HeadPages.table``, with a row for each layer, on the device;
+    0: an ordinary front, in the row's blocks.
+    """
+
+    layers: Sequence[PagedKVCache]
+    layer: int
+    addresses: Tensor
+
+
 Destination = Tensor | HeadPages
 """Where compactions write: ``[U, blocks]``, block ids of each sequence layer, or pages of its heads."""
 
@@ -308,7 +329,8 @@ class AttentionBatch:
     ``[rows]`` integers; a sequence that was never compressed has front and tail 0. score_modes: ``[rows]`` integers,
     codes of ``ScoreMode``. score_decays: ``[rows]`` float32 (see ``ScoreUpdate``). max_query_len: at least the largest
     of ``query_lens``; None: operators on a GPU wait for the GPU to read it. pages: of the rows' fronts, where heads
-    have their own, for which ``fronts`` is not read; on the CPU only.
+    have their own, for which ``fronts`` is not read. tables: the same for operators on a GPU, which read only
+    these, as the others read only ``pages``.
     """
 
     block_table: Tensor
@@ -321,6 +343,7 @@ class AttentionBatch:
     score_decays: Tensor
     max_query_len: int | None = None
     pages: HeadPages | None = None
+    tables: PageTables | None = None
 
     @classmethod
     def single(
@@ -346,8 +369,9 @@ class AttentionBatch:
         )  # fmt: skip
 
     def map(self, change: Callable[[Tensor], Tensor], max_query_len: int | None) -> "AttentionBatch":
-        """The batch with ``change`` applied to each tensor."""
-        return AttentionBatch(*map(change, self.tensors), max_query_len)  # type: ignore[call-arg]
+        """The batch with ``change`` applied to each tensor; without ``pages``."""
+        tables = self.tables and replace(self.tables, addresses=change(self.tables.addresses))
+        return AttentionBatch(*map(change, self.tensors), max_query_len, None, tables)  # type: ignore[call-arg, misc]
 
     def __len__(self) -> int:
         return len(self.query_lens)
