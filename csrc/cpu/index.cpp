@@ -20,16 +20,32 @@ void for_rows(int64_t rows, int64_t n, const F& task) {
   parallel_for(rows, rows * n < kMinParallelItems ? 1 : max_threads(), task);
 }
 
-// Marks the largest of each row; `ranking` gives what is ranked, at row 0.
-void mark(const Kernels& kernels, const Ranking& ranking, int64_t rows) {
-  const int64_t n = ranking.n, count = ranking.count;
-  if (count <= 0 || count >= n) {
-    std::memset(ranking.mask, count > 0, rows * n);
-    return;
+// A number for each row, or one for all.
+struct Counts {
+  const int64_t* values;
+  int64_t stride;
+
+  Counts(const char* name, const TensorView& counts, int64_t rows) {
+    const Argument a(name, counts);
+    values = a.contiguous({-1}).i64();
+    KVM_CHECK(a.size(0) == 1 || a.size(0) == rows, ValueError) << name << " must be one number, or one for each row";
+    stride = a.size(0) == 1 ? 0 : 1;
   }
+
+  int64_t operator[](int64_t row) const { return values[row * stride]; }
+};
+
+// Marks the largest of each row; `ranking` gives what is ranked, at row 0.
+void mark(const Kernels& kernels, const Ranking& ranking, int64_t rows, const Counts& counts) {
+  const int64_t n = ranking.n;
   for_rows(rows, n, [&](int64_t row) {
     thread_local Scratch scratch;
     Ranking r = ranking;
+    const int64_t count = r.count = counts[row];
+    if (count <= 0 || count >= n) {
+      std::memset(r.mask + row * n, count > 0, n);
+      return;
+    }
     if (r.numbers) r.numbers += row * n;
     if (r.integers) r.integers += row * n;
     if (r.first) r.first += row * n, r.possible += row * n;
@@ -47,28 +63,35 @@ void mark(const Kernels& kernels, const Ranking& ranking, int64_t rows) {
   });
 }
 
-// mask: the `count` of largest ranking in each row; of equal ones those of lower index. No NaN.
-void largest(const Kernels& kernels, const float* ranking, int64_t rows, int64_t n, int64_t count, uint8_t* mask) {
-  mark(kernels, Ranking{ranking, nullptr, nullptr, nullptr, n, count, nullptr, mask}, rows);
+// mask: the `counts` of largest ranking in each row; of equal ones those of lower index. No NaN.
+void largest(const Kernels& kernels, const float* ranking, int64_t rows, int64_t n, const Counts& counts,
+             uint8_t* mask) {
+  mark(kernels, Ranking{ranking, nullptr, nullptr, nullptr, n, 0, nullptr, mask}, rows, counts);
 }
 
-void largest(const Kernels& kernels, const int64_t* ranking, int64_t rows, int64_t n, int64_t count, uint8_t* mask) {
-  mark(kernels, Ranking{nullptr, ranking, nullptr, nullptr, n, count, nullptr, mask}, rows);
+void largest(const Kernels& kernels, const int64_t* ranking, int64_t rows, int64_t n, const Counts& counts,
+             uint8_t* mask) {
+  mark(kernels, Ranking{nullptr, ranking, nullptr, nullptr, n, 0, nullptr, mask}, rows, counts);
 }
 
 // The same where what is not live ranks below everything, and what is live and protected above. Any ranking.
 void top(const Kernels& kernels, const float* ranking, const uint8_t* is_protected, const uint8_t* is_live,
-         int64_t rows, int64_t n, int64_t count, uint8_t* mask) {
-  mark(kernels, Ranking{ranking, nullptr, is_protected, is_live, n, count, nullptr, mask}, rows);
+         int64_t rows, int64_t n, const Counts& counts, uint8_t* mask) {
+  mark(kernels, Ranking{ranking, nullptr, is_protected, is_live, n, 0, nullptr, mask}, rows, counts);
 }
 
-// index: [rows, count], the entries in mask, of which each row has `count`; entry i at i where i < count, the others in
-// order where there is room. False where a row has more or fewer.
-bool in_place(const uint8_t* mask, int64_t rows, int64_t n, int64_t count, int64_t* index) {
+// index: [rows, places], the entries in mask, of which each row has its count; entry i at i where i < count, the others
+// in order where there is room below the count; -1 from there on. False where a row has more or fewer.
+bool in_place(const uint8_t* mask, int64_t rows, int64_t n, const Counts& counts, int64_t places, int64_t* index) {
   std::atomic<bool> valid{true};
   for_rows(rows, n, [&](int64_t row) {
     const uint8_t* kept = mask + row * n;
-    int64_t *out = index + row * count, next = count;
+    const int64_t count = counts[row];
+    int64_t *out = index + row * places, next = count;
+    if (count < 0 || count > places) {
+      valid = false;
+      return;
+    }
     for (int64_t i = 0; i < count; ++i) {
       out[i] = i;
       if (kept[i]) continue;
@@ -78,6 +101,7 @@ bool in_place(const uint8_t* mask, int64_t rows, int64_t n, int64_t count, int64
     }
     for (; next < n; ++next)
       if (kept[next]) valid = false;
+    std::fill(out + count, out + places, -1);
   });
   return valid;
 }
@@ -236,30 +260,32 @@ const uint8_t* mask_of(const char* name, const TensorView& mask, int64_t rows, i
   return Argument(name, mask).contiguous({rows, n}).boolean();
 }
 
-void call_largest(TensorView ranking, int64_t count, TensorView mask) {
+void call_largest(TensorView ranking, TensorView count, TensorView mask) {
   const Argument a("ranking", ranking);
   a.contiguous({-1, -1});
-  uint8_t* out = Argument("mask", mask).contiguous({a.size(0), a.size(1)}).boolean();
-  if (a.is(kDLFloat, 32)) largest(current(), a.f32(), a.size(0), a.size(1), count, out);
-  else largest(current(), a.i64(), a.size(0), a.size(1), count, out);
+  const int64_t rows = a.size(0), n = a.size(1);
+  uint8_t* out = Argument("mask", mask).contiguous({rows, n}).boolean();
+  const Counts counts("count", count, rows);
+  if (a.is(kDLFloat, 32)) largest(current(), a.f32(), rows, n, counts, out);
+  else largest(current(), a.i64(), rows, n, counts, out);
 }
 
-void call_top(TensorView ranking, TensorView is_protected, TensorView is_live, int64_t count, TensorView mask) {
+void call_top(TensorView ranking, TensorView is_protected, TensorView is_live, TensorView count, TensorView mask) {
   const Argument a("ranking", ranking);
   const float* values = a.contiguous({-1, -1}).f32();
   const int64_t rows = a.size(0), n = a.size(1);
   uint8_t* out = Argument("mask", mask).contiguous({rows, n}).boolean();
   top(current(), values, mask_of("protected", is_protected, rows, n), mask_of("is_live", is_live, rows, n), rows, n,
-      count, out);
+      Counts("count", count, rows), out);
 }
 
-void call_in_place(TensorView mask, TensorView index) {
+void call_in_place(TensorView mask, TensorView count, TensorView index) {
   const Argument a("index", index);
   int64_t* out = a.contiguous({mask.ndim() == 2 ? mask.size(0) : -1, -1}).i64();
-  const int64_t rows = a.size(0), n = mask.size(1), count = a.size(1);
-  KVM_CHECK(count <= n, ValueError) << count << " of " << n << " entries";
-  KVM_CHECK(in_place(mask_of("mask", mask, rows, n), rows, n, count, out), ValueError)
-      << "mask must have " << count << " entries in each row";
+  const int64_t rows = a.size(0), n = mask.size(1), places = a.size(1);
+  KVM_CHECK(places <= n, ValueError) << places << " of " << n << " entries";
+  KVM_CHECK(in_place(mask_of("mask", mask, rows, n), rows, n, Counts("count", count, rows), places, out), ValueError)
+      << "mask must have as many entries in each row as count says, at most " << places;
 }
 
 void call_by_position(TensorView positions, TensorView order) {

@@ -14,11 +14,12 @@ LAST = torch.iinfo(torch.int64).max
 
 
 def largest_by_sorting(ranking, count):
-    """By Python's sort: larger first, of equal ones the lower index."""
+    """By Python's sort: larger first, of equal ones the lower index. count: one for all rows, or a tensor."""
     mask = torch.zeros(ranking.shape, dtype=torch.bool)
-    for row, values in zip(mask, ranking.tolist(), strict=True):
+    counts = count.tolist() if isinstance(count, torch.Tensor) else [count] * len(mask)
+    for row, values, most in zip(mask, ranking.tolist(), counts, strict=True):
         order = sorted(range(len(values)), key=lambda i: (-values[i], i))
-        row[order[: max(0, count)]] = True
+        row[order[: max(0, most)]] = True
     return mask
 
 
@@ -38,6 +39,8 @@ def test_the_largest_are_marked(operators, n, kind):
         ranking[torch.rand(3, n, generator=generator) < 0.2] = -torch.inf
     for count in {-1, 0, 1, n // 2, n - 1, n, n + 1}:
         assert torch.equal(operators.largest(ranking, count), largest_by_sorting(ranking, count))
+    counts = torch.tensor([n // 3, -1, n + 1])
+    assert torch.equal(operators.largest(ranking, counts), largest_by_sorting(ranking, counts))
     columns = torch.empty(n, 3, dtype=ranking.dtype).copy_(ranking.T).T  # not contiguous
     assert torch.equal(operators.largest(columns, n // 2), largest_by_sorting(ranking, n // 2))
 
@@ -52,7 +55,7 @@ def test_protected_and_dead_entries_are_outside_of_the_ranking(operators, n):
     limit = torch.finfo(torch.float32).max
     order = ranking.double().nan_to_num(nan=-limit, posinf=limit, neginf=-limit)
     order = order.masked_fill(protected, torch.inf).masked_fill(~is_live, -torch.inf)
-    for count in {0, 1, n // 2, n - 1, n}:
+    for count in (0, 1, n // 2, n - 1, n, torch.tensor([n, n // 2, 1])):
         assert torch.equal(operators.top(ranking, protected, is_live, count), largest_by_sorting(order, count))
 
 
@@ -65,6 +68,12 @@ def test_what_is_kept_stays_in_place(operators, n):
         for row, kept in zip(index.tolist(), mask, strict=True):
             behind = iter(kept.nonzero().flatten().tolist()[int(kept[:count].sum()) :])
             assert row == [i if kept[i] else next(behind) for i in range(count)]
+    counts = torch.tensor([0, n // 2, n // 3, n])
+    mask = largest_by_sorting(torch.rand(4, n, generator=generator), counts)
+    index = operators.in_place(mask, counts, n)
+    for row, alone, count in zip(index, mask, counts.tolist(), strict=True):
+        assert torch.equal(row[:count], operators.in_place(alone[None], count)[0])
+        assert (row[count:] == -1).all()
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -108,9 +117,9 @@ def test_any_ranking(values, count):
 @pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 def test_what_does_not_fit_raises():
     mask = torch.tensor([[True, False, True], [False, True, True]])
-    with pytest.raises(ValueError, match="1 entries in each row"):
+    with pytest.raises(ValueError, match="at most 1"):
         cpu.in_place(mask, 1)
-    with pytest.raises(ValueError, match="3 entries in each row"):
+    with pytest.raises(ValueError, match="at most 3"):
         cpu.in_place(mask, 3)
     with pytest.raises(ValueError, match="4 of 3"):
         cpu.in_place(mask, 4)

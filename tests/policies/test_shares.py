@@ -1,10 +1,16 @@
-"""Shares rounded to pages."""
+"""Shares rounded to pages, and heads compressed together whose shares differ."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.policies.sampling import newest_queries, random_entries
+from vllm_kvmerge.policies import SELECTORS, CompressionContext
 from vllm_kvmerge.policies.shares import paged_shares
+from vllm_kvmerge.request.parameters import parse_compression
+
+TOGETHER = [name for name, part in SELECTORS.items() if part.takes_shares and not part.pools_heads]
 
 
 def num_pages(shares: list[int], size: int) -> int:
@@ -47,3 +53,24 @@ def test_the_last_page_is_as_full_as_that_of_an_even_front():
 def test_too_few_pages_are_refused():
     with pytest.raises(ValueError, match="3 pages of 16 cannot hold 17 entries of 2 heads"):
         paged_shares([40, 40], 3, 16, 17, 40)
+
+
+@pytest.mark.parametrize("selector", TOGETHER)
+def test_heads_with_different_shares_together_are_as_each_alone(selector, monkeypatch):
+    policy = parse_compression({"policy": "snapkv", "selector": selector}).policy
+    generator = torch.Generator().manual_seed(1)
+    for seed in range(5):
+        entries = random_entries(seed, 6, 90, num_dead=7)
+        context = CompressionContext.of_layer(
+            entries, 45, 132, True, capacity=90,
+            shares=torch.randint(policy.min_budget, 91, (6,), generator=generator).tolist(),
+            queries=newest_queries(torch.randn(6, 2, 32, 8, generator=generator), 132),
+            output_weights=torch.randn(6, 2, 24, 8, generator=generator),
+        )  # fmt: skip
+        together = policy.compress(entries, context)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(policy.selector), "takes_shares", False)
+            alone = policy.compress(entries, context)
+        for plane, expected in zip(vars(together.update).values(), vars(alone.update).values(), strict=True):
+            assert (plane is None and expected is None) or torch.equal(plane, expected)
+        assert torch.equal(together.evicted, alone.evicted)

@@ -204,21 +204,26 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
     _function("write_tokens")(cache.keys, slot_mapping, key, value)
 
 
-def largest(ranking: Tensor, count: int) -> Tensor:
+def _counts(count: int | Tensor) -> Tensor:
+    return count if isinstance(count, Tensor) else torch.tensor([count])
+
+
+def largest(ranking: Tensor, count: int | Tensor) -> Tensor:
     mask = torch.empty(ranking.shape, dtype=torch.bool)
-    _function("largest")(ranking.contiguous(), count, mask)
+    _function("largest")(ranking.contiguous(), _counts(count), mask)
     return mask
 
 
-def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int) -> Tensor:
+def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor) -> Tensor:
     mask = torch.empty(ranking.shape, dtype=torch.bool)
-    _function("top")(*(t.contiguous() for t in (ranking, protected, is_live)), count, mask)
+    _function("top")(*(t.contiguous() for t in (ranking, protected, is_live)), _counts(count), mask)
     return mask
 
 
-def in_place(mask: Tensor, count: int) -> Tensor:
-    index = torch.empty(len(mask), count, dtype=torch.int64)
-    _function("in_place")(mask.contiguous(), index)
+def in_place(mask: Tensor, count: int | Tensor, num_places: int | None = None) -> Tensor:
+    num_places = int(count) if num_places is None else num_places
+    index = torch.empty(len(mask), num_places, dtype=torch.int64)
+    _function("in_place")(mask.contiguous(), _counts(count), index)
     return index
 
 

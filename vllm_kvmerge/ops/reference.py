@@ -387,12 +387,18 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
     cache.values[block, :, offset] = value[wanted].to(cache.values.dtype)
 
 
-def largest(ranking: Tensor, count: int) -> Tensor:
-    """``[H, n]`` bool: the ``count`` entries of largest ``ranking`` (``[H, n]``, no NaN). Ties: lower index first."""
+def largest(ranking: Tensor, count: int | Tensor) -> Tensor:
+    """``[H, n]`` bool: the ``count`` entries of largest ``ranking`` (``[H, n]``, no NaN). Ties: lower index first.
+
+    count: a number, or one for each head (``[H]`` int64).
+    """
     n = ranking.shape[1]
-    if count <= 0 or count >= n:
+    if isinstance(count, Tensor):
+        count = count.unsqueeze(1)
+        threshold = ranking.sort(dim=1, descending=True).values.gather(1, count.clamp(1, n) - 1)
+    elif count <= 0 or count >= n:
         return torch.full_like(ranking, count > 0, dtype=torch.bool)
-    if ranking.is_cpu:  # NumPy selects in less than half of PyTorch's time
+    elif ranking.is_cpu:  # NumPy selects in less than half of PyTorch's time
         threshold = torch.from_numpy(np.partition(ranking.numpy(), n - count, axis=1)[:, n - count : n - count + 1])
     else:
         threshold = ranking.kthvalue(n - count + 1, dim=1, keepdim=True).values
@@ -400,24 +406,31 @@ def largest(ranking: Tensor, count: int) -> Tensor:
     return above | (level & (level.cumsum(1) <= count - above.sum(1, keepdim=True)))
 
 
-def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int) -> Tensor:
-    """``[H, n]`` bool, ``count`` per head: those both protected and live, then the live ones of largest ``ranking``
-    (``[H, n]`` floating point), then dead ones. Ties: lower index first."""
+def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor) -> Tensor:
+    """``[H, n]`` bool, ``count`` per head (see ``largest``): those both protected and live, then the live ones of
+    largest ``ranking`` (``[H, n]`` floating point), then dead ones. Ties: lower index first."""
     limits = torch.finfo(ranking.dtype)
     ranking = ranking.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
     return largest(ranking.masked_fill(protected, torch.inf).masked_fill(~is_live, -torch.inf), count)
 
 
-def in_place(mask: Tensor, count: int) -> Tensor:
-    """``[H, count]`` int64: the entries in ``mask`` (``[H, n]`` bool, ``count`` per head), entry i at i where
-    i < ``count``, the others in order where there is room."""
+def in_place(mask: Tensor, count: int | Tensor, num_places: int | None = None) -> Tensor:
+    """``[H, num_places]`` int64: the entries in ``mask`` (``[H, n]`` bool, ``count`` per head), entry i at i where
+    i < ``count``, the others in order where there is room below ``count``; -1 from there on.
+
+    count: a number, ``num_places`` by default, or one for each head (``[H]`` int64).
+    """
+    num_places = int(count) if num_places is None else num_places
+    counts = count.unsqueeze(1) if isinstance(count, Tensor) else count
     place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    stays, comes = mask[:, :count], mask[:, count:]
+    is_below = place < counts
+    stays, comes = mask & is_below, mask & ~is_below
     # An extra last place takes ignored elements; nothing here waits for a GPU.
-    others = place.new_zeros(len(mask), count + 1)
-    others.scatter_(1, (comes.cumsum(1) - 1).masked_fill(~comes, count), place[:, count:])
+    others = place.new_zeros(len(mask), num_places + 1)
+    others.scatter_(1, (comes.cumsum(1) - 1).masked_fill(~comes, num_places), place)
+    place, stays, is_below = (tensor[:, :num_places] for tensor in (place, stays, is_below))
     vacancy = (~stays).cumsum(1) - 1
-    return torch.where(stays, place[:, :count], others.gather(1, vacancy.clamp(min=0)))
+    return torch.where(stays, place, others.gather(1, vacancy.clamp(min=0))).masked_fill(~is_below, -1)
 
 
 def by_position(positions: Tensor) -> Tensor:

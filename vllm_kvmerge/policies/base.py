@@ -139,6 +139,10 @@ class Selector(Part):
     needs_probabilities: ClassVar[bool] = False
     """True if importance must be made of probabilities, not of logits (``log_ema``)."""
 
+    takes_shares: ClassVar[bool] = False
+    """True if neither method asks for ``context.budget`` or ``num_kept``, only for ``context.counts``: then heads with
+    different budgets are compressed together."""
+
     pools_heads: ClassVar[bool] = False
     """True if ``select`` looks at all heads of a layer together (``context.heads.of_all_workers``)."""
 
@@ -167,6 +171,10 @@ class Merger(Part):
 
     tracker_modes: ClassVar[frozenset[ScoreMode]]
     """Modes of the trackers that this merger works with."""
+
+    takes_shares: ClassVar[bool] = False
+    """True if the merger leaves entries as they are, whatever number of them; the last of ``kept`` then mean nothing
+    where a row has fewer."""
 
     def query_window_with(self, mode: ScoreMode) -> int:
         """``query_window`` beside a tracker of this mode, for a merger that reads queries where the tracker's statistic

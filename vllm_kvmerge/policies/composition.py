@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor
 
 from vllm_kvmerge.ops import ScoreMode
+from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, Merger, Part, Selector, Tracker
 from vllm_kvmerge.policies.checks import check_count, check_tensor, check_update, is_foreign
@@ -61,6 +62,11 @@ class CompressionPolicy(BaseModel):
     @property
     def needs_scores(self) -> bool:
         return self.tracker.mode != ScoreMode.NONE
+
+    @property
+    def takes_shares(self) -> bool:
+        """True if heads with different budgets are compressed together."""
+        return self.selector.takes_shares and self.merger.takes_shares
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -170,6 +176,11 @@ class CompressionPolicy(BaseModel):
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
         context = replace(context, min_budget=self.min_budget, tracker_mode=self.tracker.mode)
+        if context.shares is not None and self.takes_shares:
+            counts = torch.tensor(context.shares)
+            together = replace(context, budget=int(counts.max()), row_counts=sent(counts, entries.positions.device))
+            update = self._compress_rows(entries, together).extended(context.capacity)
+            return CompressionResult.of(entries, update)
         parts, sources, order = [], [], []
         budgets = self.head_budgets(entries, context) if context.shares is None else context.shares
         groups: dict[int, list[int]] = {}
@@ -221,7 +232,8 @@ class CompressionPolicy(BaseModel):
         """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
         as there are entries, where budgets are ``context.shares``."""
         num_places = context.capacity if context.shares is None else context.budget
-        if context.budget >= len(entries):
+        by_row = context.row_counts is not None
+        if context.budget >= len(entries) and not by_row:
             update = CacheUpdate.unchanged(entries)
             return update if context.shares is not None else update.in_place(entries, num_places)
         num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
@@ -235,13 +247,15 @@ class CompressionPolicy(BaseModel):
         if earlier is not None:
             remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context)
-        kept = in_place(self._select(candidates, importance, protected, context), context.num_kept)
+        kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
         with blamed_on(self.merger):
-            update = self.merger.merge(remaining, kept, importance, protected, context)
+            update = self.merger.merge(remaining, kept.clamp(min=0) if by_row else kept, importance, protected, context)
             if is_foreign(self.merger):
                 check_update(update, context.budget, entries.scores)
         if earlier is not None:
             update = update.after(earlier, remaining)
+        if by_row:
+            return update.without(kept < 0)
         # Otherwise it is in place already.
         return update.in_place(entries, num_places) if context.num_kept != num_places else update
 
@@ -253,8 +267,8 @@ class CompressionPolicy(BaseModel):
             selected = self.selector.select(candidates, importance, protected, context)
             if is_foreign(self.selector):
                 check_tensor("select", selected, tuple(importance.shape), importance, torch.bool)
-                if bool((selected.sum(1) != context.num_kept).any()):
-                    raise ValueError(f"select must choose {context.num_kept} entries of each head")
+                if bool((selected.sum(1) != context.counts).any()):
+                    raise ValueError(f"select must choose {context.counts} entries of each head")
             return selected
 
     def _rank(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor, Tensor]:

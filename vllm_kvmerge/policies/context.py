@@ -85,6 +85,8 @@ class CompressionContext:
     heads: the rows that are compressed. scale: factor of the attention logits.
     min_budget: fewest entries that any head of any layer can be given; set by the composition.
     num_slots: entries of the budget that the merger fills itself; set by the composition.
+    row_counts: ``[H]`` int64, entries that the selector keeps of each row, where it ``takes_shares``; set by the
+    composition.
     tracker_mode: what the entries' statistics are; set by the composition.
     queries: the newest queries, if the policy reads some (``query_window``) and they are known.
     output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, if the policy
@@ -102,6 +104,7 @@ class CompressionContext:
     scale: float = 1.0
     min_budget: int = 0
     num_slots: int = 0
+    row_counts: Tensor | None = None
     tracker_mode: ScoreMode = ScoreMode.NONE
     queries: Queries | None = None
     output_weights: Tensor | None = None
@@ -123,6 +126,11 @@ class CompressionContext:
     def num_kept(self) -> int:
         """Entries that the selector keeps."""
         return self.budget - self.num_slots
+
+    @property
+    def counts(self) -> int | Tensor:
+        """The same for a selector that ``takes_shares``: of all rows, or of each (``[H]`` int64)."""
+        return self.num_kept if self.row_counts is None else self.row_counts
 
     def of_rows(self, rows: list[int]) -> "CompressionContext":
         """The context of some of the rows, once budgets are assigned."""

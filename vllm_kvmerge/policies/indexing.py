@@ -68,9 +68,9 @@ def ranked(ranking: Tensor, protected: Tensor, entries: Entries) -> Tensor:
     return ranking.masked_fill(protected, torch.inf).masked_fill(~entries.is_live, -torch.inf)
 
 
-def top(ranking: Tensor, protected: Tensor, entries: Entries, count: int) -> Tensor:
-    """``[H, n]`` bool, ``count`` per head: the protected entries, then the live ones of largest ``ranking``, then dead
-    ones. Ties: lower index first.
+def top(ranking: Tensor, protected: Tensor, entries: Entries, count: int | Tensor) -> Tensor:
+    """``[H, n]`` bool, ``count`` per head (a number, or ``[H]`` int64): the protected entries, then the live ones of
+    largest ``ranking``, then dead ones. Ties: lower index first.
 
     ranking: ``[H, n]`` floating point; infinite and NaN values only ever order live entries.
     """

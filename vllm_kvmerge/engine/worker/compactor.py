@@ -92,7 +92,7 @@ class _Batch:
     cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
     may still take; None: no limit. failed: errors of requests, by index. shares: of each request by index, entries of
     each head, layer by layer, where they are rounded to pages. deals: new pages of requests, by index, where heads get
-    some of their own.
+    some of their own. gathered: the entries that were read last, by their sequence layers.
     """
 
     compactions: list[Compaction]
@@ -101,6 +101,7 @@ class _Batch:
     failed: dict[int, PartError] = field(default_factory=dict)
     shares: list[list[int]] = field(default_factory=list)
     deals: list[Deal] = field(default_factory=list)
+    gathered: "dict[tuple[_SequenceLayer, ...], PagedEntries]" = field(default_factory=dict)
 
     @property
     def plan(self) -> CompressionPlan:
@@ -234,26 +235,31 @@ class Compactor:
                 result = batch.policy.compress(entries, self._context(seq_layers, batch, statistics))
                 return result.finite(self.dtype)
 
-        def write(seq_layers: list[_SequenceLayer], result: CompressionResult) -> None:
+        def write(seq_layers: list[_SequenceLayer], result: CompressionResult, rounds: tuple[bool, ...]) -> None:
             assert isinstance(result.source, PagedEntries)
             update = result.update
             by_head = torch.stack([update.merged, result.evicted, result.as_before], 1)
-            index = self._sent([one.request for one in seq_layers])
-            counts.index_add_(0, index, by_head.unflatten(0, (-1, self.num_kv_heads)).sum(1))
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
             blocks = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
-            for destination in self._destinations(seq_layers, batch) if batch.deals else [blocks]:
+            index = self._sent([one.request for one in seq_layers]).repeat_interleave(self.num_kv_heads)
+            written = self._destinations(seq_layers, batch, rounds) if batch.deals else [(blocks, None)]
+            for destination, heads in written:
+                counts.index_add_(0, index, by_head if heads is None else by_head * heads.unsqueeze(1))
                 if batch.complete is None:
                     ops.merge_entries(source, destination, update.kept, update.metadata, rows)
                 else:
                     self._restore(source, self._layers_of(seq_layers, blocks), destination, update, rows)
 
-        for part in self._parts(batch):
-            for some, result in _contained(part, batch.failed, compress):
-                write(some, result)
-                del result  # before the next one is computed
-            if failed := [one for one in part if one.request in batch.failed]:
-                write(failed, _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype))
+        parts = list(self._parts(batch))
+        needs_passes = len(parts) > 1 and any(deal.needs_passes for deal in batch.deals)
+        for rounds in ((False,), (True,)) if needs_passes else ((False, True),):
+            for part in parts:
+                for some, result in _contained(part, batch.failed, compress):
+                    write(some, result, rounds)
+                    del result  # before the next one is computed
+                if failed := [one for one in part if one.request in batch.failed]:
+                    newest = _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype)
+                    write(failed, newest, rounds)
         return counts
 
     def _shares(self, batch: _Batch, statistics: Tensor | None) -> list[list[int]]:
@@ -299,13 +305,17 @@ class Compactor:
             for one, shares in zip(batch.compactions, batch.shares, strict=True)
         ]
 
-    def _destinations(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Iterator[HeadPages]:
-        """Where heads with pages of their own are written, in the rounds that ``Deal`` speaks of."""
+    def _destinations(
+        self, seq_layers: list[_SequenceLayer], batch: _Batch, rounds: tuple[bool, ...]
+    ) -> Iterator[tuple[HeadPages, Tensor]]:
+        """Where heads with pages of their own are written, and which (``[H]`` bool); rounds: of heads that take pages
+        of others, and of those that do not, in the order that ``Deal`` asks for."""
         pages = self._head_pages([batch.deals[one.request].pages for one in seq_layers], seq_layers)
         grows = torch.stack([batch.deals[one.request].grows[one.layer] for one in seq_layers])
-        for mask in (~grows, grows):
-            if mask.any():
-                yield pages.of_heads(mask)
+        for round_grows in rounds:
+            heads = grows == round_grows
+            if heads.any():
+                yield pages.of_heads(heads), sent(heads.flatten(), self.device)
 
     def _head_pages(self, requests: list[HeadPages], seq_layers: list[_SequenceLayer]) -> HeadPages:
         """Those of sequence layers; ``requests``: those of each one's request."""
@@ -347,9 +357,6 @@ class Compactor:
         seq_layers = [_SequenceLayer(i, layer) for i in range(num_requests) for layer in range(num_layers)]
         if batch.deals:  # layers that take pages of others go last
             seq_layers.sort(key=lambda one: bool(batch.deals[one.request].grows[one.layer].all()))
-        if any(deal.crosses_layers for deal in batch.deals):
-            yield seq_layers
-            return
         size = 1
         is_copied = batch.complete is not None and self.device.type != "cpu"
         if not batch.policy.needs_output_weights and not is_copied and isinstance(batch.cost, Cost):
@@ -410,7 +417,10 @@ class Compactor:
         return Queries(by_head.float().flatten(0, 1), torch.stack(positions))
 
     def _gather(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> PagedEntries:
-        entries = PagedEntries.gather(self._located(seq_layers, batch))
+        if (known := batch.gathered.get(tuple(seq_layers))) is not None:
+            return known
+        batch.gathered.clear()
+        entries = batch.gathered[tuple(seq_layers)] = PagedEntries.gather(self._located(seq_layers, batch))
         if batch.is_of_tokens:
             # Before a request's first compression its KV blocks hold no valid statistics.
             entries.scores.zero_()

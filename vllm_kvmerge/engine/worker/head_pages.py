@@ -25,9 +25,9 @@ class Deal:
     within_layers: bool
 
     @property
-    def crosses_layers(self) -> bool:
-        """True if some heads of a layer, but not all, took pages of other layers, so that both rounds have to be of all
-        layers at once. With equal budgets within layers that does not come up."""
+    def needs_passes(self) -> bool:
+        """True if some heads of a layer, but not all, took pages of other layers: then the first round is of all layers
+        before the second is of any. Elsewhere each layer goes through both, those that only grow last."""
         return not self.within_layers and bool((self.grows.any(1) != self.grows.all(1)).any())
 
     @classmethod
@@ -44,44 +44,49 @@ class Deal:
 
         shares: entries of each head, layer by layer, which fit. num_places: the most that any head can hold. before:
         the pages that heads have now; None: an ordinary front, or none. within_layers: a layer's heads only take pages
-        from each other, so that layers can be written one after the other.
+        from each other.
         """
-        num_layers, num_heads, size = len(layers), layers[0].num_kv_heads, layers[0].block_size
-        lanes = np.arange(num_layers * num_heads)
+        num_heads, size = layers[0].num_kv_heads, layers[0].block_size
+        num_lanes = len(layers) * num_heads
         fronts = np.asarray(shares)
         counts, width = -(-fronts // size), -(-num_places // size)
-        new_blocks = np.asarray(blocks, dtype=np.int64)
-        own, num_own = _own_pages(new_blocks, lanes, size, before)
+        own, num_own = _own_pages(np.asarray(blocks), num_lanes, size, before)
         own = np.pad(own, ((0, 0), (0, max(0, width - own.shape[1]))))
         index = np.arange(own.shape[1])
         kept = index < np.minimum(counts, num_own)[:, None]
         wanted = (index < counts[:, None]) & ~kept
         ids = np.where(kept, own, 0)
-        for group in lanes.reshape(num_layers, num_heads) if within_layers else lanes[None]:
-            # Every page is of some lane; its owner need not be.
-            free = (new_blocks[:, None] * len(lanes) + group).flatten()
-            free = free[~np.isin(free, own[kept])]
-            places = np.zeros_like(wanted)
-            places[group] = wanted[group]
-            ids[places] = free[: places.sum()]
-        shape = num_layers, num_heads
-        pages = torch.from_numpy(ids[:, :width]).reshape(*shape, width)
+        # Every page is of some lane; its owner need not be.
+        pages = np.asarray(blocks)[:, None] * num_lanes + np.arange(num_lanes)
+        is_free = np.ones((max(blocks) + 1, num_lanes), dtype=bool)
+        is_free.flat[own[kept]] = False
+        is_free = is_free[blocks]
+        group = num_heads if within_layers else num_lanes
+        for start in range(0, num_lanes, group):
+            lanes = slice(start, start + group)
+            ids[lanes][wanted[lanes]] = pages[:, lanes][is_free[:, lanes]][: wanted[lanes].sum()]
+        shape = len(layers), num_heads
+        of_heads = torch.from_numpy(ids[:, :width]).reshape(*shape, width)
         grows = torch.from_numpy(wanted.any(1)).reshape(shape)
-        return cls(HeadPages(layers, pages, torch.from_numpy(fronts).reshape(shape)), grows, within_layers)
+        return cls(HeadPages(layers, of_heads, torch.from_numpy(fronts).reshape(shape)), grows, within_layers)
 
 
 def _own_pages(
-    blocks: np.ndarray, lanes: np.ndarray, size: int, before: HeadPages | None
+    blocks: np.ndarray, num_lanes: int, size: int, before: HeadPages | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """``[lanes, n]``: pages in ``blocks`` that a head may hold entries in, one after the other; and their numbers."""
+    lanes = np.arange(num_lanes)[:, None]
     if before is None:
-        return blocks * len(lanes) + lanes[:, None], np.full(len(lanes), len(blocks))
+        return blocks * num_lanes + lanes, np.full(num_lanes, len(blocks))
     ids = before.ids.flatten(0, 1).numpy()
     used = np.arange(ids.shape[1]) < -(-before.fronts.flatten().numpy() // size)[:, None]
+    of_blocks = ids // num_lanes
+    is_ours, was_front = np.zeros((2, max(blocks.max(), of_blocks.max()) + 1), dtype=bool)
+    is_ours[blocks] = True
+    was_front[of_blocks[used]] = True
     # Blocks that were not of the front hold ordinary tokens, if anything, each head's in its own lane.
-    others = blocks[~np.isin(blocks, ids[used] // len(lanes))]
-    ids = np.concatenate([ids, others * len(lanes) + lanes[:, None]], axis=1)
-    there = np.concatenate([used, np.ones((len(lanes), len(others)), dtype=bool)], axis=1)
-    there &= np.isin(ids // len(lanes), blocks)
+    others = blocks[~was_front[blocks]]
+    ids = np.concatenate([ids, others * num_lanes + lanes], axis=1)
+    there = np.concatenate([used & is_ours[of_blocks], np.ones((num_lanes, len(others)), dtype=bool)], axis=1)
     order = np.argsort(~there, axis=1, kind="stable")
     return np.take_along_axis(ids, order, 1), there.sum(1)

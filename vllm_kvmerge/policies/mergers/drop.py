@@ -13,6 +13,7 @@ class DropMerger(Merger):
     name = "drop"
     source = "eviction"
     tracker_modes = frozenset(ScoreMode)
+    takes_shares = True
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext

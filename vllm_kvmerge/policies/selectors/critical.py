@@ -36,14 +36,14 @@ class Critical(WindowTopK):
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         ranking = max_pooled(importance, protected, entries, self.kernel_size)
         if context.output_weights is None:
-            return top(ranking, protected, entries, context.num_kept)
-        num_protected = protected.sum(1, keepdim=True)
-        num_first = ((context.num_kept - num_protected) * self.first_stage_share).long()
+            return top(ranking, protected, entries, context.counts)
+        num_protected = protected.sum(1)
+        num_first = ((context.counts - num_protected) * self.first_stage_share).long()
         order = ranked(ranking, protected, entries).argsort(dim=1, descending=True, stable=True)
-        chosen = first(entries.is_live, order, num_protected + num_first)
+        chosen = first(entries.is_live, order, (num_protected + num_first).unsqueeze(1))
         weights = context.output_weights
         norms = [projected_norms(entries.values_at(part), weights) for part in entries.parts()]
-        return top(ranking * torch.cat(norms, dim=1), chosen, entries, context.num_kept)
+        return top(ranking * torch.cat(norms, dim=1), chosen, entries, context.counts)
 
     def cost(self, shape: CostShape) -> Cost:
         n, weights = shape.num_entries, shape.group_size * shape.hidden_size * shape.head_size

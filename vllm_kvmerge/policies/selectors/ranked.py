@@ -12,6 +12,8 @@ from vllm_kvmerge.policies.indexing import newest, sinks, top
 class RankedSelector(Selector):
     """Selector whose subclass ranks. The newest stay even if the source protects none: generation needs them."""
 
+    takes_shares = True
+
     num_sink_tokens: int = Field(
         0, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
     )
@@ -25,7 +27,7 @@ class RankedSelector(Selector):
         return sinks(entries, self.num_sink_tokens) | newest(entries, self.recent_window)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        return top(self.ranking(entries, importance, protected, context), protected, entries, context.num_kept)
+        return top(self.ranking(entries, importance, protected, context), protected, entries, context.counts)
 
     @abstractmethod
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:

@@ -14,13 +14,14 @@ class Recent(Selector):
     name = "local"
     source = "sliding-window attention; KeepKV table 2"
     needs_scores = False
+    takes_shares = True
 
     @property
     def min_budget(self) -> int:
         return 1
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        return largest(entries.positions, context.num_kept)
+        return largest(entries.positions, context.counts)
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=shape.num_entries, touches=12 * shape.num_entries)

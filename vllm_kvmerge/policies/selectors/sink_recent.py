@@ -16,6 +16,7 @@ class SinkRecent(Selector):
     name = "streaming_llm"
     source = "StreamingLLM, arXiv:2309.17453"
     needs_scores = False
+    takes_shares = True
 
     num_sink_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
@@ -30,7 +31,7 @@ class SinkRecent(Selector):
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         ranking = entries.positions.masked_fill(protected, torch.iinfo(torch.int64).max)
-        return largest(ranking, context.num_kept)
+        return largest(ranking, context.counts)
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=4 * shape.num_entries, touches=16 * shape.num_entries)

@@ -19,6 +19,7 @@ class WindowTopK(Selector):
     name = "snapkv"
     source = "SnapKV, arXiv:2404.14469"
     needs_scores = True
+    takes_shares = True
 
     window_size: int = Field(32, ge=1, le=MAX_TOKENS, description="Newest entries, always kept.")
     kernel_size: KernelSize = Field(
@@ -34,7 +35,7 @@ class WindowTopK(Selector):
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         ranking = max_pooled(importance, protected, entries, self.kernel_size)
-        return top(ranking, protected, entries, context.num_kept)
+        return top(ranking, protected, entries, context.counts)
 
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries
