@@ -1,6 +1,6 @@
 """The engine's KV blocks: the cache spec with metadata in the page, and the manager of compressed sequences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -8,7 +8,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.request import Request
 
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontSize, Segments
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
 from vllm_kvmerge.ops.types import cell_bytes
 
 
@@ -87,6 +87,23 @@ class MergeableAttentionManager(FullAttentionManager):
         places = new_front.places if new_front.share_blocks else 0
         self.segments[request_id] = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
         return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
+
+    def shrink_front(self, request_id: str, report: FrontReport) -> int:
+        """Returns the blocks to the pool that a front turned out not to need; the number of them. A report of a front
+        that has been replaced since is ignored.
+
+        No step reads these blocks: heads' pages lie in the first ones from the beginning.
+        """
+        segments = self.segments.get(request_id)
+        if segments is None or segments.changed_at != report.num_tokens:
+            return 0
+        row, end = self.req_to_blocks[request_id], segments.tail // self.block_size
+        surplus = [block for block in row[report.num_blocks : end] if not block.is_null]
+        row[report.num_blocks : end] = [self._null_block] * (end - report.num_blocks)
+        self._note_unclean(surplus)
+        self.block_pool.free_blocks(reversed(surplus))
+        self.segments[request_id] = replace(segments, front=report.entries)
+        return len(surplus)
 
     def release_retired(self) -> None:
         """Returns retired blocks to the pool, after all relocations of a step."""

@@ -65,8 +65,11 @@ def count_rejection(reason: str) -> None:
     REJECTED.labels(reason).inc()
 
 
-def count_compression(policy: str, engine: int, num_blocks_freed: int, num_bytes_freed: int) -> None:
+def count_compression(policy: str, engine: int) -> None:
     COMPRESSIONS.labels(policy, engine).inc()
+
+
+def count_freed(policy: str, engine: int, num_blocks_freed: int, num_bytes_freed: int) -> None:
     BLOCKS_FREED.labels(policy, engine).inc(num_blocks_freed)
     BYTES_FREED.labels(policy, engine).inc(num_bytes_freed)
 

@@ -45,13 +45,15 @@ UNCOMPRESSED = Segments()
 class FrontSize:
     """Size of a front that is to be made. entries: per KV head, on average. places: of each head, including those that
     stay empty. share_blocks: blocks whose pages heads with different budgets share; 0: there are none such.
-    has_pages: heads hold their entries in these pages; otherwise each in as many places as any of them needs."""
+    has_pages: heads hold their entries in these pages; otherwise each in as many places as any of them needs.
+    may_shrink: what they hold depends on data: ``entries`` and blocks are the most."""
 
     entries: int
     places: int
     num_blocks: int
     share_blocks: int = 0
     has_pages: bool = False
+    may_shrink: bool = False
 
     @classmethod
     def even(cls, entries: int, block_size: int) -> "FrontSize":
@@ -68,8 +70,8 @@ class CompressionPlan:
     compression: the request's ``kv_compression`` as JSON text. budget: live entries per head, on average over layers
     and heads; ``new_front`` fits the largest share. share_blocks: blocks whose pages the heads' budgets are rounded to;
     0: they are as the policy has them. has_pages: heads get these pages, in ``blocks``, and places of ``new_front``
-    that a head has no room for are empty. hole: ids that follow ``blocks`` in the request's block table, one for each
-    block that the sequence no longer needs.
+    that a head has no room for are empty. may_shrink: the worker reports how many of the blocks it needs. hole: ids
+    that follow ``blocks`` in the request's block table, one for each block that the sequence no longer needs.
 
     is_refresh: the front is made of the complete cache outside the pool instead, the tokens ``[0, num_tokens)``.
     external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
@@ -87,6 +89,7 @@ class CompressionPlan:
     hole: list[int] = field(default_factory=list)
     share_blocks: int = 0
     has_pages: bool = False
+    may_shrink: bool = False
     is_refresh: bool = False
     external_tokens: int = 0
     num_computed: int | None = None
@@ -132,12 +135,23 @@ class Failure:
     part: str | None = None
 
 
+@dataclass(frozen=True)
+class FrontReport:
+    """What a front holds whose size depends on data. num_tokens: computed when it was made. num_blocks: that it needs,
+    the first ones of the plan. entries: per KV head, on average, rounded up."""
+
+    num_tokens: int
+    num_blocks: int
+    entries: int
+
+
 @dataclass
 class CompressionReport:
-    """A worker's report after a step. failures: by request; the caches of these hold their newest entries. rates: this
-    worker's speed, with its first output only."""
+    """A worker's report after a step. failures: by request; the caches of these hold their newest entries. fronts: by
+    request. rates: this worker's speed, with its first output only."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
+    fronts: dict[str, FrontReport] = field(default_factory=dict)
     rates: Rates | None = None
 
 

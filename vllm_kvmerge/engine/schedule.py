@@ -1,13 +1,14 @@
 """Schedule of a request's compressions: when each one is due, the queries that it needs, and the resulting size.
 
 Decisions depend on counts alone, never on data, so that they hold for every tensor-parallel worker and under
-asynchronous scheduling. This module does not depend on vLLM.
+asynchronous scheduling. Where a front's size depends on data, it is counted at its most; what workers report is used to
+return blocks, and to repeat a compression, but never to decide when. This module does not depend on vLLM.
 """
 
 from collections.abc import Set
 from dataclasses import dataclass
 
-from vllm_kvmerge.engine.plan import FrontSize, Segments
+from vllm_kvmerge.engine.plan import FrontReport, FrontSize, Segments
 from vllm_kvmerge.request.limits import Compression, Limits
 from vllm_kvmerge.request.parameters import CompressionConfig
 
@@ -27,7 +28,7 @@ class RequestCompression:
     outside the pool for the newest queries and, up to the first compression, for the context's scores. total: tokens
     that the request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is
     kept. num_layers: of the model. block_size: in tokens. is_uneven: heads have different budgets. has_pages: and pages
-    of their own for what they hold.
+    of their own for what they hold. may_shrink: and what they hold depends on data.
 
     The policy's parts are queried once, in ``of``, so that none of them can raise during a step.
     """
@@ -48,6 +49,7 @@ class RequestCompression:
     block_size: int
     is_uneven: bool
     has_pages: bool
+    may_shrink: bool
 
     @classmethod
     def of(
@@ -59,6 +61,8 @@ class RequestCompression:
         total = num_prompt_tokens + max_tokens
         query_window = min(config.query_window, total)
         budget, capacity = config.resolve_budget(context), config.resolve_capacity(context)
+        fills_budget = config.policy.allocator.fills_budget
+        is_uneven = capacity != budget or not fills_budget
         return cls(
             config=config,
             num_prompt_tokens=num_prompt_tokens,
@@ -74,8 +78,9 @@ class RequestCompression:
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
             num_layers=limits.shape.num_layers,
             block_size=limits.block_size,
-            is_uneven=capacity != budget,
-            has_pages=capacity != budget and limits.head_pages,
+            is_uneven=is_uneven,
+            has_pages=is_uneven and limits.head_pages,
+            may_shrink=is_uneven and limits.head_pages and not fills_budget,
         )
 
     def next_compression(self, segments: Segments) -> int | None:
@@ -92,7 +97,7 @@ class RequestCompression:
         if self.config.decode != "bounded":
             return None
         # If some layers keep everything, the others decide.
-        front = min(segments.front, self.budget)
+        front = self.budget if self.may_shrink else min(segments.front, self.budget)
         # What follows the context stays whole until the prompt has been computed.
         return max(self.budget + self.interval + segments.tail - front, self.num_prompt_tokens)
 
@@ -127,8 +132,9 @@ class RequestCompression:
         start = self.window_start(compression)
         return compression - 1 if start is None else min(compression - 1, start)
 
-    def new_front(self, segments: Segments, num_tokens: int) -> FrontSize:
-        """Size of the front after a compression at ``num_tokens``. Raises PartError."""
+    def new_front(self, segments: Segments, num_tokens: int, reported: FrontReport | None = None) -> FrontSize:
+        """Size of the front after a compression at ``num_tokens``. reported: what the same compression came to before
+        the request was preempted. Raises PartError."""
         num_entries = self._num_entries(segments, num_tokens)
         places = num_entries if self.capacity is None else min(num_entries, self.capacity)
         even = FrontSize.even(places, self.block_size)
@@ -136,6 +142,9 @@ class RequestCompression:
             return even
         budgets = self.config.policy.layer_budgets(self.budget, num_entries, self.num_layers)
         entries, num_blocks = self.budget, cdiv(self.budget, self.block_size)
+        if self.may_shrink:  # no head gets more entries than it has, each with at most one page that is not full
+            most = cdiv(segments.num_entries(num_tokens), self.block_size) + 1
+            num_blocks = min(num_blocks, max(most, cdiv(self.config.policy.min_budget, self.block_size)))
         if budgets is not None:
             entries = cdiv(sum(budgets), self.num_layers)
             num_blocks = cdiv(entries, self.block_size)
@@ -146,8 +155,10 @@ class RequestCompression:
         if num_blocks > room and not segments.uneven_places:
             return even
         share_blocks = min(num_blocks, room)
+        if reported is not None:
+            return FrontSize(reported.entries, places, reported.num_blocks, reported.num_blocks, has_pages=True)
         held = share_blocks if self.has_pages else even.num_blocks
-        return FrontSize(entries, places, held, share_blocks, self.has_pages)
+        return FrontSize(entries, places, held, share_blocks, self.has_pages, self.may_shrink)
 
     def seconds(self, segments: Segments, num_tokens: int, limits: Limits) -> float:
         """Estimated seconds of a compression at ``num_tokens``. Raises PartError."""

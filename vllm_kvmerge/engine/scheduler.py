@@ -16,10 +16,18 @@ from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import model_type, plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.failures import FailedRequests
-from vllm_kvmerge.engine.metrics import GENERATED, CacheGauges, count_compression, count_refresh, count_request
+from vllm_kvmerge.engine.metrics import (
+    GENERATED,
+    CacheGauges,
+    count_compression,
+    count_freed,
+    count_refresh,
+    count_request,
+)
 from vllm_kvmerge.engine.plan import (
     CompressionPlan,
     CompressionStep,
+    FrontReport,
     FrontSize,
     PromptWindow,
     attach,
@@ -68,6 +76,10 @@ class CompressionSchedulerMixin(Scheduler):
         self._bytes_per_block = bytes_per_block * self._num_workers
         self._compressions: dict[str, RequestCompression] = {}
         self._due: dict[str, None] = {}
+        self._reported: dict[str, dict[int, FrontReport]] = {}
+        """By request, and by the number of tokens that it had then."""
+        self._unreported: dict[str, int] = {}
+        """Blocks that compressions freed whose workers have not reported yet, by request; negative: that they took."""
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
@@ -124,6 +136,8 @@ class CompressionSchedulerMixin(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._release_kept(request)
         self._compressions.pop(request.request_id, None)
+        self._reported.pop(request.request_id, None)
+        self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
         return self._usage.end(request.request_id, params), *others
 
@@ -214,7 +228,8 @@ class CompressionSchedulerMixin(Scheduler):
             request, segments = due[request_id], self._manager.segments_of(request_id)
             try:
                 compression = self._compressions[request_id]
-                new_front = compression.new_front(segments, request.num_computed_tokens)
+                reported = self._reported.get(request_id, {}).get(request.num_computed_tokens)
+                new_front = compression.new_front(segments, request.num_computed_tokens, reported)
                 estimate = compression.seconds(segments, request.num_computed_tokens, self._limits)
                 is_refresh = compression.is_refresh(segments, request.num_computed_tokens)
             except PartError as error:
@@ -263,17 +278,26 @@ class CompressionSchedulerMixin(Scheduler):
             hole=relocation.hole,
             share_blocks=new_front.share_blocks,
             has_pages=new_front.has_pages,
+            may_shrink=new_front.may_shrink,
             is_refresh=is_refresh,
             external_tokens=compression.total if compression.external_bytes else 0,
             num_computed=num_computed,
         )
         step.plans.append(plan)
         self._kept_bytes.shrink(request_id, compression.ring_bytes)  # the context's scores are no longer needed
-        num_bytes = relocation.num_freed * self._bytes_per_block
-        count_compression(compression.config.name, self._engine, relocation.num_freed, num_bytes)
+        count_compression(compression.config.name, self._engine)
+        if plan.may_shrink:
+            self._unreported[request_id] = relocation.num_freed
+        else:
+            self._count_freed(request_id, relocation.num_freed)
         if is_refresh:
             count_refresh(compression.config.name, self._engine)
         return True
+
+    def _count_freed(self, request_id: str, num_blocks: int) -> None:
+        # Where each head has a page that is not full, a compression may take a block more than it frees.
+        num_blocks = max(0, num_blocks)
+        count_freed(self._policy(request_id), self._engine, num_blocks, num_blocks * self._bytes_per_block)
 
     # Outputs of a step.
 
@@ -283,6 +307,11 @@ class CompressionSchedulerMixin(Scheduler):
         report = attached_report(model_runner_output)
         if report.rates is not None:
             self._limits = replace(self._limits, rates=report.rates)
+        for request_id, front in report.fronts.items():
+            if request_id in self._compressions:  # otherwise it has ended
+                self._reported.setdefault(request_id, {})[front.num_tokens] = front
+                num_freed = self._manager.shrink_front(request_id, front)
+                self._count_freed(request_id, num_freed + self._unreported.pop(request_id, 0))
         self._failed.update(report.failures)
         # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
         self._end_failed()

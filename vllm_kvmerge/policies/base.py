@@ -82,9 +82,15 @@ class Allocator(Part):
     reads_attention: ClassVar[bool] = True
     """True if ``head_budgets`` reads ``importance``, which is not computed otherwise."""
 
+    needs_scores: ClassVar[bool] = False
+    """True if ``head_budgets`` means nothing where the tracker keeps no scores."""
+
     has_layer_statistic: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
     """True if heads of one layer may get different budgets."""
+
+    fills_budget: ClassVar[bool] = True
+    """False if the heads' budgets may add up to less; the budget is then the most that they hold on average."""
 
     def capacity(self, budget: int) -> int | None:
         """Entries per head that the cache must hold for any data: the largest budget of any layer and head. None: all
@@ -102,7 +108,8 @@ class Allocator(Part):
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
         """Entries that each of the ``H`` rows keeps, each ``<= capacity(context.budget)``; on average over the layers
-        and heads of this worker the budget. Where heads have pages of their own, they are rounded to pages."""
+        and heads of this worker the budget, or as ``fills_budget`` says. Where heads have pages of their own, they are
+        rounded to pages."""
         layers = context.heads.num_layers
         budgets = self.layer_budgets(context.budget, len(entries), layers, context.min_budget)
         if budgets is None:

@@ -35,8 +35,9 @@ class CompressionPolicy(BaseModel):
 
     @model_validator(mode="after")
     def _check_parts_fit(self) -> Self:
-        if self.selector.needs_scores and not self.needs_scores:
-            raise ValueError(f"selector {self.selector.name!r} needs scores, tracker {self.tracker.name!r} keeps none")
+        for kind, part in (("selector", self.selector), ("allocator", self.allocator)):
+            if part.needs_scores and not self.needs_scores:
+                raise ValueError(f"{kind} {part.name!r} needs scores, tracker {self.tracker.name!r} keeps none")
         if self.selector.needs_probabilities and self.tracker.mode == ScoreMode.LOG_EMA:
             raise ValueError(
                 f"selector {self.selector.name!r} needs probabilities, tracker {self.tracker.name!r} keeps logarithms"

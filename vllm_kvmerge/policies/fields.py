@@ -18,6 +18,15 @@ def _check_budget(budget: int | float) -> int | float:
     )
 
 
+class ThresholdBudget(BaseModel):
+    """A budget that depends on the scores: short for the allocator ``threshold`` with ``max`` as its budget."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    threshold: float = Field(gt=0.0, le=1.0)
+    max: Annotated[StrictInt | StrictFloat, AfterValidator(_check_budget)]
+
+
 TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
 
 Budget = Annotated[
@@ -28,9 +37,24 @@ Budget = Annotated[
             "anyOf": [
                 {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
                 {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
+                {
+                    "type": "object",
+                    "properties": {
+                        "threshold": {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
+                        "max": {
+                            "anyOf": [
+                                {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
+                                {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
+                            ]
+                        },
+                    },
+                    "required": ["threshold", "max"],
+                    "additionalProperties": False,
+                },
             ],
             "description": "Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its "
-            "context where context_tokens says how long that is, rounded up.",
+            "context where context_tokens says how long that is, rounded up. Object: a KV head keeps as many entries "
+            "as have more than threshold of its attention, at most max (one of the two above) on average.",
         }
     ),
 ]

@@ -6,6 +6,7 @@ from functools import partial
 
 from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import Part
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, gathering
 from vllm_kvmerge.policies.errors import label
@@ -115,7 +116,8 @@ class Limits:
         for kind in ("selector", "merger", "allocator"):
             name = getattr(config.policy, kind).name
             parts = {getattr(PRESETS[policy], kind) for policy in self.allowed_policies - {FULL}}
-            if name not in parts:
+            # A budget of a threshold is not a policy.
+            if name not in parts and name != Threshold.name:
                 message = f"{name!r} is not allowed on this server; allowed: {', '.join(sorted(parts))}"
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
 

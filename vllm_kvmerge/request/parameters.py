@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy, load_plugins
+from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.errors import PartError, blamed_on
-from vllm_kvmerge.policies.fields import CommonFields, Refresh
+from vllm_kvmerge.policies.fields import CommonFields, Refresh, ThresholdBudget
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 
 M = TypeVar("M", bound=BaseModel)
@@ -190,6 +191,8 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     if name == FULL:
         _validated(FullRequest, data, FULL)
         return None
+    if isinstance(data.get("budget"), dict):
+        data = _with_threshold(data)
     overrides = _read_overrides(data)
     names = _choose_parts(name, overrides)
     what = name + (" with " + ", ".join(f"{kind} {part}" for kind, part in overrides.items()) if overrides else "")
@@ -213,6 +216,23 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
             "budget_too_small",
         )
     return config
+
+
+def _with_threshold(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the allocator that a budget of a threshold stands for. Raises CompressionError."""
+    try:
+        budget = ThresholdBudget.model_validate(data["budget"])
+    except ValidationError as error:
+        raise _as_compression_error(error, ThresholdBudget, "with a threshold", "budget.") from None
+    decided = {"allocator": Threshold.name, "threshold": budget.threshold}
+    for field, value in decided.items():
+        if data.get(field, value) != value:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.{field}",
+                f"budget.threshold decides what each head keeps, got {_shown(data[field])}; allowed: {value}",
+                "incompatible_parts",
+            )
+    return {**data, **decided, "budget": budget.max}
 
 
 def _read_overrides(data: Mapping[str, Any]) -> dict[str, str]:
@@ -261,11 +281,14 @@ def _validated(model: type[M], data: Mapping[str, Any], what: str) -> M:
         raise _as_compression_error(error, model, what) from None
 
 
-def _as_compression_error(error: ValidationError, model: type[BaseModel], what: str) -> CompressionError:
+def _as_compression_error(
+    error: ValidationError, model: type[BaseModel], what: str, within: str = ""
+) -> CompressionError:
+    """``within``: the field, with a point, that holds the ``model``."""
     first = error.errors()[0]
     # Within the common fields' own objects, not within the alternatives of a type.
     nested = [part for part in first["loc"][1:] if part in Refresh.model_fields or first["type"] == "extra_forbidden"]
-    field = ".".join(str(part)[:MAX_SHOWN] for part in [*first["loc"][:1], *nested])
+    field = within + ".".join(str(part)[:MAX_SHOWN] for part in [*first["loc"][:1], *nested])
     param = f"{EXTRA_ARGS_KEY}.{field}" if field else EXTRA_ARGS_KEY
     if first["type"] == "extra_forbidden":
         allowed = ", ".join((Refresh if nested else model).model_fields)

@@ -1,5 +1,6 @@
 """Fronts in pages of heads' own against ordinary fronts with the same shares and dead entries, over a generation."""
 
+import math
 import random
 from typing import Any, ClassVar
 
@@ -67,7 +68,7 @@ class Side:
         order = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.blocks = order[: -(-(PROMPT + GENERATED) // BLOCK)]
         self.compression, self.config = compression, compression.config
-        self.segments, self.pages = Segments(), None
+        self.segments, self.pages, self.num_blocks = Segments(), None, []
         window = max(1, self.config.query_window)
         self.ring = QueryRing.empty(LAYERS, window, HEADS * GROUP, SIZE, torch.float32)
         self.scores = PromptScores.empty(LAYERS, HEADS, PROMPT)
@@ -101,13 +102,21 @@ class Side:
         blocks = self.blocks[:num_blocks].tolist()
         plan = CompressionPlan(
             "r", "", front, self.segments.tail, num_tokens, self.compression.budget, size.places, blocks,
-            share_blocks=share_blocks, has_pages=has_pages,
+            share_blocks=share_blocks, has_pages=has_pages, may_shrink=has_pages and size.may_shrink,
         )  # fmt: skip
         scores = self.scores if front == 0 and self.config.policy.needs_scores else None
         ring = self.ring if self.config.policy.query_window else None
         done = self.compactor.execute([Compaction(plan, policy, self.blocks, scores, ring, pages=self.pages)])
         assert not done.failures
         self.pages = done.pages.get(0)
+        if size.may_shrink and has_pages:
+            assert self.pages is not None
+            report = done.fronts[0]
+            assert report.entries == math.ceil(self.pages.fronts.double().mean())
+            assert {page // (LAYERS * HEADS) for pages in used_pages(self.pages) for page in pages} <= set(
+                blocks[: report.num_blocks]
+            )
+            self.num_blocks.append(report.num_blocks)
         entries = size.entries if has_pages else size.places
         self.segments = Segments(entries, num_tokens, num_tokens, size.places if has_pages else 0)
 
@@ -126,6 +135,8 @@ POLICIES: list[dict[str, Any]] = [
     {"policy": "grkv", "allocator": "adaptive", "kernel_size": 1, "lambda_v": 0.1, "components": "v"},
     {"policy": "asymkv", "allocator": "adaptive"},
     {"policy": "morphkv", "skip_layers": 1},
+    {"policy": "snapkv", "kernel_size": 1, "budget": {"threshold": 0.012, "max": 70}},
+    {"policy": "zsmerge", "budget": {"threshold": 0.012, "max": 60}},
 ]
 
 
@@ -172,6 +183,7 @@ def test_the_same_outputs_as_with_dead_entries(fields, decode):
             outputs.append(side.attend(queries[:, end : end + 1], end + 1))
         assert float((outputs[0] - outputs[1]).abs().max()) < 2e-4, end
     assert any(len(set(shares)) > 1 for shares in counts)
+    assert not one.may_shrink or min(paged.num_blocks) < -(-one.budget // BLOCK)
     assert decode == "grow" or len(counts) > 1 or config.policy.allocator.layer_budgets(70, 200, LAYERS, 1) is not None
 
 

@@ -1,5 +1,6 @@
 """Execution of compression plans: each request's policy decides what changes, the compactor writes it to the cache."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.plan import CompressionPlan, FrontReport
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
@@ -91,8 +92,9 @@ class _Batch:
 
     cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
     may still take; None: no limit. failed: errors of requests, by index. shares: of each request by index, entries of
-    each head, layer by layer, where they are rounded to pages. deals: new pages of requests, by index, where heads get
-    some of their own. gathered: the entries that were read last, by their sequence layers.
+    each head, layer by layer, where they are rounded to pages. fronts: what they come to, if that depends on data.
+    deals: new pages of requests, by index, where heads get some of their own. gathered: the entries that were read
+    last, by their sequence layers.
     """
 
     compactions: list[Compaction]
@@ -100,6 +102,7 @@ class _Batch:
     time_left: Callable[[], float | None]
     failed: dict[int, PartError] = field(default_factory=dict)
     shares: list[list[int]] = field(default_factory=list)
+    fronts: list[FrontReport] = field(default_factory=list)
     deals: list[Deal] = field(default_factory=list)
     gathered: "dict[tuple[_SequenceLayer, ...], PagedEntries]" = field(default_factory=dict)
 
@@ -128,12 +131,13 @@ class Execution:
     counts: ``[plans, 3]`` int64 on the cache's device, over layers and heads: entries merged, entries evicted, and
     entries left unchanged because the merged ones were not finite. failures: errors of policies, by index of the plan.
     The newest entries of such requests were kept, so they must not go on generating. pages: of the new fronts, by index
-    of the plan, where heads have some of their own.
+    of the plan, where heads have some of their own. fronts: what they hold, where that depends on data.
     """
 
     counts: Tensor
     failures: dict[int, PartError]
     pages: dict[int, HeadPages]
+    fronts: dict[int, FrontReport]
 
 
 @dataclass(frozen=True)
@@ -178,17 +182,18 @@ class Compactor:
             sizes = compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries
             # Each complete cache is an allocation of its own, so refreshes go one by one.
             source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
-            layout = compaction.pages is None, plan.has_pages, plan.share_blocks
+            layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink
             # By the policy's text: parameters of another package's policy may not be hashable.
             batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source, *layout), []).append(index)
-        counts, failures, pages = [], {}, {}
+        counts, failures, pages, fronts = [], {}, {}, {}
         for indices in batches.values():
             batch = self._batch([compactions[index] for index in indices])
             counts.append(self._run_batch(batch))
             failures.update({indices[index]: error for index, error in batch.failed.items()})
             pages.update({indices[index]: deal.pages for index, deal in enumerate(batch.deals)})
+            fronts.update({indices[index]: front for index, front in enumerate(batch.fronts)})
         order = torch.tensor([index for indices in batches.values() for index in indices], dtype=torch.int64)
-        return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures, pages)
+        return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures, pages, fronts)
 
     def _batch(self, compactions: list[Compaction]) -> _Batch:
         """Starts the clock. On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
@@ -226,6 +231,8 @@ class Compactor:
         statistics = self._layer_statistics(batch) if batch.policy.allocator.has_layer_statistic else None
         if batch.plan.share_blocks:
             batch.shares.extend(self._shares(batch, statistics))
+        if batch.plan.may_shrink:
+            batch.fronts.extend(self._fronts(batch))
         if batch.plan.has_pages:
             batch.deals.extend(self._deals(batch))
 
@@ -291,18 +298,35 @@ class Compactor:
             room = plan.share_blocks * len(shares)
             return paged_shares(shares, room, self.block_size, policy.min_budget, plan.new_front)
 
+        if not policy.allocator.fills_budget:  # all heads share all pages
+            return [fitted(one) for one in budgets]
         starts = range(0, num_layers * num_heads, num_heads)
         if policy.allocator.splits_heads:  # a layer's heads share its pages
             return [sum((fitted(one[at : at + num_heads]) for at in starts), []) for one in budgets]
         by_layer = [fitted(one[::num_heads]) for one in budgets]  # layers share all pages
         return [[share for share in one for _ in range(num_heads)] for one in by_layer]
 
+    def _fronts(self, batch: _Batch) -> list[FrontReport]:
+        """What the shares of each request come to: as many blocks as the tensor-parallel worker takes that needs most,
+        and the mean of all workers' entries."""
+        num_lanes = len(self.layers) * self.num_kv_heads
+        pages = [sum(-(-share // self.block_size) for share in shares) for shares in batch.shares]
+        needed = [(-(-count // num_lanes), sum(shares)) for count, shares in zip(pages, batch.shares, strict=True)]
+        by_head = self.all_heads(self._sent(needed).repeat(self.num_kv_heads, 1, 1))
+        blocks, entries = by_head[..., 0].amax(0).tolist(), by_head[..., 1].double().mean(0).tolist()
+        numbers = zip(batch.compactions, blocks, entries, strict=True)
+        return [FrontReport(one.plan.seq_len, count, math.ceil(total / num_lanes)) for one, count, total in numbers]
+
     def _deals(self, batch: _Batch) -> list[Deal]:
         """New pages for the heads of each request."""
-        within_layers = batch.policy.allocator.splits_heads
+        allocator = batch.policy.allocator
+        within_layers = allocator.splits_heads and allocator.fills_budget
+        blocks = [one.plan.blocks for one in batch.compactions]
+        if batch.fronts:
+            blocks = [some[: front.num_blocks] for some, front in zip(blocks, batch.fronts, strict=True)]
         return [
-            Deal.of(self.layers, shares, one.plan.new_front, one.plan.blocks, one.pages, within_layers)
-            for one, shares in zip(batch.compactions, batch.shares, strict=True)
+            Deal.of(self.layers, shares, one.plan.new_front, some, one.pages, within_layers)
+            for one, shares, some in zip(batch.compactions, batch.shares, blocks, strict=True)
         ]
 
     def _destinations(

@@ -229,6 +229,7 @@ class Compression:
             state.prompt_scores = None
         heads, policies = HeadShare.of(self._config), [config.name for config in configs]
         self.reporter.add_failures(plans, done.failures, heads)
+        self.reporter.add_fronts(plans, done.fronts)
         if heads.is_first_replica:
             self._counts.add(policies, done.counts)
         if heads.rank == 0:

@@ -1,0 +1,39 @@
+"""Budgets that depend on the scores alone, up to a maximum."""
+
+from pydantic import Field
+from torch import Tensor
+
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries
+from vllm_kvmerge.policies.registry import register
+
+
+@register
+class Threshold(Allocator):
+    """A head keeps as many entries as have more than ``threshold`` of its attention, and room for what its selector
+    protects (KVzap's rule, with attention in place of its predicted scores).
+
+    The budget is the most that heads may hold on average; blocks that no head needs go back to the pool. If heads want
+    more than that together, what each wants beyond its least is cut by the same share.
+    """
+
+    name = "threshold"
+    source = "KVzap, arXiv:2601.07891"
+    splits_heads = True
+    fills_budget = False
+    needs_scores = True
+
+    threshold: float = Field(
+        0.001, gt=0.0, le=1.0, description="An entry counts if its share of its head's attention is larger."
+    )
+    max_share: float = Field(4.0, ge=1.0, le=64.0, description="Largest budget, as a multiple of the average.")
+
+    def capacity(self, budget: int) -> int:
+        return int(self.max_share * budget)
+
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+        counts = (importance > self.threshold).sum(1) + context.min_budget
+        counts = counts.minimum(entries.is_live.sum(1)).clamp(max=self.capacity(context.budget))
+        return [int(one) for one in counts.tolist()]
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=shape.num_entries, touches=4 * shape.num_entries)
