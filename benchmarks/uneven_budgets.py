@@ -1,8 +1,9 @@
 """Memory and decode time of budgets that differ by layer and head: ``python benchmarks/uneven_budgets.py``.
 
 Beside ``snapkv`` at the same average, in one engine that takes them in turn: bytes that a request's cache holds while
-it generates, as its report says, and the time of steps that decode ``--requests`` requests. The layers of
-``skip_layers`` cost what they cost, and snapkv gets that average.
+it generates, as its report says; the time of steps that decode ``--requests`` requests; and the time of compressions,
+as the metrics say, at the prompt's end and, of a bounded cache, later. The layers of ``skip_layers`` cost what they
+cost, and snapkv gets that average.
 """
 
 import argparse
@@ -14,11 +15,13 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from prometheus_client import REGISTRY
 from report import Spread, save
 from sides import ModelShape
 
 from vllm_kvmerge.evaluation.options import print_table
 
+BLOCK_SIZE = 32
 CASES: dict[str, dict[str, Any]] = {
     "adakv": {"policy": "adakv"},
     "pyramidkv": {"policy": "pyramidkv"},
@@ -31,38 +34,67 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One case at one budget: bytes held, those of snapkv at the same average, and the ratio of decode times."""
+    """One case at one budget: bytes held; ratios to snapkv at the same average of these, of decode steps, and of
+    compressions at the prompt's end and later."""
 
     case: str
     budget: float
     mebibytes: float
     bytes_ratio: float
     step_ratio: Spread
+    first_ratio: Spread
+    later_ratio: Spread
 
 
-def run(llm: Any, prompts: list[list[int]], fields: dict[str, Any], num_tokens: int) -> tuple[float, float]:
-    """Bytes that a request holds while it generates, and the median time of a step that decodes all requests."""
+@dataclass(frozen=True)
+class Times:
+    """Seconds: median of steps that decode all requests, means of compressions at the prompt's end and later."""
+
+    step: float
+    first: float
+    later: float
+
+
+def compactions(policy: str) -> tuple[float, float]:
+    """Seconds and number of those so far."""
+    values = (
+        REGISTRY.get_sample_value(f"vllm:kvmerge_compaction_seconds_{kind}", {"policy": policy, "engine": "0"})
+        for kind in ("sum", "count")
+    )
+    seconds, count = (value or 0.0 for value in values)
+    return seconds, count
+
+
+def run(
+    llm: Any, prompts: list[list[int]], fields: dict[str, Any], num_tokens: int, decode: str = "grow"
+) -> tuple[float, Times]:
+    """Bytes that a request holds while it generates, and times."""
     from vllm import SamplingParams
 
     from vllm_kvmerge import compression
 
-    extra = compression(**fields, decode="grow") | {"kvmerge_usage": True}
+    extra = compression(**fields, decode=decode) | {"kvmerge_usage": True}
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
     for index, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
     counts: dict[str, int] = {}
-    seconds, held = [], 0.0
+    seconds, held, policy = [], 0.0, fields["policy"]
+    before = first = compactions(policy)
     while llm.llm_engine.has_unfinished_requests():
         started = perf_counter()
         outputs = llm.llm_engine.step()
         elapsed = perf_counter() - started
         for output in outputs:
             counts[output.request_id] = len(output.outputs[0].token_ids)
+            if counts[output.request_id] == 1:
+                first = compactions(policy)
             if output.finished:
                 held = output.kv_transfer_params["kvmerge"]["mean_bytes"]
         if len(counts) == len(prompts) and min(counts.values()) > 2:
             seconds.append(elapsed)
-    return held, float(np.median(seconds))
+    last = compactions(policy)
+    means = [(b[0] - a[0]) / max(1.0, b[1] - a[1]) for a, b in ((before, first), (first, last))]
+    return held, Times(float(np.median(seconds)), *means)
 
 
 def measure(llm: Any, arguments: argparse.Namespace) -> list[Row]:
@@ -78,9 +110,12 @@ def measure(llm: Any, arguments: argparse.Namespace) -> list[Row]:
             even, held = (run(llm, prompts[:1], one, arguments.tokens)[0] for one in both)
             ratios = []
             for _ in range(arguments.repeats):
-                even_seconds, seconds = (run(llm, prompts, one, arguments.tokens)[1] for one in both)
-                ratios.append(seconds / even_seconds)
-            rows.append(Row(name, budget, held / 2**20, held / even, Spread.of(ratios)))
+                snapkv, times = (run(llm, prompts, one, arguments.tokens)[1] for one in both)
+                bounded = (run(llm, prompts[:1], one, 4 * BLOCK_SIZE, "bounded")[1] for one in both)
+                snapkv_later, later = (one.later for one in bounded)
+                ratios.append((times.step / snapkv.step, times.first / snapkv.first, later / snapkv_later))
+            spreads = [Spread.of(list(some)) for some in zip(*ratios, strict=True)]
+            rows.append(Row(name, budget, held / 2**20, held / even, *spreads))
     return rows
 
 
@@ -118,10 +153,14 @@ def main() -> None:
         )
         rows = measure(llm, arguments)
     table = {
-        f"{row.case}, {row.budget:g}": [f"{row.mebibytes:.1f}", f"{row.bytes_ratio:.3f}", str(row.step_ratio)]
+        f"{row.case}, {row.budget:g}": [
+            f"{row.mebibytes:.1f}",
+            *(f"{row.bytes_ratio:.3f}", str(row.step_ratio), str(row.first_ratio), str(row.later_ratio)),
+        ]
         for row in rows
     }
-    print_table("", ["MiB held", "bytes / snapkv", "decode step / snapkv"], table, first="case, budget")
+    columns = ["MiB held", "bytes / snapkv", "decode step", "first compression", "later ones"]
+    print_table("", columns, table, first="case, budget")
     if arguments.output:
         save(arguments.output, vars(arguments), rows)
 

@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kvmerge import compression
-from vllm_kvmerge.engine.plan import attached_step
+from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, FrontReport, attach, attached_step
 from vllm_kvmerge.engine.scheduler import AsyncCompressionScheduler, SyncCompressionScheduler
 
 BLOCK_SIZE = 32
@@ -66,21 +66,35 @@ def finish(scheduler, output) -> None:
         computed |= {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         reached = computed[request_id] + output.num_scheduled_tokens[request_id]
         sampled.append([5] if request is not None and reached >= request.num_prompt_tokens else [])
+    plans = [plan for plan in attached_step(output).plans if plan.may_shrink]
+    fronts = {plan.request_id: shrunk(plan) for plan in plans}
     if ids:
-        scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
-            ),
+        done = ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
         )
+        attach(done, CompressionReport(fronts=fronts))
+        scheduler.update_from_output(output, done)
+    for plan in plans:
+        row = scheduler._manager.req_to_blocks.get(plan.request_id)
+        if row is not None and scheduler._manager.segments_of(plan.request_id).changed_at == plan.num_tokens:
+            front = [block.block_id for block in row[: plan.num_tokens // BLOCK_SIZE] if not block.is_null]
+            assert front == plan.blocks[: fronts[plan.request_id].num_blocks]
+
+
+def shrunk(plan: CompressionPlan) -> FrontReport:
+    """What a worker might report."""
+    num_blocks = 1 + plan.num_tokens % len(plan.blocks)
+    return FrontReport(plan.num_tokens, num_blocks, num_blocks * BLOCK_SIZE - 3)
 
 
 @pytest.mark.parametrize("context_share", [None, 0.6])
-@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"])
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "h2o threshold"])
 def test_plans_are_those_of_synchronous_scheduling(engine, policy, context_share):
     def parameters(length: int) -> dict:
         context = {} if context_share is None else {"context_tokens": int(context_share * length)}
-        return compression(policy, budget=100, **context)
+        name, _, kind = policy.partition(" ")
+        budget = {"threshold": 0.01, "max": 100} if kind == "threshold" else 100
+        return compression(name, budget=budget, **context)
 
     def requests():
         return [
@@ -95,6 +109,7 @@ def test_plans_are_those_of_synchronous_scheduling(engine, policy, context_share
         results.append(run(scheduler, requests(), depth))
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert not scheduler._manager.segments and not scheduler._compressions
+        assert not scheduler._reported and not scheduler._unreported
     sync, asynchronous = results
     assert any(sync.values())
     for name, plans in sync.items():

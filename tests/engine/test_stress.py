@@ -1,19 +1,22 @@
-"""A hundred requests of every kind at once: no crash, no leak, no cross-talk."""
+"""Requests of every kind at once, a hundred or more: no crash, no leak, no cross-talk."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 
 import numpy as np
+import pytest
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.parameters import CompressionError
 
 NUM_REQUESTS = 100
 NUM_ALONE = 30
-"""How many of these are asked again, alone."""
+"""How many of a hundred are asked again, alone."""
 POLICIES = sorted(PRESETS)
 
 
@@ -40,13 +43,24 @@ def draw_jobs(
         if rng.random() < 0.75:
             budget = [64, 128, 300, 700, 0.1, 0.3, 0.9][rng.integers(7)]
             context = {"context_tokens": int(rng.integers(1, length + 1))} if rng.random() < 0.4 else {}
-            extra = compression(next(policies), budget=budget, interval=int(rng.integers(1, 50)), **context)
+            fields = context | {"interval": int(rng.integers(1, 50))}
+            extra = uneven(rng, next(policies), budget, fields)
         num_tokens = int(rng.integers(2, 60))
         params = SamplingParams(
             temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=num_logprobs, extra_args=extra
         )
         jobs.append(Job(prompt, params, int(rng.integers(1, num_tokens)) if rng.random() < 0.2 else None))
     return jobs
+
+
+def uneven(rng: np.random.Generator, policy: str, budget: int | float, fields: dict) -> dict:
+    """Sometimes with shares that differ by head or layer, or a budget that depends on the scores, where they fit."""
+    threshold = {"threshold": float(10 ** rng.uniform(-3.5, -1.5)), "max": budget}
+    kind = rng.integers(6)
+    for change in ({"budget": threshold}, {"allocator": "adaptive"}, {"allocator": "pyramid"})[kind : kind + 1]:
+        with suppress(CompressionError):
+            return compression(policy, **{"budget": budget, **fields, **change})
+    return compression(policy, budget=budget, **fields)
 
 
 def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[list[list[int]], int]:
@@ -90,18 +104,23 @@ def assert_every_kind(jobs: list[Job]) -> None:
     asked = [json.loads(field) for field in fields if field is not None]
     assert {field["policy"] for field in asked} == set(POLICIES) and None in fields
     assert any("context_tokens" in field for field in asked)
+    assert {"adaptive", "pyramid"} <= {field.get("allocator") for field in asked}
+    assert any(isinstance(field["budget"], dict) for field in asked)
     assert any(job.abort_after is not None for job in jobs)
     assert len({tuple(job.prompt[:64]) for job in jobs}) < len(jobs)
 
 
-def test_a_hundred_requests(engine):
+@pytest.mark.parametrize(
+    "num_requests", [NUM_REQUESTS, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+def test_requests_of_every_kind(engine, num_requests):
     rng = np.random.default_rng(20)
-    jobs = draw_jobs(rng)
+    jobs = draw_jobs(rng, num_requests)
     assert_every_kind(jobs)
     together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()
     assert num_preemptions > 0, "the pool is too large to test preemption"
-    for index in rng.permutation(NUM_REQUESTS)[:NUM_ALONE]:
+    for index in rng.permutation(num_requests)[: num_requests * NUM_ALONE // NUM_REQUESTS]:
         job, tokens = jobs[index], together[index]
         alone = engine.generate([job.prompt], job.params)[0].outputs[0]
         if job.abort_after is None:

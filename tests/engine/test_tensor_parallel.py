@@ -61,6 +61,9 @@ def test_two_workers_equal_one(engine, tmp_path):
         length = int(rng.integers(150, 800))
         for context in ({}, {"context_tokens": length - 70})[: 2 if index % 4 == 0 else 1]:
             jobs.append((random_prompt(rng, length), compression(policy, budget=96, interval=8, **context)))
+    for threshold in (0.02, 0.005):
+        budget = {"threshold": threshold, "max": 0.9}
+        jobs.append((random_prompt(rng, 600), compression("snapkv", budget=budget, decode="bounded")))
     script = tmp_path / "generate.py"
     script.write_text(GENERATE)
     first, second = generate(script, jobs)

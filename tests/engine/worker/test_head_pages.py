@@ -63,8 +63,9 @@ class Side:
         ]
         weights = torch.randn(LAYERS, HEADS, GROUP, 48, SIZE, generator=torch.Generator().manual_seed(3))
         self.compactor = Compactor(
-            self.layers, SCALE, list(range(HEADS)), output_weights=lambda layer: weights[layer], group_size=GROUP
-        )
+            self.layers, SCALE, list(range(HEADS)), output_weights=lambda layer: weights[layer], group_size=GROUP,
+            max_bytes=1 << 28 if compression.config.decode == "bounded" else 1,  # all layers together, or each alone
+        )  # fmt: skip
         order = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.blocks = order[: -(-(PROMPT + GENERATED) // BLOCK)]
         self.compression, self.config = compression, compression.config
