@@ -2,6 +2,29 @@
 
 from collections.abc import Sequence
 
+from vllm_kvmerge.policies.base import Allocator
+
+
+def fitted_budgets(
+    allocator: Allocator, budgets: Sequence[int], num_heads: int, num_blocks: int, page_size: int, least: int, most: int
+) -> list[int]:
+    """Entries of each head of a request, ``least`` to ``most``, that fit into ``num_blocks`` blocks.
+
+    budgets: the allocator's for each head, layer by layer, of ``num_heads`` each. Raises ValueError as ``paged_shares``
+    does.
+    """
+
+    def fitted(shares: Sequence[int]) -> list[int]:
+        return paged_shares(shares, num_blocks * len(shares), page_size, least, most)
+
+    if not allocator.fills_budget:  # all heads share all pages
+        return fitted(budgets)
+    if allocator.splits_heads:  # a layer's heads share its pages
+        starts = range(0, len(budgets), num_heads)
+        return [share for start in starts for share in fitted(budgets[start : start + num_heads])]
+    by_layer = fitted(budgets[::num_heads])  # layers share all pages
+    return [share for share in by_layer for _ in range(num_heads)]
+
 
 def paged_shares(shares: Sequence[int], num_pages: int, page_size: int, least: int, most: int) -> list[int]:
     """Entries of each head, ``least`` to ``most``, near its share, that take at most ``num_pages`` pages together.

@@ -25,7 +25,7 @@ from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
 from vllm_kvmerge.policies.deadline import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
-from vllm_kvmerge.policies.shares import paged_shares
+from vllm_kvmerge.policies.shares import fitted_budgets
 
 PLANES: tuple[Literal["keys", "values"], ...] = ("keys", "values")
 SLACK = 4
@@ -294,17 +294,8 @@ class Compactor:
                         heads = slice(layer * num_heads, (layer + 1) * num_heads)
                         budgets[request][heads] = found[row * num_heads : (row + 1) * num_heads]
 
-        def fitted(shares: list[int]) -> list[int]:
-            room = plan.share_blocks * len(shares)
-            return paged_shares(shares, room, self.block_size, policy.min_budget, plan.new_front)
-
-        if not policy.allocator.fills_budget:  # all heads share all pages
-            return [fitted(one) for one in budgets]
-        starts = range(0, num_layers * num_heads, num_heads)
-        if policy.allocator.splits_heads:  # a layer's heads share its pages
-            return [sum((fitted(one[at : at + num_heads]) for at in starts), []) for one in budgets]
-        by_layer = [fitted(one[::num_heads]) for one in budgets]  # layers share all pages
-        return [[share for share in one for _ in range(num_heads)] for one in by_layer]
+        room = plan.share_blocks, self.block_size, policy.min_budget, plan.new_front
+        return [fitted_budgets(policy.allocator, one, num_heads, *room) for one in budgets]
 
     def _fronts(self, batch: _Batch) -> list[FrontReport]:
         """What the shares of each request come to: as many blocks as the tensor-parallel worker takes that needs most,
