@@ -55,7 +55,7 @@ KVM_DEVICE int64_t kept_at(const AttendParams& p, const PagedPlace& at, int) { r
 // One sequence of a batch, as a block of one of its KV heads sees it. Entries are found in two steps: the second needs
 // what the first one loads, and is done when that has had time to come.
 struct Row {
-  typedef kvmerge::Place Place;
+  typedef Place EntryPlace;
 
   int number, num_queries, front, gap, old, seen, mode;
   int64_t start_token;
@@ -76,20 +76,20 @@ struct Row {
 
   KVM_DEVICE bool keeps_logits() const { return mode == kSum || mode == kMean; }
 
-  KVM_DEVICE kvmerge::Place find(const AttendParams& p, int entry) const { return find_in(blocks, p, entry); }
-  KVM_DEVICE Place place_of(const AttendParams&, int, int, kvmerge::Place found) const { return found; }
+  KVM_DEVICE Place find(const AttendParams& p, int entry) const { return find_in(blocks, p, entry); }
+  KVM_DEVICE Place place_of(const AttendParams&, int, int, Place found) const { return found; }
 
  protected:
-  KVM_DEVICE kvmerge::Place find_in(const int32_t* list, const AttendParams& p, int entry) const {
+  KVM_DEVICE Place find_in(const int32_t* list, const AttendParams& p, int entry) const {
     const int slot = entry < front ? entry : entry + gap;
     const int index = p.block_shift >= 0 ? slot >> p.block_shift : slot / p.block_size;
-    return kvmerge::Place{list[index], slot - index * p.block_size};
+    return Place{list[index], slot - index * p.block_size};
   }
 };
 
 // The same where the head's front may be in pages of its own: then `find` gives the ids of those.
 struct PagedRow : Row {
-  typedef PagedPlace Place;
+  typedef PagedPlace EntryPlace;
 
   const int32_t* pages;  // null: the front is in the blocks
 
@@ -106,10 +106,10 @@ struct PagedRow : Row {
     pages = own.pages;
   }
 
-  KVM_DEVICE kvmerge::Place find(const AttendParams& p, int entry) const {
+  KVM_DEVICE Place find(const AttendParams& p, int entry) const {
     return find_in(in_pages(entry) ? pages : blocks, p, entry);
   }
-  KVM_DEVICE Place place_of(const AttendParams& p, int head, int entry, kvmerge::Place found) const {
+  KVM_DEVICE PagedPlace place_of(const AttendParams& p, int head, int entry, Place found) const {
     if (!in_pages(entry)) return PagedPlace{found, head, 0};
     const Page page = page_of(found.block, p.heads, p.num_layers);
     return PagedPlace{{page.block, found.offset}, page.head,
@@ -146,8 +146,9 @@ KVM_DEVICE float ema_weight(const AttendParams& p, const Row& row, int query) {
 }
 
 // Adds to an entry's moving average; level: log2 of the sum of the rows' weighted exponentials.
-template <class Place>
-KVM_DEVICE void average(const AttendParams& p, const Row& row, const Place& place, int head, int entry, float level) {
+template <class EntryPlace>
+KVM_DEVICE void average(const AttendParams& p, const Row& row, const EntryPlace& place, int head, int entry,
+                        float level) {
   const int64_t at = plane_at(p, place, head);
   const bool is_new = entry >= row.old;  // a new token's statistics start from nothing, whatever its place held
   const float count = is_new ? 0.0f : p.aux[at];
@@ -179,11 +180,11 @@ struct Tile {
 };
 
 // What a warp has of 16 entries.
-template <class Place>
+template <class EntryPlace>
 struct Step {
   const char *keys, *values;  // tiles
   const float* votes;
-  const Place* places;
+  const EntryPlace* places;
   int first, end;  // the first entry, and that behind the last one of the split
 };
 
@@ -233,8 +234,8 @@ struct MatrixUnits {
     }
   }
 
-  template <class Place>
-  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step<Place>& s) {
+  template <class EntryPlace>
+  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step<EntryPlace>& s) {
     const int lane = device::lane(), quarter = lane / 8;
     float logits[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
     KVM_UNROLL
@@ -353,8 +354,8 @@ struct MatrixUnits {
     return x;
   }
 
-  template <class Place>
-  KVM_DEVICE void keep(const AttendParams& p, int head, const float (&logits)[2][4], const Step<Place>& s) {
+  template <class EntryPlace>
+  KVM_DEVICE void keep(const AttendParams& p, int head, const float (&logits)[2][4], const Step<EntryPlace>& s) {
     const int lane = device::lane();
     KVM_UNROLL
     for (int n = 0; n < 2; ++n) {
@@ -401,8 +402,8 @@ struct Cores {
     }
   }
 
-  template <class Place>
-  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step<Place>& s) {
+  template <class EntryPlace>
+  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step<EntryPlace>& s) {
     const int lane = device::lane(), mine = lane % 16, entry = s.first + mine;
     const bool live = entry < s.end;
     float logits[kMost];
@@ -504,7 +505,7 @@ template <class Product, int kWarps, int kStages, bool kPages>
 struct Attend {
   typedef AttendParams Params;
   typedef typename std::conditional<kPages, PagedRow, Row>::type Sequence;
-  typedef typename Sequence::Place Place;
+  typedef typename Sequence::EntryPlace EntryPlace;
   typedef typename Product::Entries Entries;
   typedef typename Product::Type T;
   static constexpr int kThreads = 32 * kWarps, kBlocks = 2, kHeadSize = Product::kHeadSize;
@@ -515,7 +516,7 @@ struct Attend {
     alignas(16) char keys[Entries::kBytes];
     alignas(16) char values[Entries::kBytes];
     float votes[16];
-    Place places[16];
+    EntryPlace places[16];
   };
   // What warps put together at the end lies where stages were.
   struct Meeting {
@@ -533,20 +534,20 @@ struct Attend {
     int head, first, end;
     Stage* stages;
     device::CopyBarrier* barriers;
-    kvmerge::Place next;
+    Place next;
 
     KVM_DEVICE int entry(int number) const { return first + (number * kWarps + device::warp()) * 16; }
 
     // Block ids of the entries after these, so that they are there when they are needed.
     KVM_DEVICE void look_up(int number) {
       const int mine = entry(number) + device::lane() % 16;
-      next = mine < end ? row.find(p, mine) : kvmerge::Place{0, 0};
+      next = mine < end ? row.find(p, mine) : Place{0, 0};
     }
 
     KVM_DEVICE void load(int number, int stage) {
       const int lane = device::lane(), from = entry(number), mine = from + lane % 16;
       Stage& to = stages[stage];
-      const Place place = row.place_of(p, head, mine, next);
+      const EntryPlace place = row.place_of(p, head, mine, next);
       if (lane < 16) {
         to.places[lane] = place;
         device::copy_word(&to.votes[lane], p.log_votes + plane_at(p, place, head), mine < end && mine < row.front);
@@ -585,7 +586,7 @@ struct Attend {
     Stage* all = reinterpret_cast<Stage*>(query + Product::kQueryBytes);
     device::CopyBarrier* barriers = reinterpret_cast<device::CopyBarrier*>(all + kWarps * kStages) + warp * kStages;
     const Chunk zeros = {0, 0, 0, 0};
-    Loader loader{p, row, head, first, end, all + warp * kStages, barriers, kvmerge::Place{0, 0}};
+    Loader loader{p, row, head, first, end, all + warp * kStages, barriers, Place{0, 0}};
     loader.look_up(0);
     if (Product::kWhole) {
       // Behind the head size, and where there is no entry, nothing is copied.
@@ -627,7 +628,8 @@ struct Attend {
       }
       device::commit_copies();
       const Stage& at = loader.stages[stage];
-      product.step(p, row, head, query, Step<Place>{at.keys, at.values, at.votes, at.places, loader.entry(i), end});
+      const Step<EntryPlace> step{at.keys, at.values, at.votes, at.places, loader.entry(i), end};
+      product.step(p, row, head, query, step);
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;
@@ -686,8 +688,8 @@ struct Recomputed {
   }
 
   // The rows' probabilities of an entry, times their weights. levels: log2 of the sums of exponentials.
-  static KVM_DEVICE float added(const AttendParams& p, const PagedRow& row, const PagedPlace& place, int head, int entry,
-                                const float* queries, const float* levels, const float* weights) {
+  static KVM_DEVICE float added(const AttendParams& p, const PagedRow& row, const PagedPlace& place, int head,
+                                int entry, const float* queries, const float* levels, const float* weights) {
     const int rows = row.num_queries * p.group;
     const char* key = p.keys + cell_at(p, place, head);
     const float vote = p.log_votes[plane_at(p, place, head)] * kLog2E;

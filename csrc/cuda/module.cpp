@@ -116,9 +116,10 @@ float* set_plane(Params& p, const Arguments& arguments, const char* name, const 
 void call_attend(TensorView query, TensorView keys, TensorView values, TensorView log_votes, TensorView scores,
                  TensorView aux, TensorView output, TensorView block_table, TensorView query_starts,
                  TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
-                 TensorView score_modes, TensorView score_decays, MaybeTensor tables, MaybeTensor addresses, int64_t layer,
-                 TensorView partial, TensorView lse, TensorView kept, double scale, int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows,
-                 int64_t num_combined, int64_t num_parts, bool bulk, int64_t stream) {
+                 TensorView score_modes, TensorView score_decays, MaybeTensor tables, MaybeTensor addresses,
+                 int64_t layer, TensorView partial, TensorView lse, TensorView kept, double scale, int64_t num_queries,
+                 int64_t splits, int64_t least, int64_t padded, int64_t kept_rows, int64_t num_combined,
+                 int64_t num_parts, bool bulk, int64_t stream) {
   const Arguments arguments(query);
   AttendParams p{};
   set_cells(p, arguments, keys, values);

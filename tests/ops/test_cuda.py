@@ -516,7 +516,7 @@ def _mangled(kernel):
     known = {"true": "Lb1E", "false": "Lb0E", "void": "v", "float": "f", "Bf16": "13__nv_bfloat16", "F16": "6__half"}
     words = re.findall(r"\w+", kernel)
     parts = [known.get(word) or (f"Li{word}E" if word.isdigit() else f"{len(word)}{word}") for word in words]
-    return "[IE]*".join(parts) + "E"
+    return "[INSE_]*".join(parts) + "E"
 
 
 @pytest.mark.parametrize("target", ["80", "90a"])

@@ -1,6 +1,7 @@
 """Head pages in CUDA's operators: emulated on the CPU, and compiled for GPUs."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.engine
 
 OPERATORS = PLACES
 """Where the kernels run."""
-without_a_gpu = pytest.mark.parametrize("operators", ["emulated"], indirect=True)
-"""For tests that look at what the CPU is told."""
 
 
 def with_tables(batch: AttentionBatch, cache: PagedKVCache) -> tuple[AttentionBatch, list[Tensor]]:
@@ -178,8 +177,8 @@ ROWS = [(0, 400, 470, (301, 77)), (129, 200, 290, None), (0, 96, 130, (40, 0)), 
 def test_rows_of_all_kinds_share_a_batch(
     operators, monkeypatch, dtype, groups, head_size, block_size, lens, bulk, modes
 ):
-    """Fronts of two splits and of none, in pages of all layers, beside ordinary ones; holes, several queries, tiles that
-    cross pages. Statistics change where they should, in all layers, and nowhere else."""
+    """Fronts of two splits and of none, in pages of all layers, beside ordinary ones; holes, several queries, pages
+    that end within a step. Statistics change where they should, in all layers, and nowhere else."""
     choice.choice.cache_clear()
     monkeypatch.setattr(choice, "rules", lambda: [{"implementation": "cuda", "bulk": bulk}])
     pool = Pool(groups + head_size, head_size, block_size, dtype, num_blocks=80)
@@ -199,7 +198,8 @@ def test_rows_of_all_kinds_share_a_batch(
     lens = torch.tensor(lens)
     updates = [UPDATES[mode] for mode in modes]
     batch = AttentionBatch(
-        blocks, lens.cumsum(0) - lens, lens, seq_len, front, tail, torch.tensor([update.mode.code for update in updates]),
+        blocks, lens.cumsum(0) - lens, lens, seq_len, front, tail,
+        torch.tensor([update.mode.code for update in updates]),
         torch.tensor([update.decay for update in updates]), int(lens.max()),
     )  # fmt: skip
     query = pool.randn(int(lens.sum()), HEADS * groups, head_size).to(dtype)
@@ -215,3 +215,101 @@ def test_rows_of_all_kinds_share_a_batch(
         torch.testing.assert_close(one.scores, other.scores, rtol=1e-4, atol=2e-5)
         assert torch.equal(one.aux, other.aux)
     choice.choice.cache_clear()
+
+
+NUM_PLACES, OLD_FRONT, TAIL, SEQ_LEN = 70, 90, 160, 190
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "block_size", "room", "before", "after"),
+    [
+        (torch.bfloat16, 128, 32, 48 << 10, "pages", "pages"),
+        (torch.float32, 48, 16, 0, "pages", "pages"),
+        (torch.float16, 80, 24, 3 << 10, "blocks", "pages"),
+        (torch.bfloat16, 64, 16, 48 << 10, "pages", "blocks"),
+    ],
+    ids=str,
+)
+def test_compactions_are_the_references(operators, monkeypatch, dtype, head_size, block_size, room, before, after):
+    """Two layers of three, dead entries among those that are kept, places that overlap, heads that are not written."""
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.merge.BYTES_STAGED", room)
+    pool = Pool(head_size, head_size, block_size, dtype, num_blocks=60)
+    seq_layer, heads = torch.tensor([2, 0]), 2 * HEADS
+    blocks = pool.blocks(pool.count(SEQ_LEN)).repeat(2, 1)  # of one sequence
+    # Pages that entries leave, and those that they come to: some the same in another order, none of another head.
+    old_fronts = torch.tensor([[90, 33], [0, 51]])
+    new_fronts = torch.tensor([[70, 0], [70, 17]])
+    width = pool.count(OLD_FRONT)
+    old, new = pool.pages(pool.blocks(12))[: 2 * heads * width].view(2, 2, HEADS, width)
+    new[..., :2] = old[..., 1:3]
+    new[1, 1, 0] = old[1, 1, 0]  # so that entries may stay
+    new[0, 1] = old[0, 0]  # not to be written
+    old[torch.arange(width) * block_size >= old_fronts.unsqueeze(2)] = 1 << 29  # no page
+    kept = torch.stack([torch.randperm(OLD_FRONT + SEQ_LEN - TAIL, generator=pool.generator) for _ in range(heads)])
+    kept = kept[:, :NUM_PLACES].contiguous()
+    kept[:, ::9] = -1
+    kept[3, 1:40:3] = torch.arange(1, 40, 3)
+    planes = [pool.randn(heads, NUM_PLACES) for _ in range(3)]
+    metadata = (*planes, torch.randint(0, SEQ_LEN, (heads, NUM_PLACES), generator=pool.generator))
+    places = torch.tensor([69, 0, 16, -1, 33]).repeat(heads, 1)
+    rows = Rows(places, pool.randn(heads, 5, head_size), None if room == 0 else pool.randn(heads, 5, head_size))
+    segments = torch.tensor([[OLD_FRONT, TAIL, SEQ_LEN]] * 2)
+    found = []
+    for module in (reference, operators):
+        layers = pool.copy()
+        pages = HeadPages(layers, old, old_fronts) if before == "pages" else None
+        to = HeadPages(layers, new, new_fronts) if after == "pages" else blocks[:, : pool.count(NUM_PLACES)]
+        module.merge_entries(SequenceLayers(layers, seq_layer, blocks, segments, pages), to, kept, metadata, rows)
+        found.append(layers)
+    changed = 0
+    for one, other, start in zip(*found, pool.layers, strict=True):
+        for field in fields(PagedKVCache):
+            theirs, ours, was = (getattr(layer, field.name).float() for layer in (one, other, start))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=field.name)
+            changed += int((ours != was).sum())
+    assert changed > 0
+
+
+def test_layers_that_lie_differently_are_left_to_others(cuda, monkeypatch):
+    """Pages are found by the distance of their layer."""
+    left = []
+    fallback = SimpleNamespace(paged_attention=lambda *args: left.append(args[2]))
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.backend.fallback", lambda device: fallback)
+    pool = Pool(0, 64, 16, torch.float32, num_blocks=8)
+    batch = AttentionBatch.single(torch.arange(4), 1, 50)
+    query = pool.randn(1, HEADS, 64)
+    for layers in (pool.layers, [pool.layers[0], replace(pool.layers[1], aux=pool.layers[0].aux.clone())]):
+        tables = PageTables(layers, 0, torch.zeros(1, dtype=torch.int64))
+        cuda.paged_attention(query, layers[0], replace(batch, tables=tables), 0.1, query.clone())
+    assert [one.tables.layers for one in left] == [layers]
+
+
+def test_nothing_is_asked_of_the_gpu(cuda):
+    """Captured graphs hold for fronts of all shapes: tables are read by the kernels alone."""
+    pool = Pool(0, 64, 16, torch.float32, num_blocks=8)
+    table = HeadPages(pool.layers, torch.zeros(LAYERS, HEADS, 2).long(), torch.zeros(LAYERS, HEADS).long()).table()
+    batch = replace(
+        AttentionBatch.single(torch.arange(4), 1, 50),
+        tables=PageTables(pool.layers, 1, torch.tensor([table.data_ptr()])),
+    )
+    query = pool.randn(1, HEADS, 64)
+    with Watch(Watch.WAITS):
+        cuda.paged_attention(query, pool.layers[1], batch, 0.1, query.clone())
+    wrong = replace(batch, tables=PageTables(pool.layers, LAYERS, batch.tables.addresses))
+    with pytest.raises(ValueError, match="there is no layer 3 among 3"):
+        cuda.paged_attention(query, pool.layers[1], wrong, 0.1, query.clone())
+
+
+KERNELS = {
+    "Attend<MatrixUnits<Bf16, 128, false>, 4, 3, true>": [
+        "LDGSTS.E.BYPASS.LTC128B.128", "HMMA.16816.F32.BF16", "LDSM.16.M",
+    ],
+    "Finish<256, float>": ["LDG.E.128"],
+    "Merge<Bf16, true>": ["STG.E.128", "LDGSTS.E.BYPASS.LTC128B.128"],
+}  # fmt: skip
+"""Some of the kernels, and instructions that are meant to be in them."""
+
+
+@pytest.mark.parametrize("target", ["80", "89", "90a"])
+def test_kernels_compile_without_spills(target, tmp_path):
+    check_compiled(KERNELS, target, tmp_path)
