@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.conftest import Watch, complete, cuda_on_gpu
+from tests.ops.conftest import Watch, cuda_on_gpu
 from tests.ops.on_gpu import OnGPU
 from tests.ops.test_cpu import TOLERANCE, relative_error
 from tests.ops.test_cuda import PLACES, check_compiled
@@ -82,7 +82,7 @@ class WithTables(OnGPU):
 
 @pytest.fixture
 def operators(request, monkeypatch):
-    """CUDA's operators, which leave no call to others, and for what they have not, the reference's."""
+    """CUDA's operators, which leave no call to others, and the reference's, on the CPU, for what they have not."""
     device = torch.device("cpu" if request.param == "emulated" else "cuda")
     if request.param == "emulated":
         cuda = request.getfixturevalue("cuda")
@@ -91,7 +91,9 @@ def operators(request, monkeypatch):
         from vllm_kvmerge.ops import cuda
     refusal = "vllm_kvmerge.ops.cuda.backend.fallback", lambda device: pytest.fail("the kernels did not run")
     monkeypatch.setattr(*refusal)
-    return WithTables(complete(cuda), device)
+    there = WithTables(cuda, device)
+    own = {"paged_attention": there.paged_attention, "merge_entries": there.merge_entries}
+    return SimpleNamespace(**vars(reference) | own)
 
 
 @pytest.fixture(params=[(16, torch.bfloat16), (48, torch.float16)], ids=str)
