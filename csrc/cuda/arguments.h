@@ -29,6 +29,10 @@ struct AttendParams {
   float scale;                                                            // times log2(e)
   int heads, group, head_size, block_size, block_shift, splits, least, kept_rows, num_combined;
   int output_type;                                                        // Element
+  // Where heads of some rows have pages of their own; null: nowhere.
+  const int64_t* tables;     // [rows]: address of the row's table, which has all layers; 0: an ordinary front
+  const int64_t* addresses;  // [layers, 6]: of each layer's planes, in the order of PagedKVCache
+  int layer, num_layers;     // the number of this layer, and of all
 };
 
 // float32 rows of a large head are so many sums that a thread has no registers for more.
@@ -48,6 +52,9 @@ struct MergeParams {
   int64_t cell_block, cell_head, cell_slot;  // of keys and of values, in bytes
   int64_t plane_block, plane_head;           // of metadata, in elements
   int heads, head_size, block_size, num_places, num_rows, capacity;
+  // Where heads have pages of their own: tables with a row for each sequence layer.
+  const int32_t *pages, *new_pages;          // in place of the blocks of fronts, and of `destination`; null: those
+  int num_layers;
 };
 
 }  // namespace kvmerge

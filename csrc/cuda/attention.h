@@ -6,21 +6,63 @@
 // splits together and turns logits that were kept to scores. Logits are kept times log2(e), because a GPU has exp2.
 #pragma once
 
+#include <type_traits>
+
 #include "arguments.h"
 #include "device.h"
+#include "pages.h"
 
 namespace kvmerge {
 
 constexpr float kNoLogit = -__builtin_huge_valf();
 
-// One sequence of a batch, as a block sees it.
+// Where an entry lies in this layer's cache, at its own KV head.
+struct Place {
+  int block, offset;
+};
+
+// Where an entry lies where heads have pages of their own.
+struct PagedPlace {
+  Place place;
+  int head;
+  int64_t shift;  // bytes from this layer's planes to those of the layer that it lies in
+};
+
+KVM_DEVICE int64_t cell_at(const AttendParams& p, Place place, int head) {
+  return place.block * p.cell_block + head * p.cell_head + place.offset * p.cell_slot;
+}
+KVM_DEVICE int64_t cell_at(const AttendParams& p, const PagedPlace& at, int) {
+  return at.shift + cell_at(p, at.place, at.head);
+}
+
+KVM_DEVICE int64_t plane_at(const AttendParams& p, Place place, int head) {
+  return place.block * p.plane_block + head * p.plane_head + place.offset;
+}
+KVM_DEVICE int64_t plane_at(const AttendParams& p, const PagedPlace& at, int) {
+  return at.shift / static_cast<int64_t>(sizeof(float)) + plane_at(p, at.place, at.head);
+}
+
+// Whether an entry's logits are kept. They lie by slots of this layer, where an entry in another layer's page has none:
+// the slot there with the same block and head may be another entry of this layer.
+KVM_DEVICE bool is_kept(Place) { return true; }
+KVM_DEVICE bool is_kept(const PagedPlace& at) { return at.shift == 0; }
+
+KVM_DEVICE int64_t kept_at(const AttendParams& p, Place place, int head) {
+  return (static_cast<int64_t>(place.block) * p.heads + head) * p.kept_rows * p.block_size + place.offset;
+}
+KVM_DEVICE int64_t kept_at(const AttendParams& p, const PagedPlace& at, int) { return kept_at(p, at.place, at.head); }
+
+// One sequence of a batch, as a block of one of its KV heads sees it. Entries are found in two steps: the second needs
+// what the first one loads, and is done when that has had time to come.
 struct Row {
+  typedef Place EntryPlace;
+
   int number, num_queries, front, gap, old, seen, mode;
   int64_t start_token;
   float decay;
   const int32_t* blocks;
 
-  KVM_DEVICE Row(const AttendParams& p, int row)
+  KVM_DEVICE Row(const AttendParams& p, int row, int /* head */)
       : number(row),
         num_queries(p.query_lens[row]),
         front(p.fronts[row]),
@@ -33,25 +75,50 @@ struct Row {
         blocks(p.block_table + row * p.table_row) {}
 
   KVM_DEVICE bool keeps_logits() const { return mode == kSum || mode == kMean; }
+
+  KVM_DEVICE Place find(const AttendParams& p, int entry) const { return find_in(blocks, p, entry); }
+  KVM_DEVICE Place place_of(const AttendParams&, int, int, Place found) const { return found; }
+
+ protected:
+  KVM_DEVICE Place find_in(const int32_t* list, const AttendParams& p, int entry) const {
+    const int slot = entry < front ? entry : entry + gap;
+    const int index = p.block_shift >= 0 ? slot >> p.block_shift : slot / p.block_size;
+    return Place{list[index], slot - index * p.block_size};
+  }
 };
 
-// Where an entry lies.
-struct Place {
-  int block, offset;
+// The same where the head's front may be in pages of its own: then `find` gives the ids of those.
+struct PagedRow : Row {
+  typedef PagedPlace EntryPlace;
+
+  const int32_t* pages;  // null: the front is in the blocks
+
+  KVM_DEVICE PagedRow(const AttendParams& p, int row, int head) : Row(p, row, head), pages(nullptr) {
+    // The table of a row without queries may be gone.
+    if (num_queries == 0 || p.tables[row] == 0) return;
+    const HeadFront own(reinterpret_cast<const int32_t*>(p.tables[row]),
+                        static_cast<int64_t>(p.layer) * p.heads + head);
+    const int more = own.num_entries - front;
+    front += more;
+    gap -= more;
+    old += more;
+    seen += more;
+    pages = own.pages;
+  }
+
+  KVM_DEVICE Place find(const AttendParams& p, int entry) const {
+    return find_in(in_pages(entry) ? pages : blocks, p, entry);
+  }
+  KVM_DEVICE PagedPlace place_of(const AttendParams& p, int head, int entry, Place found) const {
+    if (!in_pages(entry)) return PagedPlace{found, head, 0};
+    const Page page = page_of(found.block, p.heads, p.num_layers);
+    return PagedPlace{{page.block, found.offset}, page.head,
+                      p.addresses[6 * page.layer] - reinterpret_cast<int64_t>(p.keys)};
+  }
+
+ private:
+  KVM_DEVICE bool in_pages(int entry) const { return pages != nullptr && entry < front; }
 };
-
-KVM_DEVICE Place place_of(const AttendParams& p, const Row& row, int entry) {
-  const int slot = entry < row.front ? entry : entry + row.gap;
-  const int index = p.block_shift >= 0 ? slot >> p.block_shift : slot / p.block_size;
-  return Place{row.blocks[index], slot - index * p.block_size};
-}
-
-KVM_DEVICE int64_t plane_at(const AttendParams& p, Place place, int head) {
-  return place.block * p.plane_block + head * p.plane_head + place.offset;
-}
-KVM_DEVICE int64_t kept_at(const AttendParams& p, Place place, int head) {
-  return (static_cast<int64_t>(place.block) * p.heads + head) * p.kept_rows * p.block_size + place.offset;
-}
 
 KVM_DEVICE int split_size(const AttendParams& p, int entries) {
   const int share = (entries + p.splits - 1) / p.splits, size = (share + kStep - 1) / kStep * kStep;
@@ -79,7 +146,9 @@ KVM_DEVICE float ema_weight(const AttendParams& p, const Row& row, int query) {
 }
 
 // Adds to an entry's moving average; level: log2 of the sum of the rows' weighted exponentials.
-KVM_DEVICE void average(const AttendParams& p, const Row& row, Place place, int head, int entry, float level) {
+template <class EntryPlace>
+KVM_DEVICE void average(const AttendParams& p, const Row& row, const EntryPlace& place, int head, int entry,
+                        float level) {
   const int64_t at = plane_at(p, place, head);
   const bool is_new = entry >= row.old;  // a new token's statistics start from nothing, whatever its place held
   const float count = is_new ? 0.0f : p.aux[at];
@@ -111,10 +180,11 @@ struct Tile {
 };
 
 // What a warp has of 16 entries.
+template <class EntryPlace>
 struct Step {
   const char *keys, *values;  // tiles
   const float* votes;
-  const Place* places;
+  const EntryPlace* places;
   int first, end;  // the first entry, and that behind the last one of the split
 };
 
@@ -164,7 +234,8 @@ struct MatrixUnits {
     }
   }
 
-  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step& s) {
+  template <class EntryPlace>
+  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step<EntryPlace>& s) {
     const int lane = device::lane(), quarter = lane / 8;
     float logits[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
     KVM_UNROLL
@@ -283,14 +354,15 @@ struct MatrixUnits {
     return x;
   }
 
-  KVM_DEVICE void keep(const AttendParams& p, int head, const float (&logits)[2][4], const Step& s) {
+  template <class EntryPlace>
+  KVM_DEVICE void keep(const AttendParams& p, int head, const float (&logits)[2][4], const Step<EntryPlace>& s) {
     const int lane = device::lane();
     KVM_UNROLL
     for (int n = 0; n < 2; ++n) {
       KVM_UNROLL
       for (int i = 0; i < 4; ++i) {
         const int column = 8 * n + 2 * (lane % 4) + i % 2, r = lane / 4 + i / 2 * 8;
-        if (limit[i / 2] > 0 && s.first + column < s.end)
+        if (limit[i / 2] > 0 && s.first + column < s.end && is_kept(s.places[column]))
           p.kept[kept_at(p, s.places[column], head) + r * p.block_size] = logits[n][i];
       }
     }
@@ -330,7 +402,8 @@ struct Cores {
     }
   }
 
-  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step& s) {
+  template <class EntryPlace>
+  KVM_DEVICE void step(const AttendParams& p, const Row& row, int head, const char* shared, const Step<EntryPlace>& s) {
     const int lane = device::lane(), mine = lane % 16, entry = s.first + mine;
     const bool live = entry < s.end;
     float logits[kMost];
@@ -359,7 +432,7 @@ struct Cores {
       const bool wanted = number < row.num_queries, seen = wanted && live && entry <= row.old + number;
       logits[r] = seen ? plain + vote : kNoLogit;
       if (averages && seen) level = add_logs(level, plain + ema_weight(p, row, number));
-      if (keeps && wanted && live && lane < 16)
+      if (keeps && wanted && live && lane < 16 && is_kept(s.places[mine]))
         p.kept[kept_at(p, s.places[mine], head) + r * p.block_size] = logits[r];
       float most = logits[r];
       KVM_UNROLL
@@ -427,10 +500,12 @@ struct Cores {
   }
 };
 
-// Grid: sequences, heads, splits.
-template <class Product, int kWarps, int kStages>
+// Grid: sequences, heads, splits. kPages: heads of some rows have pages of their own.
+template <class Product, int kWarps, int kStages, bool kPages>
 struct Attend {
   typedef AttendParams Params;
+  typedef typename std::conditional<kPages, PagedRow, Row>::type Sequence;
+  typedef typename Sequence::EntryPlace EntryPlace;
   typedef typename Product::Entries Entries;
   typedef typename Product::Type T;
   static constexpr int kThreads = 32 * kWarps, kBlocks = 2, kHeadSize = Product::kHeadSize;
@@ -441,7 +516,7 @@ struct Attend {
     alignas(16) char keys[Entries::kBytes];
     alignas(16) char values[Entries::kBytes];
     float votes[16];
-    Place places[16];
+    EntryPlace places[16];
   };
   // What warps put together at the end lies where stages were.
   struct Meeting {
@@ -455,7 +530,7 @@ struct Attend {
   // Loads a warp's entries ahead: each thread knows where one of the next 16 is.
   struct Loader {
     const AttendParams& p;
-    const Row& row;
+    const Sequence& row;
     int head, first, end;
     Stage* stages;
     device::CopyBarrier* barriers;
@@ -466,17 +541,18 @@ struct Attend {
     // Block ids of the entries after these, so that they are there when they are needed.
     KVM_DEVICE void look_up(int number) {
       const int mine = entry(number) + device::lane() % 16;
-      next = mine < end ? place_of(p, row, mine) : Place{0, 0};
+      next = mine < end ? row.find(p, mine) : Place{0, 0};
     }
 
     KVM_DEVICE void load(int number, int stage) {
       const int lane = device::lane(), from = entry(number), mine = from + lane % 16;
       Stage& to = stages[stage];
+      const EntryPlace place = row.place_of(p, head, mine, next);
       if (lane < 16) {
-        to.places[lane] = next;
-        device::copy_word(&to.votes[lane], p.log_votes + plane_at(p, next, head), mine < end && mine < row.front);
+        to.places[lane] = place;
+        device::copy_word(&to.votes[lane], p.log_votes + plane_at(p, place, head), mine < end && mine < row.front);
       }
-      const int64_t offset = next.block * p.cell_block + head * p.cell_head + next.offset * p.cell_slot;
+      const int64_t offset = cell_at(p, place, head);
       if (Product::kWhole) {
         const int bytes = p.head_size * static_cast<int>(sizeof(T)), live = end - from < 16 ? end - from : 16;
         if (lane == 0) device::expect_bytes(barriers + stage, 2 * live * bytes);
@@ -499,7 +575,7 @@ struct Attend {
 
   static KVM_DEVICE void run(const AttendParams& p) {
     const int head = device::block_y(), warp = device::warp(), lane = device::lane();
-    const Row row(p, device::block_x());
+    const Sequence row(p, device::block_x(), head);
     if (row.num_queries == 0) return;
     const int size = split_size(p, row.seen), first = device::block_z() * size;
     if (first >= row.seen) return;
@@ -552,7 +628,8 @@ struct Attend {
       }
       device::commit_copies();
       const Stage& at = loader.stages[stage];
-      product.step(p, row, head, query, Step{at.keys, at.values, at.votes, at.places, loader.entry(i), end});
+      const Step<EntryPlace> step{at.keys, at.values, at.votes, at.places, loader.entry(i), end};
+      product.step(p, row, head, query, step);
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;
@@ -590,16 +667,74 @@ struct Attend {
   }
 };
 
+// What scores get from entries whose logits are not kept: these are computed once more from the keys, one entry by each
+// thread.
+template <class T, int kHeadSize>
+struct Recomputed {
+  static constexpr int kChunk = 16 / sizeof(T), kTogether = 4;  // rows that share a reading of the key
+
+  // Puts a row's queries into shared memory, [rows, kHeadSize]; a barrier must follow.
+  static KVM_DEVICE void put_queries(float* queries, const AttendParams& p, const Row& row, int head, int threads) {
+    const int chunks = p.head_size / kChunk;
+    for (int i = device::thread(); i < row.num_queries * p.group * chunks; i += threads) {
+      const int r = i / chunks, chunk = i % chunks;
+      const T* from = static_cast<const T*>(p.query) + (row.start_token + r / p.group) * p.query_token +
+                      (head * p.group + r % p.group) * p.query_head + chunk * kChunk;
+      float x[kChunk];
+      device::unpack(x, *reinterpret_cast<const Chunk*>(from), T());
+      KVM_UNROLL
+      for (int j = 0; j < kChunk; ++j) queries[r * kHeadSize + chunk * kChunk + j] = x[j];
+    }
+  }
+
+  // The rows' probabilities of an entry, times their weights. levels: log2 of the sums of exponentials.
+  static KVM_DEVICE float added(const AttendParams& p, const PagedRow& row, const PagedPlace& place, int head,
+                                int entry, const float* queries, const float* levels, const float* weights) {
+    const int rows = row.num_queries * p.group;
+    const char* key = p.keys + cell_at(p, place, head);
+    const float vote = p.log_votes[plane_at(p, place, head)] * kLog2E;
+    float sum = 0.0f;
+    for (int first = 0; first < rows; first += kTogether) {
+      float logits[kTogether];
+      KVM_UNROLL
+      for (int i = 0; i < kTogether; ++i) logits[i] = 0.0f;
+#pragma unroll 2
+      for (int chunk = 0; chunk < p.head_size / kChunk; ++chunk) {
+        float x[kChunk];
+        device::unpack(x, reinterpret_cast<const Chunk*>(key)[chunk], T());
+        KVM_UNROLL
+        for (int i = 0; i < kTogether; ++i) {
+          if (first + i >= rows) continue;
+          const float* query = queries + (first + i) * kHeadSize + chunk * kChunk;
+          KVM_UNROLL
+          for (int j = 0; j < kChunk; ++j) logits[i] += query[j] * x[j];
+        }
+      }
+      KVM_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        const int r = first + i;
+        if (r < rows && entry <= row.old + r / p.group)
+          sum += device::exp2(logits[i] * p.scale + vote - levels[r]) * weights[r];
+      }
+    }
+    return sum;
+  }
+};
+
 // Puts splits together, and updates scores from the logits that were kept. Grid: sequences, heads, one block for each
-// of `num_combined` rows and then any number that share the entries.
-template <int kHeadSize>
+// of `num_combined` rows and then any number that share the entries. T: of keys and queries, where heads of some rows
+// have pages of their own; void: nowhere.
+template <int kHeadSize, class T>
 struct Finish {
   typedef AttendParams Params;
-  static constexpr int kThreads = 128, kBlocks = 8, kMaxSplits = 128, kSharedBytes = kMaxSplits * 4;
+  static constexpr bool kPages = !std::is_void<T>::value;
+  typedef typename std::conditional<kPages, PagedRow, Row>::type Sequence;
+  static constexpr int kThreads = 128, kBlocks = kPages ? 6 : 8, kMaxSplits = 128, kLevelBytes = kMaxSplits * 4;
+  static constexpr int kSharedBytes = kLevelBytes + (kPages ? kRows * kHeadSize * 4 : 0);
 
   static KVM_DEVICE void run(const AttendParams& p) {
     const int head = device::block_y(), part = device::block_z();
-    const Row row(p, device::block_x());
+    const Sequence row(p, device::block_x(), head);
     const int rows = row.num_queries * p.group;
     if (rows == 0 || (part < p.num_combined ? part >= rows : !row.keeps_logits())) return;
     const int size = split_size(p, row.seen), num_splits = (row.seen + size - 1) / size;
@@ -627,11 +762,15 @@ struct Finish {
     }
   }
 
-  static KVM_DEVICE void update(const AttendParams& p, const Row& row, int head, int part, int64_t base,
+  static KVM_DEVICE void update(const AttendParams& p, const Sequence& row, int head, int part, int64_t base,
                                 int num_splits) {
     const int rows = row.num_queries * p.group;
     float* levels = reinterpret_cast<float*>(device::shared_memory());
     float* weights = levels + kRows;
+    float* queries = levels + kLevelBytes / 4;
+    if constexpr (kPages) {
+      if (row.pages != nullptr) Recomputed<T, kHeadSize>::put_queries(queries, p, row, head, kThreads);
+    }
     for (int r = device::warp(); r < rows; r += kThreads / 32) {
       float top = kNoLogit;
       for (int split = device::lane(); split < num_splits; split += 32)
@@ -650,14 +789,18 @@ struct Finish {
     const float shrink = power(row.decay, row.num_queries);
     const int step = (device::num_blocks_z() - p.num_combined) * kThreads;
     int entry = part * kThreads + device::thread();
-    Place next = entry < row.seen ? place_of(p, row, entry) : Place{0, 0};
+    Place next = entry < row.seen ? row.find(p, entry) : Place{0, 0};
     for (; entry < row.seen; entry += step) {
-      const Place place = next;  // the next one is looked up meanwhile
-      if (entry + step < row.seen) next = place_of(p, row, entry + step);
-      const float* logits = p.kept + kept_at(p, place, head);
+      const auto place = row.place_of(p, head, entry, next);  // the next one is looked up meanwhile
+      if (entry + step < row.seen) next = row.find(p, entry + step);
       float added = 0.0f;
+      if (is_kept(place)) {
+        const float* logits = p.kept + kept_at(p, place, head);
 #pragma unroll 4
-      for (int r = 0; r < rows; ++r) added += device::exp2(logits[r * p.block_size] - levels[r]) * weights[r];
+        for (int r = 0; r < rows; ++r) added += device::exp2(logits[r * p.block_size] - levels[r]) * weights[r];
+      } else if constexpr (kPages) {
+        added = Recomputed<T, kHeadSize>::added(p, row, place, head, entry, queries, levels, weights);
+      }
       const int64_t at = plane_at(p, place, head);
       // A new token's statistics start from nothing, whatever its place held.
       const bool is_new = entry >= row.old;

@@ -19,9 +19,9 @@ struct Variant {
   void (*start)(const AttendParams& params, int num_rows, const Where& where);
 };
 
-template <class Product, int kWarps, int kStages>
+template <class Product, int kWarps, int kStages, bool kPages>
 Variant attend_with() {
-  typedef Attend<Product, kWarps, kStages> Kernel;
+  typedef Attend<Product, kWarps, kStages, kPages> Kernel;
   const auto start = [](const AttendParams& params, int num_rows, const Where& where) {
     launch<Kernel>(Grid{num_rows, params.heads, params.splits}, Kernel::kSharedBytes, params, where.device,
                    where.stream);
@@ -30,56 +30,79 @@ Variant attend_with() {
 }
 
 // As many stages as let two blocks be on a multiprocessor of an H200, up to a head size of 128, and one on an A100's.
-template <class T, int kHeadSize>
+template <class T, int kHeadSize, bool kPages>
 Variant attend_halves(int query_rows, bool bulk) {
   constexpr int kStages = kHeadSize == 64 ? 4 : kHeadSize == 128 ? 3 : 2;
-  if (query_rows == 1) return attend_with<Cores<T, kHeadSize, 1, false>, 4, kStages>();
-  if (query_rows == 2) return attend_with<Cores<T, kHeadSize, 2, false>, 4, kStages>();
-  if (bulk) return attend_with<MatrixUnits<T, kHeadSize, true>, 4, kStages>();
-  return attend_with<MatrixUnits<T, kHeadSize, false>, 4, kStages>();
+  if (query_rows == 1) return attend_with<Cores<T, kHeadSize, 1, false>, 4, kStages, kPages>();
+  if (query_rows == 2) return attend_with<Cores<T, kHeadSize, 2, false>, 4, kStages, kPages>();
+  if (bulk) return attend_with<MatrixUnits<T, kHeadSize, true>, 4, kStages, kPages>();
+  return attend_with<MatrixUnits<T, kHeadSize, false>, 4, kStages, kPages>();
 }
 
-template <int kHeadSize>
+template <int kHeadSize, bool kPages>
 Variant attend_size(int query_rows, bool is_bfloat16, int bits, bool bulk) {
   if (bits == 32) {
     constexpr int kWarps = kHeadSize == 256 ? 2 : 4, kStages = kHeadSize == 64 ? 3 : 2;
     constexpr int kMost = max_query_rows(32, kHeadSize);
-    if (query_rows <= 4) return attend_with<Cores<float, kHeadSize, 4, false>, kWarps, kStages>();
-    return attend_with<Cores<float, kHeadSize, kMost, false>, kWarps, kStages>();
+    if (query_rows <= 4) return attend_with<Cores<float, kHeadSize, 4, false>, kWarps, kStages, kPages>();
+    return attend_with<Cores<float, kHeadSize, kMost, false>, kWarps, kStages, kPages>();
   }
-  return is_bfloat16 ? attend_halves<Bf16, kHeadSize>(query_rows, bulk) : attend_halves<F16, kHeadSize>(query_rows, bulk);
+  return is_bfloat16 ? attend_halves<Bf16, kHeadSize, kPages>(query_rows, bulk)
+                     : attend_halves<F16, kHeadSize, kPages>(query_rows, bulk);
 }
 
+template <bool kPages>
 Variant variant_of(int query_rows, bool is_bfloat16, int bits, int head_size, bool bulk) {
-  const auto found = head_size == 64 ? attend_size<64> : head_size == 128 ? attend_size<128> : attend_size<256>;
+  const auto found = head_size == 64    ? attend_size<64, kPages>
+                     : head_size == 128 ? attend_size<128, kPages>
+                                        : attend_size<256, kPages>;
   return found(query_rows, is_bfloat16, bits, bulk);
 }
 
-template <int kHeadSize>
+typedef void (*Last)(const AttendParams& params, int num_rows, int blocks, const Where& where);
+
+template <int kHeadSize, class T>
 void finish(const AttendParams& params, int num_rows, int blocks, const Where& where) {
-  launch<Finish<kHeadSize>>(Grid{num_rows, params.heads, blocks}, Finish<kHeadSize>::kSharedBytes, params,
-                            where.device, where.stream);
+  typedef Finish<kHeadSize, T> Kernel;
+  launch<Kernel>(Grid{num_rows, params.heads, blocks}, Kernel::kSharedBytes, params, where.device, where.stream);
+}
+
+template <class T>
+Last finish_size(int head_size) {
+  return head_size == 64 ? finish<64, T> : head_size == 128 ? finish<128, T> : finish<256, T>;
+}
+
+template <bool kPages>
+void start_merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int bytes, const Where& where) {
+  const Grid grid{num_rows, 1, 1};
+  if (bits == 32) launch<Merge<float, kPages>>(grid, bytes, params, where.device, where.stream);
+  else if (is_bfloat16) launch<Merge<Bf16, kPages>>(grid, bytes, params, where.device, where.stream);
+  else launch<Merge<F16, kPages>>(grid, bytes, params, where.device, where.stream);
 }
 
 }  // namespace
 
 void merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int shared_bytes, const Where& where) {
-  const Grid grid{num_rows, 1, 1};
-  if (bits == 32) launch<Merge<float>>(grid, shared_bytes, params, where.device, where.stream);
-  else if (is_bfloat16) launch<Merge<Bf16>>(grid, shared_bytes, params, where.device, where.stream);
-  else launch<Merge<F16>>(grid, shared_bytes, params, where.device, where.stream);
+  const auto start = params.pages || params.new_pages ? start_merge<true> : start_merge<false>;
+  start(params, num_rows, is_bfloat16, bits, shared_bytes, where);
 }
 
 void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bfloat16, int bits, int head_size,
             bool bulk, int finish_blocks, const Where& where) {
-  variant_of(query_rows, is_bfloat16, bits, head_size, bulk).start(params, num_rows, where);
+  const bool pages = params.tables != nullptr;
+  const auto variant = pages ? variant_of<true> : variant_of<false>;
+  variant(query_rows, is_bfloat16, bits, head_size, bulk).start(params, num_rows, where);
   if (finish_blocks == 0) return;
-  const auto last = head_size == 64 ? finish<64> : head_size == 128 ? finish<128> : finish<256>;
-  last(params, num_rows, finish_blocks, where);
+  const auto last = !pages        ? finish_size<void>
+                    : bits == 32  ? finish_size<float>
+                    : is_bfloat16 ? finish_size<Bf16>
+                                  : finish_size<F16>;
+  last(head_size)(params, num_rows, finish_blocks, where);
 }
 
-int attend_bytes(int query_rows, int bits, int head_size, bool bulk) {
-  return variant_of(query_rows, true, bits, head_size, bulk).shared_bytes;
+int attend_bytes(int query_rows, int bits, int head_size, bool bulk, bool pages) {
+  const auto variant = pages ? variant_of<true> : variant_of<false>;
+  return variant(query_rows, true, bits, head_size, bulk).shared_bytes;
 }
 
 const char* targets() { return KVM_TARGETS; }

@@ -116,9 +116,10 @@ float* set_plane(Params& p, const Arguments& arguments, const char* name, const 
 void call_attend(TensorView query, TensorView keys, TensorView values, TensorView log_votes, TensorView scores,
                  TensorView aux, TensorView output, TensorView block_table, TensorView query_starts,
                  TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
-                 TensorView score_modes, TensorView score_decays, TensorView partial, TensorView lse, TensorView kept,
-                 double scale, int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows,
-                 int64_t num_combined, int64_t num_parts, bool bulk, int64_t stream) {
+                 TensorView score_modes, TensorView score_decays, MaybeTensor tables, MaybeTensor addresses,
+                 int64_t layer, TensorView partial, TensorView lse, TensorView kept, double scale, int64_t num_queries,
+                 int64_t splits, int64_t least, int64_t padded, int64_t kept_rows, int64_t num_combined,
+                 int64_t num_parts, bool bulk, int64_t stream) {
   const Arguments arguments(query);
   AttendParams p{};
   set_cells(p, arguments, keys, values);
@@ -156,6 +157,12 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
   p.tails = number("tails", tails);
   p.modes = number("score_modes", score_modes);
   p.decays = arguments.get<const float>("score_decays", score_decays, kDLFloat, 32, {rows});
+  p.tables = arguments.maybe<const int64_t>("tables", tables, kDLInt, 64, {rows});
+  p.addresses = arguments.maybe<const int64_t>("addresses", addresses, kDLInt, 64, {-1, 6});
+  p.layer = static_cast<int>(layer);
+  p.num_layers = addresses.has_value() ? static_cast<int>(addresses.value().size(0)) : 0;
+  KVM_CHECK(!tables.has_value() || (0 <= layer && layer < p.num_layers), ValueError)
+      << "there is no layer " << layer << " among " << p.num_layers;
   p.group = static_cast<int>(query.size(1) / p.heads);
   p.block_shift = shift_of(p.block_size);
   p.scale = static_cast<float>(scale) * kLog2E;
@@ -184,9 +191,10 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
 }
 
 void call_merge(TensorView keys, TensorView values, TensorView log_votes, TensorView addresses, TensorView layer,
-                TensorView blocks, TensorView destination, TensorView segments, TensorView kept, TensorView new_votes,
-                TensorView new_scores, TensorView new_aux, TensorView new_positions, TensorView places,
-                MaybeTensor new_keys, MaybeTensor new_values, int64_t capacity, int64_t shared_bytes, int64_t stream) {
+                TensorView blocks, MaybeTensor pages, MaybeTensor destination, MaybeTensor new_pages,
+                TensorView segments, TensorView kept, TensorView new_votes, TensorView new_scores, TensorView new_aux,
+                TensorView new_positions, TensorView places, MaybeTensor new_keys, MaybeTensor new_values,
+                int64_t capacity, int64_t shared_bytes, int64_t stream) {
   const Arguments arguments(keys);
   MergeParams p{};
   set_cells(p, arguments, keys, values);
@@ -194,12 +202,21 @@ void call_merge(TensorView keys, TensorView values, TensorView log_votes, Tensor
   const int64_t seq_layers = layer.numel(), heads = seq_layers * p.heads;
   p.addresses = arguments.get<const int64_t>("addresses", addresses, kDLInt, 64, {-1, 6});
   p.layer = arguments.get<const int64_t>("layer", layer, kDLInt, 64, {seq_layers});
-  p.blocks = arguments.get<const int32_t>("blocks", blocks, kDLInt, 32, {seq_layers, -1}, true);
-  p.destination = arguments.get<const int32_t>("destination", destination, kDLInt, 32, {seq_layers, -1}, true);
-  for (const TensorView* t : {&blocks, &destination})
-    KVM_CHECK(t->size(1) <= 1 || t->stride(1) == 1, ValueError) << "block ids must lie together";
-  p.blocks_row = blocks.stride(0);
-  p.destination_row = destination.stride(0);
+  const auto block_ids = [&](const char* name, const TensorView& t, int64_t& row) {
+    const int32_t* found = arguments.get<const int32_t>(name, t, kDLInt, 32, {seq_layers, -1}, true);
+    KVM_CHECK(t.size(1) <= 1 || t.stride(1) == 1, ValueError) << "block ids must lie together";
+    row = t.stride(0);
+    return found;
+  };
+  p.blocks = block_ids("blocks", blocks, p.blocks_row);
+  KVM_CHECK(destination.has_value() != new_pages.has_value(), ValueError) << "places lie in blocks, or in pages";
+  if (destination.has_value()) p.destination = block_ids("destination", destination.value(), p.destination_row);
+  p.pages = arguments.maybe<const int32_t>("pages", pages, kDLInt, 32, {-1});
+  p.new_pages = arguments.maybe<const int32_t>("new_pages", new_pages, kDLInt, 32, {-1});
+  p.num_layers = static_cast<int>(addresses.size(0));
+  for (const MaybeTensor* t : {&pages, &new_pages})
+    KVM_CHECK(!t->has_value() || ((t->value().numel() - 1) % heads == 0 && t->value().numel() > 2 * heads), ValueError)
+        << "a table of pages has a list for each head";
   p.segments = arguments.get<const int64_t>("segments", segments, kDLInt, 64, {seq_layers, 3});
   p.kept = arguments.get<const int64_t>("kept", kept, kDLInt, 64, {heads, -1});
   const int64_t num_places = kept.size(1);
@@ -222,8 +239,8 @@ void call_merge(TensorView keys, TensorView values, TensorView log_votes, Tensor
         arguments.where(stream));
 }
 
-int64_t call_attend_bytes(int64_t query_rows, int64_t bits, int64_t padded, bool bulk) {
-  return attend_bytes(static_cast<int>(query_rows), static_cast<int>(bits), static_cast<int>(padded), bulk);
+int64_t call_attend_bytes(int64_t query_rows, int64_t bits, int64_t padded, bool bulk, bool pages) {
+  return attend_bytes(static_cast<int>(query_rows), static_cast<int>(bits), static_cast<int>(padded), bulk, pages);
 }
 
 std::string call_targets() { return targets(); }

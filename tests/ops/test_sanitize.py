@@ -54,7 +54,7 @@ def test_all_tools_run_and_what_they_find_is_said(
     assert message in "".join(capfd.readouterr())
     calls = stand_in.read_text().splitlines()
     assert all(
-        line.startswith("1 --tool ") and "tests/ops/test_cuda.py -k cuda-gpu or on-gpu" in line for line in calls
+        line.startswith("1 --tool ") and "test_cuda_head_pages.py -k cuda-gpu or on-gpu" in line for line in calls
     )
     if status != 2:
         assert [line.split()[2] for line in calls] == list(sanitize.TOOLS)

@@ -1,6 +1,7 @@
 """Attention of decode steps in CUDA C++."""
 
 from functools import cache as cached
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from vllm_kvmerge.ops.choice import choice, device_name
 from vllm_kvmerge.ops.cuda import backend
 from vllm_kvmerge.ops.cuda.plan import AttentionPlan, shared_memory
-from vllm_kvmerge.ops.types import AttentionBatch, PagedKVCache
+from vllm_kvmerge.ops.types import AttentionBatch, PagedKVCache, PageTables, addresses_on
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
 
 
@@ -25,7 +26,16 @@ def _is_aligned(rows: Tensor) -> bool:
     )
 
 
-def _call_obstacle(query: Tensor, cache: PagedKVCache, output: Tensor, num_queries: int) -> str | None:
+@lru_cache(maxsize=64)
+def _are_alike(layers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> bool:
+    """Whether layers, addresses and strides of each, differ in nothing but where they begin; cached, because the same
+    ones recur."""
+    return len({(*(place - planes[0] for place in planes), *strides) for planes, strides in layers}) == 1
+
+
+def _call_obstacle(
+    query: Tensor, cache: PagedKVCache, output: Tensor, num_queries: int, tables: PageTables | None
+) -> str | None:
     """Says why these kernels cannot do a call of attention; None if they can."""
     if query.dtype != cache.keys.dtype or output.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "queries are not of the cache's dtype"
@@ -34,11 +44,19 @@ def _call_obstacle(query: Tensor, cache: PagedKVCache, output: Tensor, num_queri
     reason = AttentionPlan.obstacle(cache, query.shape[1], num_queries)
     if reason is not None:
         return reason
+    if tables is not None and not _are_alike(tuple((layer.addresses, layer.strides) for layer in tables.layers)):
+        return "the layers' planes do not lie alike"
     # Many GPUs have 99 KiB for a block.
     rows, bits = num_queries * query.shape[1] // cache.num_kv_heads, 8 * cache.keys.element_size()
-    needed = backend.attend_bytes(rows, bits, AttentionPlan.padded(cache.head_size))
+    needed = backend.attend_bytes(rows, bits, AttentionPlan.padded(cache.head_size), tables is not None)
     room = shared_memory(cache.device)
     return None if needed <= room else f"blocks take {needed} bytes of shared memory, and the GPU has {room}"
+
+
+def _pages(tables: PageTables, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """The tables' addresses, the layers' and the number of the layer that attends, as the library takes them."""
+    layers = addresses_on(device, tuple(layer.addresses for layer in tables.layers))
+    return tables.addresses.to(torch.int64).contiguous(), layers, tables.layer
 
 
 def paged_attention(
@@ -63,7 +81,8 @@ def paged_attention(
     num_queries = batch.max_query_len
     if num_queries is None:
         num_queries = int(batch.query_lens.max())
-    if _call_obstacle(query, cache, output, num_queries) is not None:
+    tables = batch.tables
+    if _call_obstacle(query, cache, output, num_queries, tables) is not None:
         backend.fallback(query.device).paged_attention(query, cache, batch, scale, output)
         return
     plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
@@ -82,6 +101,7 @@ def paged_attention(
         output,
         *(tensor.to(torch.int32).contiguous() for tensor in integers),
         decays.float().contiguous(),
+        *((None, None, 0) if tables is None else _pages(tables, query.device)),
         buffers.get("partial", buffers["lse"]),
         buffers["lse"],
         buffers["kept"],

@@ -85,14 +85,14 @@ def description(device: torch.device) -> str:
     return f"CUDA C++, {_targets(_path)}"
 
 
-def attend_bytes(rows: int, bits: int, head_size: int) -> int:
-    """Bytes of shared memory of a block of attention."""
-    return _attend_bytes(_path, rows, bits, head_size)
+def attend_bytes(rows: int, bits: int, head_size: int, pages: bool) -> int:
+    """Bytes of shared memory of a block of attention; pages: where heads of some rows have pages of their own."""
+    return _attend_bytes(_path, rows, bits, head_size, pages)
 
 
 @cached
-def _attend_bytes(path: Path, rows: int, bits: int, head_size: int) -> int:
-    return int(load(path).attend_bytes(rows, bits, head_size, False))
+def _attend_bytes(path: Path, rows: int, bits: int, head_size: int, pages: bool) -> int:
+    return int(load(path).attend_bytes(rows, bits, head_size, False, pages))
 
 
 def fallback(device: torch.device) -> ModuleType:

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from vllm_kvmerge.ops.cuda import backend
 from vllm_kvmerge.ops.cuda.plan import BYTES_STAGED, merge_bytes, shared_memory
-from vllm_kvmerge.ops.types import Metadata, Rows, SequenceLayers, addresses_on, sent
+from vllm_kvmerge.ops.types import Destination, HeadPages, Metadata, Rows, SequenceLayers, addresses_on, sent
 
 
 def merge_entries(
-    seq_layers: SequenceLayers, destination: Tensor, kept: Tensor, metadata: Metadata, rows: Rows
+    seq_layers: SequenceLayers, destination: Destination, kept: Tensor, metadata: Metadata, rows: Rows
 ) -> None:
     """See ``reference.merge_entries``. One launch, where a head's lists fit in a block's shared memory."""
     cache = seq_layers.layers[0]
@@ -25,6 +25,10 @@ def merge_entries(
     def on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return sent(tensor, device).to(dtype).contiguous()
 
+    def table(pages: HeadPages | None) -> Tensor | None:
+        return None if pages is None else sent(pages.table(), device)
+
+    in_pages = isinstance(destination, HeadPages)
     *planes, positions = metadata
     backend.library().merge(
         cache.keys,
@@ -33,7 +37,9 @@ def merge_entries(
         addresses_on(device, tuple(layer.addresses for layer in seq_layers.layers)),
         on_device(seq_layers.layer, torch.int64),
         on_device(seq_layers.blocks, torch.int32),
-        on_device(destination, torch.int32),
+        table(seq_layers.pages),
+        None if in_pages else on_device(destination, torch.int32),
+        table(destination) if in_pages else None,
         on_device(seq_layers.segments, torch.int64),
         kept.to(torch.int64).contiguous(),
         *(plane.float().contiguous() for plane in planes),
