@@ -1,5 +1,6 @@
 """Fronts whose heads have pages of their own, against the same entries in ordinary fronts, with dead ones behind."""
 
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,9 +19,10 @@ from vllm_kvmerge.ops import (
     cpu,
     reference,
 )
-from vllm_kvmerge.ops.types import NO_UPDATE
+from vllm_kvmerge.ops.types import NO_UPDATE, PageTables
 
-OPERATORS = ["plain-torch", *(cpu.levels() if cpu.LIBRARY.exists() else [])]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+OPERATORS = ["triton"] if INTERPRETED else ["plain-torch", *(cpu.levels() if cpu.LIBRARY.exists() else [])]
 LAYERS, HEADS, GROUPS, SIZE = 3, 2, 2, 32
 UPDATES = {
     "none": NO_UPDATE,
@@ -130,7 +132,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("num_queries", [1, 5])
+@pytest.mark.parametrize("num_queries", [1, 5, 23])
 def test_attention(operators, scene, dtype, update, num_queries):
     """Beside an ordinary row; scores go to the pages, wherever they are."""
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
@@ -140,6 +142,7 @@ def test_attention(operators, scene, dtype, update, num_queries):
     both = batch.map(lambda t: torch.cat([t, t]), num_queries)
     both.query_starts[1] = num_queries
     both.fronts[1] = both.score_modes[1] = 0  # another of which there is but the tail
+    table = scene.paged.pages.table()  # must stay alive
     for layer in range(LAYERS):
         plain, paged = torch.zeros_like(query[:num_queries]), torch.zeros_like(query)
         reference.paged_attention(query[:num_queries], scene.plain.layers[layer], batch, 0.2, plain)
@@ -147,7 +150,8 @@ def test_attention(operators, scene, dtype, update, num_queries):
         ids = torch.stack([scene.paged.pages.ids[layer], torch.full_like(scene.paged.pages.ids[layer], -1)])
         fronts = torch.stack([scene.fronts[layer], torch.zeros_like(scene.fronts[layer])])
         pages = HeadPages(scene.paged.layers, ids, fronts)
-        operators.paged_attention(query, cache, replace(both, pages=pages), 0.2, paged)
+        tables = PageTables(scene.paged.layers, layer, torch.tensor([table.data_ptr(), 0]))
+        operators.paged_attention(query, cache, replace(both, pages=pages, tables=tables), 0.2, paged)
         assert_close(paged[:num_queries], plain, tolerance)
         alone = torch.zeros_like(plain)
         of_tail = AttentionBatch.single(scene.plain.blocks[0], num_queries, seq_len, 0, tail)

@@ -17,6 +17,7 @@ from tests.ops.conftest import CacheMaker, Watch, batch_of
 from tests.processes import end_with_tests
 from vllm_kvmerge.ops import (
     AttentionBatch,
+    HeadPages,
     PagedKVCache,
     ScoreMode,
     ScoreUpdate,
@@ -34,6 +35,7 @@ from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: 
 from vllm_kvmerge.ops import triton  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
+from vllm_kvmerge.ops.types import PageTables  # noqa: E402
 from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -80,7 +82,9 @@ def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, o
     numbers = torch.full((rows,), 100, dtype=torch.int32)
     query = torch.zeros(rows * num_queries, heads * groups, head_size, dtype=dtype)
     batch = AttentionBatch(table, *[numbers] * 6, torch.zeros(rows), num_queries)
-    triton.paged_attention(query, pages, batch, 0.1, query.clone())
+    tables = PageTables((pages, pages), 1, torch.zeros(rows, dtype=torch.int64))
+    for some in (batch, replace(batch, tables=tables)):
+        triton.paged_attention(query, pages, some, 0.1, query.clone())
     if only_attention:
         return
     for mode in (ScoreMode.SUM, ScoreMode.LOG_EMA):
@@ -92,14 +96,17 @@ def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, o
     index, planes = torch.zeros(2 * heads, 32, dtype=torch.int64), torch.zeros(3, 2 * heads, 32)
     newest = torch.zeros(2 * heads, groups, 32, head_size)
     votes, positions = torch.zeros(2 * heads, 100), torch.zeros(2 * heads, 100, dtype=torch.int64)
-    triton.gather_metadata(seq_layers)
-    triton.gather_rows(seq_layers, "keys", index)
-    triton.write_rows(seq_layers, table[:2], index, newest[:, 0], newest[:, 0])
-    triton.write_metadata(seq_layers, table[:2], *planes, index)
-    triton.move_entries(seq_layers, table[:2], index)
-    triton.most_similar(seq_layers, index, index, index.bool())
-    for fusion in ("sum", "max"):
-        triton.fused_attention(seq_layers, newest, index, votes, positions, 0.1, fusion)
+    ids, fronts = torch.zeros(2, heads, 4, dtype=torch.int64), torch.full((2, heads), 50)
+    head_pages = HeadPages((pages, pages), ids, fronts)
+    for located, destination in ((seq_layers, table[:2]), (replace(seq_layers, pages=head_pages), head_pages)):
+        triton.gather_metadata(located)
+        triton.gather_rows(located, "keys", index)
+        triton.write_rows(located, destination, index, newest[:, 0], newest[:, 0])
+        triton.write_metadata(located, destination, *planes, index)
+        triton.move_entries(located, destination, index)
+        triton.most_similar(located, index, index, index.bool())
+        for fusion in ("sum", "max"):
+            triton.fused_attention(located, newest, index, votes, positions, 0.1, fusion)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
 
 

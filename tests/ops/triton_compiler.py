@@ -42,13 +42,15 @@ class Launch:
 
     @property
     def source(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
-        """(signature, constants, attributes), specialised as Triton does: ones, and multiples of 16."""
+        """(signature, constants, attributes), specialised as Triton does: None, ones, and multiples of 16."""
         signature, constants, attributes = {}, {}, {}
         constexprs = {param.name for param in self.kernel.params if param.is_constexpr}
-        anywhere = {param.name for param in self.kernel.params if param.do_not_specialize_on_alignment}
+        any_value = {param.name for param in self.kernel.params if param.do_not_specialize}
+        anywhere = any_value | {param.name for param in self.kernel.params if param.do_not_specialize_on_alignment}
         for place, name in enumerate(self.kernel.arg_names):
             value = self.arguments[name]
-            if name in constexprs or (type(value) is int and value == 1):
+            is_one = type(value) is int and value == 1 and name not in any_value
+            if name in constexprs or value is None or is_one:
                 signature[name], constants[name] = "constexpr", value
                 continue
             if isinstance(value, torch.Tensor):
@@ -56,7 +58,7 @@ class Launch:
                 divisible = name not in anywhere  # as PyTorch allocates on a GPU
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
-                divisible = isinstance(value, int) and value % 16 == 0
+                divisible = isinstance(value, int) and value % 16 == 0 and name not in anywhere
             if divisible:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         return signature, constants, attributes

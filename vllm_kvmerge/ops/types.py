@@ -238,6 +238,9 @@ class HeadPages:
         lane = ids // self.num_kv_heads
         return lane % len(self.layers), lane // len(self.layers), ids % self.num_kv_heads
 
+    def __getitem__(self, rows: slice) -> "HeadPages":
+        return HeadPages(self.layers, self.ids[rows], self.fronts[rows])
+
     def of_heads(self, mask: Tensor) -> "HeadPages":
         """The same with no entries in heads outside ``mask`` (``[rows, H]`` bool), so that nothing is written there."""
         return HeadPages(self.layers, self.ids, self.fronts * mask)

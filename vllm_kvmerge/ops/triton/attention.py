@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vllm_kvmerge.ops.triton import attention_kernels
-from vllm_kvmerge.ops.triton.backend import product_type, rounded
+from vllm_kvmerge.ops.triton.backend import layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.plan import AttentionPlan, power_of_two, settings_for, shares
 from vllm_kvmerge.ops.types import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
@@ -37,6 +37,14 @@ class _Call:
     def rows(self) -> tuple[Tensor, ...]:
         return tuple(tensor.contiguous() for tensor in self.batch.tensors)
 
+    @cached_property
+    def pages(self) -> tuple[Tensor | None, Tensor | None, int]:
+        """Addresses of the rows' tables, those of the layers' planes, and the number of the layer."""
+        tables = self.batch.tables
+        if tables is None:
+            return None, None, 0
+        return tables.addresses.contiguous(), layer_addresses(tables.layers), tables.layer
+
     @property
     def groups(self) -> int:
         return self.query.shape[1] // self.cache.num_kv_heads
@@ -56,6 +64,8 @@ class _Call:
             "LEAST": self.plan.settings.least,
             "BLOCK_M": self.plan.block_m,
             "BLOCK_D": power_of_two(self.cache.head_size),
+            "LAYERS": 0 if self.batch.tables is None else len(self.batch.tables.layers),
+            "COMPUTE": product_type(self.query.dtype, self.cache.keys.dtype),
         }
 
     def attend(self, output: Tensor, values: bool) -> Tensor:
@@ -65,11 +75,10 @@ class _Call:
         lse, rows = buffers["lse"], self.rows
         planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
         attention_kernels.attend[(len(self.batch) * plan.tiles, cache.num_kv_heads, plan.splits)](
-            self.query, *planes, output, *rows, buffers.get("partial", lse), lse, buffers.get("kept", lse),
+            self.query, *planes, output, *rows, *self.pages, buffers.get("partial", lse), lse, buffers.get("kept", lse),
             self.scale * LOG2E, plan.tiles, *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0),
             *cache.strides,
-            VALUES=values, KEEP=plan.kept, COMPUTE=product_type(self.query.dtype, cache.keys.dtype),
-            BLOCK_N=plan.settings.block_n, **self.constants, **plan.settings.launch,
+            VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.constants, **plan.settings.launch,
         )  # fmt: skip
         return lse
 
@@ -85,24 +94,27 @@ class _Call:
         if num_combined + parts == 0:
             return
         attention_kernels.finish[(len(self.batch) * plan.tiles, cache.num_kv_heads, num_combined + parts)](
-            cache.scores, cache.aux, output, *rows, self.work.take("partial", 1), lse, self.work.take("kept", 1),
-            plan.tiles, num_combined, *output.stride()[:2], rows[0].stride(0), *cache.log_votes.stride()[:2],
+            self.query, cache.keys, cache.log_votes, cache.scores, cache.aux, output, *rows, *self.pages,
+            self.work.take("partial", 1), lse, self.work.take("kept", 1), self.scale * LOG2E, plan.tiles, num_combined,
+            *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
+            *cache.log_votes.stride()[:2],
             KEEP=plan.kept, BLOCK_N=plan.settings.block_n, BLOCK_S=min(plan.splits, 16), BLOCK_U=chosen.block_n,
             **self.constants, **chosen.launch,
         )  # fmt: skip
 
-    def update_columns(self, scores: Tensor, aux: Tensor, lse: Tensor, paged: bool) -> None:
-        """Launches ``update_columns``. scores, aux: planes of the cache (``paged``), or ``[H, entries]``."""
+    def update_columns(self, scores: Tensor, aux: Tensor, lse: Tensor, in_cache: bool) -> None:
+        """Launches ``update_columns``. scores, aux: planes of the cache (``in_cache``), or ``[H, entries]``."""
         cache, plan, rows = self.cache, self.plan, self.rows
         chosen = settings_for("columns", cache, self.groups)
         most = -(-self.max_entries // chosen.block_n)
         parts = shares(chosen.programs, len(self.batch) * cache.num_kv_heads, most, cache)
         attention_kernels.update_columns[(len(self.batch), cache.num_kv_heads, parts)](
-            self.query, cache.keys, cache.log_votes, scores, aux, *rows, lse, self.scale * LOG2E, plan.tiles,
-            *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(), *cache.log_votes.stride()[:2],
-            *(scores.stride()[:2] if paged else (0, scores.stride(0))),
-            PAGED=paged, COMPUTE=product_type(self.query.dtype, cache.keys.dtype), BLOCK_N=chosen.block_n,
-            LSE_BLOCK_N=plan.settings.block_n, **self.constants, **chosen.launch,
+            self.query, cache.keys, cache.log_votes, scores, aux, *rows, *self.pages, lse, self.scale * LOG2E,
+            plan.tiles, *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
+            *cache.log_votes.stride()[:2],
+            *(scores.stride()[:2] if in_cache else (0, scores.stride(0))),
+            IN_CACHE=in_cache, BLOCK_N=chosen.block_n, LSE_BLOCK_N=plan.settings.block_n, **self.constants,
+            **chosen.launch,
         )  # fmt: skip
 
 
@@ -120,7 +132,8 @@ def paged_attention(
     and on shapes alone; a sequence may be shorter than its row of the block table. workspace: default the device's own.
 
     With up to 16 rows of queries and query heads, logits of sequences that update scores are kept in the workspace at
-    their slots, 4 bytes each; no two such sequences may share a block, just as none share a score.
+    their slots, 4 bytes each; no two such sequences may share a block, just as none share a score. Those of entries in
+    pages (``batch.tables``) are computed twice instead. Raises ValueError if the tables' layers differ in layout.
     """
     if len(batch) == 0:
         return
@@ -132,7 +145,7 @@ def paged_attention(
     lse = call.attend(output, values=True)
     call.finish(output, lse)
     if not plan.kept:
-        call.update_columns(cache.scores, cache.aux, lse, paged=True)
+        call.update_columns(cache.scores, cache.aux, lse, in_cache=True)
 
 
 def score_prompt_queries(
@@ -149,7 +162,7 @@ def score_prompt_queries(
     call = _Call(query, cache, batch, scale, plan, workspace_of(query.device))
     # Only probabilities need the log-sum-exp.
     lse = scores if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
-    call.update_columns(scores, aux, lse, paged=False)
+    call.update_columns(scores, aux, lse, in_cache=False)
 
 
 def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:

@@ -2,11 +2,17 @@
 
 A program's tile has ``BLOCK_M`` rows, the G query heads of a KV head for ``BLOCK_M // G`` queries: row m is head
 ``m % G`` of the tile's query ``m // G``. Logits are kept times log2(e), because a GPU has exp2.
+
+Rows may have fronts in pages (``PageTables``): ``page_tables``, None where no row has, are the addresses of their
+tables. LAYERS: number of layers that the pages are of; 0: no row has any, and nothing below costs anything. Entries in
+pages, the first ones of a row, have loops of their own, which are empty for other rows.
 """
 
 import triton
 import triton.language as tl
 
+from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, SCORES, list_of, page_of, place_of, plane_of
+from vllm_kvmerge.ops.triton.places import VALUES as V_PLANE
 from vllm_kvmerge.ops.types import ScoreMode
 
 SUM = tl.constexpr(ScoreMode.SUM.code)
@@ -16,17 +22,59 @@ LOG_EMA = tl.constexpr(ScoreMode.LOG_EMA.code)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-BY_ROW = ["block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "score_modes", "score_decays"]
+BY_ROW = [
+    "block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "score_modes", "score_decays",
+    "page_tables",
+]  # fmt: skip
 """Numbers and block ids of sequences, read one by one from anywhere in a batch. Their alignment must not specialise the
-kernel, which would be compiled anew while requests wait."""
+kernel, which would be compiled anew while requests wait. Nor may the number of the layer."""
 
 
 @triton.jit
-def place_of(entry, live, front, tail, table, BLOCK_SIZE: tl.constexpr):
-    """(block ids int64, offsets) of entries; ``table`` points at the sequence's blocks."""
-    slot = tl.where(entry < front, entry, entry + (tail - front))
-    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    return block, slot % BLOCK_SIZE
+def front_of(fronts, page_tables, row, layer, head, num_heads, LAYERS: tl.constexpr):
+    """(entries of a row's front, those of them that lie in pages, pointer to the ids of these); all of them or none."""
+    front = tl.load(fronts + row).to(tl.int32)
+    if LAYERS > 0:
+        address = tl.load(page_tables + row)
+        has_pages = address != 0
+        num_paged, _, ids = list_of(address.to(tl.pointer_type(tl.int32)), layer * num_heads + head, has_pages)
+        return tl.where(has_pages, num_paged, front), num_paged, ids
+    else:
+        return front, 0, fronts
+
+
+@triton.jit
+def part_of(first, end, num_paged, paged: tl.constexpr, LAYERS: tl.constexpr):
+    """The part of ``[first, end)`` that lies in pages (``paged``), or elsewhere."""
+    if paged:
+        return first, tl.minimum(end, num_paged)
+    elif LAYERS > 0:
+        return tl.maximum(first, num_paged), end
+    else:
+        return first, end
+
+
+@triton.jit
+def find(
+    entry, live, front, tail, table, ids, layer, head, num_heads,
+    paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, LAYERS: tl.constexpr,
+):  # fmt: skip
+    """(layers, block ids int64, KV heads, offsets) of entries in pages (``paged``), or elsewhere."""
+    if paged:
+        of_layer, block, of_head = page_of(ids, entry // BLOCK_SIZE, live, num_heads, LAYERS)
+        return of_layer, block, of_head, entry % BLOCK_SIZE
+    else:
+        block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
+        return layer, block, head, offset
+
+
+@triton.jit
+def plane_in(plane, addresses, layer, PLANE: tl.constexpr, paged: tl.constexpr):
+    """``plane``, or (``paged``) those like it of other layers."""
+    if paged:
+        return plane_of(addresses, layer, PLANE, plane.dtype.element_ty)
+    else:
+        return plane
 
 
 @triton.jit
@@ -64,21 +112,22 @@ def averaged(level, score, aux, num_queries, counted, decay):
     return tl.where(aux + counted > 0, log2_add(before, level) * LN2, 0.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_ROW)
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
 def attend(
     query, keys, values, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts,
-    tails, score_modes, score_decays, partial, lse, kept, scale, tiles_per_row,
+    tails, score_modes, score_decays, page_tables, addresses, layer, partial, lse, kept, scale, tiles_per_row,
     stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block, stride_k_head,
     stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot, stride_m_block, stride_m_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, KEEP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
     """One split of the entries for one tile of a sequence's queries and one KV head. Grid: tiles, heads, splits.
 
     VALUES: attend to values, beyond the log-sum-exp. KEEP: rows of logits that are kept for ``finish``, 0 if
     none; then all queries of a sequence are one tile, and ``log_ema`` is done here, since it needs no sum over entries.
-    COMPUTE: the type of the products.
+    Logits are kept at their slots, of which ``kept`` has those of one layer: those of entries in pages, which may be of
+    any, are not kept. COMPUTE: the type of the products.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -88,7 +137,7 @@ def attend(
     num_queries = tl.load(query_lens + row).to(tl.int32)
     if first_query >= num_queries:
         return
-    front = tl.load(fronts + row).to(tl.int32)
+    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, tl.num_programs(1), LAYERS)
     tail = tl.load(tails + row).to(tl.int32)
     old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
     seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
@@ -119,44 +168,54 @@ def attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table = block_table + row.to(tl.int64) * stride_table
-    for start in range(first, end, BLOCK_N):
-        entry = start + tl.arange(0, BLOCK_N)
-        live = entry < end
-        block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
-        k_slot = block * stride_k_block + head * stride_k_head + offset * stride_k_slot
-        k_mask = in_head[:, None] & live[None, :]
-        k = tl.load(keys + k_slot[None, :] + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
-        plane = block * stride_m_block + head * stride_m_head + offset
-        votes = tl.load(log_votes + plane, mask=live & (entry < front), other=0.0)
-        plain = tl.dot(q, k, input_precision="ieee") * scale
-        visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
-        logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
-        if KEEP > 0:
-            at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
-            tl.store(
-                kept + at + (rows * BLOCK_SIZE)[:, None], logits, mask=wanted[:, None] & (entry < kept_end)[None, :]
+    for paged in tl.static_range(LAYERS > 0, -1, -1):
+        begin, stop = part_of(first, end, num_paged, paged, LAYERS)
+        for start in range(begin, stop, BLOCK_N):
+            entry = start + tl.arange(0, BLOCK_N)
+            live = entry < stop
+            of_layer, block, of_head, offset = find(
+                entry, live, front, tail, table, ids, layer, head, tl.num_programs(1), paged, BLOCK_SIZE, LAYERS
             )
-            if mode == LOG_EMA:
-                weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
-                level = log2_sum(tl.where(visible, plain + weight[:, None], float("-inf")))
-                # A new token's statistics start from nothing.
-                aux_before = tl.load(aux + plane, mask=live & (entry < old), other=0.0)
-                score = tl.load(scores + plane, mask=live & (entry < old), other=0.0)
-                counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
-                after = averaged(level, score, aux_before, num_queries, counted, decay)
-                tl.store(scores + plane, after, mask=live)
-                tl.store(aux + plane, aux_before + counted, mask=live)
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(logits - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(weights, 1)
-        top = new_top
-        if VALUES:
-            v_slot = block * stride_v_block + head * stride_v_head + offset * stride_v_slot
-            v_mask = live[:, None] & in_head[None, :]
-            v = tl.load(values + v_slot[:, None] + dims[None, :], mask=v_mask, other=0.0).to(COMPUTE)
-            sums = sums * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision="ieee")
+            k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
+            k_mask = in_head[:, None] & live[None, :]
+            k_plane = plane_in(keys, addresses, of_layer, KEYS, paged)
+            k = tl.load((k_plane + k_slot)[None, :] + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0)
+            k = k.to(COMPUTE)
+            plane = block * stride_m_block + of_head * stride_m_head + offset
+            votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
+            votes = tl.load(votes_at, mask=live & (entry < front), other=0.0)
+            plain = tl.dot(q, k, input_precision="ieee") * scale
+            visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
+            logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
+            if KEEP > 0:
+                if not paged:
+                    at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
+                    is_kept = wanted[:, None] & (entry < kept_end)[None, :]
+                    tl.store(kept + at + (rows * BLOCK_SIZE)[:, None], logits, mask=is_kept)
+                if mode == LOG_EMA:
+                    weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
+                    level = log2_sum(tl.where(visible, plain + weight[:, None], float("-inf")))
+                    scores_at = plane_in(scores, addresses, of_layer, SCORES, paged) + plane
+                    aux_at = plane_in(aux, addresses, of_layer, AUX, paged) + plane
+                    # A new token's statistics start from nothing.
+                    aux_before = tl.load(aux_at, mask=live & (entry < old), other=0.0)
+                    score = tl.load(scores_at, mask=live & (entry < old), other=0.0)
+                    counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
+                    after = averaged(level, score, aux_before, num_queries, counted, decay)
+                    tl.store(scores_at, after, mask=live)
+                    tl.store(aux_at, aux_before + counted, mask=live)
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(logits - safe[:, None])
+            shrink = tl.exp2(top - safe)
+            total = total * shrink + tl.sum(weights, 1)
+            top = new_top
+            if VALUES:
+                v_slot = block * stride_v_block + of_head * stride_v_head + offset * stride_v_slot
+                v_mask = live[:, None] & in_head[None, :]
+                v_plane = plane_in(values, addresses, of_layer, V_PLANE, paged)
+                v = tl.load((v_plane + v_slot)[:, None] + dims[None, :], mask=v_mask, other=0.0).to(COMPUTE)
+                sums = sums * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision="ieee")
 
     at = ((tile.to(tl.int64) * tl.num_programs(1) + head) * SPLITS + split) * BLOCK_M + rows
     tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=wanted)
@@ -179,19 +238,21 @@ def whole_lse(lse, tile, head, num_heads, wanted, num_splits, SPLITS: tl.constex
     return tl.where(level == float("-inf"), 0.0, level)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_ROW)
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
 def finish(
-    scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays,
-    partial, lse, kept, tiles_per_row, num_combined,
-    stride_o_token, stride_o_head, stride_table, stride_m_block, stride_m_head,
+    query, keys, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts, tails,
+    score_modes, score_decays, page_tables, addresses, layer, partial, lse, kept, scale, tiles_per_row, num_combined,
+    stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block, stride_k_head,
+    stride_k_dim, stride_k_slot, stride_m_block, stride_m_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_U: tl.constexpr,
+    LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
-    """Combines splits, and updates scores from the kept logits.
+    """Combines splits, and updates scores from the kept logits; from keys again where these are in pages.
 
     Grid: tiles, heads, ``num_combined`` programs for a row of the tile each, then any number that share the entries.
-    SPLITS, LEAST, BLOCK_M and BLOCK_N: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a time.
+    SPLITS, LEAST, BLOCK_M and BLOCK_N: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a time,
+    of those whose logits were kept.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -201,7 +262,7 @@ def finish(
     num_queries = tl.load(query_lens + row).to(tl.int32)
     if first_query >= num_queries:
         return
-    front = tl.load(fronts + row).to(tl.int32)
+    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, tl.num_programs(1), LAYERS)
     tail = tl.load(tails + row).to(tl.int32)
     old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
     seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
@@ -238,28 +299,48 @@ def finish(
         if (mode != SUM) & (mode != MEAN):
             return
         decay = tl.load(score_decays + row).to(tl.float32)
+        start_token = tl.load(query_starts + row).to(tl.int64)
         rows = tl.arange(0, BLOCK_M)
         wanted = rows < num_queries * G
         level = whole_lse(lse, tile, head, tl.num_programs(1), wanted, num_splits, SPLITS, BLOCK_M)
         weight = tl.where(wanted, power(decay, num_queries - 1 - rows // G), 0.0)
         table = block_table + row.to(tl.int64) * stride_table
+        dims = tl.arange(0, BLOCK_D)
         num_parts = tl.num_programs(2) - num_combined
-        for start in range((part - num_combined) * BLOCK_U, seen, num_parts * BLOCK_U):
-            entry = start + tl.arange(0, BLOCK_U)
-            live = entry < seen
-            block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
-            at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
-            logits = tl.load(
-                kept + at + (rows * BLOCK_SIZE)[:, None], mask=wanted[:, None] & live[None, :], other=float("-inf")
-            )
-            added = tl.sum(tl.exp2(logits - level[:, None]) * weight[:, None], 0)
-            plane = block * stride_m_block + head * stride_m_head + offset
-            # A new token's statistics start from nothing, regardless of its place's content.
-            score = tl.load(scores + plane, mask=live & (entry < old), other=0.0)
-            tl.store(scores + plane, score * power(decay, num_queries) + added, mask=live)
-            aux_before = tl.load(aux + plane, mask=live & (entry < old), other=0.0)
-            counted = tl.where(mode == MEAN, num_queries - tl.maximum(entry - old, 0), 0)
-            tl.store(aux + plane, aux_before + counted, mask=live)
+        for paged in tl.static_range(LAYERS > 0, -1, -1):
+            begin, stop = part_of(0, seen, num_paged, paged, LAYERS)
+            step = BLOCK_N if paged else BLOCK_U
+            for start in range(begin + (part - num_combined) * step, stop, num_parts * step):
+                entry = start + tl.arange(0, BLOCK_N if paged else BLOCK_U)
+                live = entry < stop
+                of_layer, block, of_head, offset = find(
+                    entry, live, front, tail, table, ids, layer, head, tl.num_programs(1), paged, BLOCK_SIZE, LAYERS
+                )
+                plane = block * stride_m_block + of_head * stride_m_head + offset
+                if paged:
+                    k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
+                    k_mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
+                    k_at = (plane_in(keys, addresses, of_layer, KEYS, paged) + k_slot)[None, :]
+                    k = tl.load(k_at + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
+                    votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
+                    votes = tl.load(votes_at, mask=live, other=0.0)
+                    logits, _, _ = tile_logits(
+                        query, k, votes, entry, live, first_query, num_queries, old, start_token, head,
+                        stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
+                    )  # fmt: skip
+                else:
+                    at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
+                    is_kept = wanted[:, None] & live[None, :]
+                    logits = tl.load(kept + at + (rows * BLOCK_SIZE)[:, None], mask=is_kept, other=float("-inf"))
+                added = tl.sum(tl.exp2(logits - level[:, None]) * weight[:, None], 0)
+                scores_at = plane_in(scores, addresses, of_layer, SCORES, paged) + plane
+                aux_at = plane_in(aux, addresses, of_layer, AUX, paged) + plane
+                # A new token's statistics start from nothing, regardless of its place's content.
+                score = tl.load(scores_at, mask=live & (entry < old), other=0.0)
+                tl.store(scores_at, score * power(decay, num_queries) + added, mask=live)
+                aux_before = tl.load(aux_at, mask=live & (entry < old), other=0.0)
+                counted = tl.where(mode == MEAN, num_queries - tl.maximum(entry - old, 0), 0)
+                tl.store(aux_at, aux_before + counted, mask=live)
 
 
 @triton.jit
@@ -282,20 +363,20 @@ def tile_logits(
     return tl.where(visible, logits, float("-inf")), number, wanted
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_ROW)
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
 def update_columns(
     query, keys, log_votes, scores, aux, block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes,
-    score_decays, lse, scale, tiles_per_row,
+    score_decays, page_tables, addresses, layer, lse, scale, tiles_per_row,
     stride_q_token, stride_q_head, stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     stride_m_block, stride_m_head, stride_s_block, stride_s_head,
-    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, SPLITS: tl.constexpr,
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_CACHE: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LSE_BLOCK_N: tl.constexpr,
+    LSE_BLOCK_N: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
 
-    Grid: sequences, heads, any number that share the entries. PAGED: statistics lie in the cache, where those of new
-    tokens start from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: those that ``attend`` had
+    Grid: sequences, heads, any number that share the entries. IN_CACHE: statistics lie in the cache, where those of
+    new tokens start from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: those that ``attend`` had
     when it made ``lse``.
     """
     row = tl.program_id(0)
@@ -305,7 +386,7 @@ def update_columns(
     if (mode == 0) | (num_queries == 0):
         return
     decay = tl.load(score_decays + row).to(tl.float32)
-    front = tl.load(fronts + row).to(tl.int32)
+    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, tl.num_programs(1), LAYERS)
     tail = tl.load(tails + row).to(tl.int32)
     num_entries = front + tl.load(seq_lens + row).to(tl.int32) - tail
     old = num_entries - num_queries
@@ -313,55 +394,64 @@ def update_columns(
     table = block_table + row.to(tl.int64) * stride_table
     dims = tl.arange(0, BLOCK_D)
     QUERIES: tl.constexpr = BLOCK_M // G
-    for start in range(tl.program_id(2) * BLOCK_N, num_entries, tl.num_programs(2) * BLOCK_N):
-        entry = start + tl.arange(0, BLOCK_N)
-        live = entry < num_entries
-        block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
-        k_slot = block * stride_k_block + head * stride_k_head + offset * stride_k_slot
-        k_mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
-        k = tl.load(keys + k_slot[None, :] + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
-        first_tile = tl.maximum(start - old, 0) // QUERIES
-        num_tiles = (num_queries + QUERIES - 1) // QUERIES
-        counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
-        if PAGED:
-            at = block * stride_s_block + head * stride_s_head + offset
-            known = live & (entry < old)
-        else:
-            at = head * stride_s_head + entry.to(tl.int64)
-            known = live
-        aux_before = tl.load(aux + at, mask=known, other=0.0)
-        score = tl.load(scores + at, mask=known, other=0.0)
-        if mode == LOG_EMA:
-            level = tl.full([BLOCK_N], float("-inf"), tl.float32)
-            for tile in range(first_tile, num_tiles):
-                logits, number, _ = tile_logits(
-                    query, k, tl.zeros([BLOCK_N], tl.float32), entry, live, tile * QUERIES, num_queries, old,
-                    start_token, head, stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
-                )  # fmt: skip
-                weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
-                level = log2_add(level, log2_sum(logits + weight[:, None]))
-            after = averaged(level, score, aux_before, num_queries, counted, decay)
-            tl.store(scores + at, after, mask=live)
-            tl.store(aux + at, aux_before + counted, mask=live)
-        else:
-            plane = block * stride_m_block + head * stride_m_head + offset
-            votes = tl.load(log_votes + plane, mask=live & (entry < front), other=0.0)
-            added = tl.zeros([BLOCK_N], tl.float32)
-            for tile in range(first_tile, num_tiles):
-                logits, number, wanted = tile_logits(
-                    query, k, votes, entry, live, tile * QUERIES, num_queries, old, start_token, head, stride_q_token,
-                    stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
-                )  # fmt: skip
-                seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
-                size = split_size(seen, SPLITS, LEAST, LSE_BLOCK_N)
-                total = whole_lse(
-                    lse, row * tiles_per_row + tile, head, tl.num_programs(1), wanted, (seen + size - 1) // size,
-                    SPLITS, BLOCK_M,
-                )  # fmt: skip
-                weight = tl.where(wanted, power(decay, num_queries - 1 - number), 0.0)
-                added += tl.sum(tl.exp2(logits - total[:, None]) * weight[:, None], 0)
-            tl.store(scores + at, score * power(decay, num_queries) + added, mask=live)
-            tl.store(aux + at, aux_before + tl.where(mode == MEAN, counted, 0.0), mask=live)
+    for paged in tl.static_range(LAYERS > 0, -1, -1):
+        begin, stop = part_of(0, num_entries, num_paged, paged, LAYERS)
+        for start in range(begin + tl.program_id(2) * BLOCK_N, stop, tl.num_programs(2) * BLOCK_N):
+            entry = start + tl.arange(0, BLOCK_N)
+            live = entry < stop
+            of_layer, block, of_head, offset = find(
+                entry, live, front, tail, table, ids, layer, head, tl.num_programs(1), paged, BLOCK_SIZE, LAYERS
+            )
+            k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
+            k_mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
+            k_at = (plane_in(keys, addresses, of_layer, KEYS, paged) + k_slot)[None, :]
+            k = tl.load(k_at + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
+            first_tile = tl.maximum(start - old, 0) // QUERIES
+            num_tiles = (num_queries + QUERIES - 1) // QUERIES
+            counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
+            if IN_CACHE:
+                at = block * stride_s_block + of_head * stride_s_head + offset
+                known = live & (entry < old)
+            else:
+                at = head * stride_s_head + entry.to(tl.int64)
+                known = live
+            scores_at = plane_in(scores, addresses, of_layer, SCORES, paged) + at
+            aux_at = plane_in(aux, addresses, of_layer, AUX, paged) + at
+            aux_before = tl.load(aux_at, mask=known, other=0.0)
+            score = tl.load(scores_at, mask=known, other=0.0)
+            if mode == LOG_EMA:
+                level = tl.full([BLOCK_N], float("-inf"), tl.float32)
+                for tile in range(first_tile, num_tiles):
+                    logits, number, _ = tile_logits(
+                        query, k, tl.zeros([BLOCK_N], tl.float32), entry, live, tile * QUERIES, num_queries, old,
+                        start_token, head, stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M,
+                        BLOCK_D,
+                    )  # fmt: skip
+                    weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
+                    level = log2_add(level, log2_sum(logits + weight[:, None]))
+                after = averaged(level, score, aux_before, num_queries, counted, decay)
+                tl.store(scores_at, after, mask=live)
+                tl.store(aux_at, aux_before + counted, mask=live)
+            else:
+                plane = block * stride_m_block + of_head * stride_m_head + offset
+                votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
+                votes = tl.load(votes_at, mask=live & (entry < front), other=0.0)
+                added = tl.zeros([BLOCK_N], tl.float32)
+                for tile in range(first_tile, num_tiles):
+                    logits, number, wanted = tile_logits(
+                        query, k, votes, entry, live, tile * QUERIES, num_queries, old, start_token, head,
+                        stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
+                    )  # fmt: skip
+                    seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
+                    size = split_size(seen, SPLITS, LEAST, LSE_BLOCK_N)
+                    total = whole_lse(
+                        lse, row * tiles_per_row + tile, head, tl.num_programs(1), wanted, (seen + size - 1) // size,
+                        SPLITS, BLOCK_M,
+                    )  # fmt: skip
+                    weight = tl.where(wanted, power(decay, num_queries - 1 - number), 0.0)
+                    added += tl.sum(tl.exp2(logits - total[:, None]) * weight[:, None], 0)
+                tl.store(scores_at, score * power(decay, num_queries) + added, mask=live)
+                tl.store(aux_at, aux_before + tl.where(mode == MEAN, counted, 0.0), mask=live)
 
 
 @triton.jit

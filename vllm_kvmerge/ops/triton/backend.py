@@ -1,5 +1,6 @@
 """Triton on this machine: devices that its operators run on, and types that kernels compute in."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm_kvmerge.ops.layout import layout_check, planes_obstacle
 from vllm_kvmerge.ops.triton import attention_kernels
 from vllm_kvmerge.ops.triton.plan import device_name
 from vllm_kvmerge.ops.triton.tuning import is_tuned
+from vllm_kvmerge.ops.types import PagedKVCache, addresses_on
 
 INTERPRETED = not isinstance(attention_kernels.attend, JITFunction)
 """True if kernels run in Triton's interpreter, on the CPU."""
@@ -34,6 +36,13 @@ def description(device: torch.device) -> str:
     name = device_name(device)
     where = "interpreted" if INTERPRETED else f"{name}, {'tuned' if is_tuned(name) else 'default tile sizes'}"
     return f"Triton {triton.__version__}, {where}"
+
+
+def layer_addresses(layers: Sequence[PagedKVCache]) -> Tensor:
+    """``[layers, 6]`` int64 on their device. Raises ValueError if layers differ in more than their addresses."""
+    if len({(layer.strides, layer.head_size, layer.keys.dtype) for layer in layers}) > 1:
+        raise ValueError("layers differ in layout")
+    return addresses_on(layers[0].device, tuple(layer.addresses for layer in layers))
 
 
 def product_type(*types: torch.dtype) -> Any:

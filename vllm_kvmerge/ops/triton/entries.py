@@ -9,15 +9,15 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.attention import Fusion
-from vllm_kvmerge.ops.triton import entry_kernels
-from vllm_kvmerge.ops.triton.backend import ELEMENTS, product_type, rounded
+from vllm_kvmerge.ops.triton import entry_kernels, places
+from vllm_kvmerge.ops.triton.backend import ELEMENTS, layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
-from vllm_kvmerge.ops.types import Metadata, SequenceLayers, addresses_on, sent
+from vllm_kvmerge.ops.types import Destination, HeadPages, Metadata, SequenceLayers, sent
 
 STAGING_BYTES = 64 << 20
 """Bytes of keys or values that are moved at a time."""
 
-PLANES = {"keys": entry_kernels.KEYS.value, "values": entry_kernels.VALUES.value}
+PLANES = {"keys": places.KEYS.value, "values": places.VALUES.value}
 
 
 class _KernelArguments:
@@ -25,21 +25,30 @@ class _KernelArguments:
 
     def __init__(self, seq_layers: SequenceLayers) -> None:
         self.cache = cache = seq_layers.layers[0]
-        if len({(layer.strides, layer.keys.shape[1:], layer.keys.dtype) for layer in seq_layers.layers}) > 1:
-            raise ValueError("layers differ in layout")
         self.device = cache.device
         self.num_heads = seq_layers.num_heads
         self.blocks = self.on_device(seq_layers.blocks)
         self.layers = (
-            addresses_on(self.device, tuple(layer.addresses for layer in seq_layers.layers)),
+            layer_addresses(seq_layers.layers),
             self.on_device(seq_layers.layer),
         )
         self._segments = seq_layers.segments
+        self._pages = seq_layers.pages
+        self.counts = cache.num_kv_heads, len(seq_layers.layers)
 
     @cached_property
-    def entries(self) -> tuple[Tensor, ...]:
-        """Location of the live entries: addresses, layers, blocks and segments."""
-        return (*self.layers, self.blocks, self.on_device(self._segments))
+    def entries(self) -> tuple[Tensor | None, ...]:
+        """Location of the live entries: addresses, layers, blocks, segments and pages."""
+        return (*self.layers, self.blocks, self.on_device(self._segments), self._table(self._pages))
+
+    def destination(self, destination: Destination) -> tuple[Tensor, Tensor | None]:
+        """Where to write: blocks, which are not read where there are pages, and pages."""
+        if isinstance(destination, HeadPages):
+            return self.blocks, self._table(destination)
+        return self.on_device(destination), None
+
+    def _table(self, pages: HeadPages | None) -> Tensor | None:
+        return None if pages is None else self.on_device(pages.table())
 
     def on_device(self, tensor: Tensor) -> Tensor:
         return sent(tensor, self.device).contiguous()
@@ -70,7 +79,7 @@ def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
     chosen = settings_for("metadata", at.cache)
     if log_votes.numel():
         entry_kernels.read_metadata[at.grid(n, chosen.block_n)](
-            *at.entries, *metadata, at.cache.num_kv_heads, n, at.blocks.stride(0), *at.cache.log_votes.stride()[:2],
+            *at.entries, *metadata, *at.counts, n, at.blocks.stride(0), *at.cache.log_votes.stride()[:2],
             BLOCK_SIZE=at.cache.block_size, BLOCK_N=chosen.block_n, **chosen.launch,
         )  # fmt: skip
     return metadata
@@ -82,7 +91,7 @@ def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], in
     chosen = settings_for("rows", at.cache)
     if rows.numel():
         entry_kernels.read_rows[at.grid(count, chosen.block_n)](
-            *at.entries, index.contiguous(), rows, at.cache.num_kv_heads, count, at.blocks.stride(0),
+            *at.entries, index.contiguous(), rows, *at.counts, count, at.blocks.stride(0),
             *at.strides(plane),
             PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
         )  # fmt: skip
@@ -90,36 +99,41 @@ def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], in
 
 
 def write_rows(
-    seq_layers: SequenceLayers, blocks: Tensor, places: Tensor, keys: Tensor | None, values: Tensor | None
+    seq_layers: SequenceLayers, destination: Destination, places: Tensor, keys: Tensor | None, values: Tensor | None
 ) -> None:
     at = _KernelArguments(seq_layers)
-    blocks, places = at.on_device(blocks), places.contiguous()
+    (blocks, pages), places = at.destination(destination), places.contiguous()
     chosen = settings_for("rows", at.cache)
     for plane, rows in (("keys", keys), ("values", values)):
         if rows is None or rows.numel() == 0:
             continue
         entry_kernels.write_rows[at.grid(places.shape[1], chosen.block_n)](
-            *at.layers, blocks, places, rounded(rows, at.cache.keys.dtype).contiguous(), at.cache.num_kv_heads,
+            *at.layers, blocks, pages, places, rounded(rows, at.cache.keys.dtype).contiguous(), *at.counts,
             places.shape[1], blocks.stride(0), *at.strides(plane),
             PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
         )  # fmt: skip
 
 
 def write_metadata(
-    seq_layers: SequenceLayers, blocks: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor, positions: Tensor
+    seq_layers: SequenceLayers,
+    destination: Destination,
+    log_votes: Tensor,
+    scores: Tensor,
+    aux: Tensor,
+    positions: Tensor,
 ) -> None:
     at = _KernelArguments(seq_layers)
-    blocks, count = at.on_device(blocks), log_votes.shape[1]
+    (blocks, pages), count = at.destination(destination), log_votes.shape[1]
     chosen = settings_for("metadata", at.cache)
     if count:
         entry_kernels.write_metadata[at.grid(count, chosen.block_n)](
-            *at.layers, blocks, *(plane.contiguous() for plane in (log_votes, scores, aux, positions)),
-            at.cache.num_kv_heads, count, blocks.stride(0), *at.cache.log_votes.stride()[:2],
+            *at.layers, blocks, pages, *(plane.contiguous() for plane in (log_votes, scores, aux, positions)),
+            *at.counts, count, blocks.stride(0), *at.cache.log_votes.stride()[:2],
             BLOCK_SIZE=at.cache.block_size, BLOCK_N=chosen.block_n, **chosen.launch,
         )  # fmt: skip
 
 
-def move_entries(seq_layers: SequenceLayers, destination: Tensor, kept: Tensor) -> None:
+def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Tensor) -> None:
     count = kept.shape[1]
     if count == 0:
         return
@@ -130,20 +144,20 @@ def move_entries(seq_layers: SequenceLayers, destination: Tensor, kept: Tensor) 
         some = slice(first, first + step)
         heads = slice(first * cache.num_kv_heads, (first + step) * cache.num_kv_heads)
         numbers = (tensor[some] for tensor in (seq_layers.layer, seq_layers.blocks, seq_layers.segments))
-        at = _KernelArguments(SequenceLayers(seq_layers.layers, *numbers))
+        pages = None if seq_layers.pages is None else seq_layers.pages[some]
+        at = _KernelArguments(SequenceLayers(seq_layers.layers, *numbers, pages))
         _move_entries(at, destination[some], kept[heads].contiguous())
 
 
-def _move_entries(at: _KernelArguments, destination: Tensor, kept: Tensor) -> None:
-    destination, count = at.on_device(destination), kept.shape[1]
+def _move_entries(at: _KernelArguments, destination: Destination, kept: Tensor) -> None:
+    (blocks, pages), count = at.destination(destination), kept.shape[1]
     staging = torch.empty(at.num_heads, count, at.cache.head_size, dtype=at.cache.keys.dtype, device=at.device)
     chosen = settings_for("rows", at.cache)
-    addresses, layer, blocks, segments = at.entries
     for plane in PLANES:
         for write in (False, True):
             entry_kernels.move_rows[at.grid(count, chosen.block_n)](
-                addresses, layer, blocks, destination, segments, kept, staging, at.cache.num_kv_heads, count,
-                blocks.stride(0), destination.stride(0), *at.strides(plane),
+                *at.entries, blocks, pages, kept, staging, *at.counts, count, at.blocks.stride(0),
+                blocks.stride(0), *at.strides(plane),
                 PLANE=PLANES[plane], WRITE=write, BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
             )  # fmt: skip
 
@@ -159,7 +173,7 @@ def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, u
     if best.numel():
         entry_kernels.find_similar[at.grid(sources.shape[1], chosen.block_m)](
             *at.entries, sources.contiguous(), targets.contiguous(), usable.contiguous().view(torch.uint8),
-            similarity, best, at.cache.num_kv_heads, sources.shape[1], targets.shape[1], at.blocks.stride(0),
+            similarity, best, *at.counts, sources.shape[1], targets.shape[1], at.blocks.stride(0),
             *at.strides("keys"),
             COMPUTE=product_type(at.cache.keys.dtype), BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, **at.constants,
             **chosen.launch,
@@ -186,7 +200,7 @@ def fused_attention(
     chosen = settings_for("newest", at.cache, groups)
     given = (tensor.contiguous() for tensor in (queries, query_positions, log_votes, positions))
     before = *at.entries, *given, lse
-    after = scale, at.cache.num_kv_heads, n, window, at.blocks.stride(0), *at.strides("keys")
+    after = scale, *at.counts, n, window, at.blocks.stride(0), *at.strides("keys")
     tiles = {"G": groups, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n, **at.constants, **chosen.launch}
     entry_kernels.newest_lse[(num_heads, groups, -(-window // chosen.block_m))](*before, *after, **tiles)
     entry_kernels.newest_columns[at.grid(n, chosen.block_n)](*before, fused, *after, MAX=fusion == "max", **tiles)

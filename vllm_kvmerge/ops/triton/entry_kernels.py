@@ -1,27 +1,14 @@
 """Kernels over single entries of many sequence layers in Triton, launched by ``entries``.
 
-A grid's first axis is a head of a sequence layer, ``seq_layer * num_heads + head``. ``addresses`` is ``[layers, 6]``
-int64, addresses of each layer's planes; all layers have the same strides. ``segments`` is ``[U, 3]`` int64.
+A grid's first axis is a head of a sequence layer, ``seq_layer * num_heads + head``. ``segments`` is ``[U, 3]`` int64.
+``pages``: a table of these heads' pages, or None where all fronts are ordinary ones (see ``places``).
 """
 
 import triton
 import triton.language as tl
 
-from vllm_kvmerge.ops.triton.attention_kernels import LOG2E, place_of
-
-KEYS = tl.constexpr(0)
-VALUES = tl.constexpr(1)
-LOG_VOTES = tl.constexpr(2)
-SCORES = tl.constexpr(3)
-AUX = tl.constexpr(4)
-POSITIONS = tl.constexpr(5)
-"""Places of a layer's planes in ``addresses``."""
-
-
-@triton.jit
-def plane_of(addresses, layer, PLANE: tl.constexpr, ELEMENT: tl.constexpr):
-    """Pointer to a plane of a layer; planes are aligned to 16 bytes."""
-    return tl.multiple_of(tl.load(addresses + layer * 6 + PLANE).to(tl.pointer_type(ELEMENT)), 16)
+from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
+from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, POSITIONS, SCORES, entry_place, plane_of
 
 
 @triton.jit
@@ -29,9 +16,9 @@ def segments_of(segments, seq_layer):
     return tl.load(segments + seq_layer * 3).to(tl.int32), tl.load(segments + seq_layer * 3 + 1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers"])
 def read_metadata(
-    addresses, layers, blocks, segments, log_votes, scores, aux, positions, num_heads, num_entries,
+    addresses, layers, blocks, segments, pages, log_votes, scores, aux, positions, num_heads, num_layers, num_entries,
     stride_blocks, stride_m_block, stride_m_head,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -42,22 +29,28 @@ def read_metadata(
     front, tail = segments_of(segments, seq_layer)
     entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = entry < num_entries
-    block, offset = place_of(entry, live, front, tail, blocks + seq_layer.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    table = blocks + seq_layer.to(tl.int64) * stride_blocks
+    layer, block, head, offset, exists = entry_place(
+        entry, live, front, tail, table, pages, layer, head, num_heads, num_layers, BLOCK_SIZE
+    )
     plane = block * stride_m_block + head * stride_m_head + offset
     out = tl.program_id(0).to(tl.int64) * num_entries + entry
-    compressed = live & (entry < front)
-    votes = tl.load(plane_of(addresses, layer, LOG_VOTES, tl.float32) + plane, mask=compressed, other=0.0)
+    compressed = exists & (entry < front)
+    implied = tl.where(entry < front, float("-inf"), 0.0)
+    votes = tl.load(plane_of(addresses, layer, LOG_VOTES, tl.float32) + plane, mask=compressed, other=implied)
+    score = tl.load(plane_of(addresses, layer, SCORES, tl.float32) + plane, mask=exists, other=0.0)
+    second = tl.load(plane_of(addresses, layer, AUX, tl.float32) + plane, mask=exists, other=0.0)
     tl.store(log_votes + out, votes, mask=live)
-    tl.store(scores + out, tl.load(plane_of(addresses, layer, SCORES, tl.float32) + plane, mask=live), mask=live)
-    tl.store(aux + out, tl.load(plane_of(addresses, layer, AUX, tl.float32) + plane, mask=live), mask=live)
-    position = tl.load(plane_of(addresses, layer, POSITIONS, tl.int32) + plane, mask=compressed, other=0)
+    tl.store(scores + out, score, mask=live)
+    tl.store(aux + out, second, mask=live)
+    position = tl.load(plane_of(addresses, layer, POSITIONS, tl.int32) + plane, mask=compressed, other=-1)
     position = tl.where(entry < front, position, entry + (tail - front))
     tl.store(positions + out, position.to(tl.int64), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers"])
 def write_metadata(
-    addresses, layers, blocks, log_votes, scores, aux, positions, num_heads, num_slots,
+    addresses, layers, blocks, pages, log_votes, scores, aux, positions, num_heads, num_layers, num_slots,
     stride_blocks, stride_m_block, stride_m_head,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -66,9 +59,10 @@ def write_metadata(
     head = tl.program_id(0) % num_heads
     layer = tl.load(layers + seq_layer)
     slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = slot < num_slots
     table = blocks + seq_layer.to(tl.int64) * stride_blocks
-    block, offset = place_of(slot, live, num_slots, num_slots, table, BLOCK_SIZE)
+    layer, block, head, offset, live = entry_place(
+        slot, slot < num_slots, num_slots, num_slots, table, pages, layer, head, num_heads, num_layers, BLOCK_SIZE
+    )
     plane = block * stride_m_block + head * stride_m_head + offset
     at = tl.program_id(0).to(tl.int64) * num_slots + slot
     tl.store(plane_of(addresses, layer, LOG_VOTES, tl.float32) + plane, tl.load(log_votes + at, mask=live), mask=live)
@@ -79,21 +73,37 @@ def write_metadata(
 
 
 @triton.jit
-def rows_at(
-    plane, index, live, front, tail, table, head,
+def cells_at(
+    addresses, layer, block, head, offset,
     stride_block, stride_head, stride_dim, stride_slot,
-    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    PLANE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """``[n, BLOCK_D]``: keys or values of the entries at ``index``; zeros where not live, and behind the head size."""
-    block, offset = place_of(index, live, front, tail, table, BLOCK_SIZE)
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    at = (block * stride_block + head * stride_head + offset * stride_slot)[:, None] + dims * stride_dim
-    return tl.load(plane + at, mask=live[:, None] & (dims < HEAD_SIZE), other=0.0)
+    """``[n, BLOCK_D]``: pointers to the rows of keys or values at places."""
+    at = block * stride_block + head * stride_head + offset * stride_slot
+    return (plane_of(addresses, layer, PLANE, ELEMENT) + at)[:, None] + tl.arange(0, BLOCK_D)[None, :] * stride_dim
 
 
 @triton.jit
+def rows_at(
+    addresses, index, live, front, tail, table, pages, layer, head, num_heads, num_layers,
+    stride_block, stride_head, stride_dim, stride_slot,
+    PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``[n, BLOCK_D]``: keys or values of the entries at ``index``; zeros where not live, and behind the head size."""
+    layer, block, head, offset, exists = entry_place(
+        index, live, front, tail, table, pages, layer, head, num_heads, num_layers, BLOCK_SIZE
+    )
+    at = cells_at(
+        addresses, layer, block, head, offset, stride_block, stride_head, stride_dim, stride_slot, PLANE, ELEMENT,
+        BLOCK_D,
+    )  # fmt: skip
+    return tl.load(at, mask=exists[:, None] & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_layers"])
 def read_rows(
-    addresses, layers, blocks, segments, index, out, num_heads, num_rows,
+    addresses, layers, blocks, segments, pages, index, out, num_heads, num_layers, num_rows,
     stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
     PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -106,17 +116,17 @@ def read_rows(
     at = tl.program_id(0).to(tl.int64) * num_rows + number
     entry = tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
     rows = rows_at(
-        plane_of(addresses, tl.load(layers + seq_layer), PLANE, ELEMENT), entry, wanted & (entry >= 0), front, tail,
-        blocks + seq_layer.to(tl.int64) * stride_blocks, tl.program_id(0) % num_heads, stride_block, stride_head,
-        stride_dim, stride_slot, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        addresses, entry, wanted & (entry >= 0), front, tail, blocks + seq_layer.to(tl.int64) * stride_blocks, pages,
+        tl.load(layers + seq_layer), tl.program_id(0) % num_heads, num_heads, num_layers, stride_block, stride_head,
+        stride_dim, stride_slot, PLANE, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)[None, :]
     tl.store(out + at[:, None] * HEAD_SIZE + dims, rows.to(tl.float32), mask=wanted[:, None] & (dims < HEAD_SIZE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers"])
 def write_rows(
-    addresses, layers, blocks, places, rows, num_heads, num_rows,
+    addresses, layers, blocks, pages, places, rows, num_heads, num_layers, num_rows,
     stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
     PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -127,20 +137,25 @@ def write_rows(
     number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.program_id(0).to(tl.int64) * num_rows + number
     slot = tl.load(places + at, mask=number < num_rows, other=-1).to(tl.int32)
-    live = slot >= 0
-    block, offset = place_of(slot, live, 0, 0, blocks + seq_layer.to(tl.int64) * stride_blocks, BLOCK_SIZE)
+    table = blocks + seq_layer.to(tl.int64) * stride_blocks
+    # All of them are in the front.
+    layer, block, head, offset, live = entry_place(
+        slot, slot >= 0, slot + 1, 0, table, pages, tl.load(layers + seq_layer), head, num_heads, num_layers, BLOCK_SIZE
+    )
     dims = tl.arange(0, BLOCK_D)[None, :]
     wanted = live[:, None] & (dims < HEAD_SIZE)
     found = tl.load(rows + at[:, None] * HEAD_SIZE + dims, mask=wanted)
-    to = (block * stride_block + head * stride_head + offset * stride_slot)[:, None] + dims * stride_dim
-    plane = plane_of(addresses, tl.load(layers + seq_layer), PLANE, ELEMENT)
-    tl.store(plane + to, found.to(ELEMENT), mask=wanted)
+    to = cells_at(
+        addresses, layer, block, head, offset, stride_block, stride_head, stride_dim, stride_slot, PLANE, ELEMENT,
+        BLOCK_D,
+    )  # fmt: skip
+    tl.store(to, found.to(ELEMENT), mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers"])
 def move_rows(
-    addresses, layers, blocks, destination, segments, kept, staging, num_heads, num_slots,
-    stride_blocks, stride_destination, stride_block, stride_head, stride_dim, stride_slot,
+    addresses, layers, blocks, segments, pages, to_blocks, to_pages, kept, staging, num_heads, num_layers, num_slots,
+    stride_blocks, stride_to_blocks, stride_block, stride_head, stride_dim, stride_slot,
     PLANE: tl.constexpr, WRITE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -155,28 +170,41 @@ def move_rows(
     inside = slot < num_slots
     row = tl.program_id(0).to(tl.int64) * num_slots + slot
     entry = tl.load(kept + row, mask=inside, other=-1).to(tl.int32)
-    live = inside & (entry >= 0)
-    block, offset = place_of(entry, live, front, tail, blocks + seq_layer.to(tl.int64) * stride_blocks, BLOCK_SIZE)
-    to_table = destination + seq_layer.to(tl.int64) * stride_destination
-    to_block, to_offset = place_of(slot, inside, 0, 0, to_table, BLOCK_SIZE)
-    moves = live & ((block != to_block) | (offset != to_offset))
-    plane = plane_of(addresses, tl.load(layers + seq_layer), PLANE, ELEMENT)
+    own_layer = tl.load(layers + seq_layer)
+    table = blocks + seq_layer.to(tl.int64) * stride_blocks
+    layer, block, of_head, offset, live = entry_place(
+        entry, inside & (entry >= 0), front, tail, table, pages, own_layer, head, num_heads, num_layers, BLOCK_SIZE
+    )
+    to_table = to_blocks + seq_layer.to(tl.int64) * stride_to_blocks
+    to_layer, to_block, to_head, to_offset, inside = entry_place(
+        slot, inside, num_slots, 0, to_table, to_pages, own_layer, head, num_heads, num_layers, BLOCK_SIZE
+    )
+    leaves = (block != to_block) | (offset != to_offset)
+    if (pages is not None) | (to_pages is not None):
+        leaves = leaves | (layer != to_layer) | (of_head != to_head)
+    moves = live & inside & leaves
     dims = tl.arange(0, BLOCK_D)[None, :]
     at = row[:, None] * HEAD_SIZE + dims
     moving = moves[:, None] & (dims < HEAD_SIZE)
     if WRITE:
         found = tl.load(staging + at, mask=moving, other=0.0)
-        to = (to_block * stride_block + head * stride_head + to_offset * stride_slot)[:, None] + dims * stride_dim
-        tl.store(plane + to, found, mask=(moves | (inside & (entry < 0)))[:, None] & (dims < HEAD_SIZE))
+        to = cells_at(
+            addresses, to_layer, to_block, to_head, to_offset, stride_block, stride_head, stride_dim, stride_slot,
+            PLANE, ELEMENT, BLOCK_D,
+        )  # fmt: skip
+        tl.store(to, found, mask=(moves | (inside & ~live))[:, None] & (dims < HEAD_SIZE))
     else:
-        source = (block * stride_block + head * stride_head + offset * stride_slot)[:, None] + dims * stride_dim
-        tl.store(staging + at, tl.load(plane + source, mask=moving), mask=moving)
+        source = cells_at(
+            addresses, layer, block, of_head, offset, stride_block, stride_head, stride_dim, stride_slot, PLANE,
+            ELEMENT, BLOCK_D,
+        )  # fmt: skip
+        tl.store(staging + at, tl.load(source, mask=moving), mask=moving)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers"])
 def find_similar(
-    addresses, layers, blocks, segments, sources, targets, usable, similarity, best, num_heads, num_sources,
-    num_targets,
+    addresses, layers, blocks, segments, pages, sources, targets, usable, similarity, best, num_heads, num_layers,
+    num_sources, num_targets,
     stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     ELEMENT: tl.constexpr, COMPUTE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -190,13 +218,13 @@ def find_similar(
     head = tl.program_id(0) % num_heads
     front, tail = segments_of(segments, seq_layer)
     table = blocks + seq_layer.to(tl.int64) * stride_blocks
-    keys = plane_of(addresses, tl.load(layers + seq_layer), KEYS, ELEMENT)
+    layer = tl.load(layers + seq_layer)
     number = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.program_id(0).to(tl.int64) * num_sources + number
     source = tl.load(sources + at, mask=number < num_sources, other=-1).to(tl.int32)
     m = rows_at(
-        keys, source, source >= 0, front, tail, table, head, stride_k_block, stride_k_head, stride_k_dim,
-        stride_k_slot, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        addresses, source, source >= 0, front, tail, table, pages, layer, head, num_heads, num_layers, stride_k_block,
+        stride_k_head, stride_k_dim, stride_k_slot, KEYS, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     m_norm = tl.sqrt(tl.sum(m.to(tl.float32) * m.to(tl.float32), 1))
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -208,8 +236,8 @@ def find_similar(
         target = tl.load(targets + base + place, mask=live, other=-1).to(tl.int32)
         allowed = tl.load(usable + base + place, mask=live, other=0) != 0
         c = rows_at(
-            keys, target, allowed & (target >= 0), front, tail, table, head, stride_k_block, stride_k_head,
-            stride_k_dim, stride_k_slot, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+            addresses, target, allowed & (target >= 0), front, tail, table, pages, layer, head, num_heads, num_layers,
+            stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, KEYS, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
         )  # fmt: skip
         c_norm = tl.sqrt(tl.sum(c.to(tl.float32) * c.to(tl.float32), 1))
         products = tl.dot(m.to(COMPUTE), tl.trans(c.to(COMPUTE)), input_precision="ieee")
@@ -243,7 +271,7 @@ def seen_logits(
 
 @triton.jit
 def entries_at(
-    addresses, layers, blocks, segments, log_votes, positions, entry, num_heads, num_entries,
+    addresses, layers, blocks, segments, pages, log_votes, positions, entry, num_heads, num_layers, num_entries,
     stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -252,9 +280,9 @@ def entries_at(
     front, tail = segments_of(segments, seq_layer)
     live = entry < num_entries
     rows = rows_at(
-        plane_of(addresses, tl.load(layers + seq_layer), KEYS, ELEMENT), entry, live, front, tail,
-        blocks + seq_layer.to(tl.int64) * stride_blocks, tl.program_id(0) % num_heads, stride_k_block, stride_k_head,
-        stride_k_dim, stride_k_slot, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        addresses, entry, live, front, tail, blocks + seq_layer.to(tl.int64) * stride_blocks, pages,
+        tl.load(layers + seq_layer), tl.program_id(0) % num_heads, num_heads, num_layers, stride_k_block, stride_k_head,
+        stride_k_dim, stride_k_slot, KEYS, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * num_entries + entry
     votes = tl.load(log_votes + at, mask=live, other=0.0)
@@ -262,10 +290,10 @@ def entries_at(
     return tl.trans(rows.to(tl.float32)), votes, position, live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers"])
 def newest_lse(
-    addresses, layers, blocks, segments, queries, query_positions, log_votes, positions, lse, scale, num_heads,
-    num_entries, window,
+    addresses, layers, blocks, segments, pages, queries, query_positions, log_votes, positions, lse, scale, num_heads,
+    num_layers, num_entries, window,
     stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     G: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -276,8 +304,8 @@ def newest_lse(
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, num_entries, BLOCK_N):
         k, votes, position, live = entries_at(
-            addresses, layers, blocks, segments, log_votes, positions, start + tl.arange(0, BLOCK_N), num_heads,
-            num_entries, stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, ELEMENT,
+            addresses, layers, blocks, segments, pages, log_votes, positions, start + tl.arange(0, BLOCK_N), num_heads,
+            num_layers, num_entries, stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, ELEMENT,
             HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
         )  # fmt: skip
         logits = seen_logits(
@@ -293,10 +321,10 @@ def newest_lse(
     tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), 0.0), mask=rows < window)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers"])
 def newest_columns(
-    addresses, layers, blocks, segments, queries, query_positions, log_votes, positions, lse, fused, scale, num_heads,
-    num_entries, window,
+    addresses, layers, blocks, segments, pages, queries, query_positions, log_votes, positions, lse, fused, scale,
+    num_heads, num_layers, num_entries, window,
     stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     MAX: tl.constexpr, G: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -304,7 +332,8 @@ def newest_columns(
     """Attention to some entries, summed over query heads, then sum or largest over queries. Grid: heads, tiles."""
     entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k, votes, position, live = entries_at(
-        addresses, layers, blocks, segments, log_votes, positions, entry, num_heads, num_entries, stride_blocks,
+        addresses, layers, blocks, segments, pages, log_votes, positions, entry, num_heads, num_layers, num_entries,
+        stride_blocks,
         stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     result = tl.zeros([BLOCK_N], tl.float32)

@@ -1,0 +1,72 @@
+"""Where entries lie, for Triton's kernels: in a sequence's blocks, or in pages that its heads have of their own.
+
+``addresses`` is ``[layers, 6]`` int64, addresses of each layer's planes; all layers have the same strides. A table of
+pages is a ``HeadPages.table``.
+"""
+
+import triton
+import triton.language as tl
+
+KEYS = tl.constexpr(0)
+VALUES = tl.constexpr(1)
+LOG_VOTES = tl.constexpr(2)
+SCORES = tl.constexpr(3)
+AUX = tl.constexpr(4)
+POSITIONS = tl.constexpr(5)
+"""Places of a layer's planes in ``addresses``."""
+
+
+@triton.jit
+def plane_of(addresses, layer, PLANE: tl.constexpr, ELEMENT: tl.constexpr):
+    """Pointer to a plane of a layer, or pointers for several layers; planes are aligned to 16 bytes."""
+    return tl.multiple_of(tl.load(addresses + layer * 6 + PLANE).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def place_of(entry, live, front, tail, table, BLOCK_SIZE: tl.constexpr):
+    """(block ids int64, offsets) of entries; ``table`` points at the sequence's blocks."""
+    slot = tl.where(entry < front, entry, entry + (tail - front))
+    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    return block, slot % BLOCK_SIZE
+
+
+@triton.jit
+def list_of(table, number, has_list):
+    """(entries, number of pages that there is room for, pointer to their ids) of the head's list of that number, which
+    is not read unless ``has_list``: then there are no entries."""
+    room = tl.load(table, mask=has_list, other=0)
+    head = table + 1 + number.to(tl.int64) * (1 + room)
+    return tl.load(head, mask=has_list, other=0), room, head + 1
+
+
+@triton.jit
+def page_of(ids, page, live, num_heads, num_layers):
+    """(layers, block ids int64, KV heads) of pages; ``page``: their places in a list."""
+    number = tl.load(ids + page, mask=live, other=0)
+    lane = number // num_heads
+    return lane % num_layers, (lane // num_layers).to(tl.int64), number % num_heads
+
+
+@triton.jit
+def entry_place(entry, live, front, tail, blocks, pages, layer, head, num_heads, num_layers, BLOCK_SIZE: tl.constexpr):
+    """(layers, block ids int64, KV heads, offsets) of entries of a head, the program's on axis 0; and whether they are.
+
+    blocks: those of the head's sequence layer. pages: a table with a list for each of the program's heads, where the
+    front is in pages, else None; there is nothing behind the list's entries.
+    """
+    if pages is None:
+        block, offset = place_of(entry, live, front, tail, blocks, BLOCK_SIZE)
+        return layer, block, head, offset, live
+    else:
+        num_entries, _, ids = list_of(pages, tl.program_id(0), True)
+        in_front = entry < front
+        in_page = live & (entry < num_entries)
+        block, offset = place_of(entry, live & (entry >= front), front, tail, blocks, BLOCK_SIZE)
+        of_layer, of_block, of_head = page_of(ids, entry // BLOCK_SIZE, in_page, num_heads, num_layers)
+        return (
+            tl.where(in_front, of_layer, layer),
+            tl.where(in_front, of_block, block),
+            tl.where(in_front, of_head, head),
+            offset,
+            in_page | (live & (entry >= front)),
+        )
