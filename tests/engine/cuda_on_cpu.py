@@ -30,8 +30,10 @@ from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
+from tests import page_tables  # noqa: E402
 from tests.engine import full_graphs  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
+from vllm_kvmerge.engine.attention import cuda as backend  # noqa: E402
 from vllm_kvmerge.engine.compat import CUDA_BACKEND, drop_validator, register_cache_spec  # noqa: E402
 from vllm_kvmerge.ops.workspace import workspace_of  # noqa: E402
 
@@ -61,6 +63,20 @@ def check_as_on_cuda(vllm_config) -> None:
 
 if HAS_GRAPHS:
     full_graphs.install()
+attention = backend.paged_attention
+paged_rows = 0
+
+
+def attention_by_the_reference(query, cache, batch, scale, output) -> None:
+    """It knows no rows that only pad a batch, and no tables."""
+    global paged_rows
+    some = batch.map(lambda tensor: tensor[batch.query_lens > 0], batch.max_query_len)
+    paged_rows += 0 if some.tables is None else int(some.tables.addresses.count_nonzero())
+    attention(query, cache, page_tables.for_the_reference(some), scale, output)
+
+
+if __name__ != "__main__":  # which imports this module once more
+    backend.paged_attention = attention_by_the_reference
 CpuPlatform.check_and_update_config = staticmethod(check_as_on_cuda)
 
 
@@ -120,6 +136,7 @@ def main() -> None:
         "is_v2": worker.use_v2_model_runner,
         "is_async": core.batch_queue is not None,
         "graphs": dict(full_graphs.done),
+        "paged_rows": paged_rows,
         "preempted": len(preempted),
         "reserved": worker.reserved,
         "free_rings": len(compression.rings._free),

@@ -11,8 +11,6 @@ from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_kvmerge.engine.attention import cuda as backend
-
 SIZES = [1, 2, 4]
 """Batches of three are padded."""
 
@@ -32,14 +30,6 @@ def configure(vllm_config) -> None:
 
 def install() -> None:
     CpuPlatform.graph_pool_handle = classmethod(lambda cls: None)
-    attention = backend.paged_attention
-
-    def of_rows_with_queries(query, cache, batch, scale, output) -> None:
-        """The reference knows no rows that only pad a batch."""
-        some = batch.map(lambda tensor: tensor[batch.query_lens > 0], batch.max_query_len)
-        attention(query, cache, some, scale, output)
-
-    backend.paged_attention = of_rows_with_queries
 
 
 def capture(runner) -> None:

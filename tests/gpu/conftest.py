@@ -80,7 +80,7 @@ def engine(setting) -> Iterator[CheckedEngine]:
     from vllm_kvmerge import kvmerge_engine_args
 
     num_rings = 2  # fewer than there are requests that want one
-    config = {"kvmerge": {"query_rings": num_rings, "head_pages": False}}  # its operators know none
+    config = {"kvmerge": {"query_rings": num_rings}}
     llm = LLM(**kvmerge_engine_args(**setting.engine | special, additional_config=config))
     engine = CheckedEngine(llm)
     engine.num_rings = num_rings

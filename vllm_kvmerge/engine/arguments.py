@@ -77,8 +77,8 @@ class PluginConfig(BaseModel):
     """Largest body of an HTTP request, in bytes."""
 
     head_pages: bool = True
-    """Whether heads with different budgets hold their entries in pages of their own, on a CPU. Otherwise every head has
-    as many places as the one with the largest budget needs, most of them empty: slower and larger, for comparison."""
+    """Whether heads with different budgets hold their entries in pages of their own. Otherwise every head has as many
+    places as the one with the largest budget needs, most of them empty: slower and larger, for comparison."""
 
     operators: dict[str, str] = {}
     """Implementations of operators to run instead of those in ops/choice.json."""
@@ -142,7 +142,11 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,
         max_external_bytes=options.external_cache_bytes,
-        head_pages=options.head_pages and vllm_config.device_config.device_type == "cpu",
+        head_pages=options.head_pages
+        and not (
+            # The reference of attention cannot follow a GPU's addresses.
+            vllm_config.device_config.device_type != "cpu" and options.operators.get("paged_attention") == "reference"
+        ),
     )
 
 

@@ -28,6 +28,7 @@ from vllm_kvmerge.ops.types import (
     ScoreMode,
     ScoreUpdate,
     SequenceLayers,
+    sent,
 )
 
 
@@ -234,8 +235,9 @@ def _write(
 def _paged_places(pages: HeadPages, row: int, slots: Tensor) -> _Places:
     """Where ``slots`` (``[H, m]`` int64) of a row's fronts lie."""
     size = pages.layers[0].block_size
-    ids = pages.ids[row].gather(1, (slots // size).clamp(0, pages.ids.shape[2] - 1))
-    exists = (slots >= 0) & (slots < pages.fronts[row].unsqueeze(1))
+    own, fronts = sent(pages.ids[row], slots.device), sent(pages.fronts[row], slots.device)
+    ids = own.gather(1, (slots // size).clamp(0, own.shape[1] - 1))
+    exists = (slots >= 0) & (slots < fronts.unsqueeze(1))
     return _Places(*pages.places(ids), slots % size, exists)
 
 
@@ -244,7 +246,8 @@ def _front_places(pages: HeadPages, row: int, front: int | None = None) -> _Plac
     if pages.ids[row, 0, 0] < 0:
         return None
     count = int(pages.fronts[row].max()) if front is None else front
-    return _paged_places(pages, row, torch.arange(count).expand(pages.num_kv_heads, -1))
+    slots = torch.arange(count, device=pages.layers[0].device)
+    return _paged_places(pages, row, slots.expand(pages.num_kv_heads, -1))
 
 
 def _block_places(cache: PagedKVCache, layer: int, blocks: Tensor, slots: Tensor) -> _Places:
@@ -263,7 +266,7 @@ def _entry_places(seq_layers: SequenceLayers, index: Tensor) -> Iterator[tuple[_
         if seq_layers.pages is not None:
             paged, in_front = _paged_places(seq_layers.pages, number, part), part < front
             pairs = zip(vars(paged).values(), vars(at).values(), strict=True)
-            at = _Places(*(torch.where(in_front, mine, torch.as_tensor(theirs)) for mine, theirs in pairs))
+            at = _Places(*(torch.where(in_front, mine, theirs) for mine, theirs in pairs))
         yield at, part
 
 
@@ -322,8 +325,8 @@ def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Ten
     """
     places = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
     destinations = _destinations(seq_layers, destination, places)
-    for (at, part), to in zip(_entry_places(seq_layers, kept), destinations, strict=True):
-        moves = ((part < 0) | at.differ(to)) & to.exists
+    for (at, _), to in zip(_entry_places(seq_layers, kept), destinations, strict=True):
+        moves = (~at.exists | at.differ(to)) & to.exists
         rows = {name: _read(seq_layers.layers, name, at) for name in ("keys", "values")}
         for name, values in rows.items():
             _write(seq_layers.layers, name, to, values, moves)

@@ -1,6 +1,6 @@
 """Batches for the CUDA backend on CPU tensors: a cache, buffers that keep their address, what attention should do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +12,7 @@ from tests.ops.conftest import CacheMaker, Sequence
 from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBuilder, CUDAAttentionImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
-from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, SequenceLayers, reference
+from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, ScoreUpdate, SequenceLayers, reference
 
 HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE = 2, 2, 32, 16
 SCALE = HEAD_SIZE**-0.5
@@ -60,6 +60,22 @@ class Scene:
         self.cache = self.maker.cache.clone()
         self.ours = PagedKVCache.of(self.cache, HEAD_SIZE, row_major_keys=True)
         self.ours.keys.copy_(self.theirs.keys)
+        self.builder.use_pages((self.ours,))
+
+    def paged(self, front: int, tail: int, seq_len: int, num_tokens: int, update: ScoreUpdate) -> Request:
+        """A request whose heads have the pages of a front's blocks in any order, and entries up to somewhere in their
+        last one. front: a multiple of the block size, and of the number of heads."""
+        sequence, generator = self.maker.sequence(front, tail, seq_len), self.maker.generator
+        blocks = sequence.blocks[: front // BLOCK_SIZE]
+        lanes = HeadPages.even(1, 0, HEADS, blocks).flatten()
+        # The first head has two pages more than the average, the last one as many less.
+        counts = torch.full((HEADS,), len(blocks))
+        counts[0], counts[-1] = len(blocks) + 2, len(blocks) - 2
+        shuffled = lanes[torch.randperm(len(lanes), generator=generator)].split(counts.tolist())
+        ids = torch.nn.utils.rnn.pad_sequence(shuffled, batch_first=True)[None]
+        fronts = (counts * BLOCK_SIZE - torch.randint(0, BLOCK_SIZE, (HEADS,), generator=generator))[None]
+        pages = HeadPages((self.theirs,), ids, fronts)
+        return Request(sequence, num_tokens, BatchRow(front, tail, update, pages=pages, table=pages.table()))
 
     def common(self, requests: list[Request], num_rows: int | None = None) -> CommonAttentionMetadata:
         """Fills the buffers as a runner does; ``num_rows``: with rows that pad the batch to so many."""
@@ -104,6 +120,7 @@ class Scene:
         for request in requests:
             s, row, tokens = request.sequence, request.row, slice(start, start + request.num_tokens)
             batch = AttentionBatch.single(s.blocks, request.num_tokens, s.seq_len, row.front, row.tail, row.update)
+            batch = replace(batch, pages=row.pages)  # there is one layer
             reference.paged_attention(self.query[tokens], self.theirs, batch, SCALE, output[tokens])
             start = tokens.stop
         return output[:start]
@@ -112,6 +129,10 @@ class Scene:
         """Scores and second statistics of all live entries."""
         found = []
         for request in requests:
-            s = request.sequence
-            found += reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len))[1:3]
+            s, own = request.sequence, request.row.pages
+            front = s.front if own is None else int(own.fronts.max())
+            located = SequenceLayers.of(pages, s.blocks, front, s.tail, s.seq_len)
+            if own is not None:
+                located = replace(located, pages=HeadPages((pages,), own.ids, own.fronts))
+            found += reference.gather_metadata(located)[1:3]
         return torch.cat(found, 1)

@@ -55,6 +55,7 @@ def batches(scene: Scene, pool: QueryRings) -> dict[str, list[Request]]:
         Request(sequence(37, 64, 99), 1, BatchRow(37, 64, SUM, ring=pool.take(4))),
         Request(sequence(0, 0, 70), 1, BatchRow()),
         Request(sequence(20, 50, 77), 1, BatchRow(20, 50, ScoreUpdate(ScoreMode.LOG_EMA, 0.8), ring=pool.take(2))),
+        scene.paged(64, 80, 95, 1, SUM),
     ]
     mixed = [
         *decoding,
@@ -138,15 +139,20 @@ def test_decoding_is_one_part_at_one_address():
     scene, pool = Scene(3), rings(torch.device("cpu"))
     scene.builder.rings = pool
     requests = [Request(scene.maker.sequence(9, 20, 30 + i), 1, BatchRow()) for i in range(MAX_ROWS)]
+    scene.finish_cache()
     captured = scene.builder.build_for_cudagraph_capture(scene.common(requests))
     assert (scene.seq_lens == 1).all(), "warm-ups must not read max_model_len slots"
     ring = pool.take(4)
-    for some in ([BatchRow()], [BatchRow(9, 20, SUM, ring=ring)], [BatchRow()] * 3):
+    paged = scene.paged(64, 80, 95, 1, SUM).row
+    for some in ([paged], [BatchRow()], [BatchRow(9, 20, SUM, ring=ring)], [BatchRow()] * 3):
         step = [Request(requests[i].sequence, 1, row) for i, row in enumerate(some)]
         metadata = scene.builder.build(0, scene.common(step, num_rows=MAX_ROWS))
         (part,), (first,) = metadata.parts, captured.parts
         assert part.max_query_len == first.max_query_len == 1
         assert [tensor.data_ptr() for tensor in part.tensors] == [tensor.data_ptr() for tensor in first.tensors]
+        table = some[0].table
+        assert part.tables.addresses.data_ptr() == captured.parts[0].tables.addresses.data_ptr()
+        assert part.tables.addresses.tolist() == [0 if table is None else table.data_ptr(), *[0] * (MAX_ROWS - 1)]
         assert part.query_lens.tolist() == [1] * len(some) + [0] * (MAX_ROWS - len(some))
         places = [pool.nowhere] * MAX_ROWS
         if some[0].ring is not None:

@@ -104,6 +104,28 @@ def capture(monkeypatch, run) -> Graph:
     return graph
 
 
+def test_heads_with_pages_of_their_own():
+    """Beside rows without, in batches that keep logits and in such that do not."""
+    scene = Scene(3)
+    requests = [
+        scene.paged(64, 96, 120, 1, SUM),
+        compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),
+        scene.paged(96, 128, 150, 3, ScoreUpdate(ScoreMode.MEAN, 1.0)),
+        Request(scene.maker.sequence(0, 0, 70), 9, BatchRow()),
+        scene.paged(64, 64, 95, 25, EMA),
+        scene.paged(96, 96, 99, 1, EMA),
+    ]
+    scene.finish_cache()
+    metadata = scene.builder.build(0, scene.common(requests))
+    assert [part.max_query_len for part in metadata.parts] == [1, 9, 9, 25]
+    assert [part.tables is not None for part in metadata.parts] == [True, True, False, True]
+    expected = scene.expected(requests)
+    scene.forward(metadata, len(expected))
+    assert relative_error(scene.output[: len(expected)], expected) < 1e-5
+    for one in requests:
+        assert relative_error(scene.scores(scene.ours, [one]), scene.scores(scene.theirs, [one])) < 1e-4
+
+
 def test_a_captured_graph_holds_for_every_batch(monkeypatch):
     """Captured once with dummies, then replayed for batches of other requests, sizes, fronts, updates and rings."""
     scene, pool = Scene(2), rings()
@@ -114,9 +136,10 @@ def test_a_captured_graph_holds_for_every_batch(monkeypatch):
             Request(scene.maker.sequence(0, 0, 70), 1, BatchRow()),
             compressed(scene, 20, 50, 77, update=EMA),
             compressed(scene, 33, 33, 40, ring=second),
+            scene.paged(64, 80, 95, 1, SUM),
         ],
         [Request(scene.maker.sequence(0, 0, 5), 1, BatchRow()) for _ in range(2)],
-        [compressed(scene, 90, 300, 411, update=SUM, ring=second)],
+        [compressed(scene, 90, 300, 411, update=SUM, ring=second), scene.paged(96, 128, 133, 1, NO_UPDATE)],
         [compressed(scene, 16, 20, 20 + n, update=EMA) for n in range(1, MAX_ROWS + 1)],
     ]
     scene.finish_cache()

@@ -4,6 +4,7 @@ One operator attends to all rows; a plain one has no front. The launches depend 
 graph holds for any mixture of plain and compressed rows; the differences lie in buffers at fixed addresses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -29,8 +30,9 @@ from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader, QueryRing, QueryRings, seq_len_of
 from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, UnsupportedConfigError
-from vllm_kvmerge.ops import AttentionBatch, paged_attention, write_tokens
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, paged_attention, write_tokens
 from vllm_kvmerge.ops.triton.plan import KEPT_ROWS
+from vllm_kvmerge.ops.types import PageTables, addresses_on
 
 
 def shortest_chunk(groups: int) -> int:
@@ -42,10 +44,18 @@ def shortest_chunk(groups: int) -> int:
 
 
 class GraphBatchBuffers:
-    """Numbers of a batch's rows, ``[max_rows]`` each, at the fixed addresses that captured graphs need."""
+    """Numbers of a batch's rows, ``[max_rows]`` each, at the fixed addresses that captured graphs need.
+
+    layers: the caches of all layers, where heads may have pages of their own; None: they have none.
+    """
+
+    layers: Sequence[PagedKVCache] | None = None
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._numbers = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
+        # One tensor, for one copy: four numbers of 32 bits, and the address of the row's table.
+        self._buffer = torch.zeros(6 * max_rows, dtype=torch.int32, device=device)
+        self._numbers = self._buffer[: 4 * max_rows].view(4, max_rows)
+        self._tables = self._buffer[4 * max_rows :].view(torch.int64)
         self._query_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._is_plain = True
 
@@ -56,20 +66,25 @@ class GraphBatchBuffers:
         self._write(rows)
         fronts, tails, modes, decays = self._numbers[:, :n]
         sequences = common.block_table_tensor[:n], starts[:n], lens, common.seq_lens[:n]
-        return AttentionBatch(*sequences, fronts, tails, modes, decays.view(torch.float32), common.max_query_len)
+        numbers = fronts, tails, modes, decays.view(torch.float32)
+        # Each layer puts its own number there.
+        tables = None if self.layers is None else PageTables(self.layers, 0, self._tables[:n])
+        return AttentionBatch(*sequences, *numbers, common.max_query_len, tables=tables)
 
     def _write(self, rows: list[BatchRow]) -> None:
         is_plain = all(row.front == 0 for row in rows)
         if is_plain and self._is_plain:
             return
         self._is_plain = is_plain
-        numbers = np.zeros(self._numbers.shape, dtype=np.int32)
+        buffer, (count, max_rows) = np.zeros(len(self._buffer), dtype=np.int32), self._numbers.shape
+        numbers, tables = buffer[: count * max_rows].reshape(count, -1), buffer[count * max_rows :].view(np.int64)
         decays = numbers[3].view(np.float32)
         for index, row in enumerate(rows):
             if row.front > 0:
                 numbers[:3, index] = row.front, row.tail, row.update.mode.code
                 decays[index] = row.update.decay
-        async_tensor_h2d(numbers, out=self._numbers)
+                tables[index] = 0 if row.table is None else row.table.data_ptr()
+        async_tensor_h2d(buffer, out=self._buffer)
 
 
 def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> AttentionBatch:
@@ -123,6 +138,12 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         self._ring_places = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int64, device=device)
         self._keeps_nothing = False  # true if all of these places are ``nowhere``
 
+    def use_pages(self, layers: Sequence[PagedKVCache]) -> None:
+        """Lets heads have pages of their own in the caches of all ``layers``."""
+        self._buffers.layers = layers
+        # What graphs read must last as long as they do.
+        self._addresses = addresses_on(self.device, tuple(layer.addresses for layer in layers))
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CUDAAttentionMetadata:
@@ -135,9 +156,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         return metadata
 
     def _build(self, common: CommonAttentionMetadata, rows: list[BatchRow], is_captured: bool) -> CUDAAttentionMetadata:
-        if any(row.pages is not None for row in rows):
-            raise RuntimeError("a row has head pages, which operators on a GPU do not read")
-        metadata = CUDAAttentionMetadata(self._parts(self._buffers.fill(rows, common), common))
+        metadata = CUDAAttentionMetadata(self._parts(self._buffers.fill(rows, common), rows, common))
         kept = []
         for index, row in enumerate(rows):
             if row.ring is not None and row.ring.first is not None:
@@ -149,18 +168,23 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
             self._place_queries(metadata, common, kept, self.rings, is_captured)
         return metadata
 
-    def _parts(self, batch: AttentionBatch, common: CommonAttentionMetadata) -> list[AttentionBatch]:
+    def _parts(
+        self, batch: AttentionBatch, rows: list[BatchRow], common: CommonAttentionMetadata
+    ) -> list[AttentionBatch]:
         """The whole batch if each row has one query; else rows of similar length together, since a part is cut into
-        programs as if all its rows were as long as the longest."""
+        programs as if all its rows were as long as the longest. Parts in which no row has pages do without tables, but
+        for the whole batch, which a captured graph may stand for."""
         if common.max_query_len <= 1:
             return [replace(batch, max_query_len=1)]
+        paged = {index for index, row in enumerate(rows) if row.table is not None}
         lens = np.diff(common.query_start_loc_cpu[: len(batch) + 1].numpy())
         magnitudes = np.ceil(np.log2(np.maximum(lens, 1))).astype(int)
         parts = []
         for magnitude in np.unique(magnitudes[lens > 0]):
             chosen = np.flatnonzero((magnitudes == magnitude) & (lens > 0))
             longest = int(lens[chosen].max())
-            parts.append(_select(batch, chosen, longest if longest == 1 else max(longest, self._shortest_chunk)))
+            part = _select(batch, chosen, longest if longest == 1 else max(longest, self._shortest_chunk))
+            parts.append(part if paged.intersection(chosen.tolist()) else replace(part, tables=None))
         return parts
 
     def _place_queries(
@@ -260,7 +284,8 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
         for reader in metadata.readers:
             reader.read(self.layer_index, query, cache, self.scale)
         for part in metadata.parts:
-            paged_attention(query, cache, part, self.scale, output)
+            tables = part.tables and replace(part.tables, layer=self.layer_index)
+            paged_attention(query, cache, replace(part, tables=tables), self.scale, output)
         return output
 
 

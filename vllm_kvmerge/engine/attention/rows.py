@@ -134,7 +134,7 @@ class BatchRow:
     front, tail: its segments; ``front == 0``: never compressed, so its entries have no votes. update: the update of
     the scores in the cache. window: the queries to score into a buffer instead, before its first compression. ring: its
     newest queries, if its policy reads them. pages: of its heads, one row per layer, if the front is not an ordinary
-    one.
+    one. table: of these pages, on a GPU.
     """
 
     front: int = 0
@@ -143,6 +143,7 @@ class BatchRow:
     window: ScoreWindow | None = None
     ring: QueryRing | None = None
     pages: HeadPages | None = None
+    table: Tensor | None = None
 
     @property
     def needs_python(self) -> bool:

@@ -41,7 +41,7 @@ class RequestState:
     """A worker's state of a request with a policy. update: of its scores by attention after the first compression, if
     its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
     cache, from the first compression on, if it is refreshed. pages: of its heads, one row per layer, where the front is
-    not an ordinary one."""
+    not an ordinary one. table: of these pages, on a GPU."""
 
     front: int = 0
     tail: int = 0
@@ -50,6 +50,7 @@ class RequestState:
     ring: QueryRing | None = None
     complete: ExternalCache | None = None
     pages: HeadPages | None = None
+    table: Tensor | None = None
 
 
 def score_update(config: CompressionConfig) -> ScoreUpdate:
@@ -162,7 +163,9 @@ class Compression:
         """The batch row of a request with ``num_scheduled`` new tokens after ``num_computed``."""
         state = self.states.get(request_id)
         if state is not None and state.front > 0:
-            return BatchRow(state.front, state.tail, state.update, ring=state.ring, pages=state.pages)
+            return BatchRow(
+                state.front, state.tail, state.update, None, state.ring, pages=state.pages, table=state.table
+            )
         window, seq_len = self.step.windows.get(request_id), num_computed + num_scheduled
         if window is None or window.start >= seq_len:
             return PLAIN
@@ -225,6 +228,7 @@ class Compression:
         done.failures.update(lost)
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
+            state.table = None if state.pages is None else self._table(state.pages)
             state.update = score_update(config) if config.tracks_decode else NO_UPDATE
             state.prompt_scores = None
         heads, policies = HeadShare.of(self._config), [config.name for config in configs]
@@ -238,6 +242,10 @@ class Compression:
             for policy, plan in zip(policies, plans, strict=True):
                 observe_compaction(policy, self._engine, seconds, is_refresh=plan.is_refresh)
         return plans
+
+    def _table(self, pages: HeadPages) -> Tensor | None:
+        """The table that attention reads instead of ``pages``; None: there is none on the CPU."""
+        return None
 
     def _with_complete(self, compaction: Compaction, config: CompressionConfig, state: RequestState) -> Compaction:
         """Completes the request's complete cache; a refresh then starts from it. Raises OSError or RuntimeError

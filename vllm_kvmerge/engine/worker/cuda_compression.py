@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
@@ -16,7 +17,8 @@ from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.attention.cuda import shortest_chunk
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRings
 from vllm_kvmerge.engine.worker.compression import Compression
-from vllm_kvmerge.ops import PagedKVCache
+from vllm_kvmerge.ops import HeadPages, PagedKVCache
+from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
 
 logger = init_logger(__name__)
@@ -88,7 +90,15 @@ class CUDACompression(Compression):
         """Prepares metadata builders and the workspace, after ``use_cache`` and before graphs are captured."""
         for groups in attn_groups:
             for group in groups:
-                group.get_metadata_builder().rings = self.rings  # type: ignore[attr-defined]
+                builder: Any = group.get_metadata_builder()
+                builder.rings = self.rings
+                if request_limits(self._config).head_pages:
+                    builder.use_pages(self.compactor.layers)
         # Exact now, and usually reserved already.
         cache = self.compactor.layers[0]
         self._reserve_attention(workspace_of(self._device), cache, self._query_shape[0], block_table_width)
+
+    def _table(self, pages: HeadPages) -> Tensor | None:
+        # Steps that were launched before may still read the table that this replaces. PyTorch gives its memory away to
+        # nothing but what comes later on this stream, which is theirs too.
+        return sent(pages.table(), self._device)

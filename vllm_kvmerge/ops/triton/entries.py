@@ -1,6 +1,7 @@
 """Single entries of sequence layers in Triton, which compactions read, compare and write."""
 
 import sys
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -144,9 +145,10 @@ def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Ten
         some = slice(first, first + step)
         heads = slice(first * cache.num_kv_heads, (first + step) * cache.num_kv_heads)
         numbers = (tensor[some] for tensor in (seq_layers.layer, seq_layers.blocks, seq_layers.segments))
-        pages = None if seq_layers.pages is None else seq_layers.pages[some]
-        at = _KernelArguments(SequenceLayers(seq_layers.layers, *numbers, pages))
-        _move_entries(at, destination[some], kept[heads].contiguous())
+        part = SequenceLayers(seq_layers.layers, *numbers)
+        if seq_layers.pages is not None:
+            part = replace(part, pages=seq_layers.pages[some])
+        _move_entries(_KernelArguments(part), destination[some], kept[heads].contiguous())
 
 
 def _move_entries(at: _KernelArguments, destination: Destination, kept: Tensor) -> None:
