@@ -17,6 +17,7 @@ from vllm_kvmerge.engine.arguments import (
     WORKER_CLS,
     kvmerge_engine_args,
     model_type,
+    request_limits,
 )
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_options, check_vllm_version
 
@@ -240,6 +241,22 @@ def test_engine_args_by_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", platform("tpu"))
     with pytest.raises(UnsupportedConfigError, match="^vLLM runs on tpu here; allowed: cpu, cuda$"):
         kvmerge_engine_args()
+
+
+def test_where_heads_have_pages_of_their_own(tmp_path: Path) -> None:
+    """On CPU and GPU alike, unless attention on a GPU is the reference's, or they are told not to."""
+    config = vllm_config(tmp_path, LLAMA, **kvmerge_engine_args())
+    for device, ours, expected in (
+        ("cpu", {}, True),
+        ("cuda", {}, True),
+        ("cpu", {"operators": {"paged_attention": "reference"}}, True),
+        ("cuda", {"operators": {"paged_attention": "reference"}}, False),
+        ("cuda", {"operators": {"write_tokens": "reference"}}, True),
+        ("cuda", {"head_pages": False}, False),
+    ):
+        config.device_config.device_type = device
+        config.additional_config = {"kvmerge": ours}
+        assert request_limits(config).head_pages == expected
 
 
 def cuda_config(folder: Path, model: dict[str, Any], **engine_args: Any) -> Any:

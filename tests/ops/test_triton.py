@@ -42,7 +42,7 @@ pytestmark = pytest.mark.engine
 
 TESTS = Path(__file__).parent
 CHOSEN = "(triton or backend_interpreted) and not 40-2 and not 256-16 and not rounded"
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by kind of GPU (CUDA C++ programming guide, by compute capability)."""
 STACK = 16
 """Bytes of a thread's stack that are no spill yet: a few, of a scalar."""
@@ -82,9 +82,10 @@ def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, o
     numbers = torch.full((rows,), 100, dtype=torch.int32)
     query = torch.zeros(rows * num_queries, heads * groups, head_size, dtype=dtype)
     batch = AttentionBatch(table, *[numbers] * 6, torch.zeros(rows), num_queries)
-    tables = PageTables((pages, pages), 1, torch.zeros(rows, dtype=torch.int64))
-    for some in (batch, replace(batch, tables=tables)):
-        triton.paged_attention(query, pages, some, 0.1, query.clone())
+    triton.paged_attention(query, pages, batch, 0.1, query.clone())
+    if head_size == 128:  # the others compile much the same twice
+        tables = PageTables((pages, pages), 1, torch.zeros(rows, dtype=torch.int64))
+        triton.paged_attention(query, pages, replace(batch, tables=tables), 0.1, query.clone())
     if only_attention:
         return
     for mode in (ScoreMode.SUM, ScoreMode.LOG_EMA):
@@ -115,7 +116,8 @@ def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, o
     ("dtype", "head_size", "groups", "num_queries", "capabilities"),
     [
         (torch.bfloat16, 128, 4, 1, [80, 90]),
-        (torch.bfloat16, 128, 4, 64, [80, 86, 90]),
+        (torch.bfloat16, 128, 4, 1, [89]),
+        (torch.bfloat16, 128, 4, 64, [80, 89, 90]),
         (torch.float16, 80, 7, 1, [90]),
         (torch.bfloat16, 256, 1, 1, [80]),
         (torch.bfloat16, 64, 8, 1, [90]),
@@ -124,7 +126,7 @@ def run_all(dtype: torch.dtype, head_size: int, groups: int, num_queries: int, o
 )
 def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, capabilities, tmp_path, gpu):
     """With the arguments that the operators launch them with; all kernels once, attention for more shapes."""
-    everything = (dtype, head_size, num_queries) == (torch.bfloat16, 128, 1)
+    everything = (dtype, head_size, num_queries) == (torch.bfloat16, 128, 1) and 80 in capabilities
     with launches() as found:
         run_all(dtype, head_size, groups, num_queries, only_attention=not everything)
     found = list({launch.key: launch for launch in found}.values())

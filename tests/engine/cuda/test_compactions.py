@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from tests.ops.triton_compiler import launches  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing  # noqa: E402
 from vllm_kvmerge.engine.worker.compression import score_update  # noqa: E402
+from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression  # noqa: E402
 from vllm_kvmerge.engine.worker.external import ExternalCache  # noqa: E402
-from vllm_kvmerge.ops import PagedKVCache, SequenceLayers, triton  # noqa: E402
+from vllm_kvmerge.ops import HeadPages, PagedKVCache, SequenceLayers, triton  # noqa: E402
 from vllm_kvmerge.policies import PRESETS  # noqa: E402
 
 LENGTHS = (150, 150)
@@ -97,6 +99,34 @@ def test_a_refresh_copies_layers_to_the_gpu(policy, reference_operators):
     assert all(not isinstance(layer.keys, OnGPU) for layer in complete.layers)
 
 
+@pytest.mark.parametrize("policy", ["adakv", "d2o"])
+def test_heads_get_pages_of_their_own(policy, reference_operators):
+    """Their shares are waited for; what is written is what is written on the CPU, at first and from pages."""
+    found = []
+    for is_on_gpu in (True, False):
+        with SimulatedGPU(may_wait=True, must_pin=True):
+            worker, pages = Worker(policy, LENGTHS), {}
+            on_gpu(worker, blocks_on_gpu=True)
+            if not is_on_gpu:
+                worker = Worker(policy, LENGTHS)
+                layers = [PagedKVCache.of(cache, HEAD_SIZE, row_major_keys=True) for cache in worker.caches]
+                worker.compactor = replace(worker.compactor, layers=layers)
+            for step in (worker.first, worker.second):
+                plans = [replace(one.plan, blocks=one.plan.blocks[:4], share_blocks=4, has_pages=True) for one in step]
+                numbered = enumerate(zip(step, plans, strict=True))
+                step = [replace(one, plan=plan, pages=pages.get(index)) for index, (one, plan) in numbered]
+                done = worker.compactor.execute(step)
+                assert not done.failures
+                pages = done.pages
+        found.append((worker.bytes, [one.table() for one in pages.values()]))
+    assert torch.equal(found[0][0], found[1][0])
+    for table, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(table, other)
+    assert len(pages[0].fronts.unique()) > 1
+    with SimulatedGPU(must_pin=True):
+        assert CUDACompression._table(SimpleNamespace(_device=GPU), pages[0]).device == GPU
+
+
 def test_triton_sends_from_pinned_memory(monkeypatch):
     monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.device_name", lambda device: "NVIDIA H200")
     with SimulatedGPU(must_pin=True), launches() as found:
@@ -108,6 +138,9 @@ def test_triton_sends_from_pinned_memory(monkeypatch):
         metadata = triton.gather_metadata(units)
         triton.move_entries(units, torch.tensor([[3, 4]]), kept)
         triton.write_metadata(units, torch.tensor([[3, 4]]), *(plane[:, :20] for plane in metadata))
+        ids = HeadPages.even(1, 0, NUM_HEADS, torch.tensor([3, 4]))[None]
+        pages = HeadPages(units.layers, ids, torch.full((1, NUM_HEADS), 20))
+        triton.move_entries(replace(units, pages=pages), pages, kept)
     tensors = [value for launch in found for value in launch.arguments.values() if isinstance(value, torch.Tensor)]
     assert tensors and all(isinstance(tensor, OnGPU) for tensor in tensors)
 
