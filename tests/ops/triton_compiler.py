@@ -41,6 +41,11 @@ class Launch:
         return self.kernel.__name__, *(str(part) for part in (*self.source, self.options))
 
     @property
+    def is_paged(self) -> bool:
+        """Whether some fronts are in pages of heads' own."""
+        return any(self.arguments.get(name) is not None for name in ("page_tables", "pages", "to_pages"))
+
+    @property
     def source(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
         """(signature, constants, attributes), specialised as Triton does: None, ones, and multiples of 16."""
         signature, constants, attributes = {}, {}, {}

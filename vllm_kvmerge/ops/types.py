@@ -239,6 +239,7 @@ class HeadPages:
         return lane % len(self.layers), lane // len(self.layers), ids % self.num_kv_heads
 
     def __getitem__(self, rows: slice) -> "HeadPages":
+        """The pages of some rows."""
         return HeadPages(self.layers, self.ids[rows], self.fronts[rows])
 
     def of_heads(self, mask: Tensor) -> "HeadPages":
