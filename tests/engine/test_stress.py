@@ -125,6 +125,6 @@ def test_requests_of_every_kind(engine, num_requests):
         alone = engine.generate([job.prompt], job.params)[0].outputs[0]
         if job.abort_after is None:
             assert len(tokens) == len(alone.token_ids)
-        assert tokens, f"request {index} generated nothing"
+        assert tokens, f"request {index} generated nothing: {job.params.extra_args}, {len(job.prompt)} tokens"
         assert_same_or_tied(tokens, alone, f"request {index} ({job.params.extra_args}, {len(job.prompt)} tokens)")
     engine.assert_empty()
