@@ -117,7 +117,8 @@ def test_requests_of_every_kind(engine, num_requests):
     rng = np.random.default_rng(20)
     jobs = draw_jobs(rng, num_requests)
     assert_every_kind(jobs)
-    together, num_preemptions = run_together(engine, jobs, rng)
+    with engine.with_blocks(130):
+        together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()
     assert num_preemptions > 0, "the pool is too large to test preemption"
     for index in rng.permutation(num_requests)[: num_requests * NUM_ALONE // NUM_REQUESTS]:

@@ -7,16 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops import test_head_pages
 from tests.ops.conftest import Watch, cuda_on_gpu
 from tests.ops.on_gpu import OnGPU
 from tests.ops.test_cpu import TOLERANCE, relative_error
 from tests.ops.test_cuda import PLACES, check_compiled
-from tests.ops.test_head_pages import (
-    UPDATES,
-    Scene,
-    test_attention,  # noqa: F401
-    test_compaction,  # noqa: F401
-)
+from tests.ops.test_head_pages import UPDATES, Scene, test_compaction  # noqa: F401
 from vllm_kvmerge.ops import (
     AttentionBatch,
     HeadPages,
@@ -105,6 +101,12 @@ def scene(request):
 @pytest.fixture
 def dtype(scene):
     return scene.paged.layers[0].keys.dtype
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("groups", "num_queries"), [(4, 1), (2, 5)])  # longer chunks are another's
+def test_attention(operators, scene, dtype, update, groups, num_queries):
+    test_head_pages.test_attention(operators, scene, dtype, update, groups, num_queries)
 
 
 LAYERS, HEADS = 3, 2

@@ -34,7 +34,7 @@ class Worker:
         self.generator = torch.Generator().manual_seed(0)
         self.text = json.dumps({"policy": policy, "budget": 50, **fields})
         self.config = parse_compression(self.text)
-        self.capacity = self.config.policy.allocator.capacity(50)
+        self.capacity = min(self.config.policy.allocator.capacity(50), *lengths)
         elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize
         self.caches = [
             torch.randn(num_blocks, NUM_HEADS, BLOCK_SIZE, elements, generator=self.generator).to(dtype)
