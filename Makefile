@@ -17,14 +17,14 @@
 # PYTHON=CMD     the Python (3.11 or newer) that a new environment is made with
 # TORCH_INDEX=URL  where pip finds CPU builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
 # SIZE=large     of the demo model to train: small (an hour on one CPU core) or large (for a GPU)
-# JOBS=N         test files that run at a time, each on one core; 2 unless told
+# JOBS=N         test files that run at a time; 3 unless told, for two cores: many tests wait for a server to start
 # ARGS="..."     more options for make serve and make demo-model, or for pytest in make test
 
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
-JOBS ?= 2
+JOBS ?= 3
 PORT ?= 8000
 SIZE ?= small
 ARGS ?=

@@ -213,7 +213,7 @@ class CompressionPolicy(BaseModel):
             budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, context)]
             if len(budgets) != entries.num_rows:
                 raise ValueError(f"head_budgets must be {entries.num_rows} numbers, got {len(budgets)}")
-        return [min(max(budget, self.min_budget), context.capacity) for budget in budgets]
+        return [min(max(budget, context.min_budget), context.capacity) for budget in budgets]
 
     def layer_budgets(self, budget: int, num_entries: int, num_layers: int) -> list[int] | None:
         """The allocator's, checked: a budget of each layer, where they do not depend on data.

@@ -119,6 +119,8 @@ class CacheUpdate:
 
     def extended(self, num_places: int) -> "CacheUpdate":
         """The same with ``num_places`` places, of which the last are empty."""
+        if num_places == self.num_places:
+            return self
         missing = (0, num_places - self.num_places)
         metadata = {name: pad(getattr(self, name), missing, value=blank) for name, blank in BLANK.items()}
         return replace(self, kept=pad(self.kept, missing, value=DEAD), **metadata)

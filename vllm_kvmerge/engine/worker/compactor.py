@@ -402,10 +402,13 @@ class Compactor:
     def _context(
         self, seq_layers: list[_SequenceLayer], batch: _Batch, statistics: Tensor | None
     ) -> CompressionContext:
-        layers = [one.layer for one in seq_layers]
+        layers, capacity = [one.layer for one in seq_layers], batch.plan.new_front
+        shares = self._shares_of(seq_layers, batch) if batch.shares else None
+        if shares is not None and batch.deals:  # other places have no room
+            capacity = max(shares)
         return CompressionContext(
             budget=batch.plan.budget,
-            capacity=batch.plan.new_front,
+            capacity=capacity,
             num_tokens=max(one.plan.seq_len for one in batch.compactions),
             at_prompt_end=batch.is_of_tokens,
             heads=Heads.of(layers, self.head_indices, len(self.layers), self.all_heads),
@@ -413,7 +416,7 @@ class Compactor:
             queries=self._queries(seq_layers, batch) if batch.compactions[0].ring is not None else None,
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
-            shares=self._shares_of(seq_layers, batch) if batch.shares else None,
+            shares=shares,
         )
 
     def _shares_of(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> list[int]:
