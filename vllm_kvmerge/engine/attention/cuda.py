@@ -284,8 +284,9 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
         for reader in metadata.readers:
             reader.read(self.layer_index, query, cache, self.scale)
         for part in metadata.parts:
-            tables = part.tables and replace(part.tables, layer=self.layer_index)
-            paged_attention(query, cache, replace(part, tables=tables), self.scale, output)
+            if part.tables is not None:
+                part = replace(part, tables=replace(part.tables, layer=self.layer_index))
+            paged_attention(query, cache, part, self.scale, output)
         return output
 
 
