@@ -29,8 +29,8 @@ SHORTEST_PASSAGE = 16
 SCHEDULE = Schedule(
     tokens_per_step=2_048, learning_rate=3e-3,
     stages=(
-        Stage(256, 500),
-        Stage(256, 200, repeats=True), Stage(1_024, 100, repeats=True), Stage(4_096, 40, repeats=True),
+        Stage(256, 200),
+        Stage(256, 1_100, repeats=True), Stage(1_024, 100, repeats=True), Stage(4_096, 40, repeats=True),
         Stage(4_096, 350),
     ),
 )  # fmt: skip
