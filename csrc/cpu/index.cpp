@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "parallel.h"
@@ -186,20 +187,48 @@ bool inverse(const int64_t* index, int64_t rows, int64_t count, int64_t size, in
   return valid;
 }
 
-// taken: [rows, count], elements of plane, [rows, n], at index, [rows, count]. False where one is not below n, or
-// negative.
+// taken: [rows, count], elements of plane, [rows, n], at index, [rows, count]; `blank` where that is negative. False
+// where one is not below n.
 template <class T>
-bool take(const T* plane, const int64_t* index, int64_t rows, int64_t n, int64_t count, T* taken) {
+bool take(const T* plane, const int64_t* index, int64_t rows, int64_t n, int64_t count, T blank, T* taken) {
   std::atomic<bool> valid{true};
   for_rows(rows, count, [&](int64_t row) {
     const int64_t* in = index + row * count;
     bool fits = true;
-    for (int64_t i = 0; i < count; ++i) fits &= static_cast<uint64_t>(in[i]) < static_cast<uint64_t>(n);
+    for (int64_t i = 0; i < count; ++i) fits &= in[i] < n;
     if (!fits) valid = false;
     else
-      for (int64_t i = 0; i < count; ++i) taken[row * count + i] = plane[row * n + in[i]];
+      for (int64_t i = 0; i < count; ++i) taken[row * count + i] = in[i] < 0 ? blank : plane[row * n + in[i]];
   });
   return valid;
+}
+
+// Of places without an entry, whose position is -1: nothing is moved there, and their metadata is blank.
+void empty_places(int64_t rows, int64_t places, const int64_t* positions, int64_t* kept, float* log_votes,
+                  float* scores, float* aux) {
+  for_rows(rows, places, [&](int64_t row) {
+    for (int64_t i = 0, at = row * places; i < places; ++i, ++at) {
+      if (positions[at] != -1) continue;
+      if (kept[at] != i) kept[at] = -1;
+      log_votes[at] = -std::numeric_limits<float>::infinity();
+      scores[at] = aux[at] = 0.0f;
+    }
+  });
+}
+
+// counts: [layers, heads], how many of its entries each head keeps, of `total` for all heads of a layer (kernels.h).
+void split(const Kernels& kernels, Split s, int64_t layers) {
+  for_rows(layers, s.num_heads * s.n, [&](int64_t layer) {
+    thread_local Scratch scratch;
+    thread_local std::vector<int64_t> level;
+    level.resize(s.num_heads);
+    Split one = s;
+    one.shares += layer * s.num_heads * s.n;
+    one.counts += layer * s.num_heads;
+    one.keys = reinterpret_cast<int32_t*>(scratch.floats(s.num_heads * s.n));
+    one.level = level.data();
+    kernels.split(one);
+  });
 }
 
 // place: [rows, count]: index itself where 0 <= index < places, the others in order where there is room. False where a
@@ -316,9 +345,10 @@ void call_inverse(TensorView index, TensorView where) {
       << "index has elements that are not below " << b.size(1);
 }
 
-void call_take(Tensors planes, TensorView index, Tensors taken) {
+void call_take(Tensors planes, TensorView index, TensorView blanks, Tensors taken) {
   const Argument a("index", index);
   const int64_t *values = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
+  const float* blank = Argument("blanks", blanks).contiguous({static_cast<int64_t>(planes.size())}).f32();
   KVM_CHECK(planes.size() == taken.size(), ValueError) << "as many planes must be given as taken";
   for (size_t i = 0; i < planes.size(); ++i) {
     const TensorView from = planes[i], to = taken[i];
@@ -326,10 +356,34 @@ void call_take(Tensors planes, TensorView index, Tensors taken) {
     plane.contiguous({rows, -1});
     out.contiguous({rows, count});
     const int64_t n = plane.size(1);
-    const bool fits = plane.is(kDLFloat, 32) ? take(plane.f32(), values, rows, n, count, out.f32())
-                                             : take(plane.i64(), values, rows, n, count, out.i64());
+    const bool fits =
+        plane.is(kDLFloat, 32)
+            ? take(plane.f32(), values, rows, n, count, blank[i], out.f32())
+            : take(plane.i64(), values, rows, n, count, static_cast<int64_t>(blank[i]), out.i64());
     KVM_CHECK(fits, IndexError) << "index has elements that are not among " << n;
   }
+}
+
+void call_empty_places(TensorView positions, TensorView kept, TensorView log_votes, TensorView scores,
+                       TensorView aux) {
+  const Argument a("positions", positions);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  const std::vector<int64_t> shape = {a.size(0), a.size(1)};
+  empty_places(a.size(0), a.size(1), values, Argument("kept", kept).contiguous(shape).i64(),
+               Argument("log_votes", log_votes).contiguous(shape).f32(),
+               Argument("scores", scores).contiguous(shape).f32(), Argument("aux", aux).contiguous(shape).f32());
+}
+
+void call_split_budget(TensorView shares, int64_t total, int64_t least, int64_t most, TensorView counts) {
+  const Argument a("shares", shares);
+  const float* values = a.contiguous({-1, -1, -1}).f32();
+  const int64_t layers = a.size(0), heads = a.size(1), n = a.size(2);
+  KVM_CHECK(0 <= least && heads * least <= total && total <= heads * std::min(most, n), ValueError)
+      << heads << " heads of " << n << " entries, " << least << " to " << most << " each, cannot have " << total;
+  split(current(),
+        Split{values, heads, n, least, most, total, nullptr,
+              Argument("counts", counts).contiguous({layers, heads}).i64(), nullptr},
+        layers);
 }
 
 void call_free_places(TensorView index, int64_t places, TensorView place) {
@@ -363,5 +417,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded_nonzero, kvmerge::call_padded_nonzero);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, kvmerge::call_take);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty_places, kvmerge::call_empty_places);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(split_budget, kvmerge::call_split_budget);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);

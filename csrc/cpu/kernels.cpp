@@ -908,27 +908,33 @@ void fuse(const Fuse& f) {
   fuse_as<BF16, float>(f);
 }
 
-// Bit by bit: how many keys are below what the result would be with this bit set? A pass over keys that the first-level
-// cache holds takes less time than moving any of them.
+// Keys are searched bit by bit, from `result` 0, with the sign bit flipped so that it is the smallest: how many keys are
+// below what the result would be with this bit set? A pass over keys that the first-level cache holds takes less time
+// than moving any of them.
+inline int32_t key_of(uint32_t result) { return static_cast<int32_t>(result ^ 0x80000000u); }
+
+int64_t count_below(const int32_t* keys, int64_t n, int32_t limit) {
+  const VI limits = VI{} + limit;
+  VI sums[4] = {};
+  int64_t i = 0, below = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) {
+      VI x;
+      __builtin_memcpy(&x, keys + i + j * kLanes, sizeof x);
+      sums[j] -= x < limits;
+    }
+  for (int j = 0; j < kLanes; ++j) below += sums[0][j] + sums[1][j] + sums[2][j] + sums[3][j];
+  for (; i < n; ++i) below += keys[i] < limit;
+  return below;
+}
+
 int32_t kth_smallest(const int32_t* keys, int64_t n, int64_t k) {
-  uint32_t result = 0;  // with the sign bit flipped, so that 0 is the smallest
+  uint32_t result = 0;
   for (int bit = 31; bit >= 0; --bit) {
     const uint32_t candidate = result | 1u << bit;
-    const int32_t limit = static_cast<int32_t>(candidate ^ 0x80000000u);
-    const VI limits = VI{} + limit;
-    VI sums[4] = {};
-    int64_t i = 0, below = 0;
-    for (; i + 4 * kLanes <= n; i += 4 * kLanes)
-      for (int j = 0; j < 4; ++j) {
-        VI x;
-        __builtin_memcpy(&x, keys + i + j * kLanes, sizeof x);
-        sums[j] -= x < limits;
-      }
-    for (int j = 0; j < kLanes; ++j) below += sums[0][j] + sums[1][j] + sums[2][j] + sums[3][j];
-    for (; i < n; ++i) below += keys[i] < limit;
-    if (below <= k) result = candidate;
+    if (count_below(keys, n, key_of(candidate)) <= k) result = candidate;
   }
-  return static_cast<int32_t>(result ^ 0x80000000u);
+  return key_of(result);
 }
 
 // An integer in the order of the numbers, where -0 is 0.
@@ -973,6 +979,35 @@ bool mark_largest(const Ranking& r) {
   return true;
 }
 
+void split(const Split& s) {
+  for (int64_t i = 0; i < s.num_heads * s.n; ++i) s.keys[i] = ordered(s.shares[i]);
+  // Of each head, those that are not below the limit, as far as it may have them; returns how many that is.
+  const auto not_below = [&](int32_t limit, int64_t* counts) {
+    int64_t total = 0;
+    for (int64_t h = 0; h < s.num_heads; ++h) {
+      const int64_t count = s.n - count_below(s.keys + h * s.n, s.n, limit);
+      total += counts[h] = count < s.least ? s.least : count > s.most ? s.most : count;
+    }
+    return total;
+  };
+  uint32_t result = 0;
+  for (int bit = 31; bit >= 0; --bit) {
+    const uint32_t candidate = result | 1u << bit;
+    const int64_t total = not_below(key_of(candidate), s.counts);
+    if (total == s.total) return;
+    if (total > s.total) result = candidate;
+  }
+  // No limit lets in as many as there is room for: `result` is the largest that lets in more.
+  not_below(key_of(result), s.level);
+  int64_t left = s.total - not_below(key_of(result + 1), s.counts);
+  for (; left > 0; --left) {
+    int64_t next = -1;
+    for (int64_t h = 0; h < s.num_heads; ++h)
+      if (s.counts[h] < s.level[h] && (next < 0 || s.counts[h] < s.counts[next])) next = h;
+    ++s.counts[next];
+  }
+}
+
 }  // namespace
 
 #define KVM_TEXT_(x) #x
@@ -981,7 +1016,7 @@ bool mark_largest(const Ranking& r) {
 const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
                                     finish, update, similar_scratch, similar,
-                                    similar_entries_scratch, similar_entries, fuse_scratch, fuse, mark_largest};
+                                    similar_entries_scratch, similar_entries, fuse_scratch, fuse, mark_largest, split};
   return table;
 }
 

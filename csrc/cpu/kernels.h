@@ -162,6 +162,17 @@ struct Ranking {
   uint8_t* mask;  // [n] out
 };
 
+// How many of each head's entries are among the largest of all heads together, of which each head has at least `least`
+// and at most `most`, and all of them `total`; of equal ones, lower ranks in their heads first, then lower heads.
+// num_heads * least <= total <= num_heads * min(most, n).
+struct Split {
+  const float* shares;  // [num_heads, n], no NaN
+  int64_t num_heads, n, least, most, total;
+  int32_t* keys;    // [num_heads, n] scratch
+  int64_t* counts;  // [num_heads] out
+  int64_t* level;   // [num_heads] scratch
+};
+
 struct Kernels {
   const char* name;
   bool has_pairs;  // whether bfloat16 is multiplied as it is
@@ -176,6 +187,7 @@ struct Kernels {
   int64_t (*fuse_scratch)(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles);
   void (*fuse)(const Fuse&);
   bool (*mark_largest)(const Ranking&);  // false where integers are none that it can rank
+  void (*split)(const Split&);
 };
 
 // The kernels of the level in use (module.cpp).

@@ -106,6 +106,49 @@ def test_places_of_a_mask_and_inverses(operators, n, share):
     )
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_empty_places_hold_nothing(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    positions = torch.randint(-1, 3, (3, n), generator=generator)
+    kept = torch.randint(-1, n, (3, n), generator=generator)
+    kept[:, ::2] = torch.arange(n)[::2]
+    planes = [torch.randn(3, n, generator=generator) for _ in range(3)]
+    before = [kept.clone(), *(plane.clone() for plane in planes)]
+    found = operators.empty_places(positions, kept, *planes)
+    for h in range(3):
+        for i in range(n):
+            now, was = [plane[h, i].item() for plane in found], [plane[h, i].item() for plane in before]
+            expected = [was[0] if was[0] == i else -1, -torch.inf, 0.0, 0.0] if positions[h, i] == -1 else was
+            assert now == expected
+    assert all(torch.equal(plane, old) for plane, old in zip((kept, *planes), before, strict=True))
+
+
+def split_by_hand(shares, total, least, most):
+    """One after the other: the largest that are left go to their heads."""
+    counts = [least] * len(shares)
+    ranked = [sorted(row, reverse=True)[:most] for row in shares.tolist()]
+    while sum(counts) < total:
+        open_heads = [h for h, row in enumerate(ranked) if counts[h] < len(row)]
+        best = min(open_heads, key=lambda h: (-ranked[h][counts[h]], counts[h], h))
+        counts[best] += 1
+    return counts
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("kind", ["float", "few", "equal"])
+def test_a_budget_is_split_over_heads(operators, n, kind):
+    generator = torch.Generator().manual_seed(n)
+    shares = {
+        "float": torch.randn(2, 5, n, generator=generator) * torch.rand(2, 5, 1, generator=generator),
+        "few": torch.randint(-1, 3, (2, 5, n), generator=generator).float(),
+        "equal": torch.zeros(2, 5, n),
+    }[kind]
+    for budget in {1, n // 3, n // 2, n - 1, n} - {0}:
+        for least, most in {(0, n), (budget // 5, 2 * budget), (budget, budget), (min(1, budget), budget + 1)}:
+            counts = operators.split_budget(shares, 5 * budget, least, most)
+            assert counts.tolist() == [split_by_hand(layer, 5 * budget, least, most) for layer in shares]
+
+
 @pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 @examples(60)
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=80), st.integers(0, 80))
@@ -127,15 +170,16 @@ def test_what_does_not_fit_raises():
         cpu.padded_nonzero(mask, 1)
     with pytest.raises(IndexError, match="not below 2"):
         cpu.inverse(torch.tensor([[0, 2]]), 2)
+    with pytest.raises(ValueError, match="2 heads of 5 entries, 1 to 3 each, cannot have 7"):
+        cpu.split_budget(torch.zeros(1, 2, 5), 7, 1, 3)
     with pytest.raises(ValueError, match="is_live must have shape"):
         cpu.top(torch.zeros(2, 3), mask, mask[:1], 1)
     with pytest.raises(ValueError, match="does not fit in 2 places"):
         cpu.free_places(torch.tensor([[0, 1, 2]]), 2)
     with pytest.raises(ValueError, match="does not fit"):
         cpu.free_places(torch.tensor([[1, 1]]), 2)
-    for bad in (-1, 3):
-        with pytest.raises(IndexError, match="not among 3"):
-            cpu.take(torch.tensor([[0, bad]]), [torch.zeros(1, 3)])
+    with pytest.raises(IndexError, match="not among 3"):
+        cpu.take(torch.tensor([[0, 3]]), [torch.zeros(1, 3)], [0.0])
     with pytest.raises(ValueError, match="there must be a slot"):
         cpu.join_slots(torch.zeros(1, 2, 0), torch.zeros(1, 2, 2), torch.zeros(1, 2), torch.zeros(1, 0))
     with pytest.raises(TypeError, match="integers of 64 bits"):
@@ -190,6 +234,9 @@ def test_planes_are_taken_together(operators):
     generator = torch.Generator().manual_seed(1)
     planes = [torch.randn(3, 50, generator=generator), torch.randint(-9, 9, (3, 50), generator=generator)]
     planes += [torch.randn(50, 3, generator=generator).T, planes[0].double()]
-    index = torch.randint(0, 50, (3, 70), generator=generator)
-    for taken, plane in zip(operators.take(index, planes), planes, strict=True):
-        assert taken.dtype == plane.dtype and torch.equal(taken, plane.gather(1, index))
+    blanks = [-torch.inf, -1, 0.0, 7.0]
+    index = torch.randint(-1, 50, (3, 70), generator=generator)
+    for taken, plane, blank in zip(operators.take(index, planes, blanks), planes, blanks, strict=True):
+        rows = zip(plane.tolist(), index.tolist(), strict=True)
+        assert taken.tolist() == [[blank if i < 0 else row[i] for i in some] for row, some in rows]
+        assert taken.dtype == plane.dtype

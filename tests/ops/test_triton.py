@@ -283,5 +283,7 @@ def test_the_reference_says_where_its_tensors_are():
         reference.by_position(index)
         reference.inverse(reference.padded_nonzero(mask), 70)
         reference.free_places(index[:, :20], 20)
-        reference.take(index, [ranking])
+        reference.take(index, [ranking], [0.0])
+        reference.empty_places(index, index, ranking, ranking, ranking)
+        reference.split_budget(ranking[None], 60, 5, 50)
         reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])

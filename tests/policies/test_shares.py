@@ -1,5 +1,6 @@
 """Shares rounded to pages, and heads compressed together whose shares differ."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -7,10 +8,16 @@ from hypothesis import strategies as st
 
 from tests.policies.sampling import newest_queries, random_entries
 from vllm_kvmerge.policies import SELECTORS, CompressionContext
-from vllm_kvmerge.policies.shares import paged_shares
+from vllm_kvmerge.policies.shares import paged_shares as paged_shares_of_groups
 from vllm_kvmerge.request.parameters import parse_compression
 
 TOGETHER = [name for name, part in SELECTORS.items() if part.takes_shares and not part.pools_heads]
+
+
+def paged_shares(shares: list[int], *room: int) -> list[int]:
+    """Of one group; the others beside it make no difference."""
+    groups = np.array([shares, shares[::-1], [max(shares)] * len(shares)])
+    return paged_shares_of_groups(groups, *room)[0].tolist()
 
 
 def num_pages(shares: list[int], size: int) -> int:

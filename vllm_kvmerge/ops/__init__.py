@@ -4,6 +4,7 @@ from vllm_kvmerge.ops.attention import Fusion as Fusion
 from vllm_kvmerge.ops.dispatch import OPERATORS as OPERATORS
 from vllm_kvmerge.ops.dispatch import by_position as by_position
 from vllm_kvmerge.ops.dispatch import choose as choose
+from vllm_kvmerge.ops.dispatch import empty_places as empty_places
 from vllm_kvmerge.ops.dispatch import free_places as free_places
 from vllm_kvmerge.ops.dispatch import fused_attention as fused_attention
 from vllm_kvmerge.ops.dispatch import gather_metadata as gather_metadata
@@ -21,6 +22,7 @@ from vllm_kvmerge.ops.dispatch import override as override
 from vllm_kvmerge.ops.dispatch import padded_nonzero as padded_nonzero
 from vllm_kvmerge.ops.dispatch import paged_attention as paged_attention
 from vllm_kvmerge.ops.dispatch import score_prompt_queries as score_prompt_queries
+from vllm_kvmerge.ops.dispatch import split_budget as split_budget
 from vllm_kvmerge.ops.dispatch import take as take
 from vllm_kvmerge.ops.dispatch import top as top
 from vllm_kvmerge.ops.dispatch import write_metadata as write_metadata

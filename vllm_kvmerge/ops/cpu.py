@@ -246,12 +246,29 @@ def inverse(index: Tensor, size: int) -> Tensor:
     return where
 
 
-def take(index: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
+def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> list[Tensor]:
     if any(plane.dtype not in (torch.float32, torch.int64) for plane in planes):
-        return reference.take(index, planes)
+        return reference.take(index, planes, blanks)
     taken = [torch.empty(index.shape, dtype=plane.dtype) for plane in planes]
-    _function("take")([plane.contiguous() for plane in planes], index.contiguous(), taken)
+    contiguous = [plane.contiguous() for plane in planes]
+    _function("take")(contiguous, index.contiguous(), torch.tensor(blanks, dtype=torch.float32), taken)
     return taken
+
+
+def empty_places(
+    positions: Tensor, kept: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if any(plane.dtype != torch.float32 for plane in (log_votes, scores, aux)):
+        return reference.empty_places(positions, kept, log_votes, scores, aux)
+    changed = [t.clone(memory_format=torch.contiguous_format) for t in (kept, log_votes, scores, aux)]
+    _function("empty_places")(positions.contiguous(), *changed)
+    return changed[0], changed[1], changed[2], changed[3]
+
+
+def split_budget(shares: Tensor, total: int, least: int, most: int) -> Tensor:
+    counts = torch.empty(shares.shape[:2], dtype=torch.int64)
+    _function("split_budget")(shares.contiguous(), total, least, most, counts)
+    return counts
 
 
 def free_places(index: Tensor, num_places: int) -> Tensor:

@@ -470,9 +470,37 @@ def inverse(index: Tensor, size: int) -> Tensor:
     return where.scatter_(1, index.masked_fill(index < 0, size), place)[:, :size]
 
 
-def take(index: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
-    """``[H, m]`` each: elements of the planes (``[H, n]``) at ``index`` (``[H, m]`` int64)."""
-    return [plane.gather(1, index) for plane in planes]
+def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> list[Tensor]:
+    """``[H, m]`` each: elements of the planes (``[H, n]``) at ``index`` (``[H, m]`` int64), where that is negative the
+    plane's blank."""
+    none, at = index < 0, index.clamp(min=0)
+    return [plane.gather(1, at).masked_fill(none, blank) for plane, blank in zip(planes, blanks, strict=True)]
+
+
+def empty_places(
+    positions: Tensor, kept: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An update's ``kept``, ``log_votes``, ``scores`` and ``aux`` (``[H, C]``) where places whose position is -1 are
+    empty: their metadata is -inf, 0 and 0, and ``kept`` is -1 unless that entry lies there already."""
+    dead = positions == -1
+    moved = kept != torch.arange(kept.shape[1], device=kept.device)
+    blank = (plane.masked_fill(dead, value) for plane, value in ((log_votes, -torch.inf), (scores, 0.0), (aux, 0.0)))
+    return kept.masked_fill(dead & moved, -1), *blank  # type: ignore[return-value]
+
+
+def split_budget(shares: Tensor, total: int, least: int, most: int) -> Tensor:
+    """``[layers, H]`` int64: entries of each head, ``least`` to ``most``, such that they are the largest of ``shares``
+    (``[layers, H, n]`` float32, no NaN) of their layer, and ``total`` together.
+
+    Of equal ones those of lower rank in their heads come first, then those of lower heads. ``H * least`` <= ``total``
+    <= ``H * min(most, n)``.
+    """
+    ranked = shares.sort(dim=2, descending=True).values[:, :, :most]
+    # The first of each head are in, whatever others have; the rest compete.
+    rivals = ranked[:, :, least:].transpose(1, 2).flatten(1)  # by rank, then by head
+    order = rivals.argsort(dim=1, descending=True, stable=True)[:, : total - least * shares.shape[1]]
+    counts = torch.full(shares.shape[:2], least, dtype=torch.int64, device=shares.device)
+    return counts.scatter_add_(1, order % shares.shape[1], torch.ones_like(order))
 
 
 def free_places(index: Tensor, num_places: int) -> Tensor:

@@ -180,7 +180,7 @@ class Merger(Part):
     """Modes of the trackers that this merger works with."""
 
     takes_shares: ClassVar[bool] = False
-    """True if the merger leaves entries as they are, whatever number of them; the last of ``kept`` then mean nothing
+    """True if the merger leaves entries as they are, whatever number of them; the last of ``kept`` are then negative
     where a row has fewer."""
 
     def query_window_with(self, mode: ScoreMode) -> int:

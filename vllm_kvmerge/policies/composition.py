@@ -1,6 +1,8 @@
 """A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import Self
 
 import torch
@@ -118,12 +120,20 @@ class CompressionPolicy(BaseModel):
             num_layers = entries.num_rows // context.heads.num_kv_heads
             return check_tensor("layer_statistic", statistic, (num_layers,), mass, None)
 
+    @cached_property
+    def _costs(self) -> Callable[[CostShape], Cost]:
+        # A request asks at every compression, most of which are of one shape.
+        return lru_cache(maxsize=16)(self._cost)
+
     def cost(self, shape: CostShape) -> Cost:
         """Work of a compression for one KV head of one layer: the parts', as they state it, and the composition's own.
 
         Raises:
             PartError: a part cannot say what it costs.
         """
+        return self._costs(shape)
+
+    def _cost(self, shape: CostShape) -> Cost:
         n, d, group = shape.num_entries, shape.head_size, shape.group_size
         with blamed_on(self.allocator):
             capacity = self.allocator.capacity(shape.budget)
@@ -250,15 +260,13 @@ class CompressionPolicy(BaseModel):
             candidates, importance, protected = self._rank(remaining, context)
         kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
         with blamed_on(self.merger):
-            update = self.merger.merge(remaining, kept.clamp(min=0) if by_row else kept, importance, protected, context)
+            update = self.merger.merge(remaining, kept, importance, protected, context)
             if is_foreign(self.merger):
                 check_update(update, context.budget, entries.scores)
         if earlier is not None:
             update = update.after(earlier, remaining)
-        if by_row:
-            return update.without(kept < 0)
         # Otherwise it is in place already.
-        return update.in_place(entries, num_places) if context.num_kept != num_places else update
+        return update.in_place(entries, num_places) if not by_row and context.num_kept != num_places else update
 
     def _select(
         self, candidates: Entries, importance: Tensor, protected: Tensor, context: CompressionContext

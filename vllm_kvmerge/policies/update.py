@@ -37,8 +37,8 @@ class CacheUpdate:
 
     @classmethod
     def of(cls, entries: Entries, kept: Tensor) -> "CacheUpdate":
-        """The entries at ``kept`` (``[H, C]`` int64) as they are."""
-        return cls._as_they_are(kept, *ops.take(kept, [*entries.metadata]))
+        """The entries at ``kept`` (``[H, C]`` int64) as they are; places where that is negative are empty."""
+        return cls._as_they_are(kept, *ops.take(kept, [*entries.metadata], [*BLANK.values()]))
 
     @classmethod
     def unchanged(cls, entries: Entries) -> "CacheUpdate":
@@ -101,15 +101,8 @@ class CacheUpdate:
         empty, preferably where an empty entry lies already.
         """
         place = ops.free_places(self.kept, num_places)
-        planes = [self.kept, *self.metadata]
-        if self.num_places == num_places:  # none is empty
-            planes = ops.take(inverse(place, num_places), planes)
-        else:
-            planes = [
-                plane.new_full((len(place), num_places), blank).scatter_(1, place, plane)
-                for plane, blank in zip(planes, (DEAD, *BLANK.values()), strict=True)
-            ]
-        kept, *metadata = planes
+        blanks = [DEAD, *BLANK.values()]
+        kept, *metadata = ops.take(inverse(place, num_places), [self.kept, *self.metadata], blanks)
         length = min(num_places, len(entries))
         if not kept.is_cpu or (kept[:, :length] < 0).any():  # a GPU would be waited for
             empty = (kept[:, :length] < 0) & ~entries.is_live[:, :length]
@@ -127,12 +120,10 @@ class CacheUpdate:
 
     def emptied(self) -> "CacheUpdate":
         """The same with the metadata of empty places overwritten, and nothing moved to them."""
-        dead = ~self.is_live
-        if dead.is_cpu and not dead.any():  # a GPU would be waited for
+        if self.positions.is_cpu and bool((self.positions != DEAD).all()):  # a GPU would be waited for
             return self
-        moved = self.kept != torch.arange(self.num_places, device=dead.device)
-        metadata = {name: getattr(self, name).masked_fill(dead, blank) for name, blank in BLANK.items()}
-        return replace(self, kept=self.kept.masked_fill(dead & moved, DEAD), **metadata)
+        kept, log_votes, scores, aux = ops.empty_places(self.positions, self.kept, *self.metadata[:3])
+        return replace(self, kept=kept, log_votes=log_votes, scores=scores, aux=aux)
 
     def finite(self, entries: Entries, dtype: torch.dtype) -> "tuple[CacheUpdate, Tensor]":
         """The same with entries as they were in places whose new key or value is not finite in ``dtype``.

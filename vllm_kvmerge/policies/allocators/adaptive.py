@@ -1,13 +1,10 @@
 """Budgets of the heads of one layer that follow their attention."""
 
-from heapq import heapify, heappop, heapreplace
-
-import torch
 from pydantic import Field
 from torch import Tensor
 
+from vllm_kvmerge import ops
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries, sorting
-from vllm_kvmerge.policies.indexing import largest
 from vllm_kvmerge.policies.registry import register
 
 
@@ -36,36 +33,11 @@ class Adaptive(Allocator):
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
         budget = context.budget
         floor = max(int(self.floor_share * budget), context.min_budget)
-        shares = importance.masked_fill(~entries.is_live, -1.0)
-        # Those of a head that are in are in, whatever others have; those beyond the capacity are out; the rest compete.
-        competes = largest(shares, self.capacity(budget)) & ~largest(shares, floor)
-        rivals = context.heads.by_sequence_layer(shares.masked_fill(~competes, -torch.inf))
-        num_places = rivals.shape[1] * (budget - floor)
-        last = rivals.flatten(1)
-        last = last.masked_fill(~largest(last, num_places), torch.inf).amin(1)[:, None, None]
-        above, level = (rivals > last).sum(2), (rivals == last).sum(2)
-        by_layer = zip(above.tolist(), level.tolist(), strict=True)
-        return [floor + one for layer in by_layer for one in _with_equals(*layer, num_places)]
+        shares = context.heads.by_sequence_layer(importance.masked_fill(~entries.is_live, -1.0))
+        counts = ops.split_budget(shares, shares.shape[1] * budget, floor, self.capacity(budget))
+        return [int(one) for one in counts.flatten().tolist()]
 
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries
         # On a GPU, and in the reference, selection is a sort.
         return Cost(numbers=6 * n, touches=3 * sorting(n) + 20 * n)
-
-
-def _with_equals(above: list[int], level: list[int], num_places: int) -> list[int]:
-    """Entries of each head: those ``above`` the last one that gets in, and of those ``level`` with it as many as there
-    are places left, lower ranks in their heads first."""
-    if sum(above) + sum(level) <= num_places:
-        return [one + more for one, more in zip(above, level, strict=True)]
-    counts = list(above)
-    queue = [(rank, head) for head, rank in enumerate(above) if level[head]]
-    heapify(queue)
-    for _ in range(num_places - sum(above)):
-        rank, head = queue[0]
-        counts[head] += 1
-        if counts[head] < above[head] + level[head]:
-            heapreplace(queue, (rank + 1, head))
-        else:
-            heappop(queue)
-    return counts
