@@ -1,9 +1,9 @@
 """Memory and decode time of budgets that differ by layer and head: ``python benchmarks/uneven_budgets.py``.
 
-Beside ``snapkv`` at the same average, in one engine that takes them in turn: bytes that a request's cache holds while
-it generates, as its report says; the time of steps that decode ``--requests`` requests; and the time of compressions,
-as the metrics say, at the prompt's end and, of a bounded cache, later. The layers of ``skip_layers`` cost what they
-cost, and snapkv gets that average.
+Beside the same policy with even budgets at the same average, which for ``adakv`` and ``pyramidkv`` is ``snapkv``, in one
+engine that takes both in turn: bytes that a request's cache holds while it generates, as its report says; the time of
+steps that decode ``--requests`` requests; and the time of compressions, as the metrics say, at the prompt's end and, of a
+bounded cache, later. The layers of ``skip_layers`` cost what they cost, and the even side gets that average.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One case at one budget: bytes held; ratios to snapkv at the same average of these, of decode steps, and of
+    """One case at one budget: bytes held; ratios to even budgets of the same average of these, of decode steps, and of
     compressions at the prompt's end and later."""
 
     case: str
@@ -105,15 +105,16 @@ def measure(llm: Any, arguments: argparse.Namespace) -> list[Row]:
         for name, fields in CASES.items():
             skipped = fields.get("skip_layers", 0)
             average = (skipped * length + (arguments.layers - skipped) * round(budget * length)) // arguments.layers
-            both = {"policy": "snapkv", "budget": average}, fields | {"budget": budget}
+            even_fields = fields | {"allocator": "uniform", "budget": average, "skip_layers": 0}
+            both = even_fields, fields | {"budget": budget}
             # One request alone: of several, some wait for their compression, uncompressed.
             even, held = (run(llm, prompts[:1], one, arguments.tokens)[0] for one in both)
             ratios = []
             for _ in range(arguments.repeats):
-                snapkv, times = (run(llm, prompts, one, arguments.tokens)[1] for one in both)
+                even_times, times = (run(llm, prompts, one, arguments.tokens)[1] for one in both)
                 bounded = (run(llm, prompts[:1], one, 4 * BLOCK_SIZE, "bounded")[1] for one in both)
-                snapkv_later, later = (one.later for one in bounded)
-                ratios.append((times.step / snapkv.step, times.first / snapkv.first, later / snapkv_later))
+                even_later, later = (one.later for one in bounded)
+                ratios.append((times.step / even_times.step, times.first / even_times.first, later / even_later))
             spreads = [Spread.of(list(some)) for some in zip(*ratios, strict=True)]
             rows.append(Row(name, budget, held / 2**20, held / even, *spreads))
     return rows
@@ -159,7 +160,7 @@ def main() -> None:
         ]
         for row in rows
     }
-    columns = ["MiB held", "bytes / snapkv", "decode step", "first compression", "later ones"]
+    columns = ["MiB held", "bytes / even", "decode step", "first compression", "later ones"]
     print_table("", columns, table, first="case, budget")
     if arguments.output:
         save(arguments.output, vars(arguments), rows)

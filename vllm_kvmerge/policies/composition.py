@@ -1,8 +1,6 @@
 """A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, lru_cache
 from typing import Self
 
 import torch
@@ -120,20 +118,12 @@ class CompressionPolicy(BaseModel):
             num_layers = entries.num_rows // context.heads.num_kv_heads
             return check_tensor("layer_statistic", statistic, (num_layers,), mass, None)
 
-    @cached_property
-    def _costs(self) -> Callable[[CostShape], Cost]:
-        # A request asks at every compression, most of which are of one shape.
-        return lru_cache(maxsize=16)(self._cost)
-
     def cost(self, shape: CostShape) -> Cost:
         """Work of a compression for one KV head of one layer: the parts', as they state it, and the composition's own.
 
         Raises:
             PartError: a part cannot say what it costs.
         """
-        return self._costs(shape)
-
-    def _cost(self, shape: CostShape) -> Cost:
         n, d, group = shape.num_entries, shape.head_size, shape.group_size
         with blamed_on(self.allocator):
             capacity = self.allocator.capacity(shape.budget)

@@ -28,6 +28,9 @@ from vllm_kvmerge.policies.indexing import in_place, largest
 from vllm_kvmerge.policies.shares import fitted_budgets
 
 PLANES: tuple[Literal["keys", "values"], ...] = ("keys", "values")
+MAX_COSTS = 64
+"""Costs of policies that are remembered."""
+
 SLACK = 4
 """Tolerance for a policy's time, as a multiple of its estimate: estimates and machines vary."""
 
@@ -166,6 +169,8 @@ class Compactor:
     max_bytes: int = 256 << 20
     max_seconds: float | None = None
     rates: Rates | None = None
+    _costs: dict[tuple[int, CostShape], tuple[CompressionPolicy, Cost | PartError]] = field(default_factory=dict)
+    """By the policy's identity, which holds as long as the policy is kept here."""
 
     def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
         """Executes a step's plans; returns each one's numbers of merged and evicted entries. Raises PartError."""
@@ -206,11 +211,7 @@ class Compactor:
             hidden_size=self.hidden_size,
             at_prompt_end=first.is_of_tokens,
         )
-        cost: Cost | PartError
-        try:
-            cost = first.policy.cost(shape)
-        except Exception as error:
-            cost = as_part_error(error)
+        cost = self._cost(first.policy, shape)
         is_hurried = self.device.type == "cpu" or any(map(is_foreign, first.policy.parts))
 
         def time_left() -> float | None:
@@ -224,6 +225,18 @@ class Compactor:
             return max_seconds + SLACK * expected - (time.monotonic() - started)
 
         return _Batch(compactions, cost, time_left)
+
+    def _cost(self, policy: CompressionPolicy, shape: CostShape) -> Cost | PartError:
+        """``_Batch.cost``. A request asks at every compression, most of which are of one shape."""
+        if (id(policy), shape) not in self._costs:
+            if len(self._costs) >= MAX_COSTS:
+                self._costs.clear()
+            try:
+                cost: Cost | PartError = policy.cost(shape)
+            except Exception as error:
+                cost = as_part_error(error)
+            self._costs[id(policy), shape] = policy, cost
+        return self._costs[id(policy), shape][1]
 
     def _run_batch(self, batch: _Batch) -> Tensor:
         """Executes the plans; returns their ``Execution.counts``."""
