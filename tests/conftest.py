@@ -20,6 +20,9 @@ INNER_LOOP = "not engine"
 THIN_ON_GPU = 7
 """Each case compiles kernels of its own."""
 
+THIN_IN_INNER_LOOP = 2
+"""Of the tests of all operators, one of how many cases; ``make test`` runs all."""
+
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -146,13 +149,14 @@ def pytest_collection_modifyitems(config, items):
 
 def _thin(config, items):
     thin, seen = config.getoption("--thin", default=None), defaultdict(int)
+    others = THIN_IN_INNER_LOOP if config.getoption("markexpr") == INNER_LOOP else 1
     kept, dropped = [], []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         on_gpu = next((p for p in (params.get("operators"), params.get("strict")) if str(p).endswith("gpu")), None)
         step = 1
         if "operators" in item.fixturenames or on_gpu:
-            step = thin or (THIN_ON_GPU if on_gpu in ("triton-gpu", "reference-gpu") else 1)
+            step = thin or (THIN_ON_GPU if on_gpu in ("triton-gpu", "reference-gpu") else others)
         group = item.nodeid.partition("[")[0], on_gpu
         (dropped if seen[group] % step else kept).append(item)
         seen[group] += 1

@@ -56,7 +56,7 @@ def test_everything_in_the_interpreter():
     """
     files = [f"test_{name}.py" for name in ("operators", "rows", "index", "cpu", "head_pages", "triton_interpreted")]
     files.append("../engine/cuda/test_backend_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "23"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
     command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

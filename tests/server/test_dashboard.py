@@ -171,6 +171,7 @@ def test_tokens_are_counted_by_policy(server):
 
 
 @needs_prometheus
+@pytest.mark.engine
 def test_promtool_agrees():
     folder = DEPLOY / "prometheus"
     for command in (["check", "config", "prometheus.yml"], ["test", "rules", "tests.yml"]):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import examples
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan, Segments
 from vllm_kvmerge.engine.schedule import RequestCompression
@@ -30,7 +31,7 @@ from vllm_kvmerge.request.limits import Limits, ModelShape
 from vllm_kvmerge.request.parameters import parse_compression
 
 LAYERS, HEADS, GROUP, SIZE, BLOCK, SCALE = 4, 2, 2, 32, 16, 32**-0.5
-PROMPT, GENERATED, NUM_BLOCKS = 203, 300, 48
+PROMPT, GENERATED, NUM_BLOCKS = 203, 300 // examples.share, 48
 SHAPE = ModelShape(LAYERS, HEADS, GROUP, SIZE, HEADS * GROUP * SIZE, 4)
 LIMITS = Limits(None, 1 << 30, 1e9, SHAPE, BLOCK, 4096, head_pages=True)
 
