@@ -1,9 +1,9 @@
 """Memory and decode time of budgets that differ by layer and head: ``python benchmarks/uneven_budgets.py``.
 
-Beside the same policy with even budgets at the same average, which for ``adakv`` and ``pyramidkv`` is ``snapkv``, in one
-engine that takes both in turn: bytes that a request's cache holds while it generates, as its report says; the time of
-steps that decode ``--requests`` requests; and the time of compressions, as the metrics say, at the prompt's end and, of a
-bounded cache, later. The layers of ``skip_layers`` cost what they cost, and the even side gets that average.
+Beside the same policy with even budgets at the same average, which for ``adakv`` and ``pyramidkv`` is ``snapkv``, in
+one engine that takes both in turn: bytes that a request's cache holds while it generates, as its report says; the time
+of steps that decode ``--requests`` requests; and the time of compressions, as the metrics say, at the prompt's end and,
+of a bounded cache, later. The layers of ``skip_layers`` cost what they cost, and the even side gets that average.
 """
 
 import argparse
