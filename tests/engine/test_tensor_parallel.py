@@ -31,7 +31,7 @@ if __name__ == "__main__":
              for _, extra in jobs],
             use_tqdm=False)
         return [list(o.outputs[0].token_ids) for o in outputs]
-    print("TOKENS", json.dumps([run(jobs), run(jobs)]))
+    print("TOKENS", json.dumps([run(jobs), run(jobs[::4])]))
 """
 
 
@@ -70,7 +70,7 @@ def test_two_workers_equal_one(engine, tmp_path):
     params = [
         SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in jobs
     ]
-    assert first == second  # which hits the prefix cache
+    assert first[::4] == second  # which hits the prefix cache
     # A worker splits budgets among its own heads: with two there is nothing to split.
     alone = engine.tokens([prompt for prompt, _ in jobs], params)
     comparable = [index for index, (_, extra) in enumerate(jobs) if "adakv" not in str(extra)]

@@ -80,8 +80,8 @@ def prometheus(server, tmp_path_factory) -> Iterator[Prometheus]:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
         for seed in (101, 102):
-            fields = [{"policy": "full"}, *({"policy": policy, "refresh": {"every": 64}} for policy in COMPRESSING)]
-            bodies = [{"max_tokens": 400, "ignore_eos": True, "kv_compression": field} for field in fields]
+            fields = [{"policy": "full"}, *({"policy": policy, "refresh": {"every": 32}} for policy in COMPRESSING)]
+            bodies = [{"max_tokens": 150, "ignore_eos": True, "kv_compression": field} for field in fields]
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda body, seed=seed: server.complete(long_prompt(seed, 1000), **body), bodies))
             refused = {"model": "demo", "prompt": "a", "kv_compression": {"policy": "nonsense"}}
