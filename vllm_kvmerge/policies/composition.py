@@ -146,7 +146,7 @@ class CompressionPolicy(BaseModel):
             # Ranked once more for each question that the allocator is asked.
             times = self.allocator.reads_attention + self.allocator.has_layer_statistic
             parts += replace(self.part_cost(self.selector, shape), numbers=0) * times
-        num_queries = min(self.query_window, n)
+        num_queries = shape.num_queries(self.query_window)
         weights = group * shape.hidden_size * d if self.needs_output_weights else 0
         # Metadata of all entries and places, queries as they are kept and in float32, the output projection.
         own = Cost(

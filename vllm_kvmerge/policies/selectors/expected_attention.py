@@ -102,7 +102,7 @@ class ExpectedAttention(RankedSelector):
 
     def cost(self, shape: CostShape) -> Cost:
         n, d, group = shape.num_entries, shape.head_size, shape.group_size
-        part, queries = min(n, PART_ENTRIES) * d, group * min(self.query_window, n) * d
+        part, queries = min(n, PART_ENTRIES) * d, group * shape.num_queries(self.query_window) * d
         return super().cost(shape) + Cost(
             numbers=4 * queries + 3 * group * d * d + 2 * part + (3 * group + 8) * n,
             products=group * (shape.row_numbers * (d + 1) + queries // group * d),

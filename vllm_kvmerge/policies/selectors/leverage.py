@@ -61,7 +61,7 @@ class Leverage(RankedSelector):
     )
     recent_window: int = Field(4, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
     attention_window: int = Field(
-        256, ge=1, le=MAX_QUERIES, description="Newest queries that attend in place of each chunk's own."
+        128, ge=1, le=MAX_QUERIES, description="Newest queries that attend in place of each chunk's own."
     )
     chunk_size: int = Field(
         256, ge=32, le=4096, description="Entries, in order of position, that a query's attention is spread over."
@@ -117,7 +117,7 @@ class Leverage(RankedSelector):
 
     def cost(self, shape: CostShape) -> Cost:
         n, d, group = shape.num_entries, shape.head_size, shape.group_size
-        chunk, queries = min(n, self.chunk_size), group * min(self.query_window, n)
+        chunk, queries = min(n, self.chunk_size), group * shape.num_queries(self.query_window)
         # The sketched keys in float32 and, in four copies, in float64.
         return super().cost(shape) + Cost(
             numbers=9 * self.sketch_size * (n + self.sketch_size)
@@ -148,10 +148,10 @@ def in_order(entries: Entries, counted: Tensor) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=8)
 def gaussian(head_size: int, sketch_size: int, device: torch.device) -> Tensor:
     """``[d, k]`` float32: independent normal numbers of variance 1/k, always the same."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # In float64, which no processor's vector instructions round to other float32 numbers.
-    numbers = torch.randn(head_size, sketch_size, dtype=torch.float64, generator=generator) / sketch_size**0.5
-    return sent(numbers.float(), device)
+    numbers = torch.randn(head_size, sketch_size, dtype=torch.float64, device="cpu", generator=generator)
+    return sent((numbers / sketch_size**0.5).float(), device)
 
 
 def leverage_scores(rows: Tensor, counted: Tensor) -> Tensor:
