@@ -18,6 +18,7 @@ from rich.progress import track
 from vllm_kvmerge.evaluation.attention import LayerTrace, TracedSequence
 from vllm_kvmerge.evaluation.options import print_table
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.request.parameters import parse_compression
 
 
@@ -37,12 +38,14 @@ def milliseconds(seconds: list[float]) -> Spread:
 def random_layer(arguments: argparse.Namespace) -> LayerTrace:
     num_tokens = arguments.entries + arguments.interval * (arguments.repeats + 1)
     heads, groups, size = arguments.kv_heads, arguments.groups, arguments.head_size
+    angles = torch.rand(num_tokens, size // 2)
     return LayerTrace(
         queries=torch.randn(num_tokens, heads * groups, size),
         keys=torch.randn(num_tokens, heads, size),
         values=torch.randn(num_tokens, heads, size),
         output_weights=torch.randn(heads, groups, heads * groups * size, size) / size**0.5,
         scale=size**-0.5,
+        rotation=Rotation(torch.cat([angles.cos(), angles.sin()], dim=1)),
     )
 
 

@@ -28,6 +28,7 @@ from vllm_kvmerge.evaluation.options import print_table
 from vllm_kvmerge.ops import PagedKVCache, cell_bytes, cpu
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, measure_rates
+from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.request.parameters import parse_compression
 
 BLOCK_SIZE = 16
@@ -84,8 +85,12 @@ class Scene:
             pages.aux.fill_(0.0 if self.policy.tracker.mode == "sum" else 4.0)
         weights = torch.randn(sizes.kv_heads, sizes.group_size, sizes.hidden_size, sizes.head_size).to(sizes.dtype)
         scale = sizes.head_size**-0.5
+        angles = torch.rand(num_tokens, sizes.head_size // 2)
+        rotation = Rotation(torch.cat([angles.cos(), angles.sin()], dim=1).to(sizes.dtype))
         heads = list(range(sizes.kv_heads))
-        self.compactor = Compactor(layers, scale, heads, output_weights=lambda layer: weights.float())
+        self.compactor = Compactor(
+            layers, scale, heads, output_weights=lambda layer: weights.float(), rotation=rotation
+        )
         scores = PromptScores.empty(sizes.layers, sizes.kv_heads, num_entries)
         scores.scores.uniform_()
         if self.policy.tracker.mode != "sum":

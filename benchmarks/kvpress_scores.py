@@ -76,6 +76,10 @@ def adakv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]:
     return {"press": "AdaKVPress", "inner": snapkv_press(kept, tokens, kernel_size), "alpha_safeguard": 0.2}
 
 
+def adaptive_expected_press(kept: int, tokens: int) -> dict[str, Any]:
+    return {"press": "AdaKVPress", "inner": expected_press(kept, tokens), "alpha_safeguard": 0.2}
+
+
 def criticalkv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]:
     # Its first stage counts the window, ours what is left beside it.
     first = (WINDOW + (kept - WINDOW) // 2 + 0.5) / (kept + 0.5)
@@ -94,6 +98,12 @@ def cam_press(kept: int, tokens: int) -> dict[str, Any]:
 
 def scorer(name: str, **fields: Any) -> Callable[[int, int], dict[str, Any]]:
     return lambda kept, tokens: {"press": name, "compression_ratio": dropped(kept, tokens)} | fields
+
+
+expected_press = scorer("ExpectedAttentionPress", epsilon=0.02)
+
+EXPECTED = {"policy": "expected_attention", "statistics_window": 4096, "recent_window": 0}
+"""With the statistics of all queries of the prompt."""
 
 
 def windowed(ours: dict[str, Any], theirs: Callable[[int, int, int], dict[str, Any]], *notes: str) -> dict[str, Method]:
@@ -128,6 +138,20 @@ METHODS = {
         "entries by their attention like all others; what is dropped is masked there, evicted here",
     ),
     **windowed({"policy": "criticalkv", "first_stage_share": 0.5}, criticalkv_press),
+    "expected_attention": Method(EXPECTED, expected_press),
+    "expected_attention, adaptive": Method(
+        EXPECTED | {"allocator": "adaptive", "floor_share": 0.2, "max_share": 8.0},
+        adaptive_expected_press,
+        ("expected_attention, adaptive: what is dropped is masked in kvpress, evicted here",),
+    ),
+    "compactor": Method(
+        {"policy": "compactor"},
+        scorer("CompactorPress"),
+        (
+            "compactor: each chunk's own queries attend in kvpress, the prompt's newest in their place here; scores "
+            "are normalised by layer there, by head here; the random sketches differ",
+        ),
+    ),
     "cam": Method(
         {"policy": "tova", "merger": "cam", "num_receivers": 32, "interval": 1, "decode": "bounded"},
         cam_press,

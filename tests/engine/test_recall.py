@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.recall import evaluate
 from vllm_kvmerge.evaluation.tasks.base import Completion
-from vllm_kvmerge.evaluation.tasks.demo import DemoMultikey
+from vllm_kvmerge.evaluation.tasks.demo import DemoMultikey, DemoRecall
 from vllm_kvmerge.request.parameters import compression
 
 
@@ -19,6 +19,34 @@ def test_recall_on_fresh_prompts(engine):
     assert scores["full"].exact >= 0.95
     assert scores["snapkv"].exact >= 0.5
     assert scores["local"].exact < 0.6  # it has forgotten two facts in three
+
+
+def test_a_question_that_comes_after_the_compression(engine):
+    """Leverage keeps facts that nobody has asked for yet; what the filler at the end attends to is something else.
+
+    Expected attention takes questions to be like the text before them, which the demo model's are not.
+    """
+    task = DemoRecall(length=512, facts=8)
+    samples, tokenizer = task.samples(20, secrets.randbits(32), engine.llm.get_tokenizer()), engine.llm.get_tokenizer()
+
+    def share_right(policy: str, budget: float, **parts: str) -> float:
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=sample.max_tokens,
+                extra_args=compression(
+                    policy, budget=budget, context_tokens=len(tokenizer(sample.context).input_ids), **parts
+                ),
+            )
+            for sample in samples
+        ]
+        outputs = engine.llm.generate([sample.prompt for sample in samples], params, use_tqdm=False)
+        completions = [Completion(output.outputs[0].text) for output in outputs]
+        return float(np.mean([task.score(*pair) for pair in zip(samples, completions, strict=True)]))
+
+    assert share_right("compactor", 0.5) >= 0.75
+    assert share_right("expected_attention", 0.75, allocator="adaptive") >= 0.35
+    engine.assert_empty()
 
 
 def test_merging_keeps_more_than_dropping(engine):

@@ -66,6 +66,36 @@ def test_the_type_of_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        ({}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}, "has M-RoPE"),
+        ({"no_rope_layers": [1, 0]}, "has no RoPE in some layers"),
+    ],
+)
+def test_models_whose_keys_cannot_be_turned_back(tmp_path: Path, change: dict[str, Any], obstacle: str | None) -> None:
+    config = vllm_config(tmp_path, LLAMA | change, **kvmerge_engine_args())
+    found = request_limits(config).shape.rotation_obstacle
+    assert found is None if obstacle is None else str(found).startswith(obstacle)
+
+
+@pytest.mark.parametrize(
+    ("fields", "obstacle"),
+    [
+        ({}, "declares no RoPE"),
+        ({"rotary_dim": 64}, None),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "has a RoPE for each type of layer"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "has a RoPE of another kind (longrope)"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "layer_rope_theta": [1e4, 0]}, "has no RoPE in some layers"),
+    ],
+)
+def test_configurations_whose_keys_cannot_be_turned_back(fields: dict[str, Any], obstacle: str | None) -> None:
+    model: Any = SimpleNamespace(uses_mrope=False, hf_text_config=SimpleNamespace(**fields))
+    assert support.rotation_obstacle(model) == obstacle
+
+
+@pytest.mark.parametrize(
     ("model", "said"),
     [
         (LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "sliding"),

@@ -41,6 +41,18 @@ def test_a_trace_is_what_the_model_attended_to(traces):
         assert layer.output_weights.shape == (kv_heads, heads // kv_heads, config.hidden_size, size)
 
 
+def test_a_trace_knows_the_rotation(traces):
+    """In the first layer, a token's key before RoPE does not depend on where it stands."""
+    rng = np.random.default_rng()
+    (layers,) = trace(demo.model_path(), [[2, *rng.integers(19, 780, 40).tolist() * 5]])
+    first = layers[0]
+    back = first.rotation.turned_back(first.keys, torch.arange(len(first.keys)).unsqueeze(1))
+    repeats = back[1:].unflatten(0, (5, 40))
+    torch.testing.assert_close(repeats[1:], repeats[:1].expand(4, -1, -1, -1), rtol=1e-4, atol=1e-4)
+    assert (first.keys[41:81] - first.keys[1:41]).abs().max() > 0.1
+    assert error(traces, "expected_attention") < 1.5 and error(traces, "compactor") < 1.5
+
+
 def test_no_error_without_compression(traces):
     assert error(traces, "keepkv", budget=PROMPT + QUERIES) < 1e-5
 

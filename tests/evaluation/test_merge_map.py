@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from tests.policies.sampling import assert_same, newest_queries, random_entries
+from tests.policies.sampling import assert_same, newest_queries, random_entries, rope
 from vllm_kvmerge.evaluation import merge_map
 from vllm_kvmerge.evaluation.merge_map import Provenance, RecordedPolicy
 from vllm_kvmerge.policies import DEAD, MERGERS, CompressionContext, Heads
@@ -21,6 +21,7 @@ REQUESTS = [{"policy": name} for name in MEANS + OTHERS] + [
     {"policy": "keepkv", "merge_first": False},
     {"policy": "keepkv", "merge_threshold": -1.0},
     {"policy": "keepkv", "selector": "morphkv", "recent_window": 4},
+    {"policy": "keepkv", "selector": "expected_attention", "allocator": "adaptive"},
     {"policy": "cam", "merge_prompt": True},
     {"policy": "grkv", "components": "v"},
     {"policy": "criticalkv", "merger": "regression", "window_size": 8},
@@ -51,6 +52,7 @@ def sample(policy, at_prompt_end=True, num_dead=0, seed=None):
         scale=SIZE**-0.5,
         queries=newest_queries(torch.randn(HEADS, 2, 8, SIZE, generator=generator), N),
         output_weights=torch.randn(HEADS, 2, 24, SIZE, generator=generator),
+        rotation=rope(SIZE),
     )
     context = replace(context, heads=Heads.of([0, 1], [0, 1], 2, gather=lambda tensor: tensor))
     return entries, context

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_kvmerge.policies import DEAD, CompressionContext, Entries, Heads, Queries
+from vllm_kvmerge.policies.rotation import Rotation
 
 torch.set_num_threads(1)
 
@@ -85,6 +86,13 @@ def newest_queries(vectors: Tensor, num_tokens: int) -> Queries:
     """``vectors`` (``[H, G, w, d]``) as the queries of the newest of so many tokens."""
     positions = torch.arange(num_tokens - vectors.shape[2], num_tokens)
     return Queries(vectors, positions.expand(len(vectors), -1))
+
+
+def rope(size: int, is_neox: bool = True, num_positions: int = 2048, factor: float = 1.0) -> Rotation:
+    """RoPE of a head's first ``size`` numbers, theta 10,000, with this attention factor."""
+    frequencies = 1e4 ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angles = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1) * frequencies
+    return Rotation(factor * torch.cat([angles.cos(), angles.sin()], dim=1).float(), is_neox)
 
 
 def as_worker(

@@ -24,6 +24,7 @@ from tests.policies.sampling import (
     probabilities,
     random_entries,
     random_query,
+    rope,
     stack_rows,
 )
 from tests.policies.test_allocators import on_two_workers
@@ -776,6 +777,7 @@ def test_300_decode_steps_stay_within_the_budget(name):
             num_layers=3,
             scale=0.5,
             queries=newest_queries(queries[:, :, window], seen),
+            rotation=rope(4),
             layer_statistics=torch.ones(1, 3),
         )
         result = policy.compress(entries, context)

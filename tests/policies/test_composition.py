@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, newest_queries, random_entries
+from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, newest_queries, random_entries, rope
 from vllm_kvmerge.policies import (
     ALLOCATORS,
     DEAD,
@@ -96,6 +96,7 @@ def context_for(policy: CompressionPolicy, entries: Entries, budget: int) -> Com
         capacity=policy.allocator.capacity(budget),
         queries=newest_queries(torch.randn(num_heads, 2, window, head_size, generator=generator), n),
         output_weights=torch.randn(num_heads, 2, 4 * head_size, head_size, generator=generator),
+        rotation=rope(head_size),
         layer_statistics=torch.ones(1, 1),
     )
 

@@ -76,6 +76,11 @@ def test_parts_hold_no_more_than_they_state(kind, name, sizes, num_entries, budg
         {"policy": "morphkv", "recent_window": 100, "group_fusion": "max", "fusion": "max"},
         {"policy": "knorm", "allocator": "variance", "tracker": "sum"},
         {"policy": "knorm", "allocator": "pyramid"},
+        {"policy": "expected_attention", "statistics_window": 1000},
+        {"policy": "expected_attention", "allocator": "adaptive"},
+        {"policy": "compactor", "sketch_size": 200, "decode": "bounded"},
+        {"policy": "compactor", "attention_window": 700, "chunk_size": 1000},
+        {"policy": "compactor", "allocator": "variance", "tracker": "sum"},
         {"policy": "h2o", "allocator": "uniform", "skip_layers": 1},
     ],
     ids=lambda parameters: "-".join(map(str, parameters.values())),
@@ -131,7 +136,17 @@ def test_more_entries_cost_more(preset, at_prompt_end):
 
 @pytest.mark.parametrize(
     ("preset", "exponent"),
-    [("h2o", 1), ("zsmerge", 1), ("weightedkv", 1), ("cam", 1), ("grkv", 1), ("rkv", 2), ("keepkv", 2)],
+    [
+        ("h2o", 1),
+        ("zsmerge", 1),
+        ("weightedkv", 1),
+        ("cam", 1),
+        ("grkv", 1),
+        ("expected_attention", 1),
+        ("compactor", 1),
+        ("rkv", 2),
+        ("keepkv", 2),
+    ],
 )
 def test_how_seconds_grow_with_entries(preset, exponent):
     rates = Rates(1e10, 1e9)

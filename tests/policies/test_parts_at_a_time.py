@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.policies.sampling import random_entries
+from tests.policies.sampling import newest_queries, random_entries, rope
 from vllm_kvmerge.policies import CompressionContext, Entries, Queries
 from vllm_kvmerge.policies import entries as entries_module
 from vllm_kvmerge.policies.mergers import residual
 from vllm_kvmerge.policies.mergers.regression import OutputDerivative, _Fit, attention
 from vllm_kvmerge.policies.mergers.residual import _join
-from vllm_kvmerge.policies.selectors import Critical, KeyDiff, KeyNorm
+from vllm_kvmerge.policies.selectors import Critical, ExpectedAttention, KeyDiff, KeyNorm
 
 
 def join_one_by_one(entries: Entries, head: int, num_slots: int) -> tuple[list[int], list[float]]:
@@ -57,12 +57,15 @@ def test_joining_does_not_depend_on_other_heads_or_dead_members(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "selector", [KeyNorm(), KeyDiff(), Critical(window_size=2, kernel_size=1)], ids=lambda s: s.name
+    "selector",
+    [KeyNorm(), KeyDiff(), Critical(window_size=2, kernel_size=1), ExpectedAttention()],
+    ids=lambda s: s.name,
 )
 def test_selectors_that_read_all_keys_or_values(selector, monkeypatch):
     entries = random_entries(1, num_heads=3, n=100, num_dead=5)
     weights = torch.randn(3, 2, 6, 8, generator=torch.Generator().manual_seed(0))
-    context = CompressionContext.of_layer(entries, 40, 100, at_prompt_end=True, output_weights=weights)
+    known = {"output_weights": weights, "queries": newest_queries(weights, 100), "rotation": rope(8)}
+    context = CompressionContext.of_layer(entries, 40, 100, at_prompt_end=True, **known)
     masks = []
     for size in (1024, 100, 33, 7):
         monkeypatch.setattr(entries_module, "PART_ENTRIES", size)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, assert_sound, newest_queries, random_entries
+from tests.policies.sampling import SEEDS, assert_sound, newest_queries, random_entries, rope
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies import (
     ALLOCATORS,
@@ -132,6 +132,7 @@ def test_any_values_compress(preset, seed, data, at_prompt_end):
         capacity=n if capacity is None else min(capacity, n),
         queries=newest_queries(torch.randn(2, 2, window, 8, generator=generator), n) if window else None,
         output_weights=torch.randn(2, 2, 5, 8, generator=generator),
+        rotation=rope(8),
     )
     context = replace(context, heads=Heads.of([0, 1], [0], 2, gather=lambda tensor: tensor))
     if policy.allocator.has_layer_statistic:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policies.sampling import newest_queries, random_entries
+from tests.policies.sampling import newest_queries, random_entries, rope
 from vllm_kvmerge.policies import SELECTORS, CompressionContext
 from vllm_kvmerge.policies.shares import paged_shares as paged_shares_of_groups
 from vllm_kvmerge.request.parameters import parse_compression
@@ -73,6 +73,7 @@ def test_heads_with_different_shares_together_are_as_each_alone(selector, monkey
             shares=torch.randint(policy.min_budget, 91, (6,), generator=generator).tolist(),
             queries=newest_queries(torch.randn(6, 2, 32, 8, generator=generator), 132),
             output_weights=torch.randn(6, 2, 24, 8, generator=generator),
+            rotation=rope(8),
         )  # fmt: skip
         together = policy.compress(entries, context)
         with monkeypatch.context() as patch:

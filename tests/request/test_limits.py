@@ -31,6 +31,19 @@ def refusal(limits: Limits, request: CompressionConfig, num_prompt_tokens: int, 
     return str(caught.value)
 
 
+def test_parts_that_turn_keys_back_are_refused_where_they_cannot() -> None:
+    limits = replace(LIMITS, shape=replace(DEMO, rotation_obstacle="has M-RoPE"))
+    for policy in ("expected_attention", "compactor"):
+        with pytest.raises(CompressionError, match="before RoPE, but the model has M-RoPE; allowed: another") as caught:
+            limits.check(config(policy), 4000, 100)
+        assert caught.value.reason == "unsupported_model" and caught.value.param == "kv_compression.selector"
+        assert caught.value.status == 400
+        LIMITS.check(config(policy), 4000, 100)
+    limits.check(config("expected_attention", selector="keydiff"), 4000, 100)
+    with pytest.raises(CompressionError, match=r"^kv_compression\.selector"):
+        limits.check(config("snapkv", selector="compactor"), 4000, 100)
+
+
 @pytest.mark.parametrize("policy", PRESETS)
 def test_every_preset_passes_as_it_is(policy: str) -> None:
     """Prompts of 4,000 tokens on a small model and one core; of 32,000, but for quadratic policies, on a large one."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_kvmerge.engine.support import UnsupportedConfigError, check_options, platform_obstacle
+from vllm_kvmerge.engine.support import UnsupportedConfigError, check_options, platform_obstacle, rotation_obstacle
 from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
 from vllm_kvmerge.policies import PRESETS, load_plugins
@@ -138,6 +138,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             head_size=model.get_head_size(),
             hidden_size=model.get_hidden_size(),
             item_size=model.dtype.itemsize,
+            rotation_obstacle=rotation_obstacle(model),
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,

@@ -57,6 +57,32 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
 """Traits of a model that are refused, each with its test."""
 
 
+PLAIN_ROPE = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")
+"""Types of rotary position embeddings that are tables of positions, one for all layers and heads."""
+
+
+def rotation_obstacle(model: "ModelConfig") -> str | None:
+    """Says, after "the model", why its keys cannot be turned back to what they were before RoPE; None if they can."""
+    config = model.hf_text_config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if model.uses_mrope:
+        return "has M-RoPE, which turns by more than one position"
+    if not parameters and not getattr(config, "rotary_dim", None):  # GPT-J's name for it
+        return "declares no RoPE"
+    if any(isinstance(one, dict) for one in parameters.values()):
+        return "has a RoPE for each type of layer"
+    rope_type = parameters.get("rope_type", "default")
+    if (
+        rope_type not in PLAIN_ROPE
+        or parameters.get("use_fope")
+        or getattr(config, "dual_chunk_attention_config", None)
+    ):
+        return f"has a RoPE of another kind ({rope_type})"
+    if 0 in (getattr(config, "no_rope_layers", None) or []) or 0 in (getattr(config, "layer_rope_theta", None) or []):
+        return "has no RoPE in some layers"
+    return None
+
+
 class UnsupportedConfigError(ValueError):
     """Compression does not work with this vLLM release, platform, option or model."""
 

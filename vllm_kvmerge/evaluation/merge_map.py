@@ -201,6 +201,13 @@ class _Selections(Selector):
     def query_window(self) -> int:
         return self.inner.query_window
 
+    @property
+    def has_mass(self) -> bool:  # type: ignore[override]
+        return self.inner.has_mass
+
+    def mass(self, entries: Entries, context: CompressionContext) -> Tensor:
+        return self._answer(lambda: self.inner.mass(entries, context))
+
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
         return self._answer(lambda: self.inner.protected(entries, context))
 

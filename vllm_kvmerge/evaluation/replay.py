@@ -38,7 +38,11 @@ class TracedSequence:
         self.num_tokens = self.front = self.tail = 0
         self.complete: ExternalCache | None = None
         self.compactor = Compactor(
-            self.caches, layers[0].scale, list(range(num_kv_heads)), output_weights=lambda i: layers[i].output_weights
+            self.caches,
+            layers[0].scale,
+            list(range(num_kv_heads)),
+            output_weights=lambda i: layers[i].output_weights,
+            rotation=layers[0].rotation,
         )
 
     def write(self, count: int) -> slice:

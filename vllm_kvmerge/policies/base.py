@@ -48,6 +48,9 @@ class Part(BaseModel):
     needs_output_weights: ClassVar[bool] = False
     """True if the part reads ``context.output_weights``."""
 
+    needs_rotation: ClassVar[bool] = False
+    """True if the part turns queries or keys back to what they were before RoPE (``context.known_rotation``)."""
+
     @classmethod
     def model_defaults(cls, model_type: str) -> dict[str, Any]:
         """Values, by name, of parameters whose default depends on the model: they replace None, the default of such a
@@ -83,7 +86,7 @@ class Allocator(Part):
     """True if ``head_budgets`` reads ``importance``, which is not computed otherwise."""
 
     needs_scores: ClassVar[bool] = False
-    """True if ``head_budgets`` means nothing where the tracker keeps no scores."""
+    """True if ``head_budgets`` means nothing where neither the tracker nor the selector scores entries."""
 
     has_layer_statistic: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
@@ -153,6 +156,9 @@ class Selector(Part):
     pools_heads: ClassVar[bool] = False
     """True if ``select`` looks at all heads of a layer together (``context.heads.of_all_workers``)."""
 
+    has_mass: ClassVar[bool] = False
+    """True if allocators compare the selector's ``mass`` instead of the tracker's attention."""
+
     @property
     @abstractmethod
     def min_budget(self) -> int:
@@ -161,6 +167,10 @@ class Selector(Part):
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` bool: live entries that stay whatever their importance (sinks, recent window). Default: none."""
         return torch.zeros_like(entries.is_live)
+
+    def mass(self, entries: Entries, context: CompressionContext) -> Tensor:
+        """``[H, n]`` float32, not negative: the worth of each entry, in a unit that the heads of a layer share."""
+        raise TypeError(f"selector {self.name!r} has no mass of its own")
 
     @abstractmethod
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:

@@ -35,8 +35,11 @@ class CompressionPolicy(BaseModel):
 
     @model_validator(mode="after")
     def _check_parts_fit(self) -> Self:
-        for kind, part in (("selector", self.selector), ("allocator", self.allocator)):
-            if part.needs_scores and not self.needs_scores:
+        for kind, part, has_scores in (
+            ("selector", self.selector, self.needs_scores),
+            ("allocator", self.allocator, self.needs_scores or self.selector.has_mass),
+        ):
+            if part.needs_scores and not has_scores:
                 raise ValueError(f"{kind} {part.name!r} needs scores, tracker {self.tracker.name!r} keeps none")
         if self.selector.needs_probabilities and self.tracker.mode == ScoreMode.LOG_EMA:
             raise ValueError(
@@ -85,6 +88,10 @@ class CompressionPolicy(BaseModel):
     def needs_output_weights(self) -> bool:
         return any(part.needs_output_weights for part in self.parts)
 
+    @property
+    def needs_rotation(self) -> bool:
+        return any(part.needs_rotation for part in self.parts)
+
     def check_constants(self) -> None:
         """Asks the parts for everything that depends on their parameters alone, so that none of it raises later.
 
@@ -109,10 +116,9 @@ class CompressionPolicy(BaseModel):
         """The allocator's, ``[sequence layers]``, for ``context.layer_statistics``; only where it has one.
 
         Raises:
-            PartError: the tracker or the allocator failed.
+            PartError: the tracker, the selector or the allocator failed.
         """
-        with blamed_on(self.tracker):
-            mass = attention_mass(self.tracker, entries)
+        mass = self._mass(entries, context)
         with blamed_on(self.allocator):
             statistic = self.allocator.layer_statistic(entries, mass, context)
             num_layers = entries.num_rows // context.heads.num_kv_heads
@@ -136,7 +142,11 @@ class CompressionPolicy(BaseModel):
         for budget in budgets:
             local = replace(shape, budget=budget)
             parts = parts.largest(sum((self.part_cost(part, local) for part in self.parts), Cost()))
-        num_queries = min(self.query_window, n)
+        if self.selector.has_mass:
+            # Ranked once more for each question that the allocator is asked.
+            times = self.allocator.reads_attention + self.allocator.has_layer_statistic
+            parts += replace(self.part_cost(self.selector, shape), numbers=0) * times
+        num_queries = shape.num_queries(self.query_window)
         weights = group * shape.hidden_size * d if self.needs_output_weights else 0
         # Metadata of all entries and places, queries as they are kept and in float32, the output projection.
         own = Cost(
@@ -201,19 +211,30 @@ class CompressionPolicy(BaseModel):
         """The allocator's budget of each row.
 
         Raises:
-            PartError: the tracker or the allocator failed.
+            PartError: the tracker, the selector or the allocator failed.
         """
         context = replace(context, min_budget=self.min_budget, tracker_mode=self.tracker.mode)
-        if self.allocator.reads_attention:
-            with blamed_on(self.tracker):
-                importance = attention_mass(self.tracker, entries)
-        else:
-            importance = torch.zeros_like(entries.scores)
+        reads_mass = self.allocator.reads_attention
+        importance = self._mass(entries, context) if reads_mass else torch.zeros_like(entries.scores)
         with blamed_on(self.allocator):
             budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, context)]
             if len(budgets) != entries.num_rows:
                 raise ValueError(f"head_budgets must be {entries.num_rows} numbers, got {len(budgets)}")
         return [min(max(budget, context.min_budget), context.capacity) for budget in budgets]
+
+    def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:
+        """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the
+        selector's ``mass``, scaled so that the heads of a layer, on all workers, have 1 on average."""
+        if not self.selector.has_mass:
+            with blamed_on(self.tracker):
+                return attention_mass(self.tracker, entries)
+        with blamed_on(self.selector):
+            mass = self.selector.mass(entries, context)
+            if is_foreign(self.selector):
+                check_tensor("mass", mass, tuple(entries.positions.shape), entries.scores, None)
+        mass = mass.masked_fill(~entries.is_live, 0.0).nan_to_num(0.0, 0.0, 0.0)
+        totals = context.heads.of_all_workers(mass.sum(1)).mean(1).clamp(min=torch.finfo(mass.dtype).tiny)
+        return mass / totals.repeat_interleave(context.heads.num_kv_heads).unsqueeze(1)
 
     def layer_budgets(self, budget: int, num_entries: int, num_layers: int) -> list[int] | None:
         """The allocator's, checked: a budget of each layer, where they do not depend on data.

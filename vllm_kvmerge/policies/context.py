@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies.entries import Entries
+from vllm_kvmerge.policies.rotation import Rotation
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class CompressionContext:
     queries: the newest queries, if the policy reads some (``query_window``) and they are known.
     output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, if the policy
     reads it and it is known.
+    rotation: the model's rotary position embedding, if it has one that is known.
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
     shares: each row's budget, if the allocator has been asked before; the entries then lie in as many first places.
@@ -108,6 +110,7 @@ class CompressionContext:
     tracker_mode: ScoreMode = ScoreMode.NONE
     queries: Queries | None = None
     output_weights: Tensor | None = None
+    rotation: Rotation | None = None
     layer_statistics: Tensor | None = None
     shares: list[int] | None = None
 
@@ -121,6 +124,12 @@ class CompressionContext:
         heads = Heads.of([layer], indices, num_layers, gather=lambda tensor: tensor)
         capacity = fields.pop("capacity", budget)
         return cls(budget, capacity, num_tokens, at_prompt_end, heads, **fields)
+
+    def known_rotation(self) -> Rotation:
+        """``rotation``. Raises ValueError if it is not known."""
+        if self.rotation is None:
+            raise ValueError("the model's rotary position embedding is not known")
+        return self.rotation
 
     @property
     def num_kept(self) -> int:

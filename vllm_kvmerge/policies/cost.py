@@ -41,6 +41,11 @@ class CostShape:
         """Entries that stay; all where the budget is larger."""
         return min(self.num_entries, self.budget)
 
+    def num_queries(self, window: int) -> int:
+        """Queries that a part finds which reads the newest ``window``, at most: a prompt has no more than entries, what
+        follows a compression may."""
+        return min(window, self.num_entries) if self.at_prompt_end else window
+
     @property
     def row_numbers(self) -> int:
         """Numbers of all keys, or of all values."""

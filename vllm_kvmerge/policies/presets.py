@@ -57,4 +57,7 @@ _register("pyramidkv", "PyramidKV, Cai et al., arXiv:2406.02069", "sum snapkv dr
 # The source ranks a layer's tokens for all heads together, and deeper layers never compute one that it drops. Here
 # all of the prompt is computed and each head of each layer ranks its own, so that no choice is nested.
 _register("pyramidinfer", "PyramidInfer, Yang et al., arXiv:2405.12532", "sum h2o drop pyramid", **PYRAMIDINFER)
+_register("expected_attention", "Expected Attention, Devoto et al., arXiv:2510.00636", "none expected_attention drop")
+# The source compresses prompts alone.
+_register("compactor", "Compactor, Chari and Van Durme, arXiv:2507.08143", "none compactor drop", decode="grow")
 _register("adakv", "Ada-KV, Feng et al., arXiv:2407.11550", "sum snapkv drop adaptive", **WINDOW)

@@ -15,7 +15,8 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionCon
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one worker's part of the model. item_size: bytes of a number in the cache."""
+    """Sizes of one worker's part of the model. item_size: bytes of a number in the cache. rotation_obstacle: why keys
+    cannot be turned back to what they were before RoPE; None: they can."""
 
     num_layers: int
     num_kv_heads: int
@@ -23,6 +24,7 @@ class ModelShape:
     head_size: int
     hidden_size: int
     item_size: int
+    rotation_obstacle: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,14 @@ class Limits:
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Refuses compression that costs too much for a prompt of this length and at most ``max_tokens`` new tokens.
+        """Refuses compression that the server or the model rules out, or that costs too much for a prompt of this
+        length and at most ``max_tokens`` new tokens.
 
         Raises:
             CompressionError: says what would be allowed.
         """
         self._check_allowed(config)
+        self._check_rotation(config)
         max_tokens = self.possible_tokens(num_prompt_tokens, max_tokens)
         if config.never_compresses(num_prompt_tokens, max_tokens):
             return
@@ -120,6 +124,20 @@ class Limits:
             if name not in parts and name != Threshold.name:
                 message = f"{name!r} is not allowed on this server; allowed: {', '.join(sorted(parts))}"
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
+
+    def _check_rotation(self, config: CompressionConfig) -> None:
+        """Refuses parts that need the keys before RoPE of a model that cannot give them."""
+        if self.shape.rotation_obstacle is None:
+            return
+        for kind in type(config.policy).model_fields:
+            part = getattr(config.policy, kind)
+            if part.needs_rotation:
+                message = (
+                    f"{part.name!r} needs keys as they were before RoPE, but the model {self.shape.rotation_obstacle}"
+                )
+                raise CompressionError(
+                    f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: another {kind}", "unsupported_model"
+                )
 
     def _check_external(self, total: int) -> None:
         """Refuses requests whose complete cache has no room outside the pool."""

@@ -25,15 +25,20 @@ from vllm_kvmerge.policies import PRESETS  # noqa: E402
 LENGTHS = (150, 150)
 
 DROPPING = ["local", "streaming_llm", "h2o", "snapkv", "criticalkv", "tova", "random", "knorm", "keydiff", "rkv"]
+DROPPING += ["expected_attention", "compactor"]
 """Presets that merge nothing, and give each layer and head the same budget."""
 
 
 def on_gpu(worker: Worker, blocks_on_gpu: bool) -> None:
     """Makes the worker's cache, and what it keeps of requests, pass for a GPU's."""
     layers = [PagedKVCache.of(cache.as_subclass(OnGPU), HEAD_SIZE, row_major_keys=True) for cache in worker.caches]
-    weights = worker.compactor.output_weights
+    weights, rotation = worker.compactor.output_weights, worker.compactor.rotation
+    assert rotation is not None
     worker.compactor = replace(
-        worker.compactor, layers=layers, output_weights=lambda layer: weights(layer).as_subclass(OnGPU)
+        worker.compactor,
+        layers=layers,
+        output_weights=lambda layer: weights(layer).as_subclass(OnGPU),
+        rotation=replace(rotation, table=rotation.table.as_subclass(OnGPU)),
     )
 
     def there(compaction):

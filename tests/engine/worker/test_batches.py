@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.policies.sampling import rope
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
@@ -48,7 +49,11 @@ class Worker:
                 pages.aux.zero_()
         weights = torch.randn(NUM_LAYERS, NUM_HEADS, GROUPS, 24, HEAD_SIZE, generator=self.generator)
         self.compactor = Compactor(
-            self.layers, HEAD_SIZE**-0.5, list(range(NUM_HEADS)), output_weights=lambda layer: weights[layer]
+            self.layers,
+            HEAD_SIZE**-0.5,
+            list(range(NUM_HEADS)),
+            output_weights=lambda layer: weights[layer],
+            rotation=rope(HEAD_SIZE),
         )
         free = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
         self.first, self.second = [], []

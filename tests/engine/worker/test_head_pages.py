@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import examples
+from tests.policies.sampling import rope
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan, Segments
 from vllm_kvmerge.engine.schedule import RequestCompression
@@ -65,6 +66,7 @@ class Side:
         weights = torch.randn(LAYERS, HEADS, GROUP, 48, SIZE, generator=torch.Generator().manual_seed(3))
         self.compactor = Compactor(
             self.layers, SCALE, list(range(HEADS)), output_weights=lambda layer: weights[layer], group_size=GROUP,
+            rotation=rope(SIZE),
             max_bytes=1 << 28 if compression.config.decode == "bounded" else 1,  # all layers together, or each alone
         )  # fmt: skip
         order = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(seed)) + 1

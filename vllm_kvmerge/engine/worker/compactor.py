@@ -25,6 +25,7 @@ from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
 from vllm_kvmerge.policies.deadline import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
+from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.shares import fitted_budgets
 
 PLANES: tuple[Literal["keys", "values"], ...] = ("keys", "values")
@@ -153,7 +154,8 @@ class Compactor:
 
     layers: each layer's KV cache. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among the model's. all_heads: gathers ``[num_kv_heads, ...]`` from all tensor-parallel workers. output_weights:
-    returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` float32, or None if it is unknown. group_size:
+    returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` float32, or None if it is unknown. rotation:
+    the model's rotary position embedding, if it is known. group_size:
     query heads per KV head (G). hidden_size: of the model. max_bytes: working memory of a policy for a batch; larger
     batches are split, down to one layer of one request. max_seconds: time that a policy may take for a batch beyond
     ``SLACK`` times its estimate by ``rates``; None: no limit.
@@ -164,6 +166,7 @@ class Compactor:
     head_indices: list[int]
     all_heads: Callable[[Tensor], Tensor] = field(default=lambda tensor: tensor)
     output_weights: Callable[[int], Tensor | None] = field(default=lambda layer: None)
+    rotation: Rotation | None = None
     group_size: int = 1
     hidden_size: int = 0
     max_bytes: int = 256 << 20
@@ -428,6 +431,7 @@ class Compactor:
             scale=self.scale,
             queries=self._queries(seq_layers, batch) if batch.compactions[0].ring is not None else None,
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
+            rotation=self.rotation,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
             shares=shares,
         )

@@ -26,6 +26,7 @@ from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
 from vllm_kvmerge.engine.worker.reporting import EntryCounts, Reporter
+from vllm_kvmerge.engine.worker.rotary import find_rotation
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.ops import NO_UPDATE, HeadPages, ScoreMode, ScoreUpdate, implementation, override
 from vllm_kvmerge.ops.types import sent
@@ -128,6 +129,7 @@ class Compression:
             head_indices=heads.indices(num_kv_heads),
             all_heads=heads.gather,
             output_weights=OutputWeights(model, group.layer_names, num_kv_heads, self._query_shape),
+            rotation=find_rotation(model, group.layer_names),
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
             max_bytes=limits.max_bytes,

@@ -1,0 +1,138 @@
+"""Compactor's scores against dense float64 computations."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.policies.sampling import newest_queries, random_entries, rope
+from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.policies.allocators import Adaptive
+from vllm_kvmerge.policies.mergers import DropMerger
+from vllm_kvmerge.policies.selectors import Leverage
+from vllm_kvmerge.policies.selectors.leverage import RIDGE, gaussian, leverage_scores
+from vllm_kvmerge.policies.trackers import NoTracker
+
+HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 150
+SELECTOR = Leverage(num_sink_tokens=8, recent_window=4, attention_window=20, chunk_size=40, sketch_size=12)
+COUNTED = slice(8, TOKENS - 4)
+
+
+def scene(**fields: object) -> tuple[Entries, CompressionContext]:
+    """A prompt of ``TOKENS`` tokens, in any order; queries and keys are turned by RoPE already."""
+    entries = random_entries(4, HEADS, TOKENS, SIZE)
+    vectors = torch.randn(HEADS, GROUP, 30, SIZE, generator=torch.Generator().manual_seed(5)) / 2
+    known = {"queries": newest_queries(vectors, TOKENS), "rotation": rope(SIZE)} | fields
+    return entries, CompressionContext.of_layer(entries, 60, TOKENS, at_prompt_end=True, **known)
+
+
+def ordered(entries: Entries, plane: Tensor) -> Tensor:
+    """A plane of the entries, ``[H, n, ...]``, in order of position, in float64."""
+    return torch.stack([row[order] for row, order in zip(plane, entries.positions.argsort(1), strict=True)]).double()
+
+
+def dense_leverage(entries: Entries, head: int) -> Tensor:
+    keys = ordered(entries, entries.keys)[head].float()
+    rows = (
+        rope(SIZE).turned_back(keys, torch.arange(TOKENS))[COUNTED].double()
+        @ gaussian(SIZE, 12, torch.device("cpu")).double()
+    )
+    rows = rows - rows.mean(0)
+    return (rows @ torch.linalg.inv(rows.T @ rows + RIDGE * torch.eye(12)) @ rows.T).diagonal()
+
+
+def dense_attention(entries: Entries, context: CompressionContext, head: int) -> Tensor:
+    """Each chunk of 40 entries, one query after the other."""
+    keys, values = (ordered(entries, plane)[head, COUNTED] for plane in (entries.keys, entries.values))
+    votes = ordered(entries, entries.log_votes)[head, COUNTED]
+    newest, total = context.queries.newest(20), torch.zeros(len(keys), dtype=torch.float64)
+    for start in range(0, len(keys), 40):
+        chunk = slice(start, min(start + 40, len(keys)))
+        count = chunk.stop - start
+        for group in range(GROUP):
+            for place in range(20):
+                query = rope(SIZE).turned_back(newest.vectors[head, group, place], newest.positions[head, place])
+                query = rope(SIZE).turned(query, torch.tensor(8 + start + place * count // 20)).double()
+                total[chunk] += (keys[chunk] @ query + votes[chunk]).softmax(0) * count / (20 * GROUP)
+    total *= values.norm(dim=-1)
+    padded = torch.cat([torch.zeros(1), total, torch.zeros(1)])
+    return (padded[:-2] + padded[1:-1] + padded[2:]) / 3
+
+
+def z(scores: Tensor) -> Tensor:
+    return (scores - scores.mean()) / scores.std()
+
+
+@pytest.mark.parametrize("blending", [None, 0.0, 2.5])
+def test_scores_are_those_of_the_paper(blending):
+    entries, context = scene()
+    entries.log_votes[:, 30:40] = 1.0
+    selector = SELECTOR.model_copy(update={"blending": blending})
+    protected = selector.protected(entries, context)
+    found = ordered(entries, selector.ranking(entries, entries.scores, protected, context))
+    weight = 1 - 60 / TOKENS if blending is None else blending
+    expected = torch.zeros(HEADS, TOKENS, dtype=torch.float64)
+    for head in range(HEADS):
+        expected[head, COUNTED] = weight * z(dense_leverage(entries, head)) + z(dense_attention(entries, context, head))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    kept = ordered(entries, selector.select(entries, entries.scores, protected, context)).bool()
+    assert kept[:, :8].all() and kept[:, -4:].all()
+    best = expected[:, COUNTED].topk(60 - 12, dim=1).values[:, -1:]
+    assert torch.equal(kept[:, COUNTED], expected[:, COUNTED] >= best)
+
+
+def test_leverage_alone_where_there_are_no_queries():
+    entries, context = scene(queries=None)
+    selector = SELECTOR.model_copy(update={"blending": 1.0})
+    found = ordered(entries, selector.ranking(entries, entries.scores, selector.protected(entries, context), context))
+    for head in range(HEADS):
+        torch.testing.assert_close(found[head, COUNTED], z(dense_leverage(entries, head)), rtol=0, atol=1e-4)
+
+
+def test_leverage_of_few_or_equal_rows():
+    """Few rows share as much leverage as they have dimensions, equal rows have none, a row apart has most."""
+    counted = torch.ones(1, 6, dtype=torch.bool)
+    rows = 100 * torch.randn(1, 6, 12, generator=torch.Generator().manual_seed(6))
+    # Less their mean, six rows span five dimensions.
+    torch.testing.assert_close(leverage_scores(rows, counted).sum(1), torch.tensor([5.0]), rtol=0, atol=1e-3)
+    assert torch.equal(leverage_scores(torch.ones(1, 6, 12), counted), torch.zeros(1, 6))
+    rows = torch.ones(1, 40, 12)
+    rows[:, 7] += 3.0
+    scores = leverage_scores(rows, torch.ones(1, 40, dtype=torch.bool))
+    assert scores.argmax() == 7 and scores[0, 7] > 0.9 > 0.1 > scores[0, 8]
+
+
+def test_dead_and_protected_entries_count_nowhere():
+    entries, context = scene()
+    longer = random_entries(7, HEADS, TOKENS + 30, SIZE)
+    for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
+        getattr(longer, name)[:, 15 : 15 + TOKENS] = getattr(entries, name)
+    dead = torch.ones(HEADS, TOKENS + 30, dtype=torch.bool)
+    dead[:, 15 : 15 + TOKENS] = False
+    longer.kill(dead)
+    longer.keys[dead], longer.values[dead] = torch.nan, torch.nan
+    found = SELECTOR.mass(longer, context)[:, 15 : 15 + TOKENS]
+    torch.testing.assert_close(found, SELECTOR.mass(entries, context), rtol=1e-4, atol=0)
+    changed = entries.clone()
+    protected = SELECTOR.protected(entries, context)
+    changed.keys[protected] = 50.0
+    torch.testing.assert_close(SELECTOR.mass(changed, context), SELECTOR.mass(entries, context))
+
+
+def test_the_sketch_is_always_the_same():
+    sketch = gaussian(64, 48, torch.device("cpu"))
+    torch.randn(5)
+    gaussian.cache_clear()
+    assert torch.equal(gaussian(64, 48, torch.device("cpu")), sketch)
+    torch.testing.assert_close(sketch.square().mean() * 48, torch.tensor(1.0), rtol=0, atol=0.06)
+
+
+def test_heads_compete_by_what_stands_out():
+    """A head in which a few entries stand out needs fewer than one in which all are alike."""
+    entries, context = scene(queries=None)
+    entries.keys[0] = rope(SIZE).turned(torch.randn(TOKENS, SIZE) / 100, entries.positions[0])
+    entries.keys[0, :10] *= 1000.0
+    policy = CompressionPolicy(tracker=NoTracker(), selector=SELECTOR, merger=DropMerger(), allocator=Adaptive())
+    few, many = policy.head_budgets(entries, replace(context, capacity=TOKENS))
+    assert few < many and few + many == 2 * 60

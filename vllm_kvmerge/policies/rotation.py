@@ -1,0 +1,64 @@
+"""A model's rotary position embedding (RoPE), undone and redone."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The turns that a model gives to queries and keys: r of a head's d numbers, in pairs, by angles that are
+    proportional to the position.
+
+    table: ``[positions, r]`` floating point, as the model applies it, rounding included: cosines of each position's r/2
+    angles, then their sines, both times the model's attention factor (YaRN). is_neox: numbers i and i + r/2 are a pair;
+    otherwise 2i and 2i + 1 are. The last d - r numbers stay as they are.
+
+    Methods take ``vectors``, ``[..., d]`` floating point, and positions that broadcast to ``[...]``, int64. Positions
+    outside the table count as its nearest.
+    """
+
+    table: Tensor
+    is_neox: bool = True
+
+    def turned(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        """Vectors as the model turns them at these positions."""
+        return self._apply(vectors, *self._at(positions, vectors.dtype))
+
+    def turned_back(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        """The vectors that ``turned`` makes into these: without RoPE, and without the attention factor."""
+        cos, sin = self._at(positions, vectors.dtype)
+        size = cos.square() + sin.square()  # 1, but for rounding and the attention factor
+        return self._apply(vectors, cos / size, -sin / size)
+
+    def turned_ahead(self, vectors: Tensor, starts: Tensor, count: int) -> Tensor:
+        """The mean of vectors turned at ``count`` positions from each start on.
+
+        A turn by s and one by t are a turn by s + t, so the mean turn of the first ``count`` positions serves all
+        starts. Where the table is shorter, the mean is over as many positions as it has.
+        """
+        first = self.table[:count].to(vectors.dtype)
+        mean_cos, mean_sin = (first.mean(0) / first[0, : self._num_pairs].repeat(2)).chunk(2)
+        cos, sin = self._at(starts, vectors.dtype)
+        return self._apply(vectors, cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin)
+
+    @property
+    def _num_pairs(self) -> int:
+        return self.table.shape[1] // 2
+
+    def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, ``[..., r/2]`` each."""
+        rows = self.table[positions.clamp(0, len(self.table) - 1)].to(dtype)
+        return rows[..., : self._num_pairs], rows[..., self._num_pairs :]
+
+    def _apply(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        size = 2 * self._num_pairs
+        pairs = (
+            (slice(0, size // 2), slice(size // 2, size)) if self.is_neox else (slice(0, size, 2), slice(1, size, 2))
+        )
+        one, other = (vectors[..., pair] for pair in pairs)
+        turned = vectors.clone()
+        turned[..., pairs[0]] = one * cos - other * sin
+        turned[..., pairs[1]] = other * cos + one * sin
+        return turned
