@@ -417,6 +417,7 @@ class Compactor:
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
             shares=shares,
+            end=batch.plan.num_tokens if batch.plan.is_refresh else None,
         )
 
     def _shares_of(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> list[int]:
