@@ -274,20 +274,26 @@ class CompressionPolicy(BaseModel):
             return update if context.shares is not None else update.in_place(entries, num_places)
         num_protected = count_below(self.protect, context.num_covered)
         if not num_protected:
+            context = self._with_slots(context)
             update = self._compress_unprotected(entries, context)
             return update if by_row or context.num_kept == num_places else update.in_place(entries, num_places)
         is_protected = within(self.protect, entries.positions)
-        others = self._compress_unprotected(entries.without(is_protected), context.beside(num_protected))
+        others = self._compress_unprotected(
+            entries.without(is_protected), self._with_slots(context.beside(num_protected))
+        )
         # A dead entry that is kept for want of others may be one that is only hidden.
         others = others.without(~others.is_live)
         update = CacheUpdate.of(entries, padded_nonzero(is_protected, num_protected)).followed_by(others)
         return update if by_row else update.in_place(entries, num_places)
 
+    def _with_slots(self, context: CompressionContext) -> CompressionContext:
+        """The same with the merger's part of the budget."""
+        num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
+        return replace(context, num_slots=num_slots)
+
     def _compress_unprotected(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
         """``context.budget`` places for each of these rows, filled as far as ``context.counts`` says."""
         by_row = context.row_counts is not None
-        num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
-        context = replace(context, num_slots=num_slots)
         candidates, importance, protected = self._rank(entries, context)
         with blamed_on(self.merger):
             earlier = self.merger.before_selection(entries, importance, protected, context)
