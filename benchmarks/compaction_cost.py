@@ -71,7 +71,7 @@ class Scene:
         config = parse_compression(self.text)
         assert config is not None
         self.policy, self.bounded = config.policy, config.decode == "bounded"
-        capacity = self.policy.allocator.capacity(budget)
+        capacity = self.policy.capacity(budget)
         self.capacity = num_entries if capacity is None else min(capacity, num_entries)
         self.num_second = self.capacity + interval
         num_tokens = num_entries + interval

@@ -167,7 +167,7 @@ def test_extremes_of_every_number_are_refused_or_answered(engine: Engine) -> Non
             extra = {"kv_compression": json.dumps(request)}
             try:
                 config = parse_compression(extra["kv_compression"])
-                config.check_context(LENGTH)
+                config.check_prompt(LENGTH)
             except CompressionError as error:
                 assert error.status == 400 and len(str(error)) < 2000
                 refused += 1

@@ -327,6 +327,8 @@ def test_engine_args_check_the_default() -> None:
         ValueError, match=r"kv_compression\.context_tokens: 9 cannot be a default.* allowed: in a request"
     ):
         kvmerge_engine_args({"policy": "snapkv", "context_tokens": 9})
+    with pytest.raises(ValueError, match=r"kv_compression\.protect: cannot be a default.* allowed: in a request"):
+        kvmerge_engine_args({"policy": "snapkv", "protect": {"messages": ["system"]}})
 
 
 def test_class_names_resolve() -> None:

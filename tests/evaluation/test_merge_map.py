@@ -25,6 +25,7 @@ REQUESTS = [{"policy": name} for name in MEANS + OTHERS] + [
     {"policy": "cam", "merge_prompt": True},
     {"policy": "grkv", "components": "v"},
     {"policy": "criticalkv", "merger": "regression", "window_size": 8},
+    {"policy": "snapkv", "merger": "attention_matching"},
     {"policy": "adakv", "merger": "kvmerger", "merge_threshold": -1.0, "window_size": 8},
 ]
 
@@ -92,16 +93,16 @@ def test_weights_reproduce_merged_values(request_, num_dead, at_prompt_end):
     assert not weights[~entries.is_live.unsqueeze(1).expand_as(weights)].any()
 
 
-@pytest.mark.parametrize("name", [*MEANS, "grkv"])
+@pytest.mark.parametrize("name", [*MEANS, "grkv", "attention_matching"])
 def test_rows_sum_to_one(name):
-    """Those of the regression as well, since its A and the full cache's have rows of sum 1; but some are negative."""
-    policy = policy_of({"policy": name})
+    """Those of least squares as well, since its A and the full cache's have rows of sum 1; but some are negative."""
+    policy = policy_of({"policy": "snapkv", "merger": name} if name == "attention_matching" else {"policy": name})
     entries, context = sample(policy)
     _, mixtures = compress(policy, entries, context)
     rows = torch.cat([mixture.weights[mixture.changed >= 0] for mixture in mixtures])
     assert (rows != 0).sum() > len(rows) > 0
     torch.testing.assert_close(rows.sum(1), torch.ones(len(rows)), rtol=1e-4, atol=1e-4)
-    assert (rows.min() >= 0) == (name != "grkv")
+    assert (rows.min() >= 0) == (name in MEANS)
 
 
 def test_values_that_cam_adds_make_sums_larger():

@@ -70,6 +70,8 @@ def test_parts_hold_no_more_than_they_state(kind, name, sizes, num_entries, budg
         {"policy": "grkv", "regression_window": 200},
         {"policy": "grkv", "regression_window": 100, "steps": 3, "components": "v"},
         {"policy": "grkv", "allocator": "adaptive"},
+        {"policy": "h2o", "merger": "attention_matching", "matching_window": 200},
+        {"policy": "adakv", "merger": "attention_matching", "matching_window": 4},
         {"policy": "morphkv", "recent_window": 100, "kernel_size": 5},
         {"policy": "morphkv", "allocator": "adaptive"},
         {"policy": "morphkv", "recent_window": 100, "softmax_over": "distant", "group_fusion": "max"},

@@ -7,7 +7,8 @@ from tests.policies.sampling import newest_queries, random_entries, rope
 from vllm_kvmerge.policies import CompressionContext, Entries, Queries
 from vllm_kvmerge.policies import entries as entries_module
 from vllm_kvmerge.policies.mergers import residual
-from vllm_kvmerge.policies.mergers.regression import OutputDerivative, _Fit, attention
+from vllm_kvmerge.policies.mergers.least_squares import attention
+from vllm_kvmerge.policies.mergers.regression import OutputDerivative, _Fit
 from vllm_kvmerge.policies.mergers.residual import _join
 from vllm_kvmerge.policies.selectors import Critical, ExpectedAttention, KeyDiff, KeyNorm
 

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, newest_queries, random_entries
+from tests.policies.sampling import SEEDS, assert_same, assert_sound, newest_queries
+from tests.policies.window import WINDOW, output, problem, window_loss
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import DropMerger, RegressionMerger
-from vllm_kvmerge.policies.mergers.regression import OutputDerivative, attention, conjugate_gradients
+from vllm_kvmerge.policies.mergers.least_squares import attention
+from vllm_kvmerge.policies.mergers.regression import OutputDerivative, conjugate_gradients
 from vllm_kvmerge.policies.selectors import HeavyHitter, RecentQueries, SinkRecent, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, MeanTracker, NoTracker, SumTracker
 
-WINDOW = 4
 SELECTOR = WindowTopK(window_size=WINDOW, kernel_size=3)
 
 
@@ -28,42 +29,6 @@ def policy(selector=SELECTOR, tracker=SumTracker(), **fields) -> CompressionPoli
 
 def evicting(selector=SELECTOR, tracker=SumTracker()) -> CompressionPolicy:  # noqa: B008
     return CompressionPolicy(tracker=tracker, selector=selector, merger=DropMerger())
-
-
-def problem(
-    seed: int, num_heads: int = 2, num_groups: int = 2, n: int = 40, budget: int = 16, num_dead: int = 0, **options
-) -> tuple[Entries, CompressionContext]:
-    """Random entries with votes, and the queries of the newest tokens."""
-    dtype = options.pop("dtype", torch.float32)
-    entries = random_entries(seed, num_heads, n, num_dead=num_dead, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    votes = 0.3 * torch.randn(num_heads, n, generator=generator, dtype=dtype)
-    entries.log_votes = torch.where(entries.is_live, votes, entries.log_votes)
-    queries = options.pop("size", 1.0) * torch.randn(num_heads, num_groups, WINDOW, 8, generator=generator, dtype=dtype)
-    context = CompressionContext.of_layer(
-        entries,
-        budget,
-        n,
-        at_prompt_end=True,
-        scale=8**-0.5,
-        queries=newest_queries(queries, n),
-    )
-    return entries, context
-
-
-def output(entries: Entries, context: CompressionContext) -> Tensor:
-    """``[H, r, d]`` float64: attention output of the queries over live entries up to their positions."""
-    keys, values = (t.double().masked_fill(~entries.is_live.unsqueeze(-1), 0.0) for t in (entries.keys, entries.values))
-    logits = torch.einsum("hgwd,hnd->hgwn", context.queries.vectors.double(), keys) * context.scale
-    seen = entries.is_live[:, None] & (entries.positions[:, None] <= context.queries.positions[..., None])
-    logits = torch.where(seen[:, None], logits + entries.log_votes[:, None, None].double(), -torch.inf)
-    weights = torch.where(seen.any(-1)[:, None, :, None], logits.softmax(-1), 0.0)
-    return torch.einsum("hgwn,hnd->hgwd", weights, values).flatten(1, 2)
-
-
-def window_loss(full: Entries, compressed: Entries, context: CompressionContext) -> Tensor:
-    """``[H]``: GRKV eq. 4."""
-    return (output(full, context) - output(compressed, context)).square().sum((1, 2))
 
 
 def fixed_entries(kept: Entries, full: Entries, context: CompressionContext, share: float, num_sinks: int) -> Tensor:

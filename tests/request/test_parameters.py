@@ -227,6 +227,24 @@ def test_json_text_is_parsed():
         (7, "", "wrong_type", ["object", "int"]),
         ('{"policy":', "", "wrong_type", ["JSON"]),
         ({"policy": "h2o", "budget": object()}, "", "wrong_type", ["JSON"]),
+        ({"policy": "local", "protect": {"tokens": [[3, 3]]}}, "protect.tokens", "invalid_value", ["after its start"]),
+        (
+            {"policy": "local", "protect": {"tokens": [[-1, 3]]}},
+            "protect.tokens",
+            "invalid_value",
+            ["equal to 0", "-1"],
+        ),
+        ({"policy": "local", "protect": {"tokens": [[0, 1.5]]}}, "protect.tokens", "wrong_type", ["integer", "1.5"]),
+        ({"policy": "local", "protect": {"tokens": [[0, 1]] * 65}}, "protect.tokens", "invalid_value", ["64"]),
+        ({"policy": "local", "protect": {"messages": [1.5]}}, "protect.messages", "wrong_type", ["1.5", "string"]),
+        ({"policy": "local", "protect": {"roles": []}}, "protect.roles", "unknown_field", ["tokens, messages"]),
+        ({"policy": "local", "protect": [[0, 4]]}, "protect", "wrong_type", ["[[0, 4]]"]),
+        (
+            {"policy": "snapkv", "budget": 64, "protect": {"tokens": [[0, 32]]}},
+            "protect",
+            "protects_too_much",
+            ["32 tokens are protected", "needs 33 entries", "budget is 64", "up to 31 tokens", "at least 65"],
+        ),
     ],
 )
 def test_refusals_name_field_value_and_what_is_allowed(value, param, reason, said):
@@ -252,13 +270,32 @@ def test_a_context_is_part_of_the_prompt():
     config = parse_compression({"policy": "h2o", "budget": 0.2, "context_tokens": 1000})
     assert [config.resolve_context(n) for n in (1000, 1500)] == [1000, 1000]
     for length in (1000, 1500):
-        config.check_context(length)
+        config.check_prompt(length)
     with pytest.raises(CompressionError, match="1000 tokens are more than the prompt has; allowed: 1 to 999") as caught:
-        config.check_context(999)
+        config.check_prompt(999)
     assert (caught.value.param, caught.value.reason) == ("kv_compression.context_tokens", "context_too_long")
     everything = parse_compression({"policy": "h2o"})
-    everything.check_context(1)
+    everything.check_prompt(1)
     assert (everything.context_tokens, everything.resolve_context(77)) == (None, 77)
+
+
+def test_protected_tokens_count_in_the_budget():
+    config = parse_compression({"policy": "h2o", "budget": 0.2, "protect": {"tokens": [[10, 30], [25, 40], [0, 4]]}})
+    assert config.policy.protect == ((0, 4), (10, 40))
+    assert (config.policy.num_protected, config.policy.min_unprotected, config.policy.min_budget) == (34, 6, 40)
+    config.check_prompt(200)
+    said = "34 tokens are protected, beside which the policy needs 6 entries, but the budget is 39; allowed: up to 33"
+    with pytest.raises(CompressionError, match=said) as caught:
+        config.check_prompt(195)
+    assert (caught.value.param, caught.value.reason) == ("kv_compression.protect", "protects_too_much")
+    with pytest.raises(CompressionError, match="a range ends at 40, after the prompt; allowed: up to 39") as caught:
+        config.check_prompt(39)
+    assert (caught.value.param, caught.value.reason) == ("kv_compression.protect.tokens", "range_too_long")
+    unlocated = parse_compression({"policy": "h2o", "protect": {"messages": ["system"]}})
+    with pytest.raises(CompressionError, match="/v1/chat/completions alone; allowed: tokens") as caught:
+        unlocated.check_prompt(1000)
+    assert (caught.value.param, caught.value.reason) == ("kv_compression.protect.messages", "unknown_messages")
+    assert parse_compression({"policy": "h2o", "protect": {}}).policy.protect == ()
 
 
 def test_the_capacity_is_the_allocators(monkeypatch):
@@ -272,6 +309,9 @@ def test_the_capacity_is_the_allocators(monkeypatch):
     monkeypatch.setitem(ALLOCATORS, "doubling", Doubling)
     config = parse_compression({"policy": "h2o", "budget": 0.2, "allocator": "doubling"})
     assert (config.resolve_budget(1001), config.resolve_capacity(1001)) == (201, 402)
+    # Protected tokens have a place in every head, whatever its share of the rest.
+    fields = {"policy": "h2o", "budget": 0.2, "allocator": "doubling", "protect": {"tokens": [[0, 50]]}}
+    assert parse_compression(fields).resolve_capacity(1001) == 352
 
 
 def test_a_parameter_that_only_its_part_can_judge(monkeypatch):
@@ -320,12 +360,14 @@ def test_request_schema_accepts_what_the_parser_accepts():
     mapping = schema["discriminator"]["mapping"]
     assert schema["discriminator"]["propertyName"] == "policy"
     assert set(mapping) == {FULL, *PRESETS}
-    assert {ref.rpartition("/")[2] for ref in mapping.values()} | {"Refresh"} == set(schema["$defs"])
+    assert {ref.rpartition("/")[2] for ref in mapping.values()} | {"Protect", "Refresh"} == set(schema["$defs"])
     for name in mapping:
         assert validator.is_valid({"policy": name})
     assert validator.is_valid({"policy": "keepkv", "budget": 64, "score_window": "all", "zip_mode": "votes"})
     assert validator.is_valid({"policy": "snapkv", "merger": "zip", "zip_mode": "votes", "ema_decay": 0.5})
+    assert validator.is_valid({"policy": "h2o", "protect": {"tokens": [[0, 8]], "messages": ["system", 3]}})
     for wrong in (
+        {"policy": "h2o", "protect": {"tokens": [[0, 8, 9]]}},
         {"policy": "h3o"},
         {"policy": "full", "merger": "zip"},
         {"policy": "h2o", "merger": "zap"},

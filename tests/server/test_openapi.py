@@ -63,7 +63,7 @@ def test_generation_bodies_have_the_field(app: FastAPI) -> None:
         assert "$defs" not in field
         assert set(field["discriminator"]["mapping"]) == {"full", *PRESETS}
         named = {ref.rsplit("/", 1)[1] for ref in references(field)}
-        assert named | {"Refresh"} == set(request_schema()["$defs"])
+        assert named | {"Protect", "Refresh"} == set(request_schema()["$defs"])
     assert "kv_compression" not in models["EmbeddingRequest"]["properties"]
 
 

@@ -196,6 +196,72 @@ def test_a_document_is_compressed_before_its_question_is_read(server):
     assert text == answer["choices"][0]["text"]
 
 
+CHAT = [
+    {"role": "system", "content": "remember gofu 1234."},
+    {"role": "user", "content": " ".join(f"remember fiso {1000 + i}." for i in range(150))},
+    {"role": "assistant", "content": "remember bado 5678."},
+    {"role": "user", "content": " ".join(f"remember fiso {2000 + i}." for i in range(150)) + " recall gofu"},
+]
+
+
+def chat(server, protect=None, **body):
+    field = {"policy": "streaming_llm", "budget": 64} | ({"protect": protect} if protect is not None else {})
+    more = {"max_tokens": 6, "temperature": 0, "kv_compression": field, "vllm_xargs": {"kvmerge_usage": 1}}
+    return server.post("/v1/chat/completions", {"model": "demo", "messages": CHAT} | more | body)
+
+
+def test_messages_of_a_chat_are_protected(server):
+    """The report has the tokens that ``/tokenize`` counts; what a protected message says is known afterwards."""
+    counts = []
+    for count in (1, 2, 3):
+        body = {"model": "demo", "messages": CHAT[:count], "add_generation_prompt": False}
+        counts.append(server.post("/tokenize", body).json()["count"])
+    located = {
+        ("system",): [[0, counts[0]]],
+        (2, "system"): [[0, counts[0]], [counts[1], counts[2]]],
+        (0, 2, "assistant"): [[0, counts[0]], [counts[1], counts[2]]],
+    }
+    for messages, tokens in located.items():
+        answer = chat(server, {"messages": messages}).json()
+        report = answer["kv_transfer_params"]["kvmerge"]
+        assert report["kv_compression"]["protect"] == {"tokens": tokens, "messages": []}
+        assert report["mean_entries"] < 64 + 32
+        assert answer["choices"][0]["message"]["content"].split()[:4] == ["1", "2", "3", "4"]
+    assert chat(server).json()["choices"][0]["message"]["content"].split()[:4] != ["1", "2", "3", "4"]
+    both = chat(server, {"messages": ["system"], "tokens": [[2, counts[0] + 3]]}).json()
+    protect = both["kv_transfer_params"]["kvmerge"]["kv_compression"]["protect"]
+    assert protect["tokens"] == [[0, counts[0] + 3]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("protect", "param", "said"),
+    [
+        ({"messages": ["tool"]}, "protect.messages", "no message 'tool'; allowed: assistant, system, user, or an"),
+        ({"messages": [4]}, "protect.messages", "no message '4'"),
+        ({"messages": ["user"]}, "protect", "tokens are protected, beside which the policy needs 5 entries, but the "
+         "budget is 64; allowed: up to 59 tokens, or a budget of at least "),
+        ({"tokens": [[0, 60]]}, "protect", "60 tokens are protected, beside which the policy needs 5 entries"),
+        ({"tokens": [[9000, 9010]]}, "protect.tokens", "a range ends at 9010, after the prompt; allowed: up to "),
+        ({"tokens": [[5, 5]]}, "protect.tokens", "must end after its start"),
+        ({"token": [[0, 5]]}, "protect.token", "allowed: tokens, messages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_protected_is_refused(server, protect, param, said, stream):
+    response = chat(server, protect, stream=stream)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == f"kv_compression.{param}" and said in error["message"]
+
+
+def test_messages_are_located_in_chats_alone(server):
+    field = {"policy": "local", "budget": 64, "protect": {"messages": ["user"]}}
+    for path, content in (("/v1/completions", {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+        response = server.post(path, {"model": "demo", "kv_compression": field} | content)
+        assert response.status_code == 400
+        assert "requests to /v1/chat/completions alone; allowed: tokens" in response.json()["error"]["message"]
+
+
 def test_the_client_raises_bad_request(server):
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     with pytest.raises(openai.BadRequestError, match="allowed: "):

@@ -202,6 +202,9 @@ def _with_default(
     if config is not None and config.context_tokens is not None:
         message = f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.context_tokens", message, "not_a_default")
+    if config is not None and config.protect is not None:
+        message = "cannot be a default, because prompts differ; allowed: in a request"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.protect", message, "not_a_default")
     if config is not None and config.refresh is not None and ours.get("external_cache_bytes") == 0:
         message = "cannot be a default, because external_cache_bytes is 0; allowed: more"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.refresh", message, "not_a_default")

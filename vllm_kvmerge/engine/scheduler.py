@@ -119,7 +119,7 @@ class CompressionSchedulerMixin(Scheduler):
         if config is None:
             return None
         # A server's front end has checked this; offline there is none.
-        config.check_context(request.num_prompt_tokens)
+        config.check_prompt(request.num_prompt_tokens)
         self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
         if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
             return None  # plain attention is exact and cheaper

@@ -38,6 +38,10 @@ class Verdict:
 VERDICT: ContextVar[Verdict | None] = ContextVar("kvmerge_verdict", default=None)
 """The verdict on the HTTP request being served; None outside of a request, and where nothing waits for it."""
 
+PREFIX: ContextVar[list[int] | None] = ContextVar("kvmerge_prefix", default=None)
+"""Tokens that the prompt of the HTTP request being served must begin with, for its protected messages to be where they
+were located; None where none were."""
+
 
 _limits: Limits | None = None
 """Limits of a server's requests."""
@@ -108,7 +112,15 @@ def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | Pool
     token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
     num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     try:
-        config.check_context(num_tokens)
+        prefix = PREFIX.get()
+        if prefix is not None and (token_ids is None or list(token_ids[: len(prefix)]) != prefix):
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.protect.messages",
+                "the prompt does not begin as its messages do when they are rendered alone, so that they cannot be "
+                "located; allowed: tokens",
+                "unknown_messages",
+            )
+        config.check_prompt(num_tokens)
         if _limits is not None:
             try:
                 _limits.check(config, num_tokens, params.max_tokens)

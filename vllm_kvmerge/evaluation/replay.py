@@ -70,7 +70,7 @@ class TracedSequence:
     def compress(self, config: CompressionConfig, budget: int, is_refresh: bool = False) -> None:
         """Compresses the cache to ``budget`` entries, in the blocks where it lies; a refresh starts from all tokens."""
         covered = self.num_tokens if config.decode == "bounded" or self.front == 0 else self.tail
-        capacity = config.policy.allocator.capacity(budget)
+        capacity = config.policy.capacity(budget)
         num_entries = covered if is_refresh else self.front + covered - self.tail
         new_front = num_entries if capacity is None else min(num_entries, capacity)
         plan = CompressionPlan(

@@ -15,7 +15,8 @@ from vllm_kvmerge.policies.checks import check_count, check_tensor, check_update
 from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.errors import blamed_on
-from vllm_kvmerge.policies.indexing import in_place
+from vllm_kvmerge.policies.indexing import in_place, padded_nonzero
+from vllm_kvmerge.policies.protection import TokenRanges, count_below, within
 from vllm_kvmerge.policies.trackers import attention_mass
 from vllm_kvmerge.policies.update import CacheUpdate, CompressionResult
 
@@ -24,7 +25,12 @@ CALLS = 40_000
 
 
 class CompressionPolicy(BaseModel):
-    """Four parts that work together. Raises ValueError (pydantic's) for parts that do not fit."""
+    """Four parts that work together. Raises ValueError (pydantic's) for parts that do not fit.
+
+    protect: tokens of the prompt whose entries stay as they are. They are set aside before any part sees the entries,
+    and put back afterwards: the parts have the others, and what the protected ones leave of the budget. So they stay
+    bit for bit whatever the parts do, those of other packages included.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -32,6 +38,7 @@ class CompressionPolicy(BaseModel):
     selector: Selector
     merger: Merger
     allocator: Allocator = Uniform()
+    protect: TokenRanges = ()
 
     @model_validator(mode="after")
     def _check_parts_fit(self) -> Self:
@@ -59,9 +66,24 @@ class CompressionPolicy(BaseModel):
 
     @property
     def min_budget(self) -> int:
-        """Smallest budget: the selector's, and one entry more for a merger that keeps slots of its own."""
+        """Smallest budget: that of the parts, and all protected tokens."""
+        return self.min_unprotected + self.num_protected
+
+    @property
+    def min_unprotected(self) -> int:
+        """Smallest budget of the parts: the selector's, and one entry more for a merger that keeps slots of its own."""
         fewest = self.selector.min_budget
         return fewest + min(1, self.merger.num_slots(fewest))
+
+    @property
+    def num_protected(self) -> int:
+        """Number of protected tokens."""
+        return sum(end - start for start, end in self.protect)
+
+    def capacity(self, budget: int) -> int | None:
+        """Entries per head that the cache must hold for any data; None: all."""
+        capacity = self.allocator.capacity(budget - self.num_protected)
+        return None if capacity is None else capacity + self.num_protected
 
     @property
     def needs_scores(self) -> bool:
@@ -132,7 +154,7 @@ class CompressionPolicy(BaseModel):
         """
         n, d, group = shape.num_entries, shape.head_size, shape.group_size
         with blamed_on(self.allocator):
-            capacity = self.allocator.capacity(shape.budget)
+            capacity = self.capacity(shape.budget)
         largest = n if capacity is None else min(capacity, n)
         budgets = {shape.budget}
         if largest > shape.budget:
@@ -140,7 +162,8 @@ class CompressionPolicy(BaseModel):
             budgets |= {min(n, self.min_budget), largest}
         parts = Cost()
         for budget in budgets:
-            local = replace(shape, budget=budget)
+            # Protected entries are among those that the parts are given, as dead ones.
+            local = replace(shape, budget=max(1, budget - self.num_protected))
             parts = parts.largest(sum((self.part_cost(part, local) for part in self.parts), Cost()))
         if self.selector.has_mass:
             # Ranked once more for each question that the allocator is asked.
@@ -153,6 +176,8 @@ class CompressionPolicy(BaseModel):
             numbers=8 * n + 14 * largest + 3 * num_queries * group * d + weights,
             touches=60 * n + 60 * largest + 8 * num_queries * group * d + weights + CALLS,
         )
+        if self.protect:  # what is hidden from the parts, and the places of both
+            own += Cost(8 * n + 16 * largest, 0, 20 * n + 30 * largest)
         if largest > shape.budget:
             # Heads with different budgets go one after the other; rows are read for all and taken for some. Keys are
             # multiplied where they lie only for all heads together.
@@ -186,7 +211,7 @@ class CompressionPolicy(BaseModel):
             return CompressionResult.of(entries, CacheUpdate.unchanged(entries))
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
-        context = replace(context, min_budget=self.min_budget, tracker_mode=self.tracker.mode)
+        context = replace(context, min_budget=self.min_unprotected, tracker_mode=self.tracker.mode)
         if context.shares is not None and self.takes_shares:
             counts = torch.tensor(context.shares)
             together = replace(context, budget=int(counts.max()), row_counts=sent(counts, entries.positions.device))
@@ -213,14 +238,23 @@ class CompressionPolicy(BaseModel):
         Raises:
             PartError: the tracker, the selector or the allocator failed.
         """
-        context = replace(context, min_budget=self.min_budget, tracker_mode=self.tracker.mode)
+        num_protected = self.num_protected
+        others = replace(
+            context,
+            budget=context.budget - num_protected,
+            min_budget=self.min_unprotected,
+            tracker_mode=self.tracker.mode,
+        )
         reads_mass = self.allocator.reads_attention
-        importance = self._mass(entries, context) if reads_mass else torch.zeros_like(entries.scores)
+        importance = self._mass(entries, others) if reads_mass else torch.zeros_like(entries.scores)
+        if num_protected:
+            is_protected = within(self.protect, entries.positions)
+            entries, importance = entries.without(is_protected), importance.masked_fill(is_protected, 0.0)
         with blamed_on(self.allocator):
-            budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, context)]
+            budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, others)]
             if len(budgets) != entries.num_rows:
                 raise ValueError(f"head_budgets must be {entries.num_rows} numbers, got {len(budgets)}")
-        return [min(max(budget, context.min_budget), context.capacity) for budget in budgets]
+        return [min(max(budget + num_protected, self.min_budget), context.capacity) for budget in budgets]
 
     def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the
@@ -243,12 +277,13 @@ class CompressionPolicy(BaseModel):
             PartError: the allocator failed.
         """
         with blamed_on(self.allocator):
-            budgets = self.allocator.layer_budgets(budget, num_entries, num_layers, self.min_budget)
+            others = budget - self.num_protected, num_entries - self.num_protected
+            budgets = self.allocator.layer_budgets(*others, num_layers, self.min_unprotected)
             if budgets is None:
                 return None
             if len(budgets) != num_layers:
                 raise ValueError(f"layer_budgets must be {num_layers} numbers, got {len(budgets)}")
-            return [min(max(int(one), self.min_budget), num_entries) for one in budgets]
+            return [min(max(int(one) + self.num_protected, self.min_budget), num_entries) for one in budgets]
 
     def _compress_rows(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
         """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
@@ -258,8 +293,27 @@ class CompressionPolicy(BaseModel):
         if context.budget >= len(entries) and not by_row:
             update = CacheUpdate.unchanged(entries)
             return update if context.shares is not None else update.in_place(entries, num_places)
+        num_protected = count_below(self.protect, context.num_covered)
+        if not num_protected:
+            context = self._with_slots(context)
+            update = self._compress_unprotected(entries, context)
+            return update if by_row or context.num_kept == num_places else update.in_place(entries, num_places)
+        is_protected = within(self.protect, entries.positions)
+        others = self._compress_unprotected(
+            entries.without(is_protected), self._with_slots(context.beside(num_protected))
+        )
+        # A dead entry that is kept for want of others may be one that is only hidden.
+        others = others.without(~others.is_live)
+        update = CacheUpdate.of(entries, padded_nonzero(is_protected, num_protected)).followed_by(others)
+        return update if by_row else update.in_place(entries, num_places)
+
+    def _with_slots(self, context: CompressionContext) -> CompressionContext:
+        """The same with the merger's part of the budget."""
         num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
-        context = replace(context, num_slots=num_slots)
+        return replace(context, num_slots=num_slots)
+
+    def _compress_unprotected(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
+        """``context.budget`` places for each of these rows, filled as far as ``context.counts`` says."""
         candidates, importance, protected = self._rank(entries, context)
         with blamed_on(self.merger):
             earlier = self.merger.before_selection(entries, importance, protected, context)
@@ -276,8 +330,7 @@ class CompressionPolicy(BaseModel):
                 check_update(update, context.budget, entries.scores)
         if earlier is not None:
             update = update.after(earlier, remaining)
-        # Otherwise it is in place already.
-        return update.in_place(entries, num_places) if not by_row and context.num_kept != num_places else update
+        return update
 
     def _select(
         self, candidates: Entries, importance: Tensor, protected: Tensor, context: CompressionContext

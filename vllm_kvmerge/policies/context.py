@@ -96,6 +96,7 @@ class CompressionContext:
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
     shares: each row's budget, if the allocator has been asked before; the entries then lie in as many first places.
+    end: tokens that the entries stand for, where they are not all: a refresh may leave the newest as they are.
     """
 
     budget: int
@@ -113,6 +114,7 @@ class CompressionContext:
     rotation: Rotation | None = None
     layer_statistics: Tensor | None = None
     shares: list[int] | None = None
+    end: int | None = None
 
     @classmethod
     def of_layer(
@@ -132,6 +134,11 @@ class CompressionContext:
         return self.rotation
 
     @property
+    def num_covered(self) -> int:
+        """Tokens that the entries stand for."""
+        return self.num_tokens if self.end is None else self.end
+
+    @property
     def num_kept(self) -> int:
         """Entries that the selector keeps."""
         return self.budget - self.num_slots
@@ -140,6 +147,11 @@ class CompressionContext:
     def counts(self) -> int | Tensor:
         """The same for a selector that ``takes_shares``: of all rows, or of each (``[H]`` int64)."""
         return self.num_kept if self.row_counts is None else self.row_counts
+
+    def beside(self, num_entries: int) -> "CompressionContext":
+        """The context of the other entries where so many of each row stay as they are."""
+        counts = None if self.row_counts is None else self.row_counts - num_entries
+        return replace(self, budget=self.budget - num_entries, row_counts=counts)
 
     def of_rows(self, rows: list[int]) -> "CompressionContext":
         """The context of some of the rows, once budgets are assigned."""

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, WithJsonSchema
 
 from vllm_kvmerge.policies.base import MAX_QUERIES, MAX_TOKENS
+from vllm_kvmerge.policies.protection import TokenRanges, disjoint
 
 DecodeMode = Literal["bounded", "grow"]
 
@@ -71,6 +72,38 @@ class Refresh(BaseModel):
     )
 
 
+def _check_range(tokens: tuple[int, int]) -> tuple[int, int]:
+    if tokens[0] < tokens[1]:
+        return tokens
+    raise ValueError("a range must end after its start")
+
+
+Position = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)]
+
+MAX_RANGES = 64
+"""Most ranges, and most messages, that a request may protect."""
+
+
+class Protect(BaseModel):
+    """Tokens of the prompt whose entries are neither evicted nor merged.
+
+    messages: of a chat, each by its role or its index. A server puts the ranges of their tokens in their place.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: tuple[Annotated[tuple[Position, Position], AfterValidator(_check_range)], ...] = Field(
+        (), max_length=MAX_RANGES, description="Ranges [start, end) of the prompt's tokens."
+    )
+    messages: tuple[Annotated[StrictInt, Field(ge=0)] | StrictStr, ...] = Field(
+        (), max_length=MAX_RANGES, description="Messages of a chat request, each by its role or its index from 0."
+    )
+
+    @property
+    def ranges(self) -> TokenRanges:
+        return disjoint(self.tokens)
+
+
 class CommonFields(BaseModel):
     """The size and the times of a request's compressions."""
 
@@ -94,4 +127,9 @@ class CommonFields(BaseModel):
         None,
         description="Keep the complete cache outside the pool, and compress it anew for the newest queries every so "
         "many tokens. Default: never.",
+    )
+    protect: Protect | None = Field(
+        None,
+        description="Tokens of the prompt, or messages of a chat, that are neither evicted nor merged; they count in "
+        "the budget. Default: none.",
     )

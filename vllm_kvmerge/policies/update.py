@@ -76,6 +76,12 @@ class CacheUpdate:
         """The same with the places where ``gone`` (``[H, C]`` bool) empty."""
         return replace(self, kept=self.kept.masked_fill(gone, DEAD), positions=self.positions.masked_fill(gone, DEAD))
 
+    def followed_by(self, other: "CacheUpdate") -> "CacheUpdate":
+        """These places, none of them changed, then the other's."""
+        planes = {name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in ("kept", *BLANK)}
+        changed = torch.where(other.changed < 0, DEAD, other.changed + self.num_places)
+        return replace(other, **planes, changed=changed)
+
     def view(self, entries: Entries) -> Entries:
         """The places' entries, of which keys and values are read on demand; ``entries``: those that this updates."""
         return _Places(self.emptied(), entries)

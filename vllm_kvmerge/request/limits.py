@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from vllm_kvmerge.ops.types import METADATA_BYTES
-from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import Part
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, gathering
@@ -158,7 +158,7 @@ class Limits:
             return cost
         # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.
         size, num_queries = self.shape.head_size, self.shape.group_size * config.refresh_window
-        capacity = config.policy.allocator.capacity(compression.budget)
+        capacity = config.policy.capacity(compression.budget)
         rows = min(compression.num_entries, capacity or compression.num_entries) * size
         copied = compression.num_scored * (size * self.shape.item_size // 2 + METADATA_BYTES // 4)
         return cost + Cost(
@@ -225,7 +225,7 @@ class Limits:
         def fits(config: CompressionConfig, num_prompt_tokens: int = num_prompt_tokens) -> bool:
             return self._excess(config, num_prompt_tokens, max_tokens) is None
 
-        for kind in type(config.policy).model_fields:
+        for kind in PARTS:
             for name, value, least in _integers(getattr(config.policy, kind)):
                 lowered = partial(_with_value, config, kind, name)
                 most = _most(least, value, lambda new, lowered=lowered: fits(lowered(new)))  # type: ignore[misc]

@@ -13,7 +13,7 @@ from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy, load_plugin
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.errors import PartError, blamed_on
-from vllm_kvmerge.policies.fields import CommonFields, Refresh, ThresholdBudget
+from vllm_kvmerge.policies.fields import CommonFields, Protect, Refresh, ThresholdBudget
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 
 M = TypeVar("M", bound=BaseModel)
@@ -38,6 +38,9 @@ class CompressionError(ValueError):
         self.reason = reason
         self.status = status
 
+
+OBJECTS: Mapping[str, type[BaseModel]] = {"refresh": Refresh, "protect": Protect}
+"""Common fields that are objects themselves."""
 
 MAX_SHOWN = 80
 """Most characters of a request's value that an error message repeats."""
@@ -138,13 +141,40 @@ class CompressionConfig(CommonFields):
         parts = reduce(or_, (part.model_dump(mode="json") for part in self.policy.parts))
         return {"policy": self.name, **self.model_dump(include=set(CommonFields.model_fields)), **names, **parts}
 
-    def check_context(self, num_prompt_tokens: int) -> None:
-        """Raises CompressionError if the context is longer than a prompt of this length."""
+    def check_prompt(self, num_prompt_tokens: int) -> None:
+        """Raises CompressionError if the request does not fit a prompt of this length."""
         if self.context_tokens is not None and self.context_tokens > num_prompt_tokens:
             raise CompressionError(
                 f"{EXTRA_ARGS_KEY}.context_tokens",
                 f"{self.context_tokens} tokens are more than the prompt has; allowed: 1 to {num_prompt_tokens}",
                 "context_too_long",
+            )
+        if self.protect is None:
+            return
+        if self.protect.messages:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.protect.messages",
+                "messages are located in requests to /v1/chat/completions alone; allowed: tokens",
+                "unknown_messages",
+            )
+        end = max((end for _, end in self.protect.tokens), default=0)
+        if end > num_prompt_tokens:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.protect.tokens",
+                f"a range ends at {end}, after the prompt; allowed: up to {num_prompt_tokens}",
+                "range_too_long",
+            )
+        self.check_protected(self.resolve_budget(self.resolve_context(num_prompt_tokens)))
+
+    def check_protected(self, budget: int) -> None:
+        """Raises CompressionError if the budget has no room for the policy beside the protected tokens."""
+        count, least = self.policy.num_protected, self.policy.min_unprotected
+        if count and budget < count + least:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.protect",
+                f"{count} tokens are protected, beside which the policy needs {least} entries, but the budget is "
+                f"{budget}; allowed: up to {max(0, budget - least)} tokens, or a budget of at least {count + least}",
+                "protects_too_much",
             )
 
     def resolve_context(self, num_prompt_tokens: int) -> int:
@@ -154,12 +184,13 @@ class CompressionConfig(CommonFields):
     def resolve_budget(self, num_context_tokens: int) -> int:
         """Entries per KV head for a prompt, or the context in one, of this length.
 
-        A share smaller than the number of entries that the policy protects (sinks, recent window) is raised to it.
+        A share smaller than the number of entries that the policy keeps (sinks, recent window) is raised to it.
+        ``check_prompt`` refuses one that is smaller than that and what the request protects.
         """
         if isinstance(self.budget, int):
             return self.budget
         # The small term undoes float noise: 0.7 * 10 is 7 entries, not 8.
-        return max(math.ceil(self.budget * num_context_tokens - 1e-9), self.policy.min_budget)
+        return max(math.ceil(self.budget * num_context_tokens - 1e-9), self.policy.min_unprotected)
 
     def never_compresses(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """True if the cache can never hold more entries than the budget, so that plain attention is exact."""
@@ -174,7 +205,7 @@ class CompressionConfig(CommonFields):
     def resolve_capacity(self, num_context_tokens: int) -> int | None:
         """Entries per KV head that the cache holds after a compression: room for every layer's and head's budget.
         None: all entries."""
-        return self.policy.allocator.capacity(self.resolve_budget(num_context_tokens))
+        return self.policy.capacity(self.resolve_budget(num_context_tokens))
 
 
 @lru_cache(maxsize=4096)
@@ -201,20 +232,24 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         kind: _validated(part, {field: getattr(request, field) for field in part.model_fields}, what)
         for kind, part in names.classes.items()
     }
-    policy = CompressionPolicy(**parts)  # type: ignore[arg-type]
+    common = {field: getattr(request, field) for field in CommonFields.model_fields}
+    protect: Protect | None = common["protect"]
+    policy = CompressionPolicy(**parts, protect=protect.ranges if protect else ())  # type: ignore[arg-type]
     try:
         policy.check_constants()
     except PartError as error:
         raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
-    common = {field: getattr(request, field) for field in CommonFields.model_fields}
     config = CompressionConfig(name=name, policy=policy, text=text, **common)
-    if isinstance(config.budget, int) and config.budget < policy.min_budget:
-        raise CompressionError(
-            f"{EXTRA_ARGS_KEY}.budget",
-            f"{config.budget} entries are too few: {what} protects {policy.min_budget - 1} (sinks and recent window); "
-            f"allowed: >= {policy.min_budget}",
-            "budget_too_small",
-        )
+    if isinstance(config.budget, int):
+        least = policy.min_unprotected
+        if config.budget < least:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.budget",
+                f"{config.budget} entries are too few: {what} protects {least - 1} (sinks and recent window); "
+                f"allowed: >= {least}",
+                "budget_too_small",
+            )
+        config.check_protected(config.budget)
     return config
 
 
@@ -286,12 +321,13 @@ def _as_compression_error(
 ) -> CompressionError:
     """``within``: the field, with a point, that holds the ``model``."""
     first = error.errors()[0]
+    inner = OBJECTS.get(str(first["loc"][0]), Refresh) if first["loc"] else Refresh
     # Within the common fields' own objects, not within the alternatives of a type.
-    nested = [part for part in first["loc"][1:] if part in Refresh.model_fields or first["type"] == "extra_forbidden"]
+    nested = [part for part in first["loc"][1:] if part in inner.model_fields or first["type"] == "extra_forbidden"]
     field = within + ".".join(str(part)[:MAX_SHOWN] for part in [*first["loc"][:1], *nested])
     param = f"{EXTRA_ARGS_KEY}.{field}" if field else EXTRA_ARGS_KEY
     if first["type"] == "extra_forbidden":
-        allowed = ", ".join((Refresh if nested else model).model_fields)
+        allowed = ", ".join((inner if nested else model).model_fields)
         return CompressionError(param, f"unknown field for policy {what}; allowed: {allowed}", "unknown_field")
     # A field of several types has one error for each, and together they say what is allowed.
     messages = [e["msg"].removeprefix("Value error, ") for e in error.errors() if e["loc"][:1] == first["loc"][:1]]

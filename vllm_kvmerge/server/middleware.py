@@ -10,10 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.usage import USAGE_KEY
-from vllm_kvmerge.engine.validation import VERDICT, Verdict
+from vllm_kvmerge.engine.validation import PREFIX, VERDICT, Verdict
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal
+from vllm_kvmerge.server.messages import CHAT_ROUTE, locate, tokenizer_of
 from vllm_kvmerge.server.outputs import FEED, FEED_ROUTES, UsageFeed
 
 CARRIERS: dict[str, tuple[str, ...]] = {
@@ -65,7 +66,7 @@ class CompressionFieldMiddleware:
         if scope["type"] != "http" or scope["method"] in BODILESS_METHODS:
             await self.app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self.has_default)
+        exchange = _Exchange(self.app, scope, receive, send, self.has_default)
         try:
             await self.app(scope, exchange.receive, exchange.send)
         except Exception:
@@ -77,14 +78,14 @@ class _Exchange:
     """A request and its response: the body is inspected as the application reads it, and determines how the response is
     handled.
 
-    By then the router has chosen the route, so the path's spelling does not matter. FEED and VERDICT are set in the
-    application's context and never reset: each request is a task with a context of its own. The response is held back
-    until there is a verdict on the request, and replaced by HTTP 400 if that is a refusal: vLLM checks the prompt after
-    it has sent a stream's status, and would report the error as an event of the stream, or cut it off.
+    By then the router has chosen the route, so the path's spelling does not matter. FEED, VERDICT and PREFIX are set in
+    the application's context and never reset: each request is a task with a context of its own. The response is held
+    back until there is a verdict on the request, and replaced by HTTP 400 if that is a refusal: vLLM checks the prompt
+    after it has sent a stream's status, and would report the error as an event of the stream, or cut it off.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, has_default: bool) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
+    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, has_default: bool) -> None:
+        self._app, self._scope, self._receive, self._send = app, scope, receive, send
         self._has_default = has_default
         self._is_read = self._is_refused = False
         self._feed: UsageFeed | None = None
@@ -100,6 +101,8 @@ class _Exchange:
         body = message["body"]
         try:
             body = rewrite_body(route, body) or body
+            if route == CHAT_ROUTE and b"protect" in body:
+                body = await self._with_located(body)
         except CompressionError as error:
             count_rejection(error.reason)
             raise as_refusal(error) from None
@@ -110,6 +113,21 @@ class _Exchange:
             self._verdict = Verdict()
             VERDICT.set(self._verdict)
         return {**message, "body": body}
+
+    async def _with_located(self, body: bytes) -> bytes:
+        """A body of the chat route, as ``rewrite_body`` leaves it, with ranges of tokens instead of messages."""
+        data = json.loads(body)
+        carried = data.get("vllm_xargs") if isinstance(data, dict) else None
+        text = carried.get(FIELD) if isinstance(carried, dict) else None
+        config = parse_compression(text) if isinstance(text, str) else None
+        if config is None or config.protect is None or not config.protect.messages:
+            return body
+        protect, prefix = await locate(config.protect, data, tokenizer_of(self._app, self._scope))
+        PREFIX.set(prefix)
+        value = json.loads(config.text) | {"protect": {"tokens": protect.tokens}}
+        parse_compression(value)  # the budget may be too small for them
+        data["vllm_xargs"][FIELD] = json.dumps(value)
+        return json.dumps(data).encode()
 
     async def send(self, message: Message) -> None:
         if self._verdict is None:

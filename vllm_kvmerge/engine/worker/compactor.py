@@ -434,6 +434,7 @@ class Compactor:
             rotation=self.rotation,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
             shares=shares,
+            end=batch.plan.num_tokens if batch.plan.is_refresh else None,
         )
 
     def _shares_of(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> list[int]:

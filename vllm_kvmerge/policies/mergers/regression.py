@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_kvmerge.ops import ScoreMode
-from vllm_kvmerge.ops.attention import attention_to_keys, head_parts, query_groups
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     MAX_TOKENS,
@@ -23,6 +22,13 @@ from vllm_kvmerge.policies.base import (
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
 from vllm_kvmerge.policies.indexing import first, padded_nonzero, sinks
+from vllm_kvmerge.policies.mergers.least_squares import (
+    CHOLESKY,
+    attention,
+    full_attention,
+    is_finite,
+    ridge_regression,
+)
 from vllm_kvmerge.policies.registry import register
 
 Ridge = Annotated[float, Field(ge=0.0, le=1e6)]
@@ -38,9 +44,6 @@ STRONGER_RIDGE_MODELS = ("mistral", "mixtral", "ministral", "qwen")
 
 STEP_LENGTHS = (1.0, 0.5, 0.25, 0.125)
 """Shares of a guarded step for keys, tried in turn."""
-
-CHOLESKY = 10
-"""Time of factoring a small matrix, relative to a product of as many multiply-adds."""
 
 
 @register
@@ -119,7 +122,8 @@ class RegressionMerger(Merger):
         # A NaN in a dead entry would survive a weight of 0.
         result.kill(~result.is_live)
         num_gone = entries.is_live.sum(1) - result.is_live.sum(1)
-        target, weight = _full_attention(entries, queries, context.scale)
+        weight = torch.zeros_like(entries.log_votes)
+        target = full_attention(entries, queries, context.scale, lambda heads, _, rows: weight[heads].add_(rows.sum(1)))
         # A head that loses nothing has nothing to fit but rounding errors.
         free = self._free(result, weight.gather(1, kept), queries) & (num_gone > 0).unsqueeze(1)
         fit = _Fit(queries, context.scale, target, result, free, self.guard)
@@ -174,32 +178,6 @@ class RegressionMerger(Merger):
         return all_queries + step * self.steps
 
 
-def attention(queries: Queries, entries: Entries, scale: float) -> Tensor:
-    """``[H, G, m, n]``: softmax over entries of scale * q.k + log_votes.
-
-    A query sees live entries up to its own position, and gives no weight to any where it sees none.
-    """
-    planes = entries.keys, entries.log_votes, entries.positions
-    return attention_to_keys(queries.vectors, queries.positions, *planes, scale)
-
-
-def _full_attention(entries: Entries, queries: Queries, scale: float) -> tuple[Tensor, Tensor]:
-    """Y, ``[H, G, m, d]``, and the attention of all queries together to each entry, ``[H, n]``."""
-    everything = entries.take(entries.all_indices)
-    everything.kill(~everything.is_live)
-    outputs, weight = [], torch.zeros_like(entries.log_votes)
-    for vectors, positions in query_groups(queries.vectors, queries.positions, len(entries)):
-        output = torch.empty_like(vectors)
-        for heads in head_parts(vectors, len(entries)):
-            planes = everything.keys[heads], everything.log_votes[heads], everything.positions[heads]
-            # The query heads' rows one after the other: a head's values are not repeated for each.
-            rows = attention_to_keys(vectors[heads], positions[heads], *planes, scale).flatten(1, 2)
-            output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
-            weight[heads] += rows.sum(1)
-        outputs.append(output)
-    return torch.cat(outputs, dim=2), weight
-
-
 @dataclass(frozen=True)
 class _Fit:
     """The least-squares problem of one layer.
@@ -219,21 +197,7 @@ class _Fit:
     def values(self, keys: Tensor, values: Tensor, ridge: float) -> Tensor:
         """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these keys and values."""
         weights = self._attention(keys)
-        free_weights = weights * self.free.unsqueeze(1)
-        residual = self.target.flatten(1, 2) - weights @ self.kept.values
-        # A^T (A A^T + lambda I)^-1 = (A^T A + lambda I)^-1 A^T: the smaller system is solved.
-        by_entry = weights.shape[1] > weights.shape[2]
-        if by_entry:
-            free_weights, residual = free_weights.transpose(1, 2), free_weights.transpose(1, 2) @ residual
-        gram = free_weights @ free_weights.transpose(1, 2)
-        diagonal = gram.diagonal(dim1=1, dim2=2)
-        # Float32 rounding can make a Gram matrix indefinite if the ridge is smaller than the jitter.
-        jitter = torch.finfo(gram.dtype).eps * gram.shape[1] * diagonal.amax(1, keepdim=True)
-        diagonal += ridge + jitter
-        factor, failed = torch.linalg.cholesky_ex(gram)
-        solution = torch.cholesky_solve(residual, factor)
-        fitted = self.kept.values + (solution if by_entry else free_weights.transpose(1, 2) @ solution)
-        taken = (failed == 0) & _is_finite(fitted)
+        fitted, taken = ridge_regression(self.kept.values, weights, self.free, self.target.flatten(1, 2), ridge)
         if self.guard:
             taken &= self._improves(weights @ fitted, weights @ values)
         return torch.where(taken[:, None, None] & self.free.unsqueeze(-1), fitted, values)
@@ -250,7 +214,7 @@ class _Fit:
         change = self.kept.keys + derivative.adjoint(alpha) - keys
         if not self.guard:
             trial = keys + change
-            return torch.where(_is_finite(trial)[:, None, None] & self.free.unsqueeze(-1), trial, keys)
+            return torch.where(is_finite(trial)[:, None, None] & self.free.unsqueeze(-1), trial, keys)
         fitted, undecided = keys, self.free.any(1)
         for length in STEP_LENGTHS:
             trial = keys + length * change
@@ -269,11 +233,6 @@ class _Fit:
         """``[H]`` bool: true if the window loss (eq. 4) is smaller for ``output`` (``[H, r, d]``); false for NaN."""
         target = self.target.flatten(1, 2)
         return (target - output).square().sum((1, 2)) < (target - old_output).square().sum((1, 2))
-
-
-def _is_finite(rows: Tensor) -> Tensor:
-    """``[H]`` bool: all of a head's numbers (``[H, c, d]``) are finite."""
-    return rows.isfinite().flatten(1).all(1)
 
 
 @dataclass(frozen=True)
