@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, newest_queries, random_entries
+from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, newest_queries, random_entries, rope
 from vllm_kvmerge.policies import PRESETS, CacheUpdate, CompressionContext, CompressionPolicy, Entries, Heads
 from vllm_kvmerge.policies.mergers import AttentionMatchingMerger, DropMerger
 from vllm_kvmerge.policies.protection import count_below, disjoint, within
@@ -48,7 +48,7 @@ def context_of(policy: CompressionPolicy, entries: Entries, budget: int, num_tok
     context = CompressionContext.of_layer(
         entries, budget, num_tokens, capacity=n if capacity is None else min(capacity, n),
         queries=newest_queries(torch.randn(num_heads, 2, max(1, min(policy.query_window, n)), head_size), num_tokens),
-        output_weights=torch.randn(num_heads, 2, 12, head_size), **options,
+        output_weights=torch.randn(num_heads, 2, 12, head_size), rotation=rope(head_size), **options,
     )  # fmt: skip
     context = replace(context, heads=Heads.of([0, 1], [0], 2, gather=lambda tensor: tensor))
     if policy.allocator.has_layer_statistic:

@@ -129,7 +129,7 @@ class Limits:
         """Refuses parts that need the keys before RoPE of a model that cannot give them."""
         if self.shape.rotation_obstacle is None:
             return
-        for kind in type(config.policy).model_fields:
+        for kind in PARTS:
             part = getattr(config.policy, kind)
             if part.needs_rotation:
                 message = (
