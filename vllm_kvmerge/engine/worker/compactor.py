@@ -155,10 +155,10 @@ class Compactor:
     layers: each layer's KV cache. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among the model's. all_heads: gathers ``[num_kv_heads, ...]`` from all tensor-parallel workers. output_weights:
     returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` float32, or None if it is unknown. rotation:
-    the model's rotary position embedding, if it is known. group_size:
-    query heads per KV head (G). hidden_size: of the model. max_bytes: working memory of a policy for a batch; larger
-    batches are split, down to one layer of one request. max_seconds: time that a policy may take for a batch beyond
-    ``SLACK`` times its estimate by ``rates``; None: no limit.
+    the model's rotary position embedding, if it is known. group_size: query heads per KV head (G). hidden_size: of the
+    model. max_bytes: working memory of a policy for a batch; larger batches are split, down to one layer of one
+    request. max_seconds: time that a policy may take for a batch beyond ``SLACK`` times its estimate by ``rates``;
+    None: no limit.
     """
 
     layers: Sequence[PagedKVCache]
@@ -172,7 +172,7 @@ class Compactor:
     max_bytes: int = 256 << 20
     max_seconds: float | None = None
     rates: Rates | None = None
-    _costs: dict[tuple[int, CostShape], tuple[CompressionPolicy, Cost | PartError]] = field(default_factory=dict)
+    _costs: dict[tuple[int, CostShape], tuple[CompressionPolicy, Cost]] = field(default_factory=dict)
     """By the policy's identity, which holds as long as the policy is kept here."""
 
     def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
@@ -235,10 +235,9 @@ class Compactor:
             if len(self._costs) >= MAX_COSTS:
                 self._costs.clear()
             try:
-                cost: Cost | PartError = policy.cost(shape)
+                self._costs[id(policy), shape] = policy, policy.cost(shape)
             except Exception as error:
-                cost = as_part_error(error)
-            self._costs[id(policy), shape] = policy, cost
+                return as_part_error(error)
         return self._costs[id(policy), shape][1]
 
     def _run_batch(self, batch: _Batch) -> Tensor:
