@@ -135,6 +135,38 @@ def score_prompt_queries(
         aux.copy_(new_aux)
 
 
+def score_repetition(
+    query: Tensor,
+    cache: PagedKVCache,
+    blocks: Tensor,
+    scale: float,
+    seq_len: int,
+    context: int,
+    start: int,
+    sinks: int,
+    scores: Tensor,
+) -> None:
+    """Raises ``scores`` of a chunk of a context to the largest probability that queries which repeat it give an entry.
+
+    query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``, all behind the ``context`` first tokens
+    of a never compressed sequence. blocks: the sequence's block ids. scores: ``[H, m]`` float32, of tokens
+    ``[start, start + m)`` of the context; in place. Probabilities are shared by the first ``sinks`` tokens, up to
+    ``start`` of them, the chunk, and the tokens from ``context`` up to the query's own; the largest is over queries and
+    the query heads of a KV head. Those that are NaN do not count.
+    """
+    num_queries, num_scored = query.shape[0], scores.shape[1]
+    sinks = min(sinks, start)
+    ranges = (0, sinks), (start, start + num_scored), (context, seq_len)
+    keys = torch.cat([_segment(cache.keys, blocks, a, b, 2) for a, b in ranges if b > a], 2)
+    visible = _causal(num_queries, keys.shape[2], query.device)
+    # Queries in small groups, so that the matrix of probabilities stays small for any chunk.
+    group = max(1, (1 << 22) // (query.shape[1] * keys.shape[2]))
+    for first in range(0, num_queries, group):
+        rows = slice(first, first + group)
+        _, probabilities = _attend(query[rows], keys, None, visible[rows], scale)
+        torch.fmax(scores, probabilities[..., sinks : sinks + num_scored].amax((1, 2)), out=scores)
+
+
 def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
     """Copies (log_votes, scores, aux, positions) of all live entries: ``[H, n]`` float32, positions int64.
 

@@ -1,6 +1,6 @@
 """A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Self
@@ -63,8 +63,13 @@ class CompressionPolicy(BaseModel):
         return fewest + min(1, self.merger.num_slots(fewest))
 
     @property
-    def needs_scores(self) -> bool:
+    def accumulates_scores(self) -> bool:
+        """True if attention accumulates scores, of the prompt and perhaps of generated tokens."""
         return self.tracker.mode != ScoreMode.NONE
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.accumulates_scores or self.tracker.repeats_context
 
     @property
     def takes_shares(self) -> bool:
@@ -220,10 +225,34 @@ class CompressionPolicy(BaseModel):
         else:
             importance = torch.zeros_like(entries.scores)
         with blamed_on(self.allocator):
-            budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, context)]
-            if len(budgets) != entries.num_rows:
-                raise ValueError(f"head_budgets must be {entries.num_rows} numbers, got {len(budgets)}")
-        return [min(max(budget, context.min_budget), context.capacity) for budget in budgets]
+            return self._checked(self.allocator.head_budgets(entries, importance, context), entries.num_rows, context)
+
+    @staticmethod
+    def _checked(budgets: Sequence[int], num_rows: int, context: CompressionContext) -> list[int]:
+        """An allocator's budgets of rows, in whole numbers that rows can have. Raises ValueError."""
+        whole = [int(budget) for budget in budgets]
+        if len(whole) != num_rows:
+            raise ValueError(f"head_budgets must be {num_rows} numbers, got {len(whole)}")
+        return [min(max(budget, context.min_budget), context.capacity) for budget in whole]
+
+    def attention_mass(self, entries: Entries) -> Tensor:
+        """``[H, n]`` float32: what ``pooled_budgets`` takes of some layers; negative for dead entries.
+
+        Raises:
+            PartError: the tracker failed.
+        """
+        with blamed_on(self.tracker):
+            return attention_mass(self.tracker, entries).masked_fill(~entries.is_live, -1.0)
+
+    def pooled_budgets(self, mass: Tensor, context: CompressionContext) -> list[int]:
+        """``head_budgets`` of all layers of a request; only where the allocator ``pools_layers``. mass: of all layers.
+
+        Raises:
+            PartError: the allocator failed.
+        """
+        context = replace(context, min_budget=self.min_budget, tracker_mode=self.tracker.mode)
+        with blamed_on(self.allocator):
+            return self._checked(self.allocator.pooled_budgets(mass, context), len(mass), context)
 
     def layer_budgets(self, budget: int, num_entries: int, num_layers: int) -> list[int] | None:
         """The allocator's, checked: a budget of each layer, where they do not depend on data.

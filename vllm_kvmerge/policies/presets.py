@@ -58,3 +58,5 @@ _register("pyramidkv", "PyramidKV, Cai et al., arXiv:2406.02069", "sum snapkv dr
 # all of the prompt is computed and each head of each layer ranks its own, so that no choice is nested.
 _register("pyramidinfer", "PyramidInfer, Yang et al., arXiv:2405.12532", "sum h2o drop pyramid", **PYRAMIDINFER)
 _register("adakv", "Ada-KV, Feng et al., arXiv:2407.11550", "sum snapkv drop adaptive", **WINDOW)
+# Each head keeps its newest entry too, from which generation goes on.
+_register("kvzip", "KVzip, Kim et al., arXiv:2505.23416", "reconstruction top_scores drop global", decode="grow")
