@@ -144,7 +144,7 @@ LEAD = 8
 
 @register
 class ReconstructionTracker(Tracker):
-    """Largest attention that an entry gets while the model repeats the context (KVzip eq. 2).
+    """Largest attention that an entry gets while the model repeats the context (KVzip).
 
     Once the context has been computed, the model reads it again after itself, one chunk of ``chunk_size`` tokens at a
     time, each after a prompt that asks for it. An entry's score is the largest probability that any query of prompt and
