@@ -243,7 +243,7 @@ def test_what_is_refused(engine, fields, field):
 def test_recall_of_facts_when_the_question_is_not_known(engine):
     """At a quarter of the context's entries and at an eighth, nearly all facts can be asked for."""
     rng = np.random.default_rng(67)
-    prompts = [recall.draw_prompt(rng, 600, 8) for _ in range(12)]
+    prompts = [recall.draw_prompt(rng, 500, 8) for _ in range(10)]
     tokenizer = engine.llm.get_tokenizer()
 
     def exact(policy: str, budget: float) -> float:
@@ -256,11 +256,7 @@ def test_recall_of_facts_when_the_question_is_not_known(engine):
         outputs = engine.llm.generate([prompt.text for prompt in prompts], asked, use_tqdm=False)
         return score([output.outputs[0].text for output in outputs], prompts, policy).exact
 
-    found = {
-        (policy, budget): exact(policy, budget) for policy in ("snapkv", "keydiff", "kvzip") for budget in (0.25, 0.125)
-    }
-    print(found)
-    for budget in (0.25, 0.125):
-        assert found["kvzip", budget] >= 0.8
-        assert found["kvzip", budget] > found["snapkv", budget] + 0.3
+    known_by_attention, by_keys = exact("snapkv", 0.125), exact("keydiff", 0.125)
+    assert exact("kvzip", 0.25) >= 0.9
+    assert exact("kvzip", 0.125) >= max(0.8, by_keys - 0.1, known_by_attention + 0.3)
     engine.assert_empty()

@@ -137,9 +137,7 @@ def test_prompt_scores_do_not_depend_on_chunks(operators, update, window):
         assert torch.equal(aux.double(), expected[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("start", "stop", "sinks"), [(4, 60, 4), (70, 101, 9), (0, 33, 5)])
-def test_scores_of_a_repetition(dtype, start, stop, sinks):
+def check_repetition(operators, dtype, start, stop, sinks):
     """Probabilities among sinks, chunk and repetition, whatever lies between; in any parts."""
     maker, context, scale = CacheMaker(8, 2, 64, 32, dtype), 101, 0.3
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
@@ -155,13 +153,22 @@ def test_scores_of_a_repetition(dtype, start, stop, sinks):
         for first in range(0, 150 - context, part):
             some = query[first : first + part]
             where = context + first + len(some), context, start, sinks
-            reference.score_repetition(some, maker.pages, sequence.blocks, scale, *where, scores)
+            operators.score_repetition(some, maker.pages, sequence.blocks, scale, *where, scores)
         assert relative_error(scores, expected) < 1e-5
     scores = torch.full_like(scores, 0.5)
-    reference.score_repetition(
+    operators.score_repetition(
         torch.full_like(query, torch.nan), maker.pages, sequence.blocks, scale, 150, *where[1:], scores
     )
     assert (scores == 0.5).all()
+
+
+REPETITIONS = [(4, 60, 4), (70, 101, 9), (0, 33, 5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("start", "stop", "sinks"), REPETITIONS)
+def test_scores_of_a_repetition(dtype, start, stop, sinks):
+    check_repetition(reference, dtype, start, stop, sinks)
 
 
 def test_write_front_leaves_other_slots_alone():
