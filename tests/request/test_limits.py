@@ -112,6 +112,8 @@ def test_only_allowed_policies_pass() -> None:
         strict.check(config("grkv"), 1000, 10)
     with pytest.raises(CompressionError, match="'regression' is not allowed on this server; allowed: drop, zip"):
         strict.check(config("snapkv", merger="regression"), 1000, 10)
+    with pytest.raises(CompressionError, match="'reconstruction' is not allowed on this server; allowed: log_ema, sum"):
+        strict.check(config("snapkv", tracker="reconstruction"), 1000, 10)
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,9 @@ class Limits:
             allowed = ", ".join(sorted(self.allowed_policies | {FULL}))
             message = f"{config.name!r} is not allowed on this server; allowed: {allowed}"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", message, "not_allowed")
-        # Trackers follow from the other parts.
-        for kind in ("selector", "merger", "allocator"):
+        # Trackers follow from the other parts, unless they cost the model's time.
+        kinds = ("selector", "merger", "allocator", *(["tracker"] if config.policy.tracker.repeats_context else []))
+        for kind in kinds:
             name = getattr(config.policy, kind).name
             parts = {getattr(PRESETS[policy], kind) for policy in self.allowed_policies - {FULL}}
             # A budget of a threshold is not a policy.
