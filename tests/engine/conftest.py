@@ -59,6 +59,7 @@ class Engine:
         assert self.manager.segments == {}
         assert self.manager._retired == []
         assert not self.scheduler._compressions and not self.scheduler._usage
+        assert not self.scheduler._repeating and not self.scheduler._orphans
         assert not self.scheduler._reported and not self.scheduler._unreported
         assert not self.scheduler._kept_bytes and not self.scheduler._external_bytes
         runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

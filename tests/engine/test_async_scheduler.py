@@ -3,12 +3,15 @@
 vLLM's CPU workers do not run asynchronously, so this drives the scheduler itself; no model runs.
 """
 
+from copy import copy
+
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, FrontReport, attach, attached_step
@@ -17,10 +20,13 @@ from vllm_kvmerge.engine.scheduler import AsyncCompressionScheduler, SyncCompres
 BLOCK_SIZE = 32
 
 
-def make_scheduler(engine, cls):
+def make_scheduler(engine, cls, prefix_caching: bool = True):
     template = engine.scheduler
+    vllm_config = copy(template.vllm_config)
+    vllm_config.cache_config = copy(vllm_config.cache_config)
+    vllm_config.cache_config.enable_prefix_caching = prefix_caching
     return cls(
-        vllm_config=template.vllm_config,
+        vllm_config=vllm_config,
         kv_cache_config=template.kv_cache_config,
         structured_output_manager=template.structured_output_manager,
         block_size=BLOCK_SIZE,
@@ -65,7 +71,7 @@ def finish(scheduler, output) -> None:
         computed = dict(zip(output.scheduled_cached_reqs.req_ids, done, strict=True))
         computed |= {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         reached = computed[request_id] + output.num_scheduled_tokens[request_id]
-        sampled.append([5] if request is not None and reached >= request.num_prompt_tokens else [])
+        sampled.append([5] if request is not None and reached >= request.num_tokens else [])
     plans = [plan for plan in attached_step(output).plans if plan.may_shrink]
     fronts = {plan.request_id: shrunk(plan) for plan in plans}
     if ids:
@@ -88,7 +94,7 @@ def shrunk(plan: CompressionPlan) -> FrontReport:
 
 
 @pytest.mark.parametrize("context_share", [None, 0.6])
-@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "h2o threshold"])
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "h2o threshold", "kvzip"])
 def test_plans_are_those_of_synchronous_scheduling(engine, policy, context_share):
     def parameters(length: int) -> dict:
         context = {} if context_share is None else {"context_tokens": int(context_share * length)}
@@ -116,3 +122,54 @@ def test_plans_are_those_of_synchronous_scheduling(engine, policy, context_share
         # A step that is in flight when the last token arrives may carry one more plan; it does no harm.
         assert asynchronous[name][: len(plans)] == plans
         assert len(asynchronous[name]) <= len(plans) + 1
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(("cls", "depth"), [(SyncCompressionScheduler, 1), (AsyncCompressionScheduler, 2)])
+def test_repetitions_end_whatever_happens(engine, cls, depth, prefix_caching):
+    """Requests whose contexts are repeated beside others, in pools and with places for few of them, some aborted: each
+    context is repeated before it is compressed, none waits for ever, and everything is returned."""
+    rng = np.random.default_rng(9)
+    num_aborted = num_preempted = num_repeated = 0
+    for places, num_blocks in ((2, 60), (3, 45), (8, 45), (8, 120)):
+        scheduler = make_scheduler(engine, cls, prefix_caching)
+        scheduler.max_num_active_reqs = places
+        pool = scheduler.kv_cache_manager.block_pool
+        taken = pool.get_new_blocks(pool.get_num_free_blocks() - num_blocks)
+        requests = []
+        for index in range(14):
+            length = int(rng.integers(40, 700))
+            fields = {"budget": int(rng.integers(10, 200)), "chunk_size": int(rng.integers(100, 700))}
+            if rng.random() < 0.4:
+                fields["context_tokens"] = int(rng.integers(1, length + 1))
+            extra = compression("kvzip", **fields) if index % 4 else None
+            requests.append(make_request(f"r{index}", length, int(rng.integers(1, 30)), extra))
+        to_abort = {request.request_id for request in requests if rng.random() < 0.2}
+        repeated: dict[str, int] = {}
+        waiting, in_flight = list(requests), []
+        for _ in range(1500):
+            if waiting and rng.random() < 0.3:
+                scheduler.add_request(waiting.pop())
+            output = scheduler.schedule()
+            step = attached_step(output)
+            for name, chunk in step.repetitions.items():
+                assert name in output.num_scheduled_tokens and chunk.parent in scheduler.requests
+                repeated[chunk.parent] = chunk.end
+            for plan in step.plans:
+                assert repeated.pop(plan.request_id) == plan.num_tokens  # to the context's end
+                num_repeated += 1
+            in_flight.append(output)
+            while len(in_flight) >= depth or (in_flight and not output.num_scheduled_tokens):
+                finish(scheduler, in_flight.pop(0))
+            if to_abort and rng.random() < 0.05:
+                num_aborted += len(scheduler.finish_requests([to_abort.pop()], RequestStatus.FINISHED_ABORTED))
+            if not waiting and not scheduler.has_requests() and not in_flight:
+                break
+        else:
+            raise AssertionError(f"{[*scheduler.running, *scheduler.waiting]} do not end")
+        num_preempted += sum(request.num_preemptions for request in requests)
+        pool.free_blocks(taken)
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert not scheduler.requests and not scheduler._repeating and not scheduler._orphans
+        assert not scheduler._manager.segments and not scheduler._compressions and not scheduler._kept_bytes
+    assert num_aborted and num_preempted and num_repeated > 20

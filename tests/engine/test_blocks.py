@@ -54,15 +54,16 @@ def test_usage_drops_to_the_budget_after_the_prompt(engine, policy):
 
 
 def test_three_hundred_generated_tokens_stay_within_budget_and_interval(engine):
-    """Every preset, bounded, all at once: no step sees more than budget + interval entries per head, on average over
-    layers and heads, nor more than their largest share in any."""
+    """Every preset that may be bounded, all at once: no step sees more than budget + interval entries per head, on
+    average over layers and heads, nor more than their largest share in any."""
     budget, interval, num_tokens = 64, 16, 300
     rng = np.random.default_rng(12)
-    for policy in PRESETS:
+    policies = [policy for policy in PRESETS if policy != "kvzip"]
+    for policy in policies:
         params = greedy(num_tokens, policy, budget=budget, interval=interval, decode="bounded")
         add(engine, policy, random_prompt(rng, 300), params)
     runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    sizes: dict[str, list[float]] = {policy: [] for policy in PRESETS}
+    sizes: dict[str, list[float]] = {policy: [] for policy in policies}
     live: dict[tuple[str, int], float] = {}
 
     def watch():

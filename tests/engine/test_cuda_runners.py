@@ -61,6 +61,9 @@ def jobs() -> list:
     for _ in range(2):
         found.append((random_prompt(rng, 60), compression("morphkv", budget=60, interval=30), 60))
     found.append((random_prompt(rng, MAX_TOKENS + 1), compression("snapkv", budget=40), 12))
+    # Contexts that internal requests repeat, of which Python sees the queries.
+    for length, fields in ((90, {"chunk_size": 60}), (110, {"context_tokens": 80})):
+        found.append((random_prompt(rng, length), compression("kvzip", budget=40, **fields), 16))
     return found
 
 

@@ -7,6 +7,7 @@ from transformers import AutoConfig
 
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
+from vllm_kvmerge.evaluation import attention
 from vllm_kvmerge.evaluation.attention import TracedSequence, output_errors, trace
 from vllm_kvmerge.request.parameters import parse_compression
 
@@ -65,3 +66,10 @@ def test_merging_moves_the_output_less_than_dropping(traces, policy):
 def test_a_smaller_budget_costs_more(traces):
     errors = [error(traces, "snapkv", budget=budget) for budget in (0.1, 0.3, 0.9)]
     assert errors == sorted(errors, reverse=True)
+
+
+def test_what_would_have_to_repeat_the_context_is_not_replayed(capsys):
+    assert "kvzip" not in attention._parser().parse_args([]).policies
+    with pytest.raises(SystemExit):
+        attention.main(["--policies", "kvzip", "--documents", "1", "--questions", "1"])
+    assert "'kvzip' has a model repeat the context" in capsys.readouterr().err

@@ -9,6 +9,8 @@ from tests.ops.conftest import CacheMaker
 from tests.ops.on_gpu import OnGPU
 from tests.ops.test_cpu import UPDATES, check_against_reference
 from tests.ops.test_operators import (
+    REPETITIONS,
+    check_repetition,
     test_attention_over_front_and_tail,  # noqa: F401
     test_prompt_scores_do_not_depend_on_chunks,  # noqa: F401
 )
@@ -89,3 +91,8 @@ def test_a_gpu_is_what_tensors_go_to():
     with pytest.raises(InterruptedError):
         gpu.operator(CacheMaker(0, 1, 32, 16, torch.float32).pages, [torch.zeros(3), torch.zeros(1).expand(4)])
     assert devices == {"meta"}
+
+
+@pytest.mark.parametrize(("start", "stop", "sinks"), REPETITIONS)
+def test_scores_of_a_repetition(operators, start, stop, sinks):
+    check_repetition(operators, torch.bfloat16, start, stop, sinks)

@@ -34,7 +34,7 @@ from vllm_kvmerge.policies import (
     Selector,
     Tracker,
 )
-from vllm_kvmerge.policies.allocators import Adaptive, Pyramid, Uniform, Variance
+from vllm_kvmerge.policies.allocators import Adaptive, AllHeads, Pyramid, Uniform, Variance
 from vllm_kvmerge.policies.allocators.variance import split
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.policies.mergers import AsymKVMerger, CamMerger, D2OMerger, DropMerger, ResidualMerger, ZipMerger
@@ -166,6 +166,26 @@ def test_adaptive_against_a_loop(seed, num_heads, n, floor_share, max_share, dat
     split_alone = allocator.head_budgets(entries.of_rows(own), mass[own], worker)
     assert sum(split_alone) == len(own) * budget
     assert own != list(range(num_heads)) or split_alone == budgets
+
+
+@examples(50)
+@given(SEEDS, st.integers(1, 4), st.integers(1, 3), st.integers(3, 40), st.floats(1.0, 4.0), st.data())
+def test_a_budget_for_all_heads_of_all_layers(seed, num_layers, num_heads, n, max_share, data):
+    """Between least and most, a head has the entries above a threshold that is the same in all layers."""
+    entries = random_entries(seed, num_layers * num_heads, n)
+    budget = data.draw(st.integers(1, n - 1))
+    least, allocator = data.draw(st.integers(0, budget)), AllHeads(max_share=max_share)
+    mass = entries.scores.abs()
+    context = context_of(entries, allocator, budget, min_budget=least, num_layers=num_layers)
+    budgets = allocator.pooled_budgets(mass, context)
+    assert sum(budgets) == num_layers * num_heads * budget
+    most = min(n, allocator.capacity(budget))
+    assert all(least <= one <= most for one in budgets)
+    ranked = mass.sort(descending=True).values
+    # No head gives up an entry of which another has a smaller one that it could do without.
+    left_out = [float(row[one]) for row, one in zip(ranked, budgets, strict=True) if one < most]
+    held = [float(row[one - 1]) for row, one in zip(ranked, budgets, strict=True) if one > least]
+    assert not left_out or not held or max(left_out) <= min(held)
 
 
 def test_adaptive_gives_equal_heads_equal_budgets():

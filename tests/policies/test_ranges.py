@@ -55,6 +55,8 @@ def values(field: str, option: dict[str, Any]) -> st.SearchStrategy[Any]:
         anywhere = st.floats if option["type"] == "number" else st.integers
         numbers = st.sampled_from([lower, upper]) | anywhere(lower, min(upper, lower + 8)) | anywhere(lower, upper)
         return numbers.map(lambda value: value | 1) if field == "kernel_size" else numbers  # which is odd
+    if option.get("type") == "array":
+        return st.lists(values(field, option["items"]), max_size=3)
     if option.get("type") == "boolean":
         return st.booleans()
     return st.sampled_from(option.get("enum", [option.get("const")]))

@@ -46,10 +46,27 @@ def test_parts_that_turn_keys_back_are_refused_where_they_cannot() -> None:
 
 @pytest.mark.parametrize("policy", PRESETS)
 def test_every_preset_passes_as_it_is(policy: str) -> None:
-    """Prompts of 4,000 tokens on a small model and one core; of 32,000, but for quadratic policies, on a large one."""
+    """Prompts of 4,000 tokens on a small model and one core; of 30,000, but for quadratic policies, on a large one."""
     LIMITS.check(config(policy), 4000, 100)
     if policy not in ("rkv",):
-        replace(LIMITS, shape=LLAMA_8B, rates=GPU, max_bytes=3 << 28).check(config(policy), 32000, 500)
+        replace(LIMITS, shape=LLAMA_8B, rates=GPU, max_bytes=3 << 28).check(config(policy), 30000, 500)
+
+
+def test_contexts_that_cannot_be_repeated_are_refused() -> None:
+    """Where tokens, places or the model's length do not allow it, and the context is compressed at all."""
+    repeated = config("kvzip", budget=0.25, repeat_prompt=[7, 500], chunk_size=1000)
+    limits = replace(LIMITS, max_model_len=4000, num_token_ids=501, max_num_seqs=2)
+    longest = 4000 - 1 - 1000 - 8  # a chunk, and the tokens before it
+    limits.check(repeated, longest, 100)
+    for changed, length, field, message in (
+        (limits, longest + 1, "chunk_size", f"contexts of up to {longest} tokens"),
+        (replace(limits, num_token_ids=500), 2000, "repeat_prompt", "no token 500; allowed: 0 to 499"),
+        (replace(limits, max_num_seqs=1), 2000, "tracker", "--max-num-seqs of 2 or more"),
+    ):
+        with pytest.raises(CompressionError, match=message) as caught:
+            changed.check(repeated, length, 100)
+        assert caught.value.param == f"kv_compression.{field}"
+        changed.check(config("kvzip", budget=3990, repeat_prompt=[500]), length, 2000)  # within its budget
 
 
 @pytest.mark.parametrize(
@@ -108,6 +125,8 @@ def test_only_allowed_policies_pass() -> None:
         strict.check(config("grkv"), 1000, 10)
     with pytest.raises(CompressionError, match="'regression' is not allowed on this server; allowed: drop, zip"):
         strict.check(config("snapkv", merger="regression"), 1000, 10)
+    with pytest.raises(CompressionError, match="'reconstruction' is not allowed on this server; allowed: log_ema, sum"):
+        strict.check(config("snapkv", tracker="reconstruction"), 1000, 10)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,8 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,
         max_external_bytes=options.external_cache_bytes,
+        num_token_ids=model.get_vocab_size(),
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         head_pages=options.head_pages
         and not (
             # The reference of attention cannot follow a GPU's addresses.

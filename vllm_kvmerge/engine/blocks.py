@@ -1,5 +1,6 @@
 """The engine's KV blocks: the cache spec with metadata in the page, and the manager of compressed sequences."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
+from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.ops.types import cell_bytes
 
 
@@ -116,9 +118,22 @@ class MergeableAttentionManager(FullAttentionManager):
         return sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        # Compressed keys and values are approximations, which other requests must not find by hash.
-        if request.request_id not in self.segments:
+        # Compressed keys and values are approximations, which other requests must not find by hash. Nobody would look
+        # for a context that is followed by a repetition.
+        if request.request_id not in self.segments and not isinstance(request, RepeatingRequest):
             super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
+    ) -> None:
+        if self.enable_caching or not new_computed_blocks:
+            super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
+            return
+        # Requests that repeat a context share its blocks without a prefix cache too.
+        super().add_local_computed_blocks(request_id, [], *args, **kwargs)
+        self.block_pool.touch(new_computed_blocks)
+        self.req_to_blocks[request_id].extend(new_computed_blocks)
+        self.num_cached_block[request_id] = len(new_computed_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)

@@ -117,12 +117,29 @@ class PromptWindow:
     query_window: int
 
 
+@dataclass(frozen=True)
+class RepeatedChunk:
+    """A chunk of the context of the request ``parent`` that an internal request repeats, and scores for it.
+
+    context: tokens of the context, the first of both requests. start, end: the chunk. sinks: first tokens whose keys
+    attention is shared with.
+    """
+
+    parent: str
+    context: int
+    start: int
+    end: int
+    sinks: int
+
+
 @dataclass
 class CompressionStep:
-    """One step's compressions and prompt windows. usage: its ``UsageReports`` entries, which workers ignore."""
+    """One step's compressions, prompt windows, and repeated chunks by internal request. usage: its ``UsageReports``
+    entries, which workers ignore."""
 
     plans: list[CompressionPlan] = field(default_factory=list)
     windows: dict[str, PromptWindow] = field(default_factory=dict)
+    repetitions: dict[str, RepeatedChunk] = field(default_factory=dict)
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

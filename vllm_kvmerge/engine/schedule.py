@@ -73,7 +73,7 @@ class RequestCompression:
             scored_from=scored_from if window else None,
             query_window=query_window,
             ring_bytes=limits.ring_bytes(query_window, total),
-            score_bytes=limits.prompt_score_bytes(context) if window else 0,
+            score_bytes=limits.prompt_score_bytes(context) if window or config.policy.tracker.repeats_context else 0,
             total=total,
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
             num_layers=limits.shape.num_layers,
@@ -82,6 +82,11 @@ class RequestCompression:
             has_pages=is_uneven and limits.head_pages,
             may_shrink=is_uneven and limits.head_pages and not fills_budget,
         )
+
+    @property
+    def repeats_context(self) -> bool:
+        """True if the context is repeated by internal requests before it is compressed."""
+        return self.config.policy.tracker.repeats_context
 
     def next_compression(self, segments: Segments) -> int | None:
         """Number of computed tokens at which a cache of these segments is compressed next; None: never."""

@@ -6,9 +6,11 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -34,7 +36,8 @@ from vllm_kvmerge.engine.plan import (
     attached_report,
     attached_step,
 )
-from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression
+from vllm_kvmerge.engine.repetition import RepeatingRequest
+from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression, cdiv
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
 from vllm_kvmerge.policies.errors import PartError
@@ -76,6 +79,10 @@ class CompressionSchedulerMixin(Scheduler):
         self._bytes_per_block = bytes_per_block * self._num_workers
         self._compressions: dict[str, RequestCompression] = {}
         self._due: dict[str, None] = {}
+        self._repeating: dict[str, RepeatingRequest | None] = {}
+        """The internal request at work, by the one whose context it repeats; None once the last has been scheduled."""
+        self._orphans: list[str] = []
+        """Internal requests that nobody needs any more."""
         self._reported: dict[str, dict[int, FrontReport]] = {}
         """By request, and by the number of tokens that it had then."""
         self._unreported: dict[str, int] = {}
@@ -123,18 +130,50 @@ class CompressionSchedulerMixin(Scheduler):
         self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
         if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
             return None  # plain attention is exact and cheaper
-        return RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
+        compression = RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
+        if compression.repeats_context:
+            self._check_repetition(request, compression)
+        return compression
+
+    def _check_repetition(self, request: Request, compression: RequestCompression) -> None:
+        """Raises CompressionError if the request's context cannot be repeated, whatever else runs."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+            message = f"{compression.config.policy.tracker.name!r} repeats tokens; allowed: prompts of tokens alone"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "incompatible_prompt")
+        num_tokens = compression.context + compression.config.policy.tracker.num_repeated(compression.context)
+        # The context's last block is not shared if it is not full.
+        needed, pool = cdiv(num_tokens, self.block_size) + 1, self.kv_cache_config.num_blocks - 1
+        if compression.context > compression.budget and needed > pool:
+            message = f"repeating {compression.context} tokens takes {needed} blocks; allowed: up to {pool}, the pool's"
+            raise CompressionError(EXTRA_ARGS_KEY, message, "too_long_to_repeat")
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._release_kept(request)
+        self._stop_repeating(request)
         super()._preempt_request(request, *args, **kwargs)
 
     def _release_kept(self, request: Request) -> None:
         for kept in (self._kept_bytes, self._external_bytes):
             kept.release(request.request_id)
 
+    def _stop_repeating(self, request: Request) -> None:
+        # vLLM may be going through the queues just now, so the internal request ends a little later.
+        if (internal := self._repeating.pop(request.request_id, None)) is not None:
+            self._orphans.append(internal.request_id)
+
+    def _end_orphans(self) -> None:
+        if self._orphans:
+            orphans, self._orphans = self._orphans, []
+            super().finish_requests(orphans, RequestStatus.FINISHED_ABORTED)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        finished = super().finish_requests(*args, **kwargs)
+        self._end_orphans()
+        return [request for request in finished if not isinstance(request, RepeatingRequest)]
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._release_kept(request)
+        self._stop_repeating(request)
         self._compressions.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
@@ -145,7 +184,9 @@ class CompressionSchedulerMixin(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._end_failed()
+        self._put_repetitions_first()
         output = super().schedule(*args, **kwargs)
+        self._end_orphans()
         if self._kept_bytes or self._external_bytes:
             # Room is reserved before vLLM looks for blocks: a request that found none must not keep others waiting.
             running = {request.request_id for request in self.running}
@@ -153,19 +194,77 @@ class CompressionSchedulerMixin(Scheduler):
                 kept.keep(running)
         self._usage.before_compressions(self.running, self._size)
         step = CompressionStep()
+        stuck = self._repeat_contexts(output, step)
         waiting = self._plan_due(step)
         while waiting and not output.num_scheduled_tokens and not step.plans:
             # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
             self.running.remove(waiting[-1])
             self._preempt_request(waiting[-1], time.monotonic())
             waiting = self._plan_due(step)
+        if stuck and len(stuck) == len(self.running) and self.pause_state != PauseState.PAUSED_ALL:
+            # Deadlock: nothing else runs, and what they wait for finds no room, or is behind others that find none.
+            self.running.remove(stuck[-1])
+            self._preempt_request(stuck[-1], time.monotonic())
+        self._end_orphans()
         self._manager.release_retired()
         compressed = {plan.request_id: plan.is_refresh for plan in step.plans}
         step.usage = self._usage.after_compressions(self.running, self._size, compressed)
         attach(output, step)
         if self.log_stats:
-            self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in self.running])
+            users = [one for one in self.running if not isinstance(one, RepeatingRequest)]
+            self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
         return output
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self._repeating:
+            stats.num_running_reqs -= sum(isinstance(one, RepeatingRequest) for one in self.running)
+            stats.num_waiting_reqs -= sum(isinstance(one, RepeatingRequest) for one in self.waiting)
+        return stats
+
+    def _put_repetitions_first(self) -> None:
+        """Puts waiting internal requests before users', which may have been preempted since and may need their room."""
+        repetitions = [one for one in self._repeating.values() if one and one.status != RequestStatus.RUNNING]
+        if repetitions:
+            self.waiting.remove_requests(repetitions)
+            self.waiting.prepend_requests(repetitions)
+
+    def _repeat_contexts(self, output: SchedulerOutput, step: CompressionStep) -> list[Request]:
+        """Has contexts that have been computed repeated, a chunk at a time, before they are compressed.
+
+        Adds to ``step`` the chunks that it repeats. Returns the requests whose internal ones found no room in it.
+        """
+        stuck = []
+        for request in list(self.running):
+            compression, due_at = self._compressions.get(request.request_id), self._next_compression(request)
+            if compression is None or due_at is None or not compression.repeats_context:
+                continue
+            if request.num_computed_tokens < due_at:
+                continue
+            if request.request_id not in self._repeating:
+                self._repeat(request, compression, 0)
+                continue
+            internal = self._repeating[request.request_id]
+            if internal is None:
+                continue
+            if internal.request_id not in output.num_scheduled_tokens:
+                if not internal.num_in_flight_tokens and not output.preempted_req_ids:
+                    stuck.append(request)
+                continue
+            step.repetitions[internal.request_id] = internal.chunk
+            if internal.is_scheduled:
+                # Its blocks are free for what this step's compressions write, after its forward pass.
+                super().finish_requests(internal.request_id, RequestStatus.FINISHED_ABORTED)
+                self._repeat(request, compression, internal.index + 1)
+        return stuck
+
+    def _repeat(self, request: Request, compression: RequestCompression, index: int) -> None:
+        """Queues the internal request that repeats a chunk of the request's context, if there is such a chunk."""
+        internal = RepeatingRequest.of(request, compression.config.policy.tracker, compression.context, index)
+        self._repeating[request.request_id] = internal
+        if internal is not None:
+            self.requests[internal.request_id] = internal
+            self.waiting.prepend_request(internal)
 
     def _next_compression(self, request: Request) -> int | None:
         """Number of computed tokens at which the request is compressed next; None: never."""
@@ -175,6 +274,9 @@ class CompressionSchedulerMixin(Scheduler):
         return compression.next_compression(self._manager.segments_of(request.request_id))
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        if isinstance(request, RepeatingRequest):
+            shared = self._manager.req_to_blocks[request.parent.request_id][: request.context // self.block_size]
+            return self.kv_cache_manager.create_kv_cache_blocks((shared,)), len(shared) * self.block_size, 0, False
         blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         due_at = self._next_compression(request)
         if due_at is not None:
@@ -194,10 +296,22 @@ class CompressionSchedulerMixin(Scheduler):
         if due_at is None:
             return num_new_tokens
         compression = self._compressions[request.request_id]
+        if not self._leaves_room_to_repeat(request, compression):
+            return 0
         if not self._reserve_kept(request.request_id, compression):
             return 0
         # A request whose compression is due but found no room computes nothing until it has been compressed.
         return min(num_new_tokens, max(0, due_at - num_computed_tokens))
+
+    def _leaves_room_to_repeat(self, request: Request, compression: RequestCompression) -> bool:
+        """False if a request must wait so that those whose contexts are repeated do not take all places to run."""
+        if not compression.repeats_context or request.status == RequestStatus.RUNNING:
+            return True
+        return sum(map(self._awaits_repetition, self.running)) < self.max_num_active_reqs - 1
+
+    def _awaits_repetition(self, request: Request) -> bool:
+        compression = self._compressions.get(request.request_id)
+        return compression is not None and compression.repeats_context and self._next_compression(request) is not None
 
     def _reserve_kept(self, request_id: str, compression: RequestCompression) -> bool:
         """Reserves the request's memory outside the pool; False if it must wait for that of others."""
@@ -220,7 +334,7 @@ class CompressionSchedulerMixin(Scheduler):
             due_at = self._next_compression(request)
             if due_at is not None:
                 self._open_window(request, due_at, step)
-                if request.num_computed_tokens >= due_at:
+                if request.num_computed_tokens >= due_at and self._repeating.get(request.request_id) is None:
                     due[request.request_id] = request
         waiting, seconds = [], 0.0
         self._due = dict.fromkeys([*(request_id for request_id in self._due if request_id in due), *due])
@@ -284,6 +398,7 @@ class CompressionSchedulerMixin(Scheduler):
             num_computed=num_computed,
         )
         step.plans.append(plan)
+        self._repeating.pop(request_id, None)
         self._kept_bytes.shrink(request_id, compression.ring_bytes)  # the context's scores are no longer needed
         count_compression(compression.config.name, self._engine)
         if plan.may_shrink:
@@ -317,6 +432,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._end_failed()
         self._usage.computed(attached_step(scheduler_output).usage)
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
+        self._end_orphans()
         self._failed.tell(outputs_by_client)
         self._usage.add_steps(outputs_by_client)
         return outputs_by_client

@@ -51,6 +51,7 @@ from vllm_kvmerge.evaluation.trace import (
     trace,
     trace_one_by_one,
 )
+from vllm_kvmerge.policies import PRESETS, TRACKERS
 from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.request.parameters import CompressionConfig
 
@@ -121,6 +122,8 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05))
     parser.prog = "vllm-kvmerge eval attention"
+    replayed = [name for name, preset in PRESETS.items() if not TRACKERS[preset.tracker].repeats_context]
+    parser.set_defaults(policies=sorted(replayed))
     add_document_options(parser, documents=8, questions=5)
     parser.add_argument("--text", type=Path, metavar="FILE", help="read this text instead of the demo task's documents")
     parser.add_argument("--queries", type=_positive, default=64, help="how many queries after it")

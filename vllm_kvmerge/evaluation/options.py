@@ -59,7 +59,8 @@ def add_field_option(parser: argparse.ArgumentParser) -> None:
 def config_of(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, fields: Mapping[str, Any]
 ) -> CompressionConfig:
-    """``kv_compression`` with these fields and those of ``--set``, for the model; ends the program if that is wrong."""
+    """``kv_compression`` with these fields and those of ``--set``, for the model; ends the program if that is wrong, or
+    cannot be replayed."""
     if fields["policy"] == FULL:
         parser.error(f"policy {FULL!r} is what the others are compared with")
     value = dict(fields)
@@ -73,6 +74,8 @@ def config_of(
     except CompressionError as error:
         parser.error(str(error))
     assert config is not None
+    if config.policy.tracker.repeats_context:
+        parser.error(f"policy {config.name!r} has a model repeat the context, and none runs while traces are replayed")
     return config.for_model(model_type_of(arguments.model))
 
 

@@ -22,6 +22,7 @@ from vllm_kvmerge.ops.dispatch import override as override
 from vllm_kvmerge.ops.dispatch import padded_nonzero as padded_nonzero
 from vllm_kvmerge.ops.dispatch import paged_attention as paged_attention
 from vllm_kvmerge.ops.dispatch import score_prompt_queries as score_prompt_queries
+from vllm_kvmerge.ops.dispatch import score_repetition as score_repetition
 from vllm_kvmerge.ops.dispatch import split_budget as split_budget
 from vllm_kvmerge.ops.dispatch import take as take
 from vllm_kvmerge.ops.dispatch import top as top

@@ -135,6 +135,44 @@ def score_prompt_queries(
         aux.copy_(new_aux)
 
 
+def score_repetition(
+    query: Tensor,
+    cache: PagedKVCache,
+    blocks: Tensor,
+    scale: float,
+    seq_len: int,
+    context: int,
+    start: int,
+    sinks: int,
+    scores: Tensor,
+) -> None:
+    """Raises ``scores`` of a chunk of a context to the largest probability that queries which repeat it give an entry.
+
+    query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``, all behind the ``context`` first tokens
+    of a never compressed sequence. blocks: the sequence's block ids. scores: ``[H, m]`` float32, of tokens
+    ``[start, start + m)`` of the context; in place. Probabilities are shared by the first ``sinks`` tokens, up to
+    ``start`` of them, the chunk, and the tokens from ``context`` up to the query's own; the largest is over queries and
+    the query heads of a KV head. Scores that would become NaN stay as they are.
+    """
+    num_queries, num_scored = query.shape[0], scores.shape[1]
+    sinks = min(sinks, start)
+    ranges = (0, sinks), (start, start + num_scored), (context, seq_len)
+    keys = torch.cat([_segment(cache.keys, blocks, a, b, 2) for a, b in ranges if b > a], 2).float()
+    num_kv_heads, _, num_keys = keys.shape
+    grouped = query.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).contiguous() * scale
+    # Queries in groups whose logits stay in a core's cache, or, on a GPU, take up to 64 MiB.
+    group = max(1, (1 << (18 if query.is_cpu else 24)) // (query.shape[1] * num_keys))
+    for first in range(0, num_queries, group):
+        last = min(first + group, num_queries)
+        seen = num_keys - num_queries + last  # by the newest of them
+        logits = torch.matmul(grouped[:, :, first:last].flatten(1, 2), keys[:, :, :seen])
+        logits = logits.unflatten(1, (-1, last - first))
+        logits.masked_fill_(~_causal(last - first, seen, query.device), -torch.inf)
+        total = logits.logsumexp(-1, keepdim=True)
+        largest = (logits[..., sinks : sinks + num_scored] - total).amax((1, 2)).exp()
+        torch.fmax(scores, largest, out=scores)
+
+
 def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
     """Copies (log_votes, scores, aux, positions) of all live entries: ``[H, n]`` float32, positions int64.
 

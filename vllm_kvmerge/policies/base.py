@@ -6,6 +6,8 @@ every operation is batched over the first dimension. ``d`` is the head size.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,7 +23,8 @@ from vllm_kvmerge.policies.update import CacheUpdate
 # fmt: off
 __all__ = [
     "DEAD", "MAX_QUERIES", "MAX_TOKENS", "Allocator", "CacheUpdate", "CompressionContext", "Cost", "CostShape",
-    "Entries", "Heads", "Merger", "Part", "Queries", "ScoreMode", "Selector", "Tracker", "gathering", "sorting",
+    "Entries", "Heads", "Merger", "Part", "Queries", "Repetition", "ScoreMode", "Selector", "Tracker", "gathering",
+    "sorting",
 ]
 # fmt: on
 
@@ -92,6 +95,9 @@ class Allocator(Part):
     splits_heads: ClassVar[bool] = False
     """True if heads of one layer may get different budgets."""
 
+    pools_layers: ClassVar[bool] = False
+    """True if heads of all layers of a request share the budget (``pooled_budgets``)."""
+
     fills_budget: ClassVar[bool] = True
     """False if the heads' budgets may add up to less; the budget is then the most that they hold on average."""
 
@@ -119,11 +125,42 @@ class Allocator(Part):
             raise TypeError(f"allocator {self.name!r} has neither layer_budgets nor head_budgets")
         return [budgets[layer] for layer in context.heads.layers]
 
+    def pooled_budgets(self, importance: Tensor, context: CompressionContext) -> list[int]:
+        """``head_budgets`` where ``pools_layers``, all layers of one request at once. importance: ``[H, n]`` float32,
+        negative for dead entries."""
+        raise TypeError(f"allocator {self.name!r} does not compare layers")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A chunk of a context that the model repeats while attention to it is observed.
+
+    start, end: its tokens. sinks: first tokens of the sequence whose keys attention is shared with. tokens: ids that
+    follow the context: prompts, then the chunk.
+    """
+
+    start: int
+    end: int
+    sinks: int
+    tokens: list[int]
+
 
 class Tracker(Part):
     """Ranks entries by the statistics that attention accumulates while the request runs."""
 
     mode: ClassVar[ScoreMode]
+
+    repeats_context: ClassVar[bool] = False
+    """True if scores come from queries of tokens that repeat the context after it (``repetition``), and from no others:
+    ``mode`` is then ``none``."""
+
+    def repetition(self, context: Sequence[int], index: int) -> Repetition | None:
+        """The chunk ``index`` of a context of these token ids; None: there are not so many. Default: none."""
+        return None
+
+    def num_repeated(self, context: int) -> int:
+        """Most tokens of any repetition of a context of so many tokens. Default: 0."""
+        return 0
 
     @property
     def prompt_window(self) -> int | Literal["all"]:

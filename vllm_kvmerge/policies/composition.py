@@ -1,5 +1,6 @@
 """A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -86,8 +87,13 @@ class CompressionPolicy(BaseModel):
         return None if capacity is None else capacity + self.num_protected
 
     @property
-    def needs_scores(self) -> bool:
+    def accumulates_scores(self) -> bool:
+        """True if attention accumulates scores, of the prompt and perhaps of generated tokens."""
         return self.tracker.mode != ScoreMode.NONE
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.accumulates_scores or self.tracker.repeats_context
 
     @property
     def takes_shares(self) -> bool:
@@ -238,23 +244,49 @@ class CompressionPolicy(BaseModel):
         Raises:
             PartError: the tracker, the selector or the allocator failed.
         """
-        num_protected = self.num_protected
-        others = replace(
-            context,
-            budget=context.budget - num_protected,
-            min_budget=self.min_unprotected,
-            tracker_mode=self.tracker.mode,
-        )
-        reads_mass = self.allocator.reads_attention
+        others, reads_mass = self._of_others(context), self.allocator.reads_attention
         importance = self._mass(entries, others) if reads_mass else torch.zeros_like(entries.scores)
-        if num_protected:
+        if self.protect:
             is_protected = within(self.protect, entries.positions)
             entries, importance = entries.without(is_protected), importance.masked_fill(is_protected, 0.0)
         with blamed_on(self.allocator):
-            budgets = [int(budget) for budget in self.allocator.head_budgets(entries, importance, others)]
-            if len(budgets) != entries.num_rows:
-                raise ValueError(f"head_budgets must be {entries.num_rows} numbers, got {len(budgets)}")
-        return [min(max(budget + num_protected, self.min_budget), context.capacity) for budget in budgets]
+            return self._checked(self.allocator.head_budgets(entries, importance, others), entries.num_rows, context)
+
+    def pooled_mass(self, entries: Entries, context: CompressionContext) -> Tensor:
+        """``[H, n]`` float32: what ``pooled_budgets`` takes of some layers; negative for entries that do not compete.
+
+        Raises:
+            PartError: the tracker or the selector failed.
+        """
+        hidden = ~entries.is_live
+        if self.protect:
+            hidden = hidden | within(self.protect, entries.positions)
+        return self._mass(entries, self._of_others(context)).masked_fill(hidden, -1.0)
+
+    def pooled_budgets(self, mass: Tensor, context: CompressionContext) -> list[int]:
+        """``head_budgets`` of all layers of a request; only where the allocator ``pools_layers``. mass: of all layers.
+
+        Raises:
+            PartError: the allocator failed.
+        """
+        with blamed_on(self.allocator):
+            return self._checked(self.allocator.pooled_budgets(mass, self._of_others(context)), len(mass), context)
+
+    def _of_others(self, context: CompressionContext) -> CompressionContext:
+        """What allocators see: the budget of the entries that are not protected."""
+        return replace(
+            context,
+            budget=context.budget - self.num_protected,
+            min_budget=self.min_unprotected,
+            tracker_mode=self.tracker.mode,
+        )
+
+    def _checked(self, budgets: Sequence[int], num_rows: int, context: CompressionContext) -> list[int]:
+        """An allocator's budgets of rows, in whole numbers that rows can have. Raises ValueError."""
+        whole = [int(budget) + self.num_protected for budget in budgets]
+        if len(whole) != num_rows:
+            raise ValueError(f"head_budgets must be {num_rows} numbers, got {len(whole)}")
+        return [min(max(budget, self.min_budget), context.capacity) for budget in whole]
 
     def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the

@@ -16,7 +16,7 @@ def fitted_budgets(
     does.
     """
     shares = np.asarray(budgets, dtype=np.int64)
-    if not allocator.fills_budget:  # all heads share all pages
+    if allocator.pools_layers or not allocator.fills_budget:  # all heads share all pages
         groups, repeats = shares[None], 1
     elif allocator.splits_heads:  # a layer's heads share its pages
         groups, repeats = shares.reshape(-1, num_heads), 1

@@ -1,13 +1,14 @@
 """Trackers: rank entries by statistics that attention accumulates."""
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, ScoreMode, Tracker
+from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, Repetition, ScoreMode, Tracker
 from vllm_kvmerge.policies.registry import register
 
 ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
@@ -133,12 +134,73 @@ class LogEmaTracker(ScoringTracker):
         return Cost(numbers=5 * shape.num_entries, touches=24 * shape.num_entries)
 
 
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+TokenIds = Annotated[list[TokenId], Field(max_length=1024)]
+
+LEAD = 8
+"""Tokens before a chunk, other than a context's first, that the model is shown as what it begins after."""
+
+
+@register
+class ReconstructionTracker(Tracker):
+    """Largest attention that an entry gets while the model repeats the context (KVzip).
+
+    Once the context has been computed, the model reads it again after itself, one chunk of ``chunk_size`` tokens at a
+    time, each after a prompt that asks for it. An entry's score is the largest probability that any query of prompt and
+    chunk, of any query head that shares the KV head, gives it. As in the authors' code, the softmax is over the first
+    ``num_prefix_tokens`` tokens of the sequence, the chunk where it is in the context, and the tokens that follow the
+    context up to the query's own; the rest of the context is attended to, but not counted. Chunks begin behind those
+    first tokens, which have the largest score there is. Nothing is accumulated after that.
+
+    The authors ask for a first chunk with "Repeat the previous context exactly." and for others with "Repeat the part
+    of the previous context exactly, starting with" and the last 8 tokens before the chunk, in the model's chat
+    template. Prompts are given as token ids; without any, the context's own tokens say what to repeat.
+    """
+
+    name = "reconstruction"
+    source = "KVzip section 3, arXiv:2505.23416"
+    mode = ScoreMode.NONE
+    repeats_context = True
+
+    chunk_size: int = Field(2000, ge=1, le=MAX_TOKENS, description="Tokens of the context that are repeated at once.")
+    repeat_prompt: TokenIds = Field([], description="Token ids that ask for the context's first chunk.")
+    resume_prompt: TokenIds = Field(
+        [], description="Token ids that ask for another chunk; the 8 tokens before that chunk follow them."
+    )
+    answer_prompt: TokenIds = Field([], description="Token ids that begin the answer, after both other prompts.")
+    num_prefix_tokens: int = Field(
+        4, ge=0, le=MAX_TOKENS, description="First tokens, such as a system prompt, that are kept and not repeated."
+    )
+
+    def repetition(self, context: Sequence[int], index: int) -> Repetition | None:
+        start = self.num_prefix_tokens + index * self.chunk_size
+        if start >= len(context):
+            return None
+        end = min(start + self.chunk_size, len(context))
+        asked = [*self.resume_prompt, *context[max(0, start - LEAD) : start]] if index else self.repeat_prompt
+        return Repetition(start, end, self.num_prefix_tokens, [*asked, *self.answer_prompt, *context[start:end]])
+
+    def num_repeated(self, context: int) -> int:
+        asked = max(len(self.repeat_prompt), len(self.resume_prompt) + LEAD) + len(self.answer_prompt)
+        return asked + min(self.chunk_size, context)
+
+    def importance(self, entries: Entries) -> Tensor:
+        return entries.scores.masked_fill(entries.positions < self.num_prefix_tokens, 1.0)
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost(numbers=shape.num_entries, touches=3 * shape.num_entries)
+
+
 def attention_mass(tracker: Tracker, entries: Entries) -> Tensor:
     """``[H, n]`` float32: each entry's share of its head's attention, by the tracker's importance; 0 for dead entries.
 
-    Unlike importance it is comparable between heads and layers. All 0 if the tracker knows nothing.
+    Unlike importance it is comparable between heads and layers. All 0 if the tracker knows nothing. Scores of a
+    reconstruction are comparable as they are: probabilities of single queries, in heads that saw the same ones.
     """
     importance = tracker.importance(entries).masked_fill(~entries.is_live, -torch.inf)
+    if tracker.repeats_context:
+        return importance.clamp(min=0.0)
     if tracker.mode == ScoreMode.LOG_EMA:
         return importance.softmax(dim=1).nan_to_num(nan=0.0)  # NaN: no entry was ever scored
     mass = importance.clamp(min=0.0)

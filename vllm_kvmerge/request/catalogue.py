@@ -59,6 +59,8 @@ def _type_text(field: dict[str, Any]) -> str:
         return " or ".join(_type_text(choice) for choice in field["anyOf"])
     if "const" in field or "enum" in field:
         return " or ".join(repr(value) for value in field.get("enum", [field.get("const")]))
+    if field.get("type") == "array":
+        return f"list of {_type_text(field['items'])}"
     bounds = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
     # Whole numbers in full, others as short as they are exact.
     limits = [f"{sign} {field[key]:.8g}" for sign, key in bounds.items() if key in field]

@@ -71,7 +71,8 @@ class Limits:
     outside the pool, its complete cache not counted. max_seconds: of one compression, as estimated; during generation,
     of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
-    rates: speed of the workers; None: not known yet, so time is not limited.
+    num_token_ids: of the model. max_num_seqs: requests that run at once. rates: speed of the workers; None: not known
+    yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -82,6 +83,8 @@ class Limits:
     max_model_len: int
     max_external_bytes: int = 0
     head_pages: bool = False
+    num_token_ids: int = 1 << 31
+    max_num_seqs: int = 2
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
@@ -96,6 +99,8 @@ class Limits:
         max_tokens = self.possible_tokens(num_prompt_tokens, max_tokens)
         if config.never_compresses(num_prompt_tokens, max_tokens):
             return
+        if config.policy.tracker.repeats_context:
+            self._check_repetition(config, config.resolve_context(num_prompt_tokens))
         if config.is_refreshed(num_prompt_tokens):
             self._check_external(num_prompt_tokens + max_tokens)
         excess = self._excess(config, num_prompt_tokens, max_tokens)
@@ -116,8 +121,9 @@ class Limits:
             allowed = ", ".join(sorted(self.allowed_policies | {FULL}))
             message = f"{config.name!r} is not allowed on this server; allowed: {allowed}"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", message, "not_allowed")
-        # Trackers follow from the other parts.
-        for kind in ("selector", "merger", "allocator"):
+        # Trackers follow from the other parts, unless they cost the model's time.
+        kinds = ("selector", "merger", "allocator", *(["tracker"] if config.policy.tracker.repeats_context else []))
+        for kind in kinds:
             name = getattr(config.policy, kind).name
             parts = {getattr(PRESETS[policy], kind) for policy in self.allowed_policies - {FULL}}
             # A budget of a threshold is not a policy.
@@ -138,6 +144,33 @@ class Limits:
                 raise CompressionError(
                     f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: another {kind}", "unsupported_model"
                 )
+
+    def _check_repetition(self, config: CompressionConfig, context: int) -> None:
+        """Refuses contexts that cannot be repeated, a chunk at a time, after themselves."""
+        if context <= config.resolve_budget(context):
+            return
+        tracker = config.policy.tracker
+        for name, value in tracker:
+            if isinstance(value, list) and value and max(value) >= self.num_token_ids:
+                raise CompressionError(
+                    f"{EXTRA_ARGS_KEY}.{name}",
+                    f"the model has no token {max(value)}; allowed: 0 to {self.num_token_ids - 1}",
+                    "invalid_value",
+                )
+        if self.max_num_seqs < 2:
+            message = "the context is repeated beside the request; allowed: on servers with --max-num-seqs of 2 or more"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "not_allowed")
+        # One token more, which vLLM samples.
+        most = self.max_model_len - 1
+        num_repeated = tracker.num_repeated(context)
+        if context + num_repeated > most:
+            longest = _most(0, context, lambda length: length + tracker.num_repeated(length) <= most)
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.chunk_size",
+                f"repeating a context of {context} tokens takes {num_repeated} more, and the model reads {most}; "
+                f"allowed: smaller chunks, or contexts of up to {longest or 0} tokens",
+                "too_long_to_repeat",
+            )
 
     def _check_external(self, total: int) -> None:
         """Refuses requests whose complete cache has no room outside the pool."""

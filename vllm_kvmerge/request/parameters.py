@@ -98,7 +98,7 @@ class CompressionConfig(CommonFields):
     @property
     def tracks_decode(self) -> bool:
         """True if attention must update scores while the request generates."""
-        return self.decode == "bounded" and self.policy.needs_scores
+        return self.decode == "bounded" and self.policy.accumulates_scores
 
     @property
     def prompt_window(self) -> int | Literal["all"]:
@@ -114,7 +114,7 @@ class CompressionConfig(CommonFields):
     @property
     def refresh_window(self) -> int:
         """Number of the newest queries that a refresh scores; 0 if there is none, or the policy needs no scores."""
-        return self.refresh.queries if self.refresh is not None and self.policy.needs_scores else 0
+        return self.refresh.queries if self.refresh is not None and self.policy.accumulates_scores else 0
 
     def for_model(self, model_type: str) -> "CompressionConfig":
         """The same with defaults that depend on the model (``Part.model_defaults``), in ``text`` as well, so that
@@ -250,7 +250,19 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
                 "budget_too_small",
             )
         config.check_protected(config.budget)
+    if policy.tracker.repeats_context:
+        _check_repeats(config)
     return config
+
+
+def _check_repeats(config: CompressionConfig) -> None:
+    """Refuses compressions after the context's, for which a tracker that repeats it has no scores."""
+    tracker = f"tracker {config.policy.tracker.name!r} scores the context alone, once"
+    if config.decode != "grow":
+        message = f"{tracker}, got {config.decode!r}; allowed: 'grow'"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.decode", message, "incompatible_parts")
+    if config.refresh is not None:
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.refresh", f"{tracker}; allowed: null", "incompatible_parts")
 
 
 def _with_threshold(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -141,6 +142,7 @@ POLICIES: list[dict[str, Any]] = [
     {"policy": "morphkv", "skip_layers": 1},
     {"policy": "snapkv", "kernel_size": 1, "budget": {"threshold": 0.012, "max": 70}},
     {"policy": "zsmerge", "budget": {"threshold": 0.012, "max": 60}},
+    {"policy": "snapkv", "allocator": "global", "kernel_size": 1},
 ]
 
 
@@ -189,6 +191,39 @@ def test_the_same_outputs_as_with_dead_entries(fields, decode):
     assert any(len(set(shares)) > 1 for shares in counts)
     assert not one.may_shrink or min(paged.num_blocks) < -(-one.budget // BLOCK)
     assert decode == "grow" or len(counts) > 1 or config.policy.allocator.layer_budgets(70, 200, LAYERS, 1) is not None
+
+
+@pytest.mark.parametrize("max_bytes", [1, 1 << 28])
+def test_heads_of_all_layers_share_a_budget(max_bytes):
+    """Scores of a repetition are compared as they are: those above one threshold stay, whatever the size of a part."""
+    config = parse_compression({"policy": "kvzip", "budget": 96, "num_prefix_tokens": 2})
+    assert config is not None
+    side = Side(RequestCompression.of(config, PROMPT, GENERATED, LIMITS), 1)
+    side.compactor = replace(side.compactor, max_bytes=max_bytes)
+    side.write(0, *torch.randn(2, LAYERS, PROMPT, HEADS, SIZE, generator=torch.Generator().manual_seed(6)))
+    scores = torch.rand(LAYERS, HEADS, PROMPT, generator=torch.Generator().manual_seed(7))
+    scores *= torch.linspace(0.3, 0.9, LAYERS * HEADS).view(LAYERS, HEADS, 1)
+    side.scores.scores.copy_(scores)
+    side.compact(PROMPT, config.policy, has_pages=True)
+    scores[..., :2] = 1.0
+    wanted = scores.flatten().topk(LAYERS * HEADS * 96).indices // PROMPT
+    counts = wanted.bincount(minlength=LAYERS * HEADS).view(LAYERS, HEADS)
+    shares = side.pages.fronts
+    assert counts.min() < 48 and counts.max() > 120
+    # Rounded to pages, all of which are used.
+    assert ((shares - counts).abs() < BLOCK).all()
+    assert (-(-shares // BLOCK)).sum() <= LAYERS * HEADS * 96 // BLOCK and shares.sum() > LAYERS * HEADS * 95
+    positions = torch.stack([cache.positions for cache in side.layers])
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            count = int(shares[layer, head])
+            slots = torch.arange(count)
+            page = side.pages.ids[layer, head][slots // BLOCK]
+            block, owner, lane = page // (LAYERS * HEADS), page // HEADS % LAYERS, page % HEADS
+            kept = positions[owner, block, lane, slots % BLOCK]
+            best = scores[layer, head].clone()
+            best[-1] = 2.0  # the newest is protected
+            assert set(kept.tolist()) == set(best.topk(count).indices.tolist())
 
 
 def used_pages(pages: HeadPages) -> list[set[int]]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreUpdate, score_prompt_queries
+from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreUpdate, score_prompt_queries, score_repetition
 
 if TYPE_CHECKING:  # compactions run without vLLM too
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -126,21 +126,49 @@ class ScoreWindow:
     update: ScoreUpdate
     prompt_scores: PromptScores
 
+    def score(self, layer: int, query: Tensor, cache: PagedKVCache, blocks: Tensor, seq_len: int, scale: float) -> None:
+        """``query``: ``[q, H * G, d]``, of the row's tokens up to position ``seq_len - 1``."""
+        planes = self.prompt_scores.scores, self.prompt_scores.aux
+        statistics = (plane[layer, :, :seq_len] for plane in planes)
+        score_prompt_queries(query[-self.num_queries :], cache, blocks, self.update, scale, *statistics)
+
+
+@dataclass(frozen=True)
+class RepetitionWindow:
+    """Scores tokens ``[start, end)`` of another request's context, the row's first ``context`` tokens, by the queries
+    that repeat them: those of the last ``num_queries`` tokens of the row's share of the batch.
+
+    sinks: first tokens whose keys attention is shared with. prompt_scores: of the other request.
+    """
+
+    num_queries: int
+    context: int
+    start: int
+    end: int
+    sinks: int
+    prompt_scores: PromptScores
+
+    def score(self, layer: int, query: Tensor, cache: PagedKVCache, blocks: Tensor, seq_len: int, scale: float) -> None:
+        """As ``ScoreWindow.score``."""
+        scores = self.prompt_scores.scores[layer, :, self.start : self.end]
+        where = seq_len, self.context, self.start, self.sinks
+        score_repetition(query[-self.num_queries :], cache, blocks, scale, *where, scores)
+
 
 @dataclass(frozen=True)
 class BatchRow:
     """A request in the batch.
 
     front, tail: its segments; ``front == 0``: never compressed, so its entries have no votes. update: the update of
-    the scores in the cache. window: the queries to score into a buffer instead, before its first compression. ring: its
-    newest queries, if its policy reads them. pages: of its heads, one row per layer, if the front is not an ordinary
-    one. table: of these pages, on a GPU.
+    the scores in the cache. window: the queries to score into a buffer instead, before its first compression, or before
+    that of the request whose context it repeats. ring: its newest queries, if its policy reads them. pages: of its
+    heads, one row per layer, if the front is not an ordinary one. table: of these pages, on a GPU.
     """
 
     front: int = 0
     tail: int = 0
     update: ScoreUpdate = NO_UPDATE
-    window: ScoreWindow | None = None
+    window: ScoreWindow | RepetitionWindow | None = None
     ring: QueryRing | None = None
     pages: HeadPages | None = None
     table: Tensor | None = None
@@ -182,6 +210,4 @@ class QueryReader:
         if ring is not None:
             ring.write(layer, query[-ring.window :], self.seq_len)
         if window is not None:
-            planes = window.prompt_scores.scores, window.prompt_scores.aux
-            statistics = (plane[layer, :, : self.seq_len] for plane in planes)
-            score_prompt_queries(query[-window.num_queries :], cache, self.blocks, window.update, scale, *statistics)
+            window.score(layer, query, cache, self.blocks, self.seq_len, scale)

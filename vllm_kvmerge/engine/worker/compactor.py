@@ -302,6 +302,8 @@ class Compactor:
             batch.failed.update(dict.fromkeys(range(len(batch.compactions)), error))
         if of_layers is not None:
             budgets = [[one for one in of_layers for _ in range(num_heads)]] * len(budgets)
+        elif policy.allocator.pools_layers:
+            self._pool_budgets(batch, budgets)
         else:
             for part in self._parts(batch):
                 for some, found in _contained(part, batch.failed, of_heads):
@@ -311,6 +313,32 @@ class Compactor:
 
         room = plan.share_blocks, self.block_size, policy.min_budget, plan.new_front
         return [fitted_budgets(policy.allocator, one, num_heads, *room) for one in budgets]
+
+    def _pool_budgets(self, batch: _Batch, budgets: list[list[int]]) -> None:
+        """Replaces the ``budgets`` of requests by those of a policy that compares the heads of all layers."""
+        policy, num_heads = batch.policy, self.num_kv_heads
+        shape = len(batch.compactions), len(self.layers) * num_heads, batch.compactions[0].num_entries
+        masses = torch.empty(shape, device=self.device)
+
+        def mass_of(seq_layers: list[_SequenceLayer]) -> Tensor:
+            entries = self._gather(seq_layers, batch)
+            with time_limit(batch.time_left()):
+                return policy.pooled_mass(entries, self._context(seq_layers, batch, None))
+
+        def split(seq_layers: list[_SequenceLayer]) -> list[int]:
+            with time_limit(batch.time_left()):
+                context = self._context(seq_layers, batch, None)
+                return policy.pooled_budgets(masses[seq_layers[0].request], context)
+
+        for part in self._parts(batch):
+            for some, found in _contained(part, batch.failed, mass_of):
+                for row, (request, layer) in enumerate(some):
+                    heads = slice(layer * num_heads, (layer + 1) * num_heads)
+                    masses[request, heads] = found[row * num_heads : (row + 1) * num_heads]
+        for request in range(len(budgets)):
+            layers = [_SequenceLayer(request, layer) for layer in range(len(self.layers))]
+            for _, budget in _contained(layers, batch.failed, split):
+                budgets[request] = budget
 
     def _fronts(self, batch: _Batch) -> list[FrontReport]:
         """What the shares of each request come to: as many blocks as the tensor-parallel worker takes that needs most,
@@ -326,7 +354,7 @@ class Compactor:
     def _deals(self, batch: _Batch) -> list[Deal]:
         """New pages for the heads of each request."""
         allocator = batch.policy.allocator
-        within_layers = allocator.splits_heads and allocator.fills_budget
+        within_layers = allocator.splits_heads and allocator.fills_budget and not allocator.pools_layers
         blocks = [one.plan.blocks for one in batch.compactions]
         if batch.fronts:
             blocks = [some[: front.num_blocks] for some, front in zip(blocks, batch.fronts, strict=True)]

@@ -19,9 +19,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
-from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow
+from vllm_kvmerge.engine.attention.rows import (
+    PLAIN,
+    BatchRow,
+    PromptScores,
+    QueryRing,
+    QueryRings,
+    RepetitionWindow,
+    ScoreWindow,
+)
 from vllm_kvmerge.engine.metrics import observe_compaction
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, attached_step
+from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, RepeatedChunk, attached_step
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
@@ -169,6 +177,8 @@ class Compression:
                 state.front, state.tail, state.update, None, state.ring, pages=state.pages, table=state.table
             )
         window, seq_len = self.step.windows.get(request_id), num_computed + num_scheduled
+        if (chunk := self.step.repetitions.get(request_id)) is not None:
+            return self._repeating_row(chunk, num_scheduled, seq_len)
         if window is None or window.start >= seq_len:
             return PLAIN
         config = parse_known(window.compression)
@@ -180,9 +190,21 @@ class Compression:
         num_queries = min(num_scheduled, seq_len - window.start)
         return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
 
+    def _repeating_row(self, chunk: RepeatedChunk, num_scheduled: int, seq_len: int) -> BatchRow:
+        """The row of an internal request that repeats a chunk of another one's context."""
+        if seq_len <= chunk.context:
+            return PLAIN
+        state, layers = self.states.setdefault(chunk.parent, RequestState()), self.compactor.layers
+        if state.prompt_scores is None:
+            shape = len(layers), layers[0].num_kv_heads, chunk.context
+            state.prompt_scores = PromptScores.empty(*shape, self._device)
+        num_queries = min(num_scheduled, seq_len - chunk.context)
+        where = chunk.context, chunk.start, chunk.end, chunk.sinks
+        return BatchRow(window=RepetitionWindow(num_queries, *where, state.prompt_scores))
+
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
         """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
-        if not self.states and not self.step.windows:
+        if not self.states and not self.step.windows and not self.step.repetitions:
             return []
         return [self.row(*request) for request in order]
 
@@ -193,7 +215,7 @@ class Compression:
     def _new_state(self, config: CompressionConfig, seq_len: int, query_window: int) -> RequestState:
         """A state with room for the prompt scores and queries that the policy needs."""
         state, layers = RequestState(), self.compactor.layers
-        if config.policy.needs_scores:
+        if config.policy.accumulates_scores:
             state.prompt_scores = PromptScores.empty(len(layers), layers[0].num_kv_heads, seq_len, self._device)
         if query_window:
             state.ring = self.rings.take(query_window) if self.rings is not None else None

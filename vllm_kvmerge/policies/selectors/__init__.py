@@ -11,5 +11,6 @@ from vllm_kvmerge.policies.selectors.recent import Recent as Recent
 from vllm_kvmerge.policies.selectors.recent_queries import RecentQueries as RecentQueries
 from vllm_kvmerge.policies.selectors.rkv import RedundancyAware as RedundancyAware
 from vllm_kvmerge.policies.selectors.sink_recent import SinkRecent as SinkRecent
+from vllm_kvmerge.policies.selectors.top_scores import TopScores as TopScores
 from vllm_kvmerge.policies.selectors.tova import Tova as Tova
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK as WindowTopK
