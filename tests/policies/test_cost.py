@@ -81,7 +81,7 @@ def test_parts_hold_no_more_than_they_state(kind, name, sizes, num_entries, budg
         {"policy": "expected_attention", "statistics_window": 1000},
         {"policy": "expected_attention", "allocator": "adaptive"},
         {"policy": "compactor", "sketch_size": 200, "decode": "bounded"},
-        {"policy": "compactor", "attention_window": 700, "chunk_size": 1000},
+        {"policy": "compactor", "attention_window": 700, "attention_chunk": 1000},
         {"policy": "compactor", "allocator": "variance", "tracker": "sum"},
         {"policy": "h2o", "allocator": "uniform", "skip_layers": 1},
     ],

@@ -15,7 +15,7 @@ from vllm_kvmerge.policies.selectors.leverage import RIDGE, gaussian, leverage_s
 from vllm_kvmerge.policies.trackers import NoTracker
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 150
-SELECTOR = Leverage(num_sink_tokens=8, recent_window=4, attention_window=20, chunk_size=40, sketch_size=12)
+SELECTOR = Leverage(num_sink_tokens=8, recent_window=4, attention_window=20, attention_chunk=40, sketch_size=12)
 COUNTED = slice(8, TOKENS - 4)
 
 

@@ -63,7 +63,7 @@ class Leverage(RankedSelector):
     attention_window: int = Field(
         128, ge=1, le=MAX_QUERIES, description="Newest queries that attend in place of each chunk's own."
     )
-    chunk_size: int = Field(
+    attention_chunk: int = Field(
         256, ge=32, le=4096, description="Entries, in order of position, that a query's attention is spread over."
     )
     sketch_size: int = Field(48, ge=1, le=256, description="Dimensions that keys are projected to at random.")
@@ -93,7 +93,9 @@ class Leverage(RankedSelector):
             vectors = rotation.turned_back(queries.vectors, queries.positions.unsqueeze(1))
         order, counted = in_order(entries, entries.is_live & ~protected)
         rows, attention = [], []
-        for index, mask in zip(order.split(self.chunk_size, 1), counted.split(self.chunk_size, 1), strict=True):
+        for index, mask in zip(
+            order.split(self.attention_chunk, 1), counted.split(self.attention_chunk, 1), strict=True
+        ):
             places, positions = index.masked_fill(~mask, DEAD), entries.positions.gather(1, index)
             keys = entries.keys_at(places)
             rows.append(rotation.turned_back(keys, positions) @ gaussian(keys.shape[2], self.sketch_size, keys.device))
@@ -117,7 +119,7 @@ class Leverage(RankedSelector):
 
     def cost(self, shape: CostShape) -> Cost:
         n, d, group = shape.num_entries, shape.head_size, shape.group_size
-        chunk, queries = min(n, self.chunk_size), group * shape.num_queries(self.query_window)
+        chunk, queries = min(n, self.attention_chunk), group * shape.num_queries(self.query_window)
         # The sketched keys in float32 and, in four copies, in float64.
         return super().cost(shape) + Cost(
             numbers=9 * self.sketch_size * (n + self.sketch_size)
