@@ -155,7 +155,7 @@ def test_triton_can_be_chosen():
         keys = ops.gather_rows(seq_layers, "keys", torch.arange(70).repeat(2, 1))
         assert torch.equal(keys.double(), sequence.keys)
         small = CacheMaker(0, 1, 8, 16, torch.float32).pages
-        assert ops.implementation(small) == "PyTorch reference: head size 8 is not from 16 to 256"
+        assert ops.implementation(small).startswith("PyTorch reference: head size 8 is not from 16 to 256")
         ops.choose("reference")
         assert ops.implementation().startswith("PyTorch reference")
     finally:
