@@ -85,5 +85,15 @@ def engine() -> Iterator[Engine]:
     llm.llm_engine.engine_core.shutdown()
 
 
+def run(engine, watch=lambda: None) -> dict[str, list[int]]:
+    """Steps the engine until nothing is left, calling ``watch`` after each step; what each request generated."""
+    tokens: dict[str, list[int]] = {}
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for output in engine.llm.llm_engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        watch()
+    return tokens
+
+
 def random_prompt(rng: np.random.Generator, length: int) -> list[int]:
     return [2, *rng.integers(19, 780, length - 1).tolist()]

@@ -5,7 +5,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.conftest import MAX_MODEL_LEN, random_prompt
+from tests.engine.conftest import MAX_MODEL_LEN, random_prompt, run
 from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
@@ -28,16 +28,6 @@ def greedy(max_tokens: int, policy: str | None = None, **parameters) -> Sampling
 
 def add(engine, request_id: str, prompt: list[int], params: SamplingParams) -> None:
     engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
-
-
-def run(engine, watch=lambda: None) -> dict[str, list[int]]:
-    """Steps the engine until nothing is left, calling ``watch`` after each step; what each request generated."""
-    tokens: dict[str, list[int]] = {}
-    while engine.llm.llm_engine.has_unfinished_requests():
-        for output in engine.llm.llm_engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-        watch()
-    return tokens
 
 
 def name_of(request) -> str:

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.engine.conftest import random_prompt
+from tests.engine.conftest import random_prompt, run
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.repetition import RepeatingRequest
@@ -26,16 +26,6 @@ def params(max_tokens: int = 8, policy: str = "kvzip", **fields) -> SamplingPara
 def add(engine, request_id: str, prompt: list[int], asked: SamplingParams) -> None:
     asked.output_kind = RequestOutputKind.FINAL_ONLY
     engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, asked)
-
-
-def run(engine, watch=lambda: None) -> dict[str, list[int]]:
-    """Steps the engine until nothing is left, calling ``watch`` after each step; what each request generated."""
-    tokens: dict[str, list[int]] = {}
-    while engine.llm.llm_engine.has_unfinished_requests():
-        for output in engine.llm.llm_engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-        watch()
-    return tokens
 
 
 def internal(engine) -> list[RepeatingRequest]:

@@ -10,7 +10,13 @@ from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies.base import MAX_QUERIES, CacheUpdate, CompressionContext, Entries, Merger, Queries
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering
 from vllm_kvmerge.policies.indexing import padded_nonzero
-from vllm_kvmerge.policies.mergers.least_squares import CHOLESKY, attention, full_attention, ridge_regression
+from vllm_kvmerge.policies.mergers.least_squares import (
+    CHOLESKY,
+    attention,
+    full_attention,
+    kept_entries,
+    ridge_regression,
+)
 from vllm_kvmerge.policies.registry import register
 
 STEPS = 8
@@ -73,10 +79,7 @@ class AttentionMatchingMerger(Merger):
         if context.queries is None:
             return update
         queries = context.queries.newest(self.matching_window)
-        before = entries.take(kept)
-        # A NaN in a dead entry would survive a weight of 0.
-        before.kill(~before.is_live)
-        num_gone = entries.is_live.sum(1) - before.is_live.sum(1)
+        before, num_gone = kept_entries(entries, kept)
         # A head that loses nothing has nothing to fit but rounding errors.
         free = before.is_live & (num_gone > 0).unsqueeze(1)
         target, mass = _full_attention(entries, kept, queries, context.scale)

@@ -21,6 +21,14 @@ def attention(queries: Queries, entries: Entries, scale: float) -> Tensor:
     return attention_to_keys(queries.vectors, queries.positions, *planes, scale)
 
 
+def kept_entries(entries: Entries, kept: Tensor) -> tuple[Entries, Tensor]:
+    """Copies of the entries at ``kept``, and how many of each head's live entries are not among them, ``[H]``."""
+    result = entries.take(kept)
+    # A NaN in a dead entry would survive a weight of 0.
+    result.kill(~result.is_live)
+    return result, entries.is_live.sum(1) - result.is_live.sum(1)
+
+
 def full_attention(
     entries: Entries, queries: Queries, scale: float, look: Callable[[slice, slice, Tensor], object]
 ) -> Tensor:

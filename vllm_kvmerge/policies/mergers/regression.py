@@ -27,6 +27,7 @@ from vllm_kvmerge.policies.mergers.least_squares import (
     attention,
     full_attention,
     is_finite,
+    kept_entries,
     ridge_regression,
 )
 from vllm_kvmerge.policies.registry import register
@@ -118,10 +119,7 @@ class RegressionMerger(Merger):
         if context.queries is None:
             return update
         queries = context.queries.newest(self.regression_window)
-        result = entries.take(kept)
-        # A NaN in a dead entry would survive a weight of 0.
-        result.kill(~result.is_live)
-        num_gone = entries.is_live.sum(1) - result.is_live.sum(1)
+        result, num_gone = kept_entries(entries, kept)
         weight = torch.zeros_like(entries.log_votes)
         target = full_attention(entries, queries, context.scale, lambda heads, _, rows: weight[heads].add_(rows.sum(1)))
         # A head that loses nothing has nothing to fit but rounding errors.
