@@ -510,7 +510,7 @@ void attend_as(const Attend& a) {
         store(x + i, weight);
       }
       a.sum[r] += horizontal_sum(total);
-      if (a.mode == ScoreMode::sum || a.mode == ScoreMode::mean) {
+      if (a.mode != ScoreMode::none && a.mode != ScoreMode::log_ema) {
         __builtin_memcpy(a.stored + r * a.stored_stride + chunk * kTile, x, width * sizeof(float));
         a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
       }
@@ -576,6 +576,29 @@ inline VI below(int64_t first, int64_t limit) {
   return iota() < broadcast(static_cast<float>(count));
 }
 
+// Raises the scores of a tile by rows `first`, `first + step`, ...; stored: of row 0, at the tile. What is not a number
+// raises nothing.
+void raise_tile(const Update& u, float* scores, const float* stored, int first, int step) {
+  for (int v = 0; v < kTile; v += kLanes) {
+    VF score = load(scores + v);
+    for (int r = first; r < u.num_queries * u.group; r += step)
+      score = maximum(load(stored + r * u.stored_stride + v) * u.scratch[r], score);
+    store(scores + v, score);
+  }
+}
+
+// The same for each query head that has scores of its own.
+void raise_tile(const Update& u, const Tile& t, const float* stored) {
+  const int heads = u.score_stride ? u.group : 1;
+  for (int g = 0; g < heads; ++g) {
+    float* scores = u.scores + g * u.score_stride + t.entry;
+    alignas(64) float raised[kTile] = {};  // a chunk begins and ends anywhere in a tile
+    for (int k = t.lo; k < t.hi; ++k) raised[k] = scores[k];
+    raise_tile(u, raised, stored, g, heads);
+    for (int k = t.lo; k < t.hi; ++k) scores[k] = raised[k];
+  }
+}
+
 // scores, aux: the statistics of a tile; first: what lane 0's entry is; stored: of row 0, at the tile.
 void update_tile(const Update& u, float* scores, float* aux, int64_t first, const float* stored, const float* factor,
                  int64_t num_entries) {
@@ -623,9 +646,13 @@ void update(const Update& u) {
     if (u.mode != ScoreMode::log_ema && (i == u.tile_begin || i % kChunkTiles == 0))
       for (int r = 0; r < rows; ++r) {
         const float m = u.chunk_max[r * u.chunk_stride + i / kChunkTiles];
-        u.scratch[r] = exp(broadcast(m - u.maximum[r]))[0] / u.sum[r];
+        u.scratch[r] = exp(broadcast(m - u.maximum[r]))[0] / u.sum[r] * (u.weights ? u.weights[r / u.group] : 1.0f);
       }
     const Tile t = tiles[i];
+    if (u.mode == ScoreMode::largest) {
+      raise_tile(u, t, u.stored + i * kTile);
+      continue;
+    }
     float* scores = u.scores ? u.scores + t.entry : plane(cache, t.page, kScores) + t.offset;
     float* aux = u.scores ? u.aux + t.entry : plane(cache, t.page, kAux) + t.offset;
     const float* stored = u.stored + i * kTile;

@@ -10,7 +10,8 @@ namespace kvmerge {
 
 enum class DType : int32_t { f32, bf16, f16 };
 
-enum class ScoreMode : int32_t { none, sum, mean, log_ema };
+// Largest is no mode of a tracker: scores are raised to the largest probability that any query gives (KVzip).
+enum class ScoreMode : int32_t { none, sum, mean, log_ema, largest };
 
 // Attention works on tiles of 32 slots within a block; a chunk of tiles shares one running maximum.
 constexpr int kTile = 32;
@@ -97,6 +98,8 @@ struct Update {
   const float *maximum, *sum;  // [R], over all pieces
   float *scores, *aux;         // [entries] of this head, or null: the planes of the cache
   bool new_start_empty;        // whether the total_queries newest entries start from nothing
+  const float* weights;        // [num_queries]: factors of each query's probabilities; largest alone, or null
+  int64_t score_stride;        // largest alone: between the query heads' scores; 0: the group has one score
   float* scratch;              // [R]
 };
 

@@ -78,6 +78,7 @@ def engine() -> Iterator[Engine]:
         **kvmerge_engine_args(
             **engine_arguments(),
             kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK,
+            additional_config={"kvmerge": {"kvzap": demo.kvzap_path()}},
             logits_processors=[ForcedContinuation],
         )
     )

@@ -45,10 +45,16 @@ def scores(monkeypatch) -> list[torch.Tensor]:
     return found
 
 
-def dense_scores(context: list[int], chunk_size: int, num_prefix_tokens: int, asked: dict) -> torch.Tensor:
-    """``[layers, H, n]`` float64 by Transformers: attention over all tokens, renormalised over those that count."""
+def dense_scores(
+    context: list[int], chunk_size: int, num_prefix_tokens: int, asked: dict, normalized: bool = False
+) -> torch.Tensor:
+    """``[layers, H, n]`` float64 by Transformers: attention over all tokens, renormalised over those that count.
+    normalized: times ||W_O v|| / ||h||, h being the layer's input after its norm."""
     model = AutoModelForCausalLM.from_pretrained(demo.model_path(), dtype=torch.float64, attn_implementation="eager")
     config, length = model.config, len(context)
+    hidden: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_hook(lambda _, args, output: hidden.append(output[0]))
     shape = config.num_hidden_layers, config.num_key_value_heads
     expected = torch.zeros(*shape, length, dtype=torch.float64)
     for start in range(num_prefix_tokens, length, chunk_size):
@@ -56,25 +62,38 @@ def dense_scores(context: list[int], chunk_size: int, num_prefix_tokens: int, as
         first = start == num_prefix_tokens
         tokens = asked["repeat_prompt"] if first else asked["resume_prompt"] + context[max(0, start - 8) : start]
         tokens = context + tokens + asked["answer_prompt"] + context[chunk]
+        hidden.clear()
         with torch.inference_mode():
-            attentions = model(torch.tensor([tokens]), output_attentions=True).attentions
-        for layer, attention in enumerate(attentions):
+            output = model(torch.tensor([tokens]), output_attentions=True)
+        for layer, attention in enumerate(output.attentions):
             rows = attention[0, :, length:].unflatten(0, (shape[1], -1))
             counted = rows[..., :num_prefix_tokens].sum(-1) + rows[..., chunk].sum(-1) + rows[..., length:].sum(-1)
-            expected[layer, :, chunk] = (rows[..., chunk] / counted.unsqueeze(-1)).amax((1, 2))
+            given = rows[..., chunk] / counted.unsqueeze(-1)
+            if normalized:
+                values = output.past_key_values.layers[layer].values[0, :, chunk]
+                heads = model.model.layers[layer].self_attn.o_proj.weight.detach().split(values.shape[2], dim=1)
+                for head, weight in enumerate(heads):
+                    group, one = divmod(head, config.num_attention_heads // shape[1])
+                    given[group, one] *= torch.stack([(weight @ value).norm() for value in values[group]])
+                given = given / hidden[layer][length:].norm(dim=-1)[:, None]
+            expected[layer, :, chunk] = given.amax((1, 2))
     return expected
 
 
-@pytest.mark.parametrize(("length", "chunk_size", "num_prefix_tokens"), [(500, 150, 4), (130, 2000, 0)])
-def test_scores_are_those_of_a_dense_computation(engine, scores, length, chunk_size, num_prefix_tokens):
-    """Chunks begin and end within blocks; so does the context, and a question follows it."""
+@pytest.mark.parametrize(
+    ("length", "chunk_size", "num_prefix_tokens", "normalized"),
+    [(500, 150, 4, False), (130, 2000, 0, False), (500, 150, 4, True), (900, 600, 0, True)],
+)
+def test_scores_are_those_of_a_dense_computation(engine, scores, length, chunk_size, num_prefix_tokens, normalized):
+    """Chunks begin and end within blocks; so does the context, and a question follows it. The longest repetition is
+    computed in two steps."""
     prompt = random_prompt(np.random.default_rng(61), length + 20)
     fields = {"chunk_size": chunk_size, "num_prefix_tokens": num_prefix_tokens, **PROMPTS}
-    engine.tokens([prompt], params(budget=0.5, context_tokens=length, **fields))
+    engine.tokens([prompt], params(budget=0.5, context_tokens=length, normalized=normalized, **fields))
     (found,) = scores
-    expected = dense_scores(prompt[:length], chunk_size, num_prefix_tokens, PROMPTS)
-    assert (found - expected).abs().max() < 1e-4
-    assert expected[..., num_prefix_tokens:].min() > 0 and expected.max() > 0.5
+    expected = dense_scores(prompt[:length], chunk_size, num_prefix_tokens, PROMPTS, normalized)
+    assert (found - expected).abs().max() < 1e-4 * expected.max()
+    assert expected[..., num_prefix_tokens:].min() > 0 and expected.max() > (0.05 if normalized else 0.5)
     engine.assert_empty()
 
 
@@ -85,6 +104,7 @@ REQUESTS = {
     "per layer": (500, {"budget": 0.25, "allocator": "adaptive", "chunk_size": 200}),
     "uniform": (450, {"budget": 0.25, "allocator": "uniform"}),
     "threshold": (450, {"budget": {"threshold": 0.2, "max": 0.5}}),
+    "normalized": (450, {"budget": 0.25, "normalized": True, "chunk_size": 250}),
     "short": (40, {"budget": 0.5}),
     "within its budget": (100, {"budget": 300}),
 }

@@ -16,9 +16,9 @@ from vllm_kvmerge.engine.arguments import (
     VALIDATOR,
     WORKER_CLS,
     kvmerge_engine_args,
-    model_type,
     request_limits,
 )
+from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_options, check_vllm_version
 
 LLAMA = random_model.LLAMA | {"dtype": "bfloat16"}
@@ -55,14 +55,14 @@ def test_full_attention_decoders_pass(tmp_path: Path, model: dict[str, Any]) -> 
 
 def test_the_type_of_a_model(tmp_path: Path) -> None:
     """Also of one that comes in Mistral's own format, for which vLLM makes up a name."""
-    assert model_type(vllm_config(tmp_path, QWEN | {"use_sliding_window": False}).model_config) == "qwen2"
+    assert EngineModel(vllm_config(tmp_path, QWEN | {"use_sliding_window": False}).model_config).model_type == "qwen2"
     folder = tmp_path / "mistral"
     folder.mkdir()
     sizes = {"dim": 128, "n_layers": 2, "head_dim": 32, "hidden_dim": 256, "n_heads": 4, "n_kv_heads": 2}
     text = json.dumps(sizes | {"norm_eps": 1e-5, "vocab_size": 512, "rope_theta": 1e4, "max_position_embeddings": 4096})
     (folder / "params.json").write_text(text)
     config = vllm_config(folder, LLAMA, config_format="mistral")
-    assert model_type(config.model_config) == "mistral"
+    assert EngineModel(config.model_config).model_type == "mistral"
 
 
 @pytest.mark.parametrize(

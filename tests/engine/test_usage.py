@@ -70,7 +70,7 @@ def test_the_report_says_what_was_used(engine, monkeypatch):
     used, by_default = answer()
     assert (used["lambda_k"], used["lambda_v"]) == (0.01, 0.01)
     assert (used["policy"], used["budget"], used["selector"], used["window_size"]) == ("grkv", 64, "snapkv", 32)
-    monkeypatch.setattr(engine.scheduler, "_model_type", "qwen3")
+    monkeypatch.setattr(engine.scheduler._model, "model_type", "qwen3")
     used, of_qwen = answer()
     assert (used["lambda_k"], used["lambda_v"]) == (0.1, 0.1)
     assert of_qwen == answer(lambda_k=0.1, lambda_v=0.1)[1] != by_default

@@ -13,7 +13,7 @@ import torch
 from tests import vllm_library
 from tests.entries import gather_entries, write_front
 from tests.ops.conftest import CacheMaker, batch_of
-from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, reference, write_tokens
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, write_tokens
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SUM, MEAN, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
@@ -137,23 +137,27 @@ def test_prompt_scores_do_not_depend_on_chunks(operators, update, window):
         assert torch.equal(aux.double(), expected[1])
 
 
-def check_repetition(operators, dtype, start, stop, sinks):
+def check_repetition(operators, dtype, start, stop, sinks, weighted=False, per_head=False):
     """Probabilities among sinks, chunk and repetition, whatever lies between; in any parts."""
     maker, context, scale = CacheMaker(8, 2, 64, 32, dtype), 101, 0.3
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
     query = maker.randn(150 - context, 6, 64).to(dtype)
-    expected = torch.zeros(2, stop - start, dtype=torch.float64)
+    weights = maker.randn(len(query)).exp() if weighted else None
+    expected = torch.zeros(2, 3, stop - start, dtype=torch.float64)
     for i, row in enumerate(query.double().unflatten(1, (2, 3))):
         counted = [*range(min(sinks, start)), *range(start, stop), *range(context, context + i + 1)]
         logits = scale * torch.einsum("hgd,hnd->hgn", row, sequence.keys[:, counted])
-        first = min(sinks, start)
-        expected = expected.maximum(logits.softmax(-1)[..., first : first + stop - start].amax(1))
+        first, weight = min(sinks, start), 1.0 if weights is None else weights[i].double()
+        expected = expected.maximum(logits.softmax(-1)[..., first : first + stop - start] * weight)
+    expected = expected.flatten(0, 1) if per_head else expected.amax(1)
     for part in (1, 20, 49):
-        scores = torch.zeros(2, stop - start)
+        # Some rows of a wider plane, as the engine has them.
+        scores = torch.zeros(len(expected), 200)[:, 17 : 17 + stop - start]
         for first in range(0, 150 - context, part):
             some = query[first : first + part]
             where = context + first + len(some), context, start, sinks
-            operators.score_repetition(some, maker.pages, sequence.blocks, scale, *where, scores)
+            weight = None if weights is None else weights[first : first + part]
+            operators.score_repetition(some, maker.pages, sequence.blocks, scale, *where, scores, weight)
         assert relative_error(scores, expected) < 1e-5
     scores = torch.full_like(scores, 0.5)
     operators.score_repetition(
@@ -167,8 +171,10 @@ REPETITIONS = [(4, 60, 4), (70, 101, 9), (0, 33, 5)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("start", "stop", "sinks"), REPETITIONS)
-def test_scores_of_a_repetition(dtype, start, stop, sinks):
-    check_repetition(reference, dtype, start, stop, sinks)
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("per_head", [False, True], ids=["", "per-head"])
+def test_scores_of_a_repetition(operators, dtype, start, stop, sinks, weighted, per_head):
+    check_repetition(operators, dtype, start, stop, sinks, weighted, per_head)
 
 
 def test_write_front_leaves_other_slots_alone():

@@ -13,6 +13,7 @@ from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, newest_queries
 from tests.policies.window import WINDOW, output, problem, window_loss
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.mergers import DropMerger, RegressionMerger
 from vllm_kvmerge.policies.mergers.least_squares import attention
 from vllm_kvmerge.policies.mergers.regression import OutputDerivative, conjugate_gradients
@@ -216,7 +217,7 @@ def test_the_windows_own_tokens_can_be_free():
     [("llama", 0.01), ("gemma2", 0.01), ("mistral", 0.1), ("mixtral", 0.1), ("qwen2", 0.1), ("qwen3_moe", 0.1)],
 )
 def test_the_ridge_follows_the_model(model_type, ridge):
-    assert RegressionMerger.model_defaults(model_type) == {"lambda_k": ridge, "lambda_v": ridge}
+    assert RegressionMerger.model_defaults(ServedModel(model_type)) == {"lambda_k": ridge, "lambda_v": ridge}
 
 
 @examples(60)

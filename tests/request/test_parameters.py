@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from vllm_kvmerge.policies import ALLOCATORS, PARTS, PRESETS, SELECTORS
 from vllm_kvmerge.policies.allocators import Uniform
+from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.fields import CommonFields
 from vllm_kvmerge.policies.mergers import ResidualMerger, ZipMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
@@ -97,7 +98,7 @@ def test_snapkv_with_bounded_decoding_goes_on_scoring():
 
 def test_defaults_that_depend_on_the_model_are_filled_in_once():
     ridges = [
-        (parse_compression({"policy": policy, **fields}).for_model(model_type), expected)
+        (parse_compression({"policy": policy, **fields}).for_model(ServedModel(model_type)), expected)
         for policy in ("grkv", "criticalkv")
         for fields, model_type, expected in (
             ({"merger": "regression"}, "qwen3", (0.1, 0.1)),
@@ -110,12 +111,12 @@ def test_defaults_that_depend_on_the_model_are_filled_in_once():
         assert (config.policy.merger.lambda_k, config.policy.merger.lambda_v) == expected
         # Workers parse the text again, and do not ask for the model.
         assert parse_compression(config.text) == config
-        assert config.for_model("another") == config
+        assert config.for_model(ServedModel("another")) == config
         spelled_out = config.parameters
         assert (spelled_out["lambda_k"], spelled_out["lambda_v"]) == expected
         assert parse_compression(spelled_out).policy == config.policy
     config = parse_compression({"policy": "h2o"})
-    assert config.for_model("qwen3") is config
+    assert config.for_model(ServedModel("qwen3")) is config
 
 
 def test_json_text_is_parsed():

@@ -11,6 +11,7 @@ DESCRIPTION = "vLLM's server with compression of the KV cache switched on, evalu
 COMMANDS = {
     "serve": "serve a model over HTTP: vllm-kvmerge serve MODEL [any option of vllm serve]",
     "eval": "measure policies and budgets on tasks: vllm-kvmerge eval CONFIG.yaml",
+    "train-kvzap": "train a KVzap model, which predicts what to keep: vllm-kvmerge train-kvzap MODEL --output FOLDER",
     "doctor": "print versions, devices, operators in use, and what is not supported",
     "policies": "list the policies and parts that a request can name",
 }
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
             for command, summary in COMMANDS.items():
                 commands.add_parser(command, help=summary)
             name, words = parser.parse_args([name, *words] if name else []).command, []
-        return import_module(f"vllm_kvmerge.cli.{name}").run(words)
+        return import_module(f"vllm_kvmerge.cli.{name.replace('-', '_')}").run(words)
     except CommandError as error:
         print("vllm-kvmerge:", " ".join(str(error).split()), file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import yaml
 
 from vllm_kvmerge.cli.common import one_line, quiet
-from vllm_kvmerge.demo import model_path
+from vllm_kvmerge.demo import kvzap_path, model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version
 from vllm_kvmerge.errors import CommandError
@@ -44,6 +44,7 @@ PLUGIN_OPTIONS = (
     "max_compaction_seconds",
     "external_cache_bytes",
     "external_cache_dir",
+    "kvzap",
     "api_key_routes",
     "max_body_bytes",
 )
@@ -154,7 +155,7 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
         if get_origin(field.annotation) is Literal:
             kind = {"choices": get_args(field.annotation)}
         elif field.annotation == str | None:
-            kind = {"type": str, "metavar": "DIR"}
+            kind = {"type": str, "metavar": "DIR" if name.endswith("_dir") else "MODEL"}
         elif field.annotation is float:
             kind = {"type": float, "metavar": "SECONDS"}
         elif field.annotation == list[str] | None:
@@ -226,6 +227,8 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
     ours = {name: getattr(args, name) for name in PLUGIN_OPTIONS if getattr(args, name) is not None}
     if args.model == model_path():
         ours["example_prompts"] = EXAMPLE_PROMPTS
+        if args.enforce_eager:
+            ours.setdefault("kvzap", kvzap_path())
     if ours:
         additional = args.additional_config or {}
         args.additional_config = {**additional, CONFIG_KEY: {**(additional.get(CONFIG_KEY) or {}), **ours}}
@@ -270,8 +273,14 @@ def _check_engine_config(args: argparse.Namespace) -> None:
     """Builds the engine's configuration once in this process: its errors would otherwise surface in a child process."""
     from vllm import AsyncEngineArgs
 
+    from vllm_kvmerge.engine.arguments import plugin_config
+    from vllm_kvmerge.engine.surrogate import check_surrogate
+
     try:
         with quiet():  # vLLM logs all of it when it builds the configuration itself
-            check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=args.headless))
+            config = AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=args.headless)
+            check_config(config)
+            if (surrogate := plugin_config(config).kvzap) is not None:
+                check_surrogate(surrogate, config.model_config)
     except Exception as error:
         raise CommandError(one_line(error)) from error

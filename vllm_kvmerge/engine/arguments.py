@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_kvmerge.engine.support import UnsupportedConfigError, check_options, platform_obstacle, rotation_obstacle
+from vllm_kvmerge.engine.support import (
+    UnsupportedConfigError,
+    check_options,
+    hidden_states_obstacle,
+    platform_obstacle,
+    rotation_obstacle,
+)
 from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
 from vllm_kvmerge.policies import PRESETS, load_plugins
@@ -16,7 +22,7 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionErr
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 WORKER_CLS = "vllm_kvmerge.engine.worker.cpu_worker.KVMergeWorker"
 CUDA_WORKER_CLS = "vllm_kvmerge.engine.worker.cuda_worker.KVMergeCUDAWorker"
@@ -24,9 +30,6 @@ SCHEDULER_CLS = "vllm_kvmerge.engine.scheduler.KVMergeScheduler"
 VALIDATOR = "vllm_kvmerge.engine.validation:CompressionValidator"
 CONFIG_KEY = "kvmerge"
 """The plugin's part of vLLM's ``additional_config``, see ``PluginConfig``."""
-
-MISTRAL_FORMAT = "transformer"
-"""vLLM's name for the type of a model that comes with Mistral's params.json instead of a config.json."""
 
 BLOCK_SIZE = 32
 LEAST_COMPACTION_BYTES = 256 << 20
@@ -76,6 +79,10 @@ class PluginConfig(BaseModel):
     max_body_bytes: int = Field(32 << 20, ge=1024)
     """Largest body of an HTTP request, in bytes."""
 
+    kvzap: str | None = None
+    """KVzap model that predicts the scores of the policy kvzap: a folder, or a name on the Hugging Face hub, such as
+    nvidia/KVzap-mlp-Qwen3-8B. Default: none, and the policy is refused."""
+
     head_pages: bool = True
     """Whether heads with different budgets hold their entries in pages of their own. Otherwise every head has as many
     places as the one with the largest budget needs, most of them empty: slower and larger, for comparison."""
@@ -116,12 +123,6 @@ def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
     return PluginConfig.model_validate((config.additional_config or {}).get(CONFIG_KEY) or {})
 
 
-def model_type(model: "ModelConfig") -> str:
-    """Transformers' name of the type of a model's text part, such as ``llama``, which defaults may depend on."""
-    name = str(getattr(model.hf_text_config, "model_type", ""))
-    return "mistral" if name == MISTRAL_FORMAT else name
-
-
 def request_limits(vllm_config: "VllmConfig") -> Limits:
     """Limits of an engine's requests, without the speed of its workers, which they report."""
     options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
@@ -139,6 +140,8 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             hidden_size=model.get_hidden_size(),
             item_size=model.dtype.itemsize,
             rotation_obstacle=rotation_obstacle(model),
+            hidden_states_obstacle=hidden_states_obstacle(vllm_config),
+            has_surrogate=options.kvzap is not None,
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,

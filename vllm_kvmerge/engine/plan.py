@@ -122,7 +122,7 @@ class RepeatedChunk:
     """A chunk of the context of the request ``parent`` that an internal request repeats, and scores for it.
 
     context: tokens of the context, the first of both requests. start, end: the chunk. sinks: first tokens whose keys
-    attention is shared with.
+    attention is shared with. normalizes: probabilities are weighed (``Tracker.normalizes``).
     """
 
     parent: str
@@ -130,6 +130,7 @@ class RepeatedChunk:
     start: int
     end: int
     sinks: int
+    normalizes: bool = False
 
 
 @dataclass

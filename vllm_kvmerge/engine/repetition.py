@@ -42,7 +42,8 @@ class RepeatingRequest(Request):
         repetition = tracker.repetition(tokens, index)
         if repetition is None:
             return None
-        chunk = RepeatedChunk(parent.request_id, context, repetition.start, repetition.end, repetition.sinks)
+        where = context, repetition.start, repetition.end, repetition.sinks
+        chunk = RepeatedChunk(parent.request_id, *where, tracker.normalizes)
         return cls(parent, context, chunk, index, tokens + repetition.tokens)
 
     @property

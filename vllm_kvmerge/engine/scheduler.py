@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine import compat
-from vllm_kvmerge.engine.arguments import model_type, plugin_config, request_limits
+from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.failures import FailedRequests
 from vllm_kvmerge.engine.metrics import (
@@ -38,6 +38,7 @@ from vllm_kvmerge.engine.plan import (
 )
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression, cdiv
+from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
 from vllm_kvmerge.policies.errors import PartError
@@ -71,7 +72,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._manager = managers[0]
         self._default = plugin_config(self.vllm_config).default
         self._limits = request_limits(self.vllm_config)
-        self._model_type = model_type(self.vllm_config.model_config)
+        self._model = EngineModel(self.vllm_config.model_config)
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
         bytes_per_block = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
@@ -119,7 +120,7 @@ class CompressionSchedulerMixin(Scheduler):
                 raise CompressionError(EXTRA_ARGS_KEY, "streamed prompts are not compressed; allowed: full", "streamed")
             config = None
         count_request(config.name if config else FULL, self._engine)
-        return None if config is None else config.for_model(self._model_type)
+        return None if config is None else config.for_model(self._model)
 
     def _resolve(self, request: Request, config: CompressionConfig | None) -> RequestCompression | None:
         """The request's compression in numbers of tokens, None for none."""

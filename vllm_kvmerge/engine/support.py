@@ -83,6 +83,14 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
     return None
 
 
+def hidden_states_obstacle(vllm_config: "VllmConfig") -> str | None:
+    """Says why the hidden states that attention layers read cannot be seen; None if they can."""
+    from vllm.config import CompilationMode
+
+    # Hooks of modules are not part of what has been compiled or captured.
+    return None if vllm_config.compilation_config.mode == CompilationMode.NONE else "compiles the model"
+
+
 class UnsupportedConfigError(ValueError):
     """Compression does not work with this vLLM release, platform, option or model."""
 

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.metrics import count_rejection
+from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import Limits
@@ -46,6 +47,9 @@ were located; None where none were."""
 _limits: Limits | None = None
 """Limits of a server's requests."""
 
+_model: EngineModel | None = None
+"""A server's model."""
+
 _default: dict[str, Any] | str | None = None
 """Compression of a server's requests that do not bring their own."""
 
@@ -55,13 +59,14 @@ async def enforce_limits(engine_client: "EngineClient") -> None:
 
     Without it, as offline, only the scheduler checks limits, and ends a request that exceeds them with an error.
     """
-    global _limits, _default
+    global _limits, _model, _default
     config = engine_client.vllm_config
     workers = [Rates(**rates) for rates in await engine_client.collective_rpc("compression_rates")]
     slowest = Rates(
         products_per_second=min(rates.products_per_second for rates in workers),
         touches_per_second=min(rates.touches_per_second for rates in workers),
     )
+    _model = EngineModel(config.model_config)
     _limits, _default = replace(request_limits(config), rates=slowest), plugin_config(config).default
 
 
@@ -121,9 +126,9 @@ def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | Pool
                 "unknown_messages",
             )
         config.check_prompt(num_tokens)
-        if _limits is not None:
+        if _limits is not None and _model is not None:
             try:
-                _limits.check(config, num_tokens, params.max_tokens)
+                _limits.check(config.for_model(_model), num_tokens, params.max_tokens)
             except PartError as error:
                 raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
     except CompressionError as error:

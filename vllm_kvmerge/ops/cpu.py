@@ -116,6 +116,23 @@ def score_prompt_queries(
     _function("score_prompt_queries")(query, cache.keys, blocks, *arguments)
 
 
+def score_repetition(
+    query: Tensor,
+    cache: PagedKVCache,
+    blocks: Tensor,
+    scale: float,
+    seq_len: int,
+    context: int,
+    start: int,
+    sinks: int,
+    scores: Tensor,
+    weights: Tensor | None = None,
+) -> None:
+    weights = None if weights is None else weights.contiguous()
+    where = seq_len, context, start, sinks
+    _function("score_repetition")(query, cache.keys, blocks, scale, *where, scores, weights)
+
+
 def _keys(layers: Sequence[PagedKVCache]) -> list[Tensor]:
     return [layer.keys for layer in layers]
 

@@ -145,14 +145,16 @@ def score_repetition(
     start: int,
     sinks: int,
     scores: Tensor,
+    weights: Tensor | None = None,
 ) -> None:
     """Raises ``scores`` of a chunk of a context to the largest probability that queries which repeat it give an entry.
 
     query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``, all behind the ``context`` first tokens
-    of a never compressed sequence. blocks: the sequence's block ids. scores: ``[H, m]`` float32, of tokens
-    ``[start, start + m)`` of the context; in place. Probabilities are shared by the first ``sinks`` tokens, up to
-    ``start`` of them, the chunk, and the tokens from ``context`` up to the query's own; the largest is over queries and
-    the query heads of a KV head. Scores that would become NaN stay as they are.
+    of a never compressed sequence. blocks: the sequence's block ids. scores: ``[H, m]``, or ``[H * G, m]`` for those of
+    each query head, float32, of tokens ``[start, start + m)`` of the context; in place. Probabilities are shared by the
+    first ``sinks`` tokens, up to ``start`` of them, the chunk, and the tokens from ``context`` up to the query's own;
+    the largest is over queries and, in ``[H, m]``, the query heads of a KV head. weights: ``[q]`` float32, factors of
+    each query's probabilities. Scores that would become NaN stay as they are.
     """
     num_queries, num_scored = query.shape[0], scores.shape[1]
     sinks = min(sinks, start)
@@ -169,7 +171,10 @@ def score_repetition(
         logits = logits.unflatten(1, (-1, last - first))
         logits.masked_fill_(~_causal(last - first, seen, query.device), -torch.inf)
         total = logits.logsumexp(-1, keepdim=True)
-        largest = (logits[..., sinks : sinks + num_scored] - total).amax((1, 2)).exp()
+        if weights is not None:
+            total -= weights[first:last, None].log()
+        largest = (logits[..., sinks : sinks + num_scored] - total).amax(2).exp()  # [H, G, m]
+        largest = largest.amax(1) if len(scores) == num_kv_heads else largest.flatten(0, 1)
         torch.fmax(scores, largest, out=scores)
 
 

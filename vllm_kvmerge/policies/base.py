@@ -23,8 +23,8 @@ from vllm_kvmerge.policies.update import CacheUpdate
 # fmt: off
 __all__ = [
     "DEAD", "MAX_QUERIES", "MAX_TOKENS", "Allocator", "CacheUpdate", "CompressionContext", "Cost", "CostShape",
-    "Entries", "Heads", "Merger", "Part", "Queries", "Repetition", "ScoreMode", "Selector", "Tracker", "gathering",
-    "sorting",
+    "Entries", "Heads", "Merger", "Part", "Queries", "Repetition", "ScoreMode", "Selector", "ServedModel", "Tracker",
+    "gathering", "sorting",
 ]
 # fmt: on
 
@@ -34,6 +34,20 @@ and products to be exact everywhere."""
 
 MAX_QUERIES = 4096
 """Upper bound of the number of queries that a part reads: each is kept, in every layer."""
+
+
+class ServedModel:
+    """What defaults may depend on. model_type: the name of the model's type, such as ``llama`` or ``qwen3``."""
+
+    answer_prefix: str | None = None
+    """Text that the chat template puts between what a user says and the model's answer; None without a template."""
+
+    def __init__(self, model_type: str = "") -> None:
+        self.model_type = model_type
+
+    def encode(self, text: str) -> list[int] | None:
+        """Token ids of a text, without special tokens; None if there is no tokenizer, or it lacks some of the words."""
+        return None
 
 
 class Part(BaseModel):
@@ -54,13 +68,13 @@ class Part(BaseModel):
     needs_rotation: ClassVar[bool] = False
     """True if the part turns queries or keys back to what they were before RoPE (``context.known_rotation``)."""
 
-    @classmethod
-    def model_defaults(cls, model_type: str) -> dict[str, Any]:
-        """Values, by name, of parameters whose default depends on the model: they replace None, the default of such a
-        field, before a request is scheduled. ``cost`` must not depend on them.
+    token_fields: ClassVar[tuple[str, ...]] = ()
+    """Names of parameters that are token ids, and for which a request may give a text."""
 
-        model_type: the name of the model's type, such as ``llama`` or ``qwen3``.
-        """
+    @classmethod
+    def model_defaults(cls, model: ServedModel) -> dict[str, Any]:
+        """Values, by name, of parameters whose default depends on the model: they replace None, the default of such a
+        field, before a request is scheduled. ``cost`` must not depend on them."""
         return {}
 
     @property
@@ -153,6 +167,16 @@ class Tracker(Part):
     repeats_context: ClassVar[bool] = False
     """True if scores come from queries of tokens that repeat the context after it (``repetition``), and from no others:
     ``mode`` is then ``none``."""
+
+    predicts_scores: ClassVar[bool] = False
+    """True if scores come from a model of the tokens' hidden states (``engine/hidden_states.py``), as logarithms:
+    ``mode`` is then ``none``."""
+
+    @property
+    def normalizes(self) -> bool:
+        """True if the scores of a repetition weigh queries by their hidden states and entries by their values (KVzip+).
+        Default: False."""
+        return False
 
     def repetition(self, context: Sequence[int], index: int) -> Repetition | None:
         """The chunk ``index`` of a context of these token ids; None: there are not so many. Default: none."""

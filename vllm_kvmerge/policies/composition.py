@@ -92,8 +92,13 @@ class CompressionPolicy(BaseModel):
         return self.tracker.mode != ScoreMode.NONE
 
     @property
+    def scores_tokens(self) -> bool:
+        """True if every token of the prompt, and perhaps each generated one, gets a score as it is computed."""
+        return self.accumulates_scores or self.tracker.predicts_scores
+
+    @property
     def needs_scores(self) -> bool:
-        return self.accumulates_scores or self.tracker.repeats_context
+        return self.scores_tokens or self.tracker.repeats_context
 
     @property
     def takes_shares(self) -> bool:

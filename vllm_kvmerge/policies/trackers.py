@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, Repetition, ScoreMode, Tracker
+from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, Repetition, ScoreMode, ServedModel, Tracker
 from vllm_kvmerge.policies.registry import register
 
 ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
@@ -136,7 +136,14 @@ class LogEmaTracker(ScoringTracker):
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
-TokenIds = Annotated[list[TokenId], Field(max_length=1024)]
+Prompt = Annotated[list[TokenId], Field(max_length=1024)] | Annotated[str, Field(max_length=4096)] | None
+"""None: the model's default; empty until the model is known."""
+
+REPEAT = "\n\nRepeat the previous context exactly."
+RESUME = "\n\nRepeat the part of the previous context exactly, starting with"
+
+LARGEST_NORMALIZED = 1e9
+"""Score of a context's first tokens, where scores are not probabilities."""
 
 LEAD = 8
 """Tokens before a chunk, other than a context's first, that the model is shown as what it begins after."""
@@ -151,11 +158,13 @@ class ReconstructionTracker(Tracker):
     chunk, of any query head that shares the KV head, gives it. As in the authors' code, the softmax is over the first
     ``num_prefix_tokens`` tokens of the sequence, the chunk where it is in the context, and the tokens that follow the
     context up to the query's own; the rest of the context is attended to, but not counted. Chunks begin behind those
-    first tokens, which have the largest score there is. Nothing is accumulated after that.
+    first tokens, which have the largest score there is. Nothing is accumulated after that. ``normalized`` is KVzip+, by
+    which KVzap's models are trained: a probability of query t and query head g for entry i counts as
+    a ||W_O^g v_i|| / ||h_t||, with the hidden state h that the layer's attention reads.
 
-    The authors ask for a first chunk with "Repeat the previous context exactly." and for others with "Repeat the part
-    of the previous context exactly, starting with" and the last 8 tokens before the chunk, in the model's chat
-    template. Prompts are given as token ids; without any, the context's own tokens say what to repeat.
+    Prompts are texts or token ids. Those of the authors are the default for models with a chat template, whose words
+    between a user's and the model's begin the answer; for other models, and where the tokenizer lacks a word of them,
+    there are none: the context's own tokens say what to repeat.
     """
 
     name = "reconstruction"
@@ -164,43 +173,94 @@ class ReconstructionTracker(Tracker):
     repeats_context = True
 
     chunk_size: int = Field(2000, ge=1, le=MAX_TOKENS, description="Tokens of the context that are repeated at once.")
-    repeat_prompt: TokenIds = Field([], description="Token ids that ask for the context's first chunk.")
-    resume_prompt: TokenIds = Field(
-        [], description="Token ids that ask for another chunk; the 8 tokens before that chunk follow them."
+    repeat_prompt: Prompt = Field(None, description="What asks for the context's first chunk: token ids, or a text.")
+    resume_prompt: Prompt = Field(
+        None, description="What asks for another chunk; the 8 tokens before that chunk follow it."
     )
-    answer_prompt: TokenIds = Field([], description="Token ids that begin the answer, after both other prompts.")
+    answer_prompt: Prompt = Field(None, description="What begins the answer, after both other prompts.")
     num_prefix_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens, such as a system prompt, that are kept and not repeated."
     )
+    normalized: bool = Field(
+        False, description="Whether to weigh a probability by ||W_O v|| / ||h||: its value's, its query's hidden state."
+    )
+
+    @property
+    def normalizes(self) -> bool:
+        return self.normalized
+
+    token_fields = ("repeat_prompt", "resume_prompt", "answer_prompt")
+
+    @classmethod
+    def model_defaults(cls, model: ServedModel) -> dict[str, Any]:
+        texts = REPEAT, RESUME, model.answer_prefix
+        encoded = [None if text is None else model.encode(text) for text in texts]
+        return dict(zip(cls.token_fields, [[]] * 3 if None in encoded else encoded, strict=True))
+
+    @property
+    def _prompts(self) -> list[list[int]]:
+        """Token ids of all prompts; none for one that has not been made tokens."""
+        given = (getattr(self, name) for name in self.token_fields)
+        return [prompt if isinstance(prompt, list) else [] for prompt in given]
 
     def repetition(self, context: Sequence[int], index: int) -> Repetition | None:
         start = self.num_prefix_tokens + index * self.chunk_size
         if start >= len(context):
             return None
         end = min(start + self.chunk_size, len(context))
-        asked = [*self.resume_prompt, *context[max(0, start - LEAD) : start]] if index else self.repeat_prompt
-        return Repetition(start, end, self.num_prefix_tokens, [*asked, *self.answer_prompt, *context[start:end]])
+        first, other, answer = self._prompts
+        asked = [*other, *context[max(0, start - LEAD) : start]] if index else first
+        return Repetition(start, end, self.num_prefix_tokens, [*asked, *answer, *context[start:end]])
 
     def num_repeated(self, context: int) -> int:
-        asked = max(len(self.repeat_prompt), len(self.resume_prompt) + LEAD) + len(self.answer_prompt)
+        first, other, answer = map(len, self._prompts)
+        asked = max(first, other + LEAD) + answer
         return asked + min(self.chunk_size, context)
 
     def importance(self, entries: Entries) -> Tensor:
-        return entries.scores.masked_fill(entries.positions < self.num_prefix_tokens, 1.0)
+        first = entries.positions < self.num_prefix_tokens
+        return entries.scores.masked_fill(first, LARGEST_NORMALIZED if self.normalized else 1.0)
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=shape.num_entries, touches=3 * shape.num_entries)
+
+
+@register
+class PredictedTracker(Tracker):
+    """Scores that a small model predicts from each token's hidden states, one linear layer or MLP per layer (KVzap).
+
+    ``scores`` holds the prediction: the logarithm of the token's KVzip+ score in this head. Generated tokens are scored
+    as the prompt's are. The server has to have such a model (``--kvzap``).
+    """
+
+    name = "predicted"
+    source = "KVzap, arXiv:2601.07891"
+    mode = ScoreMode.NONE
+    predicts_scores = True
+
+    @property
+    def prompt_window(self) -> ScoreWindow:
+        return "all"
+
+    def importance(self, entries: Entries) -> Tensor:
+        return entries.scores
+
+    def cost(self, shape: CostShape) -> Cost:
+        return Cost()
 
 
 def attention_mass(tracker: Tracker, entries: Entries) -> Tensor:
     """``[H, n]`` float32: each entry's share of its head's attention, by the tracker's importance; 0 for dead entries.
 
     Unlike importance it is comparable between heads and layers. All 0 if the tracker knows nothing. Scores of a
-    reconstruction are comparable as they are: probabilities of single queries, in heads that saw the same ones.
+    reconstruction are comparable as they are: probabilities of single queries, in heads that saw the same ones. So are
+    predicted ones, whose logarithms are.
     """
     importance = tracker.importance(entries).masked_fill(~entries.is_live, -torch.inf)
     if tracker.repeats_context:
         return importance.clamp(min=0.0)
+    if tracker.predicts_scores:
+        return importance.clamp(max=80.0).exp()
     if tracker.mode == ScoreMode.LOG_EMA:
         return importance.softmax(dim=1).nan_to_num(nan=0.0)  # NaN: no entry was ever scored
     mass = importance.clamp(min=0.0)

@@ -7,7 +7,7 @@ from functools import partial
 from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
-from vllm_kvmerge.policies.base import Part
+from vllm_kvmerge.policies.base import Part, Tracker
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, gathering
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
@@ -16,7 +16,8 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionCon
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of one worker's part of the model. item_size: bytes of a number in the cache. rotation_obstacle: why keys
-    cannot be turned back to what they were before RoPE; None: they can."""
+    cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
+    that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states."""
 
     num_layers: int
     num_kv_heads: int
@@ -25,6 +26,8 @@ class ModelShape:
     hidden_size: int
     item_size: int
     rotation_obstacle: str | None = None
+    hidden_states_obstacle: str | None = None
+    has_surrogate: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Limits:
         """
         self._check_allowed(config)
         self._check_rotation(config)
+        self._check_hidden_states(config.policy.tracker)
         max_tokens = self.possible_tokens(num_prompt_tokens, max_tokens)
         if config.never_compresses(num_prompt_tokens, max_tokens):
             return
@@ -144,6 +148,21 @@ class Limits:
                 raise CompressionError(
                     f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: another {kind}", "unsupported_model"
                 )
+
+    def _check_hidden_states(self, tracker: Tracker) -> None:
+        """Refuses trackers that need hidden states, or predictions from them, where there are none."""
+        obstacle = self.shape.hidden_states_obstacle
+        if tracker.predicts_scores and not self.shape.has_surrogate:
+            message = (
+                f"{tracker.name!r} needs a KVzap model, and the server has none; allowed: another tracker, or on "
+                "servers started with --kvzap and a model that is published for the served one, or trained by "
+                "vllm-kvmerge train-kvzap"
+            )
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "unsupported_model")
+        if obstacle is not None and (tracker.predicts_scores or tracker.normalizes):
+            field = "tracker" if tracker.predicts_scores else "normalized"
+            message = f"hidden states cannot be seen, because the server {obstacle}; allowed: with --enforce-eager"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.{field}", message, "unsupported_model")
 
     def _check_repetition(self, config: CompressionConfig, context: int) -> None:
         """Refuses contexts that cannot be repeated, a chunk at a time, after themselves."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy, load_plugins
 from vllm_kvmerge.policies.allocators import Threshold
+from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.errors import PartError, blamed_on
 from vllm_kvmerge.policies.fields import CommonFields, Protect, Refresh, ThresholdBudget
@@ -97,8 +98,8 @@ class CompressionConfig(CommonFields):
 
     @property
     def tracks_decode(self) -> bool:
-        """True if attention must update scores while the request generates."""
-        return self.decode == "bounded" and self.policy.accumulates_scores
+        """True if scores change, or are added, while the request generates."""
+        return self.decode == "bounded" and self.policy.scores_tokens
 
     @property
     def prompt_window(self) -> int | Literal["all"]:
@@ -116,18 +117,25 @@ class CompressionConfig(CommonFields):
         """Number of the newest queries that a refresh scores; 0 if there is none, or the policy needs no scores."""
         return self.refresh.queries if self.refresh is not None and self.policy.accumulates_scores else 0
 
-    def for_model(self, model_type: str) -> "CompressionConfig":
-        """The same with defaults that depend on the model (``Part.model_defaults``), in ``text`` as well, so that
-        whoever parses that again need not know the model.
+    def for_model(self, model: ServedModel) -> "CompressionConfig":
+        """The same with defaults that depend on the model (``Part.model_defaults``) and texts as its tokens, in
+        ``text`` as well, so that whoever parses that again need not know the model.
 
         Raises:
+            CompressionError: a text cannot be made tokens.
             PartError: a part cannot say its defaults.
         """
         defaults: dict[str, Any] = {}
         for part in self.policy.parts:
             with blamed_on(part):
-                own = part.model_defaults(model_type)
+                own = part.model_defaults(model)
                 defaults |= {name: value for name, value in own.items() if getattr(part, name) is None}
+            for name in part.token_fields:
+                if isinstance(text := getattr(part, name), str):
+                    if (tokens := model.encode(text)) is None:
+                        message = f"the model's tokenizer cannot encode {_shown(text)}; allowed: token ids"
+                        raise CompressionError(f"{EXTRA_ARGS_KEY}.{name}", message, "invalid_value")
+                    defaults[name] = tokens
         if not defaults:
             return self
         config = parse_compression(json.loads(self.text) | defaults)
@@ -250,15 +258,17 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
                 "budget_too_small",
             )
         config.check_protected(config.budget)
-    if policy.tracker.repeats_context:
-        _check_repeats(config)
+    if policy.tracker.repeats_context or policy.tracker.predicts_scores:
+        _check_scored_once(config)
     return config
 
 
-def _check_repeats(config: CompressionConfig) -> None:
-    """Refuses compressions after the context's, for which a tracker that repeats it has no scores."""
-    tracker = f"tracker {config.policy.tracker.name!r} scores the context alone, once"
-    if config.decode != "grow":
+def _check_scored_once(config: CompressionConfig) -> None:
+    """Refuses compressions for which a tracker that scores tokens once has no scores."""
+    repeats = config.policy.tracker.repeats_context
+    what = "the context alone, once" if repeats else "tokens once"
+    tracker = f"tracker {config.policy.tracker.name!r} scores {what}"
+    if repeats and config.decode != "grow":
         message = f"{tracker}, got {config.decode!r}; allowed: 'grow'"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.decode", message, "incompatible_parts")
     if config.refresh is not None:

@@ -1,5 +1,6 @@
 """Rows of a batch, as the worker describes requests to attention, and the statistics and queries kept for them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreUpdate, sc
 
 if TYPE_CHECKING:  # compactions run without vLLM too
     from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from vllm_kvmerge.engine.worker.hidden_states import HiddenStates
 
 
 @dataclass
@@ -126,11 +129,11 @@ class ScoreWindow:
     update: ScoreUpdate
     prompt_scores: PromptScores
 
-    def score(self, layer: int, query: Tensor, cache: PagedKVCache, blocks: Tensor, seq_len: int, scale: float) -> None:
-        """``query``: ``[q, H * G, d]``, of the row's tokens up to position ``seq_len - 1``."""
+    def score(self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float) -> None:
+        """``query``: ``[q, H * G, d]``, of the row's tokens in the batch."""
         planes = self.prompt_scores.scores, self.prompt_scores.aux
-        statistics = (plane[layer, :, :seq_len] for plane in planes)
-        score_prompt_queries(query[-self.num_queries :], cache, blocks, self.update, scale, *statistics)
+        statistics = (plane[layer, :, : where.seq_len] for plane in planes)
+        score_prompt_queries(query[-self.num_queries :], cache, where.blocks, self.update, scale, *statistics)
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ class RepetitionWindow:
     """Scores tokens ``[start, end)`` of another request's context, the row's first ``context`` tokens, by the queries
     that repeat them: those of the last ``num_queries`` tokens of the row's share of the batch.
 
-    sinks: first tokens whose keys attention is shared with. prompt_scores: of the other request.
+    sinks: first tokens whose keys attention is shared with. prompt_scores: of the other request. normalization: how
+    probabilities are weighed, if they are.
     """
 
     num_queries: int
@@ -147,12 +151,53 @@ class RepetitionWindow:
     end: int
     sinks: int
     prompt_scores: PromptScores
+    normalization: "Normalization | None" = None
 
-    def score(self, layer: int, query: Tensor, cache: PagedKVCache, blocks: Tensor, seq_len: int, scale: float) -> None:
+    def score(self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float) -> None:
         """As ``ScoreWindow.score``."""
-        scores = self.prompt_scores.scores[layer, :, self.start : self.end]
-        where = seq_len, self.context, self.start, self.sinks
-        score_repetition(query[-self.num_queries :], cache, blocks, scale, *where, scores)
+        query, scores = query[-self.num_queries :], self.prompt_scores.scores[layer, :, self.start : self.end]
+        chunk = where.seq_len, self.context, self.start, self.sinks
+        if self.normalization is None:
+            score_repetition(query, cache, where.blocks, scale, *chunk, scores)
+            return
+        # Of each query head by itself: what a value adds to the output is the head's own.
+        norms = self.normalization.hidden_states.norms[layer, where.tokens][-self.num_queries :]
+        by_head = scores.new_zeros(query.shape[1], scores.shape[1])
+        score_repetition(query, cache, where.blocks, scale, *chunk, by_head, norms.reciprocal())
+        slots = torch.arange(self.start, self.end, device=query.device)
+        values = cache.values[where.blocks[slots // cache.block_size].long(), :, slots % cache.block_size]
+        weighed = by_head.unflatten(0, (len(scores), -1)) * self.normalization.output_norms(
+            layer, values.transpose(0, 1)
+        )
+        torch.fmax(scores, weighed.amax(1), out=scores)
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """What KVzip+ weighs probabilities by. output_norms: of a layer's index and values ``[H, n, d]`` makes
+    ``[H, G, n]``, the lengths of what they add to the output."""
+
+    hidden_states: "HiddenStates"
+    output_norms: Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PredictedScores:
+    """Keeps the scores that are predicted of the row's tokens: in ``prompt_scores``; in the cache if there are none."""
+
+    hidden_states: "HiddenStates"
+    prompt_scores: PromptScores | None
+
+    def score(self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float) -> None:
+        """As ``ScoreWindow.score``."""
+        assert self.hidden_states.scores is not None
+        scores = self.hidden_states.scores[layer, where.tokens]
+        if self.prompt_scores is not None:
+            self.prompt_scores.scores[layer, :, where.seq_len - len(query) : where.seq_len] = scores.T
+            return
+        slots = torch.arange(where.seq_len - len(query), where.seq_len, device=query.device)
+        blocks = where.blocks[slots // cache.block_size].long()
+        cache.scores[blocks, :, slots % cache.block_size] = scores
 
 
 @dataclass(frozen=True)
@@ -161,17 +206,26 @@ class BatchRow:
 
     front, tail: its segments; ``front == 0``: never compressed, so its entries have no votes. update: the update of
     the scores in the cache. window: the queries to score into a buffer instead, before its first compression, or before
-    that of the request whose context it repeats. ring: its newest queries, if its policy reads them. pages: of its
-    heads, one row per layer, if the front is not an ordinary one. table: of these pages, on a GPU.
+    that of the request whose context it repeats; or scores of its tokens that come from elsewhere. ring: its newest
+    queries, if its policy reads them. pages: of its heads, one row per layer, if the front is not an ordinary one.
+    table: of these pages, on a GPU.
     """
 
     front: int = 0
     tail: int = 0
     update: ScoreUpdate = NO_UPDATE
-    window: ScoreWindow | RepetitionWindow | None = None
+    window: ScoreWindow | RepetitionWindow | PredictedScores | None = None
     ring: QueryRing | None = None
     pages: HeadPages | None = None
     table: Tensor | None = None
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        """True if attention's readers look at hidden states."""
+        window = self.window
+        return isinstance(window, PredictedScores) or (
+            isinstance(window, RepetitionWindow) and window.normalization is not None
+        )
 
     @property
     def needs_python(self) -> bool:
@@ -210,4 +264,4 @@ class QueryReader:
         if ring is not None:
             ring.write(layer, query[-ring.window :], self.seq_len)
         if window is not None:
-            window.score(layer, query, cache, self.blocks, self.seq_len, scale)
+            window.score(layer, query, cache, self, scale)

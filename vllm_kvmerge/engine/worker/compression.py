@@ -22,6 +22,8 @@ from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.attention.rows import (
     PLAIN,
     BatchRow,
+    Normalization,
+    PredictedScores,
     PromptScores,
     QueryRing,
     QueryRings,
@@ -30,8 +32,10 @@ from vllm_kvmerge.engine.attention.rows import (
 )
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, RepeatedChunk, attached_step
+from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.external import ExternalCache
+from vllm_kvmerge.engine.worker.hidden_states import HiddenStates
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
 from vllm_kvmerge.engine.worker.reporting import EntryCounts, Reporter
 from vllm_kvmerge.engine.worker.rotary import find_rotation
@@ -49,8 +53,8 @@ logger = init_logger(__name__)
 class RequestState:
     """A worker's state of a request with a policy. update: of its scores by attention after the first compression, if
     its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
-    cache, from the first compression on, if it is refreshed. pages: of its heads, one row per layer, where the front is
-    not an ordinary one. table: of these pages, on a GPU."""
+    cache, from the first compression on, if it is refreshed. predicts: scores of generated tokens are predicted. pages:
+    of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU."""
 
     front: int = 0
     tail: int = 0
@@ -58,6 +62,7 @@ class RequestState:
     prompt_scores: PromptScores | None = None
     ring: QueryRing | None = None
     complete: ExternalCache | None = None
+    predicts: bool = False
     pages: HeadPages | None = None
     table: Tensor | None = None
 
@@ -85,6 +90,8 @@ class Compression:
         self.rings: QueryRings | None = None
         self.rates: Rates | None = None
         self._compactor: Compactor | None = None
+        self._hidden_states: HiddenStates | None = None
+        self._output_weights: OutputWeights | None = None
         self._engine = vllm_config.parallel_config.data_parallel_index
         self._counts = EntryCounts(self._engine)
         self.reporter = Reporter()
@@ -131,12 +138,14 @@ class Compression:
         logger.info("KV cache operators: %s", implementation(pages[0]))
         heads, num_kv_heads = HeadShare.of(self._config), pages[0].num_kv_heads
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
+        self._output_weights = OutputWeights(model, group.layer_names, num_kv_heads, self._query_shape)
+        self._hidden_states = self._watched(model, group.layer_names, heads.indices(num_kv_heads))
         self._compactor = Compactor(
             layers=pages,
             scale=layers[0].impl.scale,
             head_indices=heads.indices(num_kv_heads),
             all_heads=heads.gather,
-            output_weights=OutputWeights(model, group.layer_names, num_kv_heads, self._query_shape),
+            output_weights=self._output_weights,
             rotation=find_rotation(model, group.layer_names),
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
@@ -146,6 +155,15 @@ class Compression:
             rates=self.rates,
         )
         self.reporter.add_rates(self.rates)
+
+    def _watched(self, model: nn.Module, layer_names: list[str], heads: list[int]) -> HiddenStates:
+        """The model's hidden states, with what the server's surrogate model predicts for this worker's ``heads``."""
+        name, surrogates = plugin_config(self._config).kvzap, None
+        if name is not None:
+            check_surrogate(name, self._config.model_config)
+            surrogates = Surrogate.load(name).of_heads(heads, self._config.model_config.dtype, self._device)
+        max_tokens = self._config.scheduler_config.max_num_batched_tokens
+        return HiddenStates(model, layer_names, max_tokens, surrogates, len(heads), self._device)
 
     def zero_block_ids(self, block_ids: list[int]) -> None:
         """Zeroes the keys and values of blocks that a compressed request wrote."""
@@ -173,8 +191,9 @@ class Compression:
         """The batch row of a request with ``num_scheduled`` new tokens after ``num_computed``."""
         state = self.states.get(request_id)
         if state is not None and state.front > 0:
+            predicted = PredictedScores(self._seen, None) if state.predicts else None
             return BatchRow(
-                state.front, state.tail, state.update, None, state.ring, pages=state.pages, table=state.table
+                state.front, state.tail, state.update, predicted, state.ring, pages=state.pages, table=state.table
             )
         window, seq_len = self.step.windows.get(request_id), num_computed + num_scheduled
         if (chunk := self.step.repetitions.get(request_id)) is not None:
@@ -187,6 +206,8 @@ class Compression:
         if state.prompt_scores is None:
             return BatchRow(ring=state.ring)
         state.prompt_scores.grow(seq_len)
+        if config.policy.tracker.predicts_scores:
+            return BatchRow(window=PredictedScores(self._seen, state.prompt_scores), ring=state.ring)
         num_queries = min(num_scheduled, seq_len - window.start)
         return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
 
@@ -200,13 +221,24 @@ class Compression:
             state.prompt_scores = PromptScores.empty(*shape, self._device)
         num_queries = min(num_scheduled, seq_len - chunk.context)
         where = chunk.context, chunk.start, chunk.end, chunk.sinks
-        return BatchRow(window=RepetitionWindow(num_queries, *where, state.prompt_scores))
+        normalization = None
+        if chunk.normalizes:
+            assert self._output_weights is not None
+            normalization = Normalization(self._seen, self._output_weights.norms)
+        return BatchRow(window=RepetitionWindow(num_queries, *where, state.prompt_scores, normalization))
+
+    @property
+    def _seen(self) -> HiddenStates:
+        assert self._hidden_states is not None, "there is no KV cache yet"
+        return self._hidden_states
 
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
         """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
-        if not self.states and not self.step.windows and not self.step.repetitions:
-            return []
-        return [self.row(*request) for request in order]
+        rows: list[BatchRow] = []
+        if self.states or self.step.windows or self.step.repetitions:
+            rows = [self.row(*request) for request in order]
+        self._seen.observe(any(row.needs_hidden_states for row in rows))
+        return rows
 
     def needs_python(self, order: Iterable[tuple[str, int, int]]) -> bool:
         """True if Python code must see this step's queries, which rules out a captured graph."""
@@ -215,7 +247,7 @@ class Compression:
     def _new_state(self, config: CompressionConfig, seq_len: int, query_window: int) -> RequestState:
         """A state with room for the prompt scores and queries that the policy needs."""
         state, layers = RequestState(), self.compactor.layers
-        if config.policy.accumulates_scores:
+        if config.policy.scores_tokens:
             state.prompt_scores = PromptScores.empty(len(layers), layers[0].num_kv_heads, seq_len, self._device)
         if query_window:
             state.ring = self.rings.take(query_window) if self.rings is not None else None
@@ -254,6 +286,7 @@ class Compression:
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
             state.table = None if state.pages is None else self._table(state.pages)
             state.update = score_update(config) if config.tracks_decode else NO_UPDATE
+            state.predicts = config.tracks_decode and config.policy.tracker.predicts_scores
             state.prompt_scores = None
         heads, policies = HeadShare.of(self._config), [config.name for config in configs]
         self.reporter.add_failures(plans, done.failures, heads)

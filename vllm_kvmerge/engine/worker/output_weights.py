@@ -23,12 +23,24 @@ class OutputWeights:
         self._num_kv_heads = num_kv_heads
         self._num_heads, self._head_size = query_shape
         self._cache: dict[int, Tensor | None] = {}
+        self._products: dict[int, Tensor | None] = {}
 
     def __call__(self, layer: int) -> Tensor | None:
         if layer not in self._cache:
             self._cache[layer] = self._find(layer)
         weight = self._cache[layer]
         return None if weight is None else weight.float()
+
+    def norms(self, layer: int, values: Tensor) -> Tensor:
+        """``[H, G, n]`` float32: ||W_O v||_2 of ``values`` (``[H, n, d]``) in each query head; 1 without a module."""
+        if layer not in self._products:
+            weight = self(layer)
+            self._products[layer] = None if weight is None else weight.mT @ weight
+        product = self._products[layer]  # [H, G, d, d]: as long as d is below the hidden size, the shorter way
+        values = values.float().unsqueeze(1)
+        if product is None:
+            return values.new_ones(len(values), self._num_heads // self._num_kv_heads, values.shape[2])
+        return ((values @ product) * values).sum(-1).clamp(min=0.0).sqrt()
 
     def _find(self, layer: int) -> Tensor | None:
         parent = self._model.get_submodule(self._layer_names[layer].rsplit(".", 1)[0])

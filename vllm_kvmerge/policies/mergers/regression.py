@@ -19,6 +19,7 @@ from vllm_kvmerge.policies.base import (
     Entries,
     Merger,
     Queries,
+    ServedModel,
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
 from vllm_kvmerge.policies.indexing import first, padded_nonzero, sinks
@@ -104,8 +105,8 @@ class RegressionMerger(Merger):
     )
 
     @classmethod
-    def model_defaults(cls, model_type: str) -> dict[str, Any]:
-        ridge = STRONGER_RIDGE if model_type.startswith(STRONGER_RIDGE_MODELS) else RIDGE
+    def model_defaults(cls, model: ServedModel) -> dict[str, Any]:
+        ridge = STRONGER_RIDGE if model.model_type.startswith(STRONGER_RIDGE_MODELS) else RIDGE
         return {"lambda_k": ridge, "lambda_v": ridge}
 
     @property
