@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from vllm_kvmerge import demo
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import EndpointOptions, EngineOptions
@@ -110,6 +111,9 @@ class EngineBackend:
 
     def start(self, longest: int, with_logprobs: bool) -> None:
         arguments = self.options.arguments()
+        surrogate = arguments.pop("kvzap", None)
+        if surrogate is None and self.model == demo.model_path() and self.options.enforce_eager:
+            surrogate = demo.kvzap_path()
         limit = arguments.setdefault("max_model_len", longest)
         if limit < longest:
             raise CommandError(f"engine.max_model_len: the longest sample takes {longest} tokens, got {limit}")
@@ -123,7 +127,8 @@ class EngineBackend:
             from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
             # Nobody waits for these compressions, and where others use the processor they may take long.
-            arguments["additional_config"] = {CONFIG_KEY: {"max_compaction_seconds": MAX_COMPACTION_SECONDS}}
+            own = {"max_compaction_seconds": MAX_COMPACTION_SECONDS, "kvzap": surrogate}
+            arguments["additional_config"] = {CONFIG_KEY: own}
             self._llm = LLM(self.model, **kvmerge_engine_args(**arguments))
         except Exception as error:
             raise CommandError(f"the engine does not start: {error}") from error

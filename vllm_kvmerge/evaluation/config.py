@@ -38,7 +38,8 @@ class _Model(BaseModel):
 class EngineOptions(_Model):
     """Engine arguments of the engine in this process, named as in vLLM; what is None is left to vLLM.
 
-    max_model_len: default: what the longest sample takes.
+    max_model_len: default: what the longest sample takes. kvzap: the plugin's own; default for the model demo: the one
+    that ships, if the model is not compiled.
     """
 
     dtype: str | None = None
@@ -53,6 +54,7 @@ class EngineOptions(_Model):
     tensor_parallel_size: PositiveInt | None = None
     trust_remote_code: bool | None = None
     revision: str | None = None
+    kvzap: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
