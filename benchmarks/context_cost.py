@@ -1,8 +1,8 @@
 """Time to first token where a context is compressed before its question: ``python benchmarks/context_cost.py``.
 
-Each policy beside a plain request with the same prompt, in one engine that takes all in turn, with nothing in the prefix
-cache. The model has random weights and, by default, some layers of the shapes of Llama 3.2 1B: what attention takes of a
-layer's time depends on its width.
+Each policy beside a plain request with the same prompt, in one engine that takes all in turn, with nothing in the
+prefix cache. The model has random weights and, by default, a layer of the shapes of Llama 3.2 1B: what attention takes
+of a layer's time depends on its width.
 """
 
 import argparse

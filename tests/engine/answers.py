@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.presets import SMALL
+
 ANSWERS = Path(__file__).parents[1] / "data" / "answers.json"
 
 MARGIN = 0.2
@@ -23,7 +25,12 @@ def settings() -> dict[str, dict]:
     from vllm_kvmerge.policies import PRESETS
 
     return {
-        f"{policy} {budget}{' context' * bool(extra)}": {"policy": policy, "budget": budget, **extra}
+        f"{policy} {budget}{' context' * bool(extra)}": {
+            "policy": policy,
+            "budget": budget,
+            **SMALL.get(policy, {}),
+            **extra,
+        }
         for policy in sorted(PRESETS)
         for budget, extra in ((0.5, {}), (96, {}), (96, {"context_tokens": 250}))
     }
@@ -71,8 +78,9 @@ if __name__ == "__main__":
     from vllm import LLM
 
     from tests.engine.conftest import engine_arguments
-    from vllm_kvmerge import kvmerge_engine_args
+    from vllm_kvmerge import demo, kvmerge_engine_args
 
-    llm = LLM(**kvmerge_engine_args(**engine_arguments(), kv_cache_memory_bytes=1 << 28))
+    own = {"kvmerge": {"kvzap": demo.kvzap_path()}}
+    llm = LLM(**kvmerge_engine_args(**engine_arguments(), kv_cache_memory_bytes=1 << 28, additional_config=own))
     lines = (f"{json.dumps(name)}: {json.dumps(tokens)}" for name, tokens in answers(llm).items())
     ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -10,6 +10,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
+from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import CompressionError
@@ -55,6 +56,7 @@ def draw_jobs(
 
 def uneven(rng: np.random.Generator, policy: str, budget: int | float, fields: dict) -> dict:
     """Sometimes with shares that differ by head or layer, or a budget that depends on the scores, where they fit."""
+    fields = SMALL.get(policy, {}) | fields
     threshold = {"threshold": float(10 ** rng.uniform(-3.5, -1.5)), "max": budget}
     kind = rng.integers(6)
     for change in ({"budget": threshold}, {"allocator": "adaptive"}, {"allocator": "pyramid"})[kind : kind + 1]:

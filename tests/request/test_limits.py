@@ -11,8 +11,12 @@ from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.limits import Compression, Limits, ModelShape, compressions
 from vllm_kvmerge.request.parameters import CompressionConfig, CompressionError, parse_compression
 
-LLAMA_8B = ModelShape(num_layers=32, num_kv_heads=8, group_size=4, head_size=128, hidden_size=4096, item_size=2)
-DEMO = ModelShape(num_layers=4, num_kv_heads=2, group_size=4, head_size=32, hidden_size=256, item_size=2)
+LLAMA_8B = ModelShape(
+    num_layers=32, num_kv_heads=8, group_size=4, head_size=128, hidden_size=4096, item_size=2, has_surrogate=True
+)
+DEMO = ModelShape(
+    num_layers=4, num_kv_heads=2, group_size=4, head_size=32, hidden_size=256, item_size=2, has_surrogate=True
+)
 CORE = Rates(products_per_second=2e10, touches_per_second=1e9)
 GPU = Rates(products_per_second=2e13, touches_per_second=5e11)
 LIMITS = Limits(None, 256 << 20, 5.0, DEMO, block_size=32, max_model_len=32768, rates=CORE)

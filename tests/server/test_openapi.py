@@ -61,7 +61,9 @@ def test_generation_bodies_have_the_field(app: FastAPI) -> None:
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         field = models[name]["properties"]["kv_compression"]
         assert "$defs" not in field
-        assert set(field["discriminator"]["mapping"]) == {"full", *PRESETS}
+        by_policy, without = field["anyOf"]
+        assert set(by_policy["discriminator"]["mapping"]) == {"full", *PRESETS}
+        assert without["required"] == ["budget"] and "policy" not in without["properties"]
         named = {ref.rsplit("/", 1)[1] for ref in references(field)}
         assert named | {"Protect", "Refresh"} == set(request_schema()["$defs"])
     assert "kv_compression" not in models["EmbeddingRequest"]["properties"]

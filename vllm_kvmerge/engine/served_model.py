@@ -35,7 +35,7 @@ class EngineModel(ServedModel):
         unknown = getattr(self._tokenizer, "unk_token_id", None)
         return None if unknown is not None and unknown in tokens else tokens
 
-    @cached_property
+    @property
     def answer_prefix(self) -> str | None:
         if not getattr(self._tokenizer, "chat_template", None):
             return None

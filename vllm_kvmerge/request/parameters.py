@@ -14,8 +14,9 @@ from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.errors import PartError, blamed_on
-from vllm_kvmerge.policies.fields import CommonFields, Protect, Refresh, ThresholdBudget
+from vllm_kvmerge.policies.fields import Budget, CommonFields, Protect, Refresh, ThresholdBudget
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
+from vllm_kvmerge.request.recommended import with_policy
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -45,6 +46,14 @@ OBJECTS: Mapping[str, type[BaseModel]] = {"refresh": Refresh, "protect": Protect
 
 MAX_SHOWN = 80
 """Most characters of a request's value that an error message repeats."""
+
+
+class RecommendedRequest(CommonFields):
+    """No policy: the best that has been measured for the case, with ``context_tokens`` (the question comes later) or
+    without, and with ``allocator: uniform`` or without. Fields of that policy may be given too."""
+
+    model_config = ConfigDict(frozen=True, json_schema_extra={"not": {"required": ["policy"]}})
+    budget: Budget
 
 
 class FullRequest(BaseModel):
@@ -221,6 +230,8 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     data = json.loads(text)
     if not isinstance(data, dict):
         raise CompressionError(EXTRA_ARGS_KEY, f"must be an object, got {type(data).__name__}", "wrong_type")
+    if "policy" not in data and "budget" in data:
+        data = with_policy(data)
     name = data.get("policy")
     if not isinstance(name, str) or name not in (FULL, *PRESETS):
         allowed = ", ".join(sorted((FULL, *PRESETS)))
@@ -392,15 +403,25 @@ def _check_depth(text: str) -> None:
         raise CompressionError(EXTRA_ARGS_KEY, f"nests too deep; allowed: {MAX_DEPTH} levels", "too_deep")
 
 
-def compression(policy: str, **parameters: Any) -> dict[str, Any]:
+def compression(policy: str | None = None, **parameters: Any) -> dict[str, Any]:
     """``SamplingParams(extra_args=compression("keepkv", budget=0.2))``: checked parameters for offline use.
+
+    policy: its name; None: the best that has been measured for the case, by a budget.
 
     Raises:
         CompressionError: (a ValueError) as for a request to the server.
     """
-    value = {"policy": policy, **parameters}
+    value = parameters if policy is None else {"policy": policy, **parameters}
     parse_compression(value)
     return {EXTRA_ARGS_KEY: json.dumps(value)}
+
+
+def field_schema(policies: Collection[str] | None = None) -> dict[str, Any]:
+    """``request_schema``, or an object without a policy."""
+    schema = request_schema(policies)
+    own = TypeAdapter(RecommendedRequest).json_schema(ref_template="#/components/schemas/{model}")
+    definitions = schema.pop("$defs") | own.pop("$defs")
+    return {"anyOf": [schema, own], "$defs": definitions}
 
 
 def request_schema(policies: Collection[str] | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.request.catalogue import describe_policies
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, request_schema
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, field_schema
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
 from vllm_kvmerge.server.guard import GuardMiddleware
@@ -102,7 +102,7 @@ def document_field(app: FastAPI, policies: list[str] | None) -> None:
     def openapi() -> dict[str, Any]:
         schema = build_schema()  # FastAPI caches it: the field is added to the same object each time
         models = schema.get("components", {}).get("schemas", {})
-        field = request_schema(policies)
+        field = field_schema(policies)
         definitions = field.pop("$defs", {})
         field["description"] = "Compression of this request's KV cache; default: the server's."
         for name in BODY_MODELS:

@@ -1,0 +1,75 @@
+"""The policy of requests that name none."""
+
+import jsonschema
+import pytest
+
+from vllm_kvmerge.request.parameters import CompressionError, compression, field_schema, parse_compression
+from vllm_kvmerge.request.recommended import recommendations
+
+CASES = {
+    "seen, uneven": {"budget": 0.25},
+    "unseen, uneven": {"budget": 0.25, "context_tokens": 100},
+    "seen, even": {"budget": 0.25, "allocator": "uniform"},
+    "unseen, even": {"budget": 0.25, "context_tokens": 100, "allocator": "uniform"},
+}
+
+
+@pytest.mark.parametrize(("case", "asked"), CASES.items())
+def test_a_request_without_a_policy_gets_the_best_for_its_case(case, asked):
+    config, best = parse_compression(asked), recommendations().best(case)
+    assert config == parse_compression(best.parameters | asked).model_copy(update={"text": config.text})
+    assert config.parameters["policy"] == best.parameters["policy"] and config.budget == 0.25
+    # Workers and schedulers parse the text again.
+    assert parse_compression(config.text) == config
+    assert (config.policy.allocator.name == "uniform") or "uneven" in case
+
+
+def test_the_table_ranks_by_score_and_lists_what_servers_lack():
+    found = recommendations()
+    assert set(found.cases) == set(CASES)
+    for case, rows in found.cases.items():
+        means = [row.score[str(found.budget)][0] for row in rows]
+        assert means == sorted(means, reverse=True)
+        assert all(low <= mean <= high for row in rows for mean, low, high in row.score.values())
+        assert found.best(case).needs is None
+        for row in rows:
+            config = parse_compression(row.parameters | {"budget": 0.5})
+            assert (row.needs is not None) == config.policy.tracker.predicts_scores
+            assert "uneven" in case or config.policy.allocator.name == "uniform"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "unknown policy None"),
+        ({"context_tokens": 5}, "unknown policy None"),
+        ({"policy": None, "budget": 0.5}, "unknown policy None"),
+        ({"budget": 0.25, "no_such_field": 1}, "unknown field for policy"),
+        ({"budget": 2.5}, "budget"),
+    ],
+)
+def test_what_is_refused(asked, message):
+    with pytest.raises(CompressionError, match=message):
+        parse_compression(asked)
+
+
+def test_the_documented_field_allows_both():
+    schema = field_schema()
+    text = jsonschema.Draft202012Validator(_local(schema))
+    for asked in (*CASES.values(), {"policy": "snapkv"}, {"policy": "full"}):
+        assert text.is_valid(asked)
+    for wrong in ({}, {"context_tokens": 5}, {"policy": "h3o", "budget": 0.5}, {"budget": -1}):
+        assert not text.is_valid(wrong)
+
+
+def _local(node):
+    """References point into OpenAPI's components; here they stand beside the schema."""
+    if isinstance(node, dict):
+        return {key: _local(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_local(one) for one in node]
+    return node.replace("#/components/schemas/", "#/$defs/") if isinstance(node, str) else node
+
+
+def test_offline_too():
+    assert compression(None, budget=0.25) == {"kv_compression": '{"budget": 0.25}'}

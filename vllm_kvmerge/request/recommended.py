@@ -1,0 +1,60 @@
+"""The policy of requests that name none: the best that has been measured for their case (docs/leaderboard.md)."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from vllm_kvmerge.policies.allocators import Uniform
+
+TABLE = Path(__file__).with_name("recommended.json")
+
+
+class Measured(BaseModel):
+    """A policy's figures in one case. needs: what not every server has; None: nothing. score: mean and its 95%
+    interval, by budget. held: bytes of the cache, of the full one's, by budget. first_token: seconds to it, over a
+    plain request's, where a context is compressed before its question."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    label: str
+    parameters: dict[str, Any]
+    uneven: bool
+    needs: str | None
+    score: dict[str, tuple[float, float, float]]
+    held: dict[str, float]
+    first_token: float
+
+
+class Recommendations(BaseModel):
+    """What decides. samples: prompts of each task. budget: that ranks. cases: the best policies of each, best first."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    samples: int
+    budget: float
+    cases: dict[str, list[Measured]]
+    machine: dict[str, Any]
+
+    def best(self, case: str) -> Measured:
+        """Of the policies that every server can run."""
+        return next(one for one in self.cases[case] if one.needs is None)
+
+
+@cache
+def recommendations() -> Recommendations:
+    return Recommendations.model_validate_json(TABLE.read_text())
+
+
+def case_of(data: Mapping[str, Any]) -> str:
+    """The case that a request's ``kv_compression`` is: whether its question comes later, and whether heads may have
+    budgets of their own."""
+    later = "unseen" if data.get("context_tokens") is not None else "seen"
+    return f"{later}, {'even' if data.get('allocator') == Uniform.name else 'uneven'}"
+
+
+def with_policy(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data``, which names no policy, with the best one for its case."""
+    return {**recommendations().best(case_of(data)).parameters, **data}
