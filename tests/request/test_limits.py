@@ -11,8 +11,12 @@ from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.limits import Compression, Limits, ModelShape, compressions
 from vllm_kvmerge.request.parameters import CompressionConfig, CompressionError, parse_compression
 
-LLAMA_8B = ModelShape(num_layers=32, num_kv_heads=8, group_size=4, head_size=128, hidden_size=4096, item_size=2)
-DEMO = ModelShape(num_layers=4, num_kv_heads=2, group_size=4, head_size=32, hidden_size=256, item_size=2)
+LLAMA_8B = ModelShape(
+    num_layers=32, num_kv_heads=8, group_size=4, head_size=128, hidden_size=4096, item_size=2, has_surrogate=True
+)
+DEMO = ModelShape(
+    num_layers=4, num_kv_heads=2, group_size=4, head_size=32, hidden_size=256, item_size=2, has_surrogate=True
+)
 CORE = Rates(products_per_second=2e10, touches_per_second=1e9)
 GPU = Rates(products_per_second=2e13, touches_per_second=5e11)
 LIMITS = Limits(None, 256 << 20, 5.0, DEMO, block_size=32, max_model_len=32768, rates=CORE)
@@ -42,6 +46,25 @@ def test_parts_that_turn_keys_back_are_refused_where_they_cannot() -> None:
     limits.check(config("expected_attention", selector="keydiff"), 4000, 100)
     with pytest.raises(CompressionError, match=r"^kv_compression\.selector"):
         limits.check(config("snapkv", selector="compactor"), 4000, 100)
+
+
+def test_hidden_states_are_refused_where_none_are_seen() -> None:
+    """Predictions need a model as well; a compiled model shows nothing, and one without predictions needs nothing."""
+    predicted, normalized = config("kvzap"), config("kvzip", normalized=True, repeat_prompt=[])
+    bare, compiled = replace(DEMO, has_surrogate=False), replace(DEMO, hidden_states_obstacle="compiles the model")
+    for shape, request_, field, message in (
+        (bare, predicted, "tracker", "'predicted' needs a KVzap model, .* allowed: another tracker, or on .* --kvzap"),
+        (compiled, predicted, "tracker", "because the server compiles the model; allowed: with --enforce-eager"),
+        (compiled, normalized, "normalized", "because the server compiles the model; allowed: with --enforce-eager"),
+    ):
+        with pytest.raises(CompressionError, match=message) as caught:
+            replace(LIMITS, shape=shape).check(request_, 1000, 100)
+        assert (caught.value.param, caught.value.reason) == (f"kv_compression.{field}", "unsupported_model")
+        assert caught.value.status == 400
+    for shape, request_ in ((DEMO, predicted), (bare, normalized)):
+        replace(LIMITS, shape=shape).check(request_, 1000, 100)
+    for request_ in (config("kvzip"), config("snapkv"), config("kvzap", tracker="sum")):
+        replace(LIMITS, shape=replace(compiled, has_surrogate=False)).check(request_, 1000, 100)
 
 
 @pytest.mark.parametrize("policy", PRESETS)

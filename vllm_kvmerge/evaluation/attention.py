@@ -122,7 +122,8 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__, (0.5, 0.3, 0.2, 0.1, 0.05))
     parser.prog = "vllm-kvmerge eval attention"
-    replayed = [name for name, preset in PRESETS.items() if not TRACKERS[preset.tracker].repeats_context]
+    trackers = {name: TRACKERS[preset.tracker] for name, preset in PRESETS.items()}
+    replayed = [name for name, one in trackers.items() if not (one.repeats_context or one.predicts_scores)]
     parser.set_defaults(policies=sorted(replayed))
     add_document_options(parser, documents=8, questions=5)
     parser.add_argument("--text", type=Path, metavar="FILE", help="read this text instead of the demo task's documents")

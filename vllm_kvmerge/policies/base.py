@@ -39,11 +39,13 @@ MAX_QUERIES = 4096
 class ServedModel:
     """What defaults may depend on. model_type: the name of the model's type, such as ``llama`` or ``qwen3``."""
 
-    answer_prefix: str | None = None
-    """Text that the chat template puts between what a user says and the model's answer; None without a template."""
-
     def __init__(self, model_type: str = "") -> None:
         self.model_type = model_type
+
+    @property
+    def answer_prefix(self) -> str | None:
+        """Text that the chat template puts between what a user says and the model's answer; None without a template."""
+        return None
 
     def encode(self, text: str) -> list[int] | None:
         """Token ids of a text, without special tokens; None if there is no tokenizer, or it lacks some of the words."""
