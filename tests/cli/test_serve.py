@@ -17,8 +17,10 @@ from vllm.envs import disable_envs_cache
 from tests.cli.commands import refusal
 from tests.random_model import LLAMA
 from vllm_kvmerge.cli import arguments, main, serve
+from vllm_kvmerge.demo import kvzap_path
 from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, VALIDATOR, WORKER_CLS
 from vllm_kvmerge.engine.processes import METRICS_DIR
+from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +211,36 @@ def test_options_of_the_front_door(
     assert "invalid choice: 'v2' (choose from 'all', 'v1')" in refusal(capsys, *command, "--api-key-routes", "v2")
     said = refusal(capsys, *command, "--max-body-bytes", "1023")
     assert "additional_config.kvmerge.max_body_bytes=1023 is not supported" in said and "1024" in said
+
+
+def test_models_that_predict_scores(
+    started: list[argparse.Namespace], model: str, port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo model's own is taken where hidden states can be seen."""
+    command = ["serve", model, "--port", port, "--kvzap"]
+    missing = refusal(capsys, *command, str(tmp_path / "none"))
+    assert f"kvzap={tmp_path}/none is not supported: it has no config.json (No such file or directory)" in missing
+    said = refusal(capsys, *command, kvzap_path())
+    assert f"kvzap={kvzap_path()} is not supported: its n_modules is 4, the model's 2; allowed: a KVzap model" in said
+    sizes = {"input_dim": LLAMA["hidden_size"], "output_dim": 2, "n_modules": 2}
+    config = SurrogateConfig(**sizes, hidden_dim=8)
+    Surrogate(config, config.modules()).save(tmp_path / "kvzap")
+    assert main([*command, str(tmp_path / "kvzap")]) == 0
+    for options in ([], ["--enforce-eager"]):
+        assert main(["serve", "demo", "--port", port, *options]) == 0
+    given, compiled, eager = [args.additional_config["kvmerge"].get("kvzap") for args in started]
+    assert (given, compiled, eager) == (str(tmp_path / "kvzap"), None, kvzap_path())
+    assert not any(hasattr(args, "kvzap") for args in started)
+
+
+def test_help_lists_the_plugins_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "--help=KV compression"])
+    assert stop.value.code == 0
+    help_text = capsys.readouterr().out
+    for name in arguments.PLUGIN_OPTIONS:
+        assert f"--{name.replace('_', '-')} " in help_text
+    assert "--kvzap MODEL" in help_text
 
 
 def test_workers_share_the_cores_where_vllm_knows_no_way() -> None:

@@ -68,8 +68,15 @@ def test_a_smaller_budget_costs_more(traces):
     assert errors == sorted(errors, reverse=True)
 
 
-def test_what_would_have_to_repeat_the_context_is_not_replayed(capsys):
-    assert "kvzip" not in attention._parser().parse_args([]).policies
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("kvzip", "'kvzip' has a model repeat the context"),
+        ("kvzap", "'kvzap' reads hidden states, which traces do not"),
+    ],
+)
+def test_what_would_have_to_run_the_model_is_not_replayed(capsys, policy, said):
+    assert policy not in attention._parser().parse_args([]).policies
     with pytest.raises(SystemExit):
-        attention.main(["--policies", "kvzip", "--documents", "1", "--questions", "1"])
-    assert "'kvzip' has a model repeat the context" in capsys.readouterr().err
+        attention.main(["--policies", policy, "--documents", "1", "--questions", "1"])
+    assert said in capsys.readouterr().err

@@ -210,8 +210,8 @@ def test_presets_are_made_of_registered_parts_that_fit(preset):
         for kind, part in names.classes.items()
     }
     policy = CompressionPolicy(**parts)
-    entries = entries_for(policy, 0, 2, 100, num_dead=0)
-    context = context_for(policy, entries, 40)
+    entries = entries_for(policy, 0, 2, 200, num_dead=0)
+    context = context_for(policy, entries, max(40, policy.min_budget))
     assert_sound(policy.compress(entries, context).entries, context.capacity)
 
 

@@ -48,6 +48,25 @@ def test_parts_that_turn_keys_back_are_refused_where_they_cannot() -> None:
         limits.check(config("snapkv", selector="compactor"), 4000, 100)
 
 
+def test_hidden_states_are_refused_where_none_are_seen() -> None:
+    """Predictions need a model as well; a compiled model shows nothing, and one without predictions needs nothing."""
+    predicted, normalized = config("kvzap"), config("kvzip", normalized=True, repeat_prompt=[])
+    bare, compiled = replace(DEMO, has_surrogate=False), replace(DEMO, hidden_states_obstacle="compiles the model")
+    for shape, request_, field, message in (
+        (bare, predicted, "tracker", "'predicted' needs a KVzap model, .* allowed: another tracker, or on .* --kvzap"),
+        (compiled, predicted, "tracker", "because the server compiles the model; allowed: with --enforce-eager"),
+        (compiled, normalized, "normalized", "because the server compiles the model; allowed: with --enforce-eager"),
+    ):
+        with pytest.raises(CompressionError, match=message) as caught:
+            replace(LIMITS, shape=shape).check(request_, 1000, 100)
+        assert (caught.value.param, caught.value.reason) == (f"kv_compression.{field}", "unsupported_model")
+        assert caught.value.status == 400
+    for shape, request_ in ((DEMO, predicted), (bare, normalized)):
+        replace(LIMITS, shape=shape).check(request_, 1000, 100)
+    for request_ in (config("kvzip"), config("snapkv"), config("kvzap", tracker="sum")):
+        replace(LIMITS, shape=replace(compiled, has_surrogate=False)).check(request_, 1000, 100)
+
+
 @pytest.mark.parametrize("policy", PRESETS)
 def test_every_preset_passes_as_it_is(policy: str) -> None:
     """Prompts of 4,000 tokens on a small model and one core; of 30,000, but for quadratic policies, on a large one."""

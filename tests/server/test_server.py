@@ -196,6 +196,69 @@ def test_a_document_is_compressed_before_its_question_is_read(server):
     assert text == answer["choices"][0]["text"]
 
 
+def test_contexts_are_repeated_with_prompts_of_the_models_words(server):
+    """The report has the prompts as token ids, and what the budget leaves of the context."""
+    prompt, words = long_prompt(10, 1000), "remember gofo . recall"
+    tokens = server.post("/tokenize", {"model": "demo", "prompt": words, "add_special_tokens": False}).json()["tokens"]
+    field = {"policy": "kvzip", "budget": 0.25, "context_tokens": 960, "chunk_size": 500}
+    asks = {"max_tokens": 8, "ignore_eos": True, "vllm_xargs": {"kvmerge_usage": 1}}
+    texts = []
+    for given in (
+        {"repeat_prompt": words, "answer_prompt": [4, 5]},
+        {"repeat_prompt": tokens, "answer_prompt": [4, 5]},
+    ):
+        answer = server.complete(prompt, kv_compression=field | given, **asks)
+        report = answer["kv_transfer_params"]["kvmerge"]
+        resolved = report["kv_compression"]
+        assert (resolved["repeat_prompt"], resolved["resume_prompt"], resolved["answer_prompt"]) == (tokens, [], [4, 5])
+        assert (resolved["chunk_size"], resolved["allocator"], resolved["normalized"]) == (500, "global", False)
+        # 240 of the context's, its question's 40 and the answer; heads' shares are rounded to pages.
+        assert 280 <= report["mean_entries"] < 280 + 8 + 32
+        assert report["peak_entries"] == 960  # the question is read when most of them have gone
+        texts.append(answer["choices"][0]["text"])
+    assert len(tokens) == 4 and texts[0] == texts[1]
+    plus = server.complete(prompt, kv_compression=field | {"normalized": True}, **asks)["kv_transfer_params"]["kvmerge"]
+    assert plus["kv_compression"]["normalized"] is True and plus["mean_entries"] < 280 + 8 + 32
+    assert plus["kv_compression"]["repeat_prompt"] == []  # the demo model does not know the authors' words
+
+
+def test_scores_are_predicted_from_hidden_states(server):
+    """Compressed at the prompt's end and while the answer is generated, which goes on behind the budget."""
+    before = server.metric("vllm:kvmerge_compressions_total", policy="kvzap")
+    field = {"policy": "kvzap", "budget": 200, "window_size": 32, "interval": 32}
+    body = {"max_tokens": 80, "ignore_eos": True, "vllm_xargs": {"kvmerge_usage": 1}}
+    answer = server.complete(long_prompt(11, 1000), kv_compression=field, **body)
+    report = answer["kv_transfer_params"]["kvmerge"]
+    assert answer["usage"]["completion_tokens"] == 80
+    assert report["kv_compression"]["tracker"] == "predicted"
+    assert 200 <= report["mean_entries"] < 200 + 2 * 32
+    assert server.metric("vllm:kvmerge_compressions_total", policy="kvzap") == before + 3
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "said"),
+    [
+        ({"repeat_prompt": "Repeat the context."}, "repeat_prompt", "cannot encode 'Repeat the context.'; allowed: "),
+        ({"repeat_prompt": [4, 832]}, "repeat_prompt", "the model has no token 832; allowed: 0 to 831"),
+        ({"answer_prompt": [4, -1]}, "answer_prompt", "got -1"),
+        ({"resume_prompt": [1.5]}, "resume_prompt", "got 1.5"),
+        ({"decode": "bounded"}, "decode", "scores the context alone, once, got 'bounded'; allowed: 'grow'"),
+        ({"refresh": {"every": 64}}, "refresh", "scores the context alone, once; allowed: null"),
+        ({}, "chunk_size", "repeating a context of 3000 tokens takes 2008 more, and the model reads 4095; allowed: "),
+        ({"policy": "kvzap", "refresh": {"every": 64}}, "refresh", "'predicted' scores tokens once; allowed: null"),
+        ({"policy": "kvzap", "normalized": True}, "normalized", "allowed: "),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_that_cannot_be_had_are_refused_by_name(server, field, param, said, stream):
+    body = {"model": "demo", "prompt": long_prompt(12), "stream": stream, "kv_compression": {"policy": "kvzip"} | field}
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["type"]) == (f"kv_compression.{param}", "BadRequestError")
+    assert said in error["message"]
+
+
 CHAT = [
     {"role": "system", "content": "remember gofu 1234."},
     {"role": "user", "content": " ".join(f"remember fiso {1000 + i}." for i in range(150))},

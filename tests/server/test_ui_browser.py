@@ -220,6 +220,34 @@ def test_parameters_follow_from_the_policy_and_its_parts(server, page):
     assert side.locator(".more").is_hidden()
 
 
+def test_lists_and_objects_are_typed_as_json(server, page):
+    """Text that is no JSON stands for itself where a field takes text; elsewhere it is marked, and the server refuses
+    it."""
+    fill(page, "remember fiso 1953. recall fiso", 2)
+    side = choose(page, "b", "kvzip", "50")
+    side.locator(".more summary").click()
+    protect, hint = side.locator("[name=protect]"), side.locator("small", has_text="not a JSON list or object")
+    assert protect.get_attribute("placeholder") == '{"tokens":[[0,512]]}'
+    protect.fill('{"tokens": [[0, 3]]')
+    hint.wait_for()
+    assert curl_body(side)["kv_compression"]["protect"] == '{"tokens": [[0, 3]]'
+    page.get_by_role("button", name="Run").click()
+    page.locator('.side.b[data-state="refused, HTTP 400"]').wait_for()
+    assert "kv_compression.protect" in side.get_by_role("alert").inner_text()
+    protect.fill('{"tokens": [[0, 3]], "messages": []}')
+    assert hint.count() == 0
+    side.locator("[name=repeat_prompt]").fill("recall fiso")
+    side.locator("[name=resume_prompt]").fill("[4, 5]")
+    side.locator("[name=answer_prompt]").fill('".\\n"')
+    assert curl_body(side)["kv_compression"] == {
+        "policy": "kvzip", "budget": 0.5, "protect": {"tokens": [[0, 3]], "messages": []},
+        "repeat_prompt": "recall fiso", "resume_prompt": [4, 5], "answer_prompt": ".\n",
+    }  # fmt: skip
+    assert "resume_prompt = [4,5]" in side.locator(".changed").inner_text()
+    page.get_by_role("button", name="Run").click()
+    browser.wait_for_state(page, "done")
+
+
 def test_every_policy_is_offered_with_its_own_values(server, page):
     """A form that nobody touched sends the policy alone, whatever its fields are."""
     names = [preset["name"] for preset in httpx.get(server.url + "/kvmerge/policies").json()["presets"]]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
-from vllm_kvmerge.cli.common import one_line, quiet
+from vllm_kvmerge.cli.common import check_folder, one_line, quiet
 from vllm_kvmerge.demo import kvzap_path, model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version
@@ -186,7 +186,7 @@ def _check_front_end(args: argparse.Namespace) -> None:
 
 
 def _check_model(args: argparse.Namespace) -> None:
-    """Resolves the word ``demo``, and refuses a missing folder before vLLM asks the Hugging Face hub."""
+    """Resolves the word ``demo``, and refuses a missing folder."""
     from vllm.engine.arg_utils import EngineArgs
 
     model = args.model_tag or args.model
@@ -194,9 +194,7 @@ def _check_model(args: argparse.Namespace) -> None:
         raise CommandError("name a model: vllm-kvmerge serve demo, or a folder, or a name on the Hugging Face hub")
     if model == DEMO:
         model, args.served_model_name = model_path(), args.served_model_name or [DEMO]
-    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
-    if is_path and "://" not in model and not Path(model).exists():
-        raise CommandError(f"no model in {model}: there is no such folder")
+    check_folder(model)
     args.model = args.model_tag = model
 
 

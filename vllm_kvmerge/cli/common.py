@@ -4,6 +4,7 @@ import argparse
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from vllm_kvmerge.errors import CommandError
@@ -26,6 +27,13 @@ def table_of(title: str, *headers: str) -> "Table":
     first, *others = headers
     columns = [Column(first, no_wrap=True), *(Column(header, overflow="fold") for header in others)]
     return Table(*columns, title=title, show_lines=True)
+
+
+def check_folder(model: str) -> None:
+    """Refuses a model's missing folder before anybody asks the Hugging Face hub for it."""
+    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    if is_path and "://" not in model and not Path(model).exists():
+        raise CommandError(f"no model in {model}: there is no such folder")
 
 
 @contextmanager

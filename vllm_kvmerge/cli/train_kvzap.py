@@ -1,75 +1,100 @@
 """``vllm-kvmerge train-kvzap``: trains a model that predicts KVzip+'s scores from hidden states (KVzap)."""
 
-import json
-from collections.abc import Iterator
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from vllm_kvmerge.cli.common import CommandParser
+from vllm_kvmerge.cli.common import CommandParser, check_folder, one_line
 from vllm_kvmerge.demo import model_path
+from vllm_kvmerge.engine.served_model import TokenizedModel
+from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
 from vllm_kvmerge.errors import CommandError
+from vllm_kvmerge.policies.trackers import ReconstructionTracker
 
-REQUEST = "\n\nRepeat the previous context exactly."
 LEAST_SCORE = 1e-30
 """Below it are scores whose logarithm float32 cannot tell."""
 
 HELD_OUT = 0.05
+"""Share of the tokens, the last ones, that modules are tested on."""
+
+
+class Line(BaseModel):
+    """A line of --texts; other entries are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    text: str
 
 
 def run(argv: list[str]) -> int:
     """Trains and writes ``config.json`` and ``model.safetensors``, the format of the published models."""
-    parser = CommandParser(prog="vllm-kvmerge train-kvzap")
+    args = _arguments(argv)
+    torch.manual_seed(args.seed)
+    texts = list(_texts(args))
+    model, tokenizer = _load(args.model, args.device)
+    prompts = ReconstructionTracker.model_defaults(TokenizedModel(lambda: tokenizer))
+    request = [*prompts["repeat_prompt"], *prompts["answer_prompt"]]
+    hidden, scores = [], []
+    for number, text in enumerate(texts, 1):
+        seen, scored = kvzip_scores(model, tokenizer.encode(text)[: args.max_tokens], request)
+        some = torch.randperm(seen.shape[1], device=args.device)[: args.tokens_per_text]
+        hidden.append(seen[:, some].cpu())
+        scores.append(scored[:, :, some].mT.cpu())
+        print(f"\r{number} of {len(texts)} texts", end="", flush=True)
+    print()
+    surrogate, explained = train(torch.cat(hidden, 1), torch.cat(scores, 1), args)
+    surrogate.save(args.output)
+    by_layer = ", ".join(f"{share:.3f}" for share in explained)
+    print(f"{args.output}: share of the variance explained of tokens held out, by layer: {by_layer}")
+    return 0
+
+
+def _arguments(argv: list[str]) -> Namespace:
+    parser, count = CommandParser(prog="vllm-kvmerge train-kvzap"), _at_least(1)
     parser.add_argument("model", help="folder or name on the hub, or the word demo")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument(
         "--texts", type=Path, metavar="FILE", help='.jsonl, a {"text": ...} per line; left out: the demo model\'s texts'
     )
     parser.add_argument(
-        "--hidden-dim", type=int, default=512, metavar="N", help="of each layer's MLP; 0: linear layers"
+        "--hidden-dim", type=_at_least(0), default=512, metavar="N", help="of each layer's MLP; 0: linear layers"
     )
-    parser.add_argument("--num-texts", type=int, default=1000, metavar="N", help="that are read at most")
-    parser.add_argument("--max-tokens", type=int, default=1250, metavar="N", help="of a text, whose rest is cut off")
-    parser.add_argument("--tokens-per-text", type=int, default=500, metavar="N", help="that are learnt from")
-    parser.add_argument("--epochs", type=int, default=15, metavar="N")
+    parser.add_argument("--num-texts", type=count, default=1000, metavar="N", help="that are read at most")
+    parser.add_argument("--max-tokens", type=count, default=1250, metavar="N", help="of a text, whose rest is cut off")
+    parser.add_argument("--tokens-per-text", type=count, default=500, metavar="N", help="that are learnt from")
+    parser.add_argument("--epochs", type=count, default=15, metavar="N")
     parser.add_argument("--learning-rate", type=float, default=5e-3, metavar="X")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    torch.manual_seed(args.seed)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    name = model_path() if args.model == "demo" else args.model
-    dtype = torch.float32 if args.device == "cpu" else "auto"  # CPUs take long for what is shorter
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", dtype=dtype).to(args.device)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{args.model}: {error}") from None
-    texts = list(_texts(args))
-    hidden, scores = [], []
-    for number, text in enumerate(texts, 1):
-        tokens = tokenizer.encode(text)[: args.max_tokens]
-        some = torch.randperm(len(tokens), device=args.device)[: args.tokens_per_text]
-        seen, scored = kvzip_scores(model, tokens, _request(tokenizer))
-        hidden.append(seen[:, some].cpu())
-        scores.append(scored[:, :, some].mT.cpu())
-        print(f"\r{number} of {len(texts)} texts", end="", flush=True)
-    print()
-    config, layers, errors = train(torch.cat(hidden, 1), torch.cat(scores, 1), args)
-    from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
-
-    Surrogate(SurrogateConfig(**config), layers).save(args.output)
-    explained = ", ".join(f"{one:.3f}" for one in errors)
-    print(f"{args.output}: share of the variance explained of tokens held out, by layer: {explained}")
-    return 0
+    try:  # before all that takes long
+        args.output.mkdir(parents=True, exist_ok=True)
+        torch.empty(0, device=args.device)
+    except OSError as error:
+        raise CommandError(f"--output {args.output}: {error.strerror}") from None
+    except (AssertionError, RuntimeError) as error:
+        raise CommandError(f"--device {args.device}: {one_line(error)}") from None
+    return args
 
 
-def _texts(args: Any) -> Iterator[str]:
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return number
+
+
+def _texts(args: Namespace) -> Iterator[str]:
     if args.texts is None:
         if args.model != "demo":
             raise CommandError("--texts: needed for models other than demo")
@@ -80,21 +105,32 @@ def _texts(args: Any) -> Iterator[str]:
             yield draw_prompt(rng, args.max_tokens, 24).context
         return
     try:
-        lines = args.texts.read_text().splitlines()[: args.num_texts]
-        yield from (json.loads(line)["text"] for line in lines)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(f'--texts {args.texts}: must hold a {{"text": ...}} per line ({error})') from None
+        with args.texts.open() as file:
+            lines = list(islice(file, args.num_texts))
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--texts {args.texts}: {one_line(error)}") from None
+    if not lines:
+        raise CommandError(f"--texts {args.texts}: holds no text")
+    for number, line in enumerate(lines, 1):
+        try:
+            yield Line.model_validate_json(line).text
+        except ValidationError as error:
+            message = f'--texts {args.texts}: line {number} must be a {{"text": ...}} ({one_line(error)})'
+            raise CommandError(message) from None
 
 
-def _request(tokenizer: Any) -> list[int]:
-    """Tokens that ask for the context again, in the chat template if there is one; none for a model without one."""
-    if not tokenizer.chat_template:
-        return []
-    said = "what a user says"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
-    )
-    return list(tokenizer.encode(REQUEST + text.partition(said)[2], add_special_tokens=False))
+def _load(name: str, device: str) -> tuple[Any, Any]:
+    """The model, with eager attention, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = model_path() if name == "demo" else name
+    check_folder(path)
+    dtype = torch.float32 if device == "cpu" else "auto"  # CPUs take long for what is shorter
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype).to(device)
+        return model, AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{name}: {one_line(error)}") from None
 
 
 @torch.inference_mode()
@@ -102,62 +138,48 @@ def kvzip_scores(model: Any, context: list[int], request: list[int]) -> tuple[Te
     """A context's hidden states, ``[layers, n, hidden]``, and the logarithms of its KVzip+ scores, ``[layers, H, n]``
     float32: max over queries t of the repetition and query heads g of a_gti ||W_O^g v_i|| / ||h_t||.
 
-    model: of Transformers, with eager attention.
+    model: of Transformers, with eager attention. request: tokens between the context and its repetition.
     """
-    length, seen = len(context), []
-    handles = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append(
-                kwargs["hidden_states"][0] if "hidden_states" in kwargs else args[0][0]
-            ),
-            with_kwargs=True,
-        )
-        for layer in model.model.layers
-    ]
+    length, seen, scores = len(context), [], []
+
+    def observe(attention: Any, _: Any, given: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+        hidden = given["hidden_states"][0]
+        values = given["past_key_values"].layers[attention.layer_idx].values[0, :, :length].float()  # [H, n, d]
+        weight = attention.o_proj.weight.float().unflatten(1, (len(values), -1, values.shape[2]))
+        added = torch.einsum("hnd,ehgd->hgne", values, weight).norm(dim=-1)  # [H, G, n]
+        given_by = output[1][0, :, length:, :length].float() / hidden[length:].float().norm(dim=-1)[:, None]
+        seen.append(hidden[:length])
+        scores.append((given_by.amax(1).unflatten(0, added.shape[:2]) * added).amax(1))
+
+    handles = [layer.self_attn.register_forward_hook(observe, with_kwargs=True) for layer in model.get_decoder().layers]
     try:
-        tokens = torch.tensor([[*context, *request, *context]], device=model.device)
-        output = model.model(tokens, output_attentions=True, use_cache=True)
+        model.get_decoder()(torch.tensor([[*context, *request, *context]], device=model.device), use_cache=True)
     finally:
         for handle in handles:
             handle.remove()
-    scores = []
-    for index, layer in enumerate(model.model.layers):
-        values = output.past_key_values.layers[index].values[0, :, :length].float()  # [H, n, d]
-        rows = (
-            output.attentions[index][0, :, length:, :length].float()
-            / seen[index][length:].float().norm(dim=-1)[:, None]
-        )
-        weight = layer.self_attn.o_proj.weight.float().unflatten(1, (len(values), -1, values.shape[2]))
-        added = torch.einsum("hnd,ehgd->hgne", values, weight).norm(dim=-1)  # [H, G, n]
-        scores.append((rows.amax(1).unflatten(0, (len(values), -1)) * added).amax(1))
-    return torch.stack([one[:length] for one in seen]), torch.stack(scores).clamp(min=LEAST_SCORE).log()
+    return torch.stack(seen), torch.stack(scores).clamp(min=LEAST_SCORE).log()
 
 
-def train(hidden: Tensor, scores: Tensor, args: Any) -> tuple[dict[str, Any], nn.ModuleList, list[float]]:
-    """Fits a module for each layer. hidden: ``[layers, n, hidden]``. scores: ``[layers, n, H]``. Returns the model's
-    configuration, its modules, and the share of the variance of tokens held out that each explains."""
-    from vllm_kvmerge.engine.surrogate import SurrogateConfig
-
+def train(hidden: Tensor, scores: Tensor, args: Namespace) -> tuple[Surrogate, list[float]]:
+    """A module for each layer, fitted on ``args.device``, and the share of the variance of tokens held out that each
+    explains. hidden: ``[layers, n, hidden]``. scores: ``[layers, n, H]`` float32."""
     num_layers, num_tokens, size = hidden.shape
-    config = {
-        "input_dim": size,
-        "output_dim": scores.shape[2],
-        "n_modules": num_layers,
-        "hidden_dim": args.hidden_dim or None,
-    }
-    layers = SurrogateConfig(**config).modules().to(args.device)
-    num_held = max(1, int(HELD_OUT * num_tokens))  # of the last texts
+    config = SurrogateConfig(
+        input_dim=size, output_dim=scores.shape[2], n_modules=num_layers, hidden_dim=args.hidden_dim or None
+    )
+    layers = config.modules().to(args.device)
+    num_learnt = num_tokens - max(1, int(HELD_OUT * num_tokens))
     explained = []
-    for layer, module in enumerate(layers):
-        x, y = hidden[layer].float().to(args.device), scores[layer].to(args.device)
+    for module, x, y in zip(layers, hidden, scores, strict=True):
+        x, y = x.float().to(args.device), y.to(args.device)
         if isinstance(module, nn.Linear):
-            _fit_linear(module, x[:-num_held], y[:-num_held])
+            _fit_linear(module, x[:num_learnt], y[:num_learnt])
         else:
-            _fit(module, x[:-num_held], y[:-num_held], args)
+            _fit(module, x[:num_learnt], y[:num_learnt], args)
         with torch.inference_mode():
-            error = mse_loss(module(x[-num_held:]), y[-num_held:])
-        explained.append(float(1 - error / y[-num_held:].var(0).mean()))
-    return config, layers, explained
+            error = mse_loss(module(x[num_learnt:]), y[num_learnt:])
+        explained.append(float(1 - error / y[num_learnt:].var(0, correction=0).mean()))
+    return Surrogate(config, layers), explained
 
 
 def _fit_linear(module: nn.Linear, x: Tensor, y: Tensor, ridge: float = 1.0) -> None:
@@ -171,7 +193,7 @@ def _fit_linear(module: nn.Linear, x: Tensor, y: Tensor, ridge: float = 1.0) -> 
         module.bias.copy_(mean_y - weight @ mean_x)
 
 
-def _fit(module: nn.Module, x: Tensor, y: Tensor, args: Any, batch_size: int = 512) -> None:
+def _fit(module: nn.Module, x: Tensor, y: Tensor, args: Namespace, batch_size: int = 512) -> None:
     steps = args.epochs * -(-len(x) // batch_size)
     optimizer = torch.optim.AdamW(module.parameters(), lr=args.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

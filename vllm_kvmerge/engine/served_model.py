@@ -1,5 +1,6 @@
-"""The engine's model, as far as defaults of a request's parameters depend on it."""
+"""A model as far as defaults of a request's parameters depend on it: its type, its tokenizer and its chat template."""
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +15,16 @@ MISTRAL_FORMAT = "transformer"
 SAID = "what a user says"
 
 
-class EngineModel(ServedModel):
-    """The model of an engine. Its tokenizer is read when it is first asked for, if this process has not read it yet."""
+class TokenizedModel(ServedModel):
+    """A model with a tokenizer, or with None, which ``read_tokenizer`` gives when it is first asked for."""
 
-    def __init__(self, config: "ModelConfig") -> None:
-        name = str(getattr(config.hf_text_config, "model_type", ""))
-        super().__init__("mistral" if name == MISTRAL_FORMAT else name)
-        self._config = config
+    def __init__(self, read_tokenizer: Callable[[], Any], model_type: str = "") -> None:
+        super().__init__(model_type)
+        self._read_tokenizer = read_tokenizer
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from vllm.tokenizers import cached_tokenizer_from_config
-
-        return cached_tokenizer_from_config(self._config)
+        return self._read_tokenizer()
 
     def encode(self, text: str) -> list[int] | None:
         if self._tokenizer is None:
@@ -46,3 +44,16 @@ class EngineModel(ServedModel):
             return None
         _, found, after = str(text).rpartition(SAID)
         return after if found else None
+
+
+class EngineModel(TokenizedModel):
+    """The model of an engine. Its tokenizer is read only if this process has not read it yet."""
+
+    def __init__(self, config: "ModelConfig") -> None:
+        def read_tokenizer() -> Any:
+            from vllm.tokenizers import cached_tokenizer_from_config
+
+            return cached_tokenizer_from_config(config)
+
+        name = str(getattr(config.hf_text_config, "model_type", ""))
+        super().__init__(read_tokenizer, "mistral" if name == MISTRAL_FORMAT else name)

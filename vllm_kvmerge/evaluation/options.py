@@ -75,9 +75,10 @@ def config_of(
     except CompressionError as error:
         parser.error(str(error))
     assert config is not None
-    tracker = config.policy.tracker
-    if tracker.repeats_context or tracker.predicts_scores:
-        parser.error(f"policy {config.name!r} has a model score the context, and none runs while traces are replayed")
+    if config.policy.tracker.repeats_context:
+        parser.error(f"policy {config.name!r} has a model repeat the context, and none runs while traces are replayed")
+    if config.policy.tracker.predicts_scores:
+        parser.error(f"policy {config.name!r} reads hidden states, which traces do not have")
     return config.for_model(ServedModel(model_type_of(arguments.model)))
 
 

@@ -132,4 +132,5 @@ class CommonFields(BaseModel):
         None,
         description="Tokens of the prompt, or messages of a chat, that are neither evicted nor merged; they count in "
         "the budget. Default: none.",
+        examples=[{"tokens": [[0, 512]]}],
     )

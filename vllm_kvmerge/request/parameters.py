@@ -72,7 +72,7 @@ def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
     def described(model: type[BaseModel]) -> dict[str, Any]:
         return {
             field: (
-                Annotated[info.annotation, *info.metadata, Field(description=info.description)],
+                Annotated[info.annotation, *info.metadata, Field(description=info.description, examples=info.examples)],
                 defaults.get(field, info.default),
             )
             for field, info in model.model_fields.items()

@@ -55,7 +55,9 @@ export class PolicyForm {
   overrides() {
     const entries = this.widgets.map((widget) => [widget.name, widget.read(), widget.default]);
     return Object.fromEntries(
-      entries.filter(([, value, own]) => value !== undefined && value !== own).map(([name, value]) => [name, value]),
+      entries
+        .filter(([, value, own]) => value !== undefined && JSON.stringify(value) !== JSON.stringify(own))
+        .map(([name, value]) => [name, value]),
     );
   }
 
@@ -128,6 +130,8 @@ function makeWidget(field) {
   const [only] = choices;
   const title = `${field.description}${field.type ? ` (${field.type})` : ""}`;
   const widget = { name: field.name, default: field.default };
+  const summary = field.description.split(/(?<=\.) /)[0];
+  const hint = element("small", { id: `hint-${numHints++}` }, [summary]);
   if (choices.length === 1 && only.enum) {
     widget.input = element("select", {}, only.enum.map((value) => new Option(value, value, false, value === field.default)));
     widget.read = () => widget.input.value;
@@ -136,12 +140,18 @@ function makeWidget(field) {
     widget.read = () => widget.input.value === "true";
   } else {
     const isNumber = choices.length === 1 && ["integer", "number"].includes(only.type);
-    widget.input = element("input", { type: isNumber ? "number" : "text", placeholder: "default" });
+    const example = field.schema.examples?.[0];
+    const placeholder = example === undefined ? "default" : JSON.stringify(example);
+    widget.input = element("input", { type: isNumber ? "number" : "text", placeholder });
     if (isNumber) widget.input.step = "any";
-    widget.input.value = field.default ?? "";
-    widget.read = () => readText(widget.input.value);
+    widget.input.value = typeof field.default === "object" && field.default ? JSON.stringify(field.default) : field.default ?? "";
+    widget.read = () => readText(widget.input.value, choices).value;
+    widget.input.addEventListener("input", () => {
+      const { error } = readText(widget.input.value, choices);
+      widget.input.setAttribute("aria-invalid", error !== undefined);
+      hint.textContent = error ?? summary;
+    });
   }
-  const hint = element("small", { id: `hint-${numHints++}` }, [field.description.split(/(?<=\.) /)[0]]);
   widget.input.name = field.name;
   widget.input.setAttribute("aria-describedby", hint.id);
   widget.root = element("div", { title }, [
@@ -150,9 +160,22 @@ function makeWidget(field) {
   return widget;
 }
 
-/** Numbers as numbers, other text as text: the server says what is wrong with it. */
-function readText(text) {
-  const trimmed = text.trim();
-  if (trimmed === "") return undefined;
-  return Number.isNaN(Number(trimmed)) ? trimmed : Number(trimmed);
+/**
+ * {value, error} of what was typed into a field that takes one of these schemas; no value where nothing was said.
+ *
+ * Lists and objects are typed as JSON, and so may be texts; other text stands for itself where a field takes text.
+ * Numbers become numbers. What is none of that is sent as it is: the server says what is wrong with it.
+ */
+export function readText(text, choices) {
+  const value = text.trim();
+  const takes = (...types) => choices.some(({ type, $ref }) => types.includes($ref ? "object" : type));
+  if (value === "") return {};
+  if (!takes("array", "object")) return { value: Number.isNaN(Number(value)) ? value : Number(value) };
+  try {
+    const parsed = JSON.parse(value);
+    if (["object", "string"].includes(typeof parsed)) return { value: parsed };
+  } catch {
+    // Text, or a mistake.
+  }
+  return takes("string") ? { value } : { value, error: "This is not a JSON list or object." };
 }
