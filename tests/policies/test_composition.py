@@ -312,7 +312,8 @@ def test_bounded_numbers_of_any_kind_are_accepted():
 
 def test_prompt_windows():
     for tracker in TRACKERS.values():
-        assert (tracker().prompt_window == 0) == (tracker.mode == ScoreMode.NONE)
+        scores_prompt = tracker.mode != ScoreMode.NONE or tracker.predicts_scores
+        assert (tracker().prompt_window != 0) == scores_prompt
     assert TRACKERS["mean"](score_window="all").prompt_window == "all"
 
 

@@ -171,8 +171,7 @@ class Tracker(Part):
     ``mode`` is then ``none``."""
 
     predicts_scores: ClassVar[bool] = False
-    """True if scores come from a model of the tokens' hidden states (``engine/hidden_states.py``), as logarithms:
-    ``mode`` is then ``none``."""
+    """True if scores come from a model of the tokens' hidden states, as logarithms: ``mode`` is then ``none``."""
 
     @property
     def normalizes(self) -> bool:

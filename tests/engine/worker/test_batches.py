@@ -33,7 +33,8 @@ class Worker:
         **fields: Any,
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.text = json.dumps({"policy": policy, "budget": 50, **fields})
+        window = {"window_size": 32} if policy == "kvzap" else {}  # by default it protects more than the budget
+        self.text = json.dumps({"policy": policy, "budget": 50, **window, **fields})
         self.config = parse_compression(self.text)
         self.capacity = min(self.config.policy.allocator.capacity(50), *lengths)
         elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize

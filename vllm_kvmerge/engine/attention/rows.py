@@ -13,7 +13,7 @@ from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreUpdate, sc
 if TYPE_CHECKING:  # compactions run without vLLM too
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from vllm_kvmerge.engine.worker.hidden_states import HiddenStates
+    from vllm_kvmerge.engine.attention.hidden_states import HiddenStates
 
 
 @dataclass

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
+from vllm_kvmerge.engine.attention.hidden_states import HiddenStates
 from vllm_kvmerge.engine.attention.rows import (
     PLAIN,
     BatchRow,
@@ -35,7 +36,6 @@ from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, RepeatedC
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.external import ExternalCache
-from vllm_kvmerge.engine.worker.hidden_states import HiddenStates
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
 from vllm_kvmerge.engine.worker.reporting import EntryCounts, Reporter
 from vllm_kvmerge.engine.worker.rotary import find_rotation
