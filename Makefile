@@ -66,7 +66,9 @@ serve: setup
 	@VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
 
+# Tests start a hundred processes, each of which would compile the package again where Python keeps no bytecode.
 test: setup
+	@$(BIN)/python -m compileall -qq vllm_kvmerge tests || true
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10 $(ARGS)
 
 # Short: the tests that run vLLM's operators, beside ours and in an engine.

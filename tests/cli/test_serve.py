@@ -225,7 +225,9 @@ def test_models_that_predict_scores(
     sizes = {"input_dim": LLAMA["hidden_size"], "output_dim": 2, "n_modules": 2}
     config = SurrogateConfig(**sizes, hidden_dim=8)
     Surrogate(config, config.modules()).save(tmp_path / "kvzap")
-    assert main([*command, str(tmp_path / "kvzap")]) == 0
+    said = refusal(capsys, *command, str(tmp_path / "kvzap"))
+    assert "hidden states cannot be seen, because the server compiles the model; allowed: with --enforce-eager" in said
+    assert main([*command, str(tmp_path / "kvzap"), "--enforce-eager"]) == 0
     for options in ([], ["--enforce-eager"]):
         assert main(["serve", "demo", "--port", port, *options]) == 0
     given, compiled, eager = [args.additional_config["kvmerge"].get("kvzap") for args in started]

@@ -15,7 +15,7 @@ import yaml
 from vllm_kvmerge.cli.common import check_folder, one_line, quiet
 from vllm_kvmerge.demo import kvzap_path, model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
-from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version
+from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version, hidden_states_obstacle
 from vllm_kvmerge.errors import CommandError
 
 if TYPE_CHECKING:
@@ -280,5 +280,10 @@ def _check_engine_config(args: argparse.Namespace) -> None:
             check_config(config)
             if (surrogate := plugin_config(config).kvzap) is not None:
                 check_surrogate(surrogate, config.model_config)
+                if (obstacle := hidden_states_obstacle(config)) is not None:
+                    raise UnsupportedConfigError(
+                        f"kvzap={surrogate} is not supported: hidden states cannot be seen, because the server "
+                        f"{obstacle}; allowed: with --enforce-eager"
+                    )
     except Exception as error:
         raise CommandError(one_line(error)) from error
