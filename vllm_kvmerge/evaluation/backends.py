@@ -123,7 +123,8 @@ class EngineBackend:
             from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
             # Nobody waits for these compressions, and where others use the processor they may take long.
-            arguments["additional_config"] = {CONFIG_KEY: {"max_compaction_seconds": MAX_COMPACTION_SECONDS}}
+            ours = {"max_compaction_seconds": MAX_COMPACTION_SECONDS, "kvzap": self.options.kvzap}
+            arguments["additional_config"] = {CONFIG_KEY: ours}
             self._llm = LLM(self.model, **kvmerge_engine_args(**arguments))
         except Exception as error:
             raise CommandError(f"the engine does not start: {error}") from error

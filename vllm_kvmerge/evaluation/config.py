@@ -38,7 +38,7 @@ class _Model(BaseModel):
 class EngineOptions(_Model):
     """Engine arguments of the engine in this process, named as in vLLM; what is None is left to vLLM.
 
-    max_model_len: default: what the longest sample takes.
+    max_model_len: default: what the longest sample takes. kvzap: as for ``vllm-kvmerge serve``.
     """
 
     dtype: str | None = None
@@ -53,9 +53,11 @@ class EngineOptions(_Model):
     tensor_parallel_size: PositiveInt | None = None
     trust_remote_code: bool | None = None
     revision: str | None = None
+    kvzap: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
+        """vLLM's own."""
+        return self.model_dump(exclude_none=True, exclude={"kvzap"})
 
 
 class EndpointOptions(_Model):
