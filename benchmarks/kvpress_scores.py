@@ -148,8 +148,8 @@ KVZAP = {"policy": "kvzap", "selector": "top_scores", "recent_window": 0}
 ADAPTIVE = {"allocator": "adaptive", "floor_share": 0.2, "max_share": 8.0}
 
 PAGES = (
-    "where heads have budgets of their own, kvpress masks what is dropped; this package evicts it, and rounds budgets to "
-    "pages of 32 entries, at least one: heads keep more or fewer, in the same order"
+    "where heads have budgets of their own, kvpress masks what is dropped; this package evicts it, and rounds budgets "
+    "to pages of 32 entries, at least one: heads keep more or fewer, in the same order"
 )
 
 
@@ -208,8 +208,8 @@ METHODS = {
         {"policy": "kvzap", "window_size": WINDOW, "budget": {"threshold": THRESHOLD, "max": 0.9}},
         dms_press,
         (
-            f"kvzap, threshold: what is above {THRESHOLD} stays, and the newest {WINDOW} entries; those of them that are "
-            "above it count twice here, and one more stays",
+            f"kvzap, threshold: what is above {THRESHOLD} stays, and the newest {WINDOW} entries; those of them that "
+            "are above it count twice here, and one more stays",
         ),
     ),
     "cam": Method(
