@@ -334,7 +334,8 @@ def sides_of_kvpress(
 
 
 def sides_of_ours(model: str, kvzap: str, jobs: Sequence[Job], tokenizer: Any) -> list[Side]:
-    longest = 2 * max(job.prompt.length for job in jobs)  # KVzip's repetition lies behind the context
+    # KVzip's repetition lies behind the context, and a prompt that asks for it between them.
+    longest = 2 * max(job.prompt.length for job in jobs) + 64
     options = EngineOptions(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=256 << 20, kvzap=kvzap)
     backend = EngineBackend(model, options)
     backend.start(longest, with_logprobs=False)
