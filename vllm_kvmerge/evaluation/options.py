@@ -15,6 +15,7 @@ from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.trace import model_type_of
 from vllm_kvmerge.policies import PRESETS, load_plugins
+from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.request.parameters import FULL, CompressionConfig, CompressionError, parse_compression
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def config_of(
     assert config is not None
     if config.policy.tracker.repeats_context:
         parser.error(f"policy {config.name!r} has a model repeat the context, and none runs while traces are replayed")
-    return config.for_model(model_type_of(arguments.model))
+    return config.for_model(ServedModel(model_type_of(arguments.model)))
 
 
 def _json_or_text(text: str) -> Any:
