@@ -5,7 +5,9 @@ same number of entries per KV head, and each method's parameters are given to bo
 could not be made equal is said below the table. ``aware``: the whole prompt is compressed, its question included.
 ``agnostic``: the context alone is, and the question is read after that, as kvpress's pipeline does.
 
-A row agrees if the 95% interval of the scores' difference, prompt by prompt, holds 0.
+A row agrees if the 95% interval of the scores' difference, prompt by prompt, holds 0. Kept alike: entries (layer, KV
+head, position) that both sides keep, as a share of what the side keeps that keeps more. Same order: as a share of what
+the side keeps in each head that keeps fewer there; 1 where both rank a head's entries alike, however many it may keep.
 """
 
 import argparse
@@ -15,25 +17,35 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
 from report import save
 
+from vllm_kvmerge import demo, ops
 from vllm_kvmerge.evaluation.backends import Answer, EngineBackend, Request, load_tokenizer
 from vllm_kvmerge.evaluation.config import EngineOptions, EvalConfig, TaskEntry
 from vllm_kvmerge.evaluation.options import print_table
 from vllm_kvmerge.evaluation.runner import Prompt, draw_prompts
 from vllm_kvmerge.evaluation.summary import bootstrap_interval, wilson_interval
 from vllm_kvmerge.evaluation.tasks.base import Completion
+from vllm_kvmerge.policies.trackers import REPEAT, RESUME, ReconstructionTracker
 
 WINDOW = 16
 """Queries that vote, and newest entries that stay, where a method has such a window."""
 
 POOLED = 7
 """Neighbours whose scores are pooled, where they are."""
+
+CHUNK = 512
+"""Tokens that KVzip has repeated at once."""
+
+THRESHOLD = 0.05
+"""Of KVzap's scores, which keeps about an eighth."""
 
 POOLING = (
     f"with pooling ({POOLED} neighbours) kvpress takes the mean of scores, this package their maximum, as SnapKV's "
@@ -45,14 +57,19 @@ POOLING = (
 class Method:
     """One method on both sides.
 
-    ours: ``kv_compression`` but for the budget. theirs: the press for a number of entries that stay, of so many tokens.
-    notes: what could not be made equal. aware_only: it is not compared where the question is read after compression.
+    ours: ``kv_compression`` but for the budget, unless that is the method's own. theirs: the press for a number of
+    entries that stay, of so many tokens. notes: what could not be made equal. aware_only: it is not compared where the
+    question is read after compression.
     """
 
     ours: dict[str, Any]
     theirs: Callable[[int, int], dict[str, Any]] | None
     notes: tuple[str, ...] = ()
     aware_only: bool = False
+
+    @property
+    def takes_budget(self) -> bool:
+        return self.theirs is not None and "budget" not in self.ours
 
 
 def dropped(kept: int, tokens: int) -> float:
@@ -76,8 +93,8 @@ def adakv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]:
     return {"press": "AdaKVPress", "inner": snapkv_press(kept, tokens, kernel_size), "alpha_safeguard": 0.2}
 
 
-def adaptive_expected_press(kept: int, tokens: int) -> dict[str, Any]:
-    return {"press": "AdaKVPress", "inner": expected_press(kept, tokens), "alpha_safeguard": 0.2}
+def adaptive(inner: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
+    return lambda kept, tokens: {"press": "AdaKVPress", "inner": inner(kept, tokens), "alpha_safeguard": 0.2}
 
 
 def criticalkv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]:
@@ -85,6 +102,24 @@ def criticalkv_press(kept: int, tokens: int, kernel_size: int) -> dict[str, Any]
     first = (WINDOW + (kept - WINDOW) // 2 + 0.5) / (kept + 0.5)
     inner = snapkv_press(kept, tokens, kernel_size)
     return {"press": "CriticalKVPress", "inner": inner, "epsilon": 0.0, "first_stage_ratio": first}
+
+
+def kvzip(allocator: str, layerwise: bool, normalized: bool = False, **fields: Any) -> Method:
+    """The demo model's chat template begins with one token, which kvpress does not repeat but counts in the softmax."""
+    ours = {"policy": "kvzip", "allocator": allocator, "normalized": normalized, "chunk_size": CHUNK}
+    prompts = {"repeat_prompt": REPEAT, "resume_prompt": RESUME, "num_prefix_tokens": 1, "recent_window": 0}
+    theirs = {"layerwise": layerwise, "kvzip_plus_normalization": normalized, "n_sink": 1, "chunk_size": CHUNK}
+
+    def press(kept: int, tokens: int) -> dict[str, Any]:
+        # It takes the integer part of the number of entries of a layer, or of all layers, that leave.
+        return {"press": "KVzipPress", "compression_ratio": 1 - (kept - 0.001) / tokens} | theirs
+
+    return Method(ours | prompts | fields, press, (PAGES,))
+
+
+def dms_press(kept: int, tokens: int) -> dict[str, Any]:
+    own = {"press": "DMSPress", "inner": {"press": "KVzapPress"}}
+    return own | {"threshold": math.log(THRESHOLD), "sliding_window_size": WINDOW}
 
 
 def cam_press(kept: int, tokens: int) -> dict[str, Any]:
@@ -102,8 +137,20 @@ def scorer(name: str, **fields: Any) -> Callable[[int, int], dict[str, Any]]:
 
 expected_press = scorer("ExpectedAttentionPress", epsilon=0.02)
 
+kvzap_press = scorer("KVzapPress")
+
 EXPECTED = {"policy": "expected_attention", "statistics_window": 4096, "recent_window": 0}
 """With the statistics of all queries of the prompt."""
+
+KVZAP = {"policy": "kvzap", "selector": "top_scores", "recent_window": 0}
+"""By its scores alone, without a window."""
+
+ADAPTIVE = {"allocator": "adaptive", "floor_share": 0.2, "max_share": 8.0}
+
+PAGES = (
+    "where heads have budgets of their own, kvpress masks what is dropped; this package evicts it, and rounds budgets "
+    "to pages of 32 entries, at least one: heads keep more or fewer, in the same order"
+)
 
 
 def windowed(ours: dict[str, Any], theirs: Callable[[int, int, int], dict[str, Any]], *notes: str) -> dict[str, Method]:
@@ -139,17 +186,30 @@ METHODS = {
     ),
     **windowed({"policy": "criticalkv", "first_stage_share": 0.5}, criticalkv_press),
     "expected_attention": Method(EXPECTED, expected_press),
-    "expected_attention, adaptive": Method(
-        EXPECTED | {"allocator": "adaptive", "floor_share": 0.2, "max_share": 8.0},
-        adaptive_expected_press,
-        ("expected_attention, adaptive: what is dropped is masked in kvpress, evicted here",),
-    ),
+    "expected_attention, adaptive": Method(EXPECTED | ADAPTIVE, adaptive(expected_press), (PAGES,)),
     "compactor": Method(
         {"policy": "compactor"},
         scorer("CompactorPress"),
         (
             "compactor: each chunk's own queries attend in kvpress, the prompt's newest in their place here; scores "
             "are normalised by layer there, by head here; the random sketches differ",
+        ),
+    ),
+    "kvzip": kvzip("global", layerwise=False),
+    "kvzip, by layer": kvzip("adaptive", layerwise=True, floor_share=0.0, max_share=8.0),
+    "kvzip+": kvzip("global", layerwise=False, normalized=True),
+    "kvzap": Method(
+        KVZAP | {"allocator": "uniform"},
+        kvzap_press,
+        ("kvzap: the first layer's scores of equal tokens are equal, and which of them stay is chance",),
+    ),
+    "kvzap, adaptive": Method(KVZAP | ADAPTIVE, adaptive(kvzap_press), (PAGES,)),
+    "kvzap, threshold": Method(
+        {"policy": "kvzap", "window_size": WINDOW, "budget": {"threshold": THRESHOLD, "max": 0.9}},
+        dms_press,
+        (
+            f"kvzap, threshold: what is above {THRESHOLD} stays, and the newest {WINDOW} entries; those of them that "
+            "are above it count twice here, and one more stays",
         ),
     ),
     "cam": Method(
@@ -180,7 +240,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """question: aware or agnostic. budget: share of what is compressed. same: share of prompts with the same answer."""
+    """question: aware or agnostic. budget: share of what is compressed. same: share of prompts with the same answer.
+    kept, order: means of :func:`kept_alike`."""
 
     task: str
     question: str
@@ -192,6 +253,8 @@ class Row:
     difference: Interval
     agrees: bool
     same: float
+    kept: float
+    order: float
 
 
 @dataclass(frozen=True)
@@ -214,9 +277,10 @@ class Job:
         return 2 * math.ceil(self.budget * self.compressed / 2) if self.budget else self.compressed
 
     def ours(self) -> Request:
-        compression = METHODS[self.method].ours
-        if self.budget is not None:
-            compression = {"decode": "grow"} | compression | {"budget": self.kept}
+        method = METHODS[self.method]
+        compression = method.ours
+        if method.theirs is not None:
+            compression = {"decode": "grow", "budget": self.kept} | compression
             if self.prompt.context_tokens is not None:
                 compression |= {"context_tokens": self.prompt.context_tokens}
         return Request(self.prompt.token_ids, compression, self.prompt.sample.max_tokens, [])
@@ -231,14 +295,22 @@ class Job:
         }
 
 
-def answers_of_kvpress(
-    python: str, model: str, jobs: Sequence[Job], processes: int
-) -> tuple[list[list[int]], dict[str, str]]:
-    """Answers in token ids, and versions; each process has a share of the jobs."""
+@dataclass(frozen=True)
+class Side:
+    """What a side makes of a job. kept: what its first compression leaves, ``[layers * KV heads, tokens]`` bool."""
+
+    text: str
+    kept: np.ndarray
+
+
+def sides_of_kvpress(
+    python: str, model: str, kvzap: str, jobs: Sequence[Job], tokenizer: Any, processes: int
+) -> tuple[list[Side], dict[str, str]]:
+    """And versions; each process has a share of the jobs."""
     command = [python, str(Path(__file__).parent / "kvpress_answers.py")]
 
     def answer(share: Sequence[Job]) -> dict[str, Any]:
-        given = json.dumps({"model": model, "jobs": [job.theirs() for job in share]})
+        given = json.dumps({"model": model, "kvzap": kvzap, "jobs": [job.theirs() for job in share]})
         try:
             done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True)
         except OSError as error:
@@ -247,29 +319,77 @@ def answers_of_kvpress(
             sys.exit(f"kvpress's side ended with {done.returncode}")
         return json.loads(done.stdout)
 
+    def side(job: Job, tokens: list[int], kept: str) -> Side:
+        bits = np.frombuffer(bytes.fromhex(kept), np.uint8).reshape(-1, -(-job.compressed // 8))
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        return Side(text, np.unpackbits(bits, axis=1, count=job.compressed).astype(bool))
+
     # Every processes-th job, so that each has as many of each method.
     with ThreadPoolExecutor(processes) as pool:
         results = list(pool.map(answer, [jobs[first::processes] for first in range(processes)]))
-    answers: list[list[int]] = [[]] * len(jobs)
+    sides: list[Any] = [None] * len(jobs)
     for first, result in enumerate(results):
-        answers[first::processes] = result["answers"]
-    return answers, results[0]["versions"]
+        sides[first::processes] = map(side, jobs[first::processes], result["answers"], result["kept"])
+    return sides, results[0]["versions"]
 
 
-def answers_of_ours(model: str, jobs: Sequence[Job]) -> list[str]:
-    longest = max(job.prompt.length for job in jobs)
-    options = EngineOptions(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=256 << 20, max_model_len=longest)
+def sides_of_ours(model: str, kvzap: str, jobs: Sequence[Job], tokenizer: Any) -> list[Side]:
+    # KVzip's repetition lies behind the context, and a prompt that asks for it between them.
+    longest = 2 * max(job.prompt.length for job in jobs) + 64
+    options = EngineOptions(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=256 << 20, kvzap=kvzap)
     backend = EngineBackend(model, options)
     backend.start(longest, with_logprobs=False)
-    texts = [""] * len(jobs)
+    from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
+
+    kept: dict[int, np.ndarray] = {}
+    execute = Compactor.execute
+
+    def watched(self: Compactor, compactions: Sequence[Compaction]) -> Execution:
+        done = execute(self, compactions)
+        for index, one in enumerate(compactions):
+            job, _, _ = one.plan.request_id.partition("-")  # the backend counts its requests, vLLM adds to their ids
+            kept.setdefault(int(job), left(self, one, done.pages.get(index)))
+        return done
+
+    sides: list[Any] = [None] * len(jobs)
+    requests = ((index, in_tokens(job.ours(), tokenizer)) for index, job in enumerate(jobs))
     try:
-        for index, answer in backend.run((index, job.ours()) for index, job in enumerate(jobs)):
-            if not isinstance(answer, Answer):
-                sys.exit(f"{jobs[index].method}: {answer}")
-            texts[index] = answer.text
+        with patch.object(Compactor, "execute", watched):
+            for index, answer in backend.run(requests):
+                if not isinstance(answer, Answer):
+                    sys.exit(f"{jobs[index].method}: {answer}")
+                sides[index] = Side(answer.text, kept.pop(index, np.ones((1, jobs[index].compressed), bool)))
     finally:
         backend.close()
-    return texts
+    return sides
+
+
+def in_tokens(request: Request, tokenizer: Any) -> Request:
+    """With KVzip's prompts as kvpress encodes them: by the tokenizer, words that it lacks included."""
+    given = request.compression
+    texts = {name: given[name] for name in ReconstructionTracker.token_fields if name in given}
+    prompts = {name: tokenizer.encode(text, add_special_tokens=False) for name, text in texts.items()}
+    return replace(request, compression=given | prompts)
+
+
+def left(compactor: Any, compaction: Any, pages: Any) -> np.ndarray:
+    """``Side.kept`` of a plan that has been executed; pages: of its heads, if they have their own."""
+    count, plan = len(compactor.layers), compaction.plan
+    segments = torch.tensor([[plan.new_front] * 3] * count)
+    blocks = torch.tensor(plan.blocks) if pages is None else compaction.source_blocks
+    front = ops.SequenceLayers(compactor.layers, torch.arange(count), blocks.expand(count, -1), segments, pages)
+    *_, positions = ops.gather_metadata(front)
+    mask = np.zeros((len(positions), plan.num_tokens + 1), bool)
+    np.put_along_axis(mask, positions.numpy(), True, 1)  # empty places, position -1, in the last column
+    return mask[:, :-1]
+
+
+def kept_alike(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Shares of entries that both keep: of as many as the side keeps that keeps more, and of as many in each head as
+    the side keeps that keeps fewer there."""
+    one, other = np.broadcast_arrays(one, other)
+    both = int((one & other).sum())
+    return both / max(one.sum(), other.sum()), both / np.minimum(one.sum(1), other.sum(1)).sum()
 
 
 def interval(scores: Sequence[float]) -> Interval:
@@ -280,7 +400,7 @@ def interval(scores: Sequence[float]) -> Interval:
     return Interval(float(np.mean(scores)), *bounds)
 
 
-def compare(jobs: Sequence[Job], ours: Sequence[str], theirs: Sequence[str]) -> list[Row]:
+def compare(jobs: Sequence[Job], ours: Sequence[Side], theirs: Sequence[Side]) -> list[Row]:
     cells: dict[tuple[int, str, float | None], list[int]] = {}
     for index, job in enumerate(jobs):
         cells.setdefault((id(job.entry), job.method, job.budget), []).append(index)
@@ -288,12 +408,13 @@ def compare(jobs: Sequence[Job], ours: Sequence[str], theirs: Sequence[str]) -> 
     for indices in cells.values():
         job = jobs[indices[0]]
 
-        def scores(texts: Sequence[str], entry: TaskEntry = job.entry, indices: list[int] = indices) -> list[float]:
-            return [float(entry.task.score(jobs[i].prompt.sample, Completion(texts[i]))) for i in indices]
+        def scores(sides: Sequence[Side], entry: TaskEntry = job.entry, indices: list[int] = indices) -> list[float]:
+            return [float(entry.task.score(jobs[i].prompt.sample, Completion(sides[i].text))) for i in indices]
 
         one, other = scores(ours), scores(theirs)
         differences = [a - b for a, b in zip(one, other, strict=True)]
         low, high = bootstrap_interval(differences)
+        kept, order = np.mean([kept_alike(ours[i].kept, theirs[i].kept) for i in indices], 0).tolist()
         rows.append(
             Row(
                 task=job.entry.task.name,
@@ -305,7 +426,9 @@ def compare(jobs: Sequence[Job], ours: Sequence[str], theirs: Sequence[str]) -> 
                 kvpress=interval(other),
                 difference=Interval(float(np.mean(differences)), low, high),
                 agrees=low <= 0 <= high,
-                same=float(np.mean([ours[i].split() == theirs[i].split() for i in indices])),
+                same=float(np.mean([ours[i].text.split() == theirs[i].text.split() for i in indices])),
+                kept=kept,
+                order=order,
             )
         )
     return rows
@@ -318,7 +441,7 @@ def draw_jobs(arguments: argparse.Namespace, config: EvalConfig, tokenizer: Any)
         for name in arguments.methods:
             if entry.question_agnostic and METHODS[name].aware_only:
                 continue
-            budgets: Sequence[float | None] = [None] if name == "full" else arguments.budgets
+            budgets: Sequence[float | None] = arguments.budgets if METHODS[name].takes_budget else [None]
             jobs += [Job(entry, prompt, name, budget) for budget in budgets for prompt in prompts]
     return jobs
 
@@ -332,12 +455,14 @@ def show(rows: Sequence[Row]) -> None:
                 f"{row.difference.mean:+.3f} [{row.difference.low:+.3f}, {row.difference.high:+.3f}]",
                 "yes" if row.agrees else "no",
                 f"{row.same:.3f}",
+                f"{row.kept:.4f}",
+                f"{row.order:.4f}",
             ]
             for row in rows
             if (row.task, row.question) == (task, question)
         }
         count = next(row.prompts for row in rows if (row.task, row.question) == (task, question))
-        columns = ["vllm-kvmerge", "kvpress", "difference", "agree", "same answer"]
+        columns = ["vllm-kvmerge", "kvpress", "difference", "agree", "same answer", "kept alike", "same order"]
         print_table(f"\n{task}, {question}: {count} prompts", columns, lines, first="method, budget")
     print("\nWhat could not be made equal:")
     for note in dict.fromkeys(note for row in rows for note in METHODS[row.method].notes):
@@ -348,7 +473,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvpress", metavar="PYTHON", required=True, help="of an environment with kvpress")
     parser.add_argument("--model", default="demo", help="folder of a model that kvpress knows, such as a Llama")
+    parser.add_argument("--kvzap", default="demo", help="folder of the model's KVzap model")
     parser.add_argument("--tasks", nargs="+", default=["demo_recall", "demo_multikey"], help="of vllm-kvmerge eval")
+    parser.add_argument("--questions", nargs="+", default=["aware", "agnostic"], choices=["aware", "agnostic"])
     parser.add_argument("--length", type=int, default=1024, help="of each task")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.2], help="shares of what is compressed")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
@@ -362,9 +489,9 @@ def main() -> None:
             "model": arguments.model,
             "policies": ["full"],
             "tasks": [
-                {"task": task, "length": arguments.length, "question_agnostic": agnostic}
+                {"task": task, "length": arguments.length, "question_agnostic": question == "agnostic"}
                 for task in arguments.tasks
-                for agnostic in (False, True)
+                for question in arguments.questions
             ],
             "samples": arguments.samples,
             "seed": arguments.seed,
@@ -372,9 +499,9 @@ def main() -> None:
     )
     tokenizer = load_tokenizer(config.model_path)
     jobs = draw_jobs(arguments, config, tokenizer)
-    token_ids, versions = answers_of_kvpress(arguments.kvpress, config.model_path, jobs, arguments.processes)
-    theirs = [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
-    rows = compare(jobs, answers_of_ours(config.model_path, jobs), theirs)
+    given = config.model_path, demo.kvzap_path() if arguments.kvzap == "demo" else arguments.kvzap, jobs, tokenizer
+    theirs, versions = sides_of_kvpress(arguments.kvpress, *given, arguments.processes)
+    rows = compare(jobs, sides_of_ours(*given), theirs)
     compared = {
         name: {
             "ours": METHODS[name].ours,

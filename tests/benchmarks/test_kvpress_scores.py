@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.processes import end_with_tests
@@ -18,7 +19,17 @@ from vllm_kvmerge.request.parameters import parse_compression
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
-from kvpress_scores import METHODS, WINDOW, Job, compare, criticalkv_press, dropped  # noqa: E402
+from kvpress_scores import (  # noqa: E402
+    METHODS,
+    WINDOW,
+    Job,
+    Side,
+    compare,
+    criticalkv_press,
+    dropped,
+    in_tokens,
+    kept_alike,
+)
 
 
 @pytest.fixture
@@ -44,27 +55,63 @@ def test_ratios_are_cut_to_the_number_of_entries(tokens):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_both_sides_are_asked(entry, method):
-    budget = None if method == "full" else 0.2
+    budget = 0.2 if METHODS[method].takes_budget else None
     asked = job(entry, method, budget, tokens=503)
     config, theirs = parse_compression(asked.ours().compression), asked.theirs()
     assert theirs["compressed"] == 503 and theirs["prompt"] == list(range(503))
     if method == "full":
         assert config is None and theirs["press"] is None
         return
-    assert config.budget == asked.kept == 102  # 100.6 entries, in whole pairs
     assert config.decode == ("bounded" if method == "cam" else "grow")
     agnostic = job(entry, method, budget, tokens=503, context_tokens=400)
-    assert agnostic.kept == agnostic.ours().compression["budget"] == 80
+    if budget is not None:
+        assert config.budget == asked.kept == 102  # 100.6 entries, in whole pairs
+        assert agnostic.kept == agnostic.ours().compression["budget"] == 80
     assert agnostic.ours().compression["context_tokens"] == agnostic.theirs()["compressed"] == 400
+
+
+@pytest.mark.parametrize("tokens", [97, 1024])
+def test_kvzip_keeps_as_many_entries_of_a_layer_or_of_all(tokens):
+    for kept in range(2, tokens, 2):
+        ratio = METHODS["kvzip"].theirs(kept, tokens)["compression_ratio"]
+        for heads in (2, 8, 256):  # of a layer, or of all
+            assert heads * tokens - int(heads * tokens * ratio) == heads * kept
+
+
+def test_prompts_are_given_in_tokens(entry):
+    class Words:
+        def encode(self, text, add_special_tokens):
+            return [len(word) for word in text.split()]
+
+    request = job(entry, "kvzip", 0.2).ours()
+    given = in_tokens(request, Words()).compression
+    prompts = {"repeat_prompt": [6, 3, 8, 7, 8], "resume_prompt": [6, 3, 4, 2, 3, 8, 7, 8, 8, 4]}
+    assert given == request.compression | prompts
+    plain = job(entry, "h2o", 0.2).ours()
+    assert in_tokens(plain, Words()) == plain
+
+
+def sides(texts, kept=None):
+    return [Side(text, np.ones((1, 100), bool) if kept is None else kept) for text in texts]
 
 
 def test_scores_are_compared_prompt_by_prompt(entry):
     jobs = [job(entry, "h2o", 0.1) for _ in range(4)]
-    (row,) = compare(jobs, ["1 2", "1 2", "1 2", "3"], ["1 2", " 1 2", "1 3", "4"])
+    half = np.arange(100)[None] < 50
+    (row,) = compare(jobs, sides(["1 2", "1 2", "1 2", "3"]), sides(["1 2", " 1 2", "1 3", "4"], half))
     assert (row.ours.mean, row.kvpress.mean, row.difference.mean) == (0.75, 0.5, 0.25)
     assert row.difference.low == 0 and row.agrees and row.same == 0.5
-    (row,) = compare(jobs, ["1 2"] * 4, ["1"] * 4)
+    assert (row.kept, row.order) == (0.5, 1.0)
+    (row,) = compare(jobs, sides(["1 2"] * 4), sides(["1"] * 4))
     assert not row.agrees and row.difference.low == row.difference.high == 1
+
+
+def test_what_both_sides_keep():
+    one = np.array([[1, 1, 1, 0], [1, 0, 0, 0]], bool)
+    other = np.array([[1, 1, 0, 0], [0, 1, 1, 0]], bool)
+    # Two entries of four; of the first head's two, and none of the second's one.
+    assert kept_alike(one, other) == kept_alike(other, one) == (0.5, 2 / 3)
+    assert kept_alike(np.ones((1, 4), bool), one) == (0.5, 1.0)  # without a compression, all of every head
 
 
 def test_methods_that_are_the_same_give_the_same_answers(tmp_path):
@@ -73,28 +120,19 @@ def test_methods_that_are_the_same_give_the_same_answers(tmp_path):
         pytest.skip("KVMERGE_KVPRESS does not name the python of an environment with kvpress")
     script, path = FOLDER / "kvpress_scores.py", tmp_path / "k.json"
     methods = ["full", "streaming_llm", "tova", "h2o", "snapkv", "pyramidkv", "criticalkv"]
-    sizes = [
-        "--tasks",
-        "demo_recall",
-        "--length",
-        "256",
-        "--budgets",
-        "0.3",
-        "--samples",
-        "4",
-        "--seed",
-        "5",
-        "--processes",
-        "2",
-    ]
-    command = [sys.executable, str(script), "--kvpress", python, "--methods", *methods, *sizes, "--output", str(path)]
+    own_budgets = ["kvzip", "kvzip, by layer", "kvzip+", "kvzap, threshold"]
+    sizes = ["--tasks=demo_recall", "--length=256", "--budgets=0.3", "--samples=4", "--seed=5", "--processes=2"]
+    asked = ["--kvpress", python, "--methods", *methods, *own_budgets, *sizes, "--output", str(path)]
+    command = [sys.executable, str(script), *asked]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = json.loads(path.read_text())
     assert result["arguments"]["kvpress"]["kvpress"]
     assert [(row["question"], row["method"]) for row in result["rows"]] == [
-        (question, method) for question in ("aware", "agnostic") for method in methods
+        (question, method) for question in ("aware", "agnostic") for method in methods + own_budgets
     ]
-    assert all(row["same"] == 1 and row["agrees"] for row in result["rows"])
-    full, *compressed = (row["ours"]["mean"] for row in result["rows"])
+    equal = [row for row in result["rows"] if row["method"] in methods]
+    assert all(row["same"] == row["kept"] == 1 and row["agrees"] for row in equal)
+    assert all(row["order"] == 1 for row in result["rows"])
+    full, *compressed = (row["ours"]["mean"] for row in equal)
     assert full > min(compressed)  # something was lost, on both sides alike

@@ -15,6 +15,8 @@ from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig, check_surrogate
 from vllm_kvmerge.engine.worker.compactor import Compactor
+from vllm_kvmerge.evaluation.backends import EngineBackend
+from vllm_kvmerge.evaluation.config import EngineOptions
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
 
 __all__ = ["scores"]
@@ -151,6 +153,15 @@ def test_a_saved_model_is_the_published_format(tmp_path, hidden_dim):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "kvzap"
     for one, other in zip(made.layers, loaded.of_heads([1], torch.float32, torch.device("cpu")), strict=True):
         assert torch.allclose(one(hidden)[:, 1:], other(hidden), atol=1e-6)
+
+
+def test_an_evaluation_gives_its_engine_the_model(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("vllm.LLM", lambda model, **given: seen.update(given))
+    options = {"dtype": "float32", "kvzap": demo.kvzap_path()}
+    EngineBackend(demo.model_path(), EngineOptions(**options)).start(64, with_logprobs=False)
+    assert (seen["dtype"], seen["max_model_len"]) == ("float32", 64) and "kvzap" not in seen
+    assert seen["additional_config"]["kvmerge"]["kvzap"] == demo.kvzap_path()
 
 
 @pytest.mark.parametrize(
