@@ -63,7 +63,8 @@ def is_uneven(parameters: dict[str, Any]) -> bool:
 
 
 def rows_of(config: EvalConfig, results: list[Result], first_tokens: dict[str, float], mode: str) -> list[Row]:
-    """Of the tasks of one mode, best first; only what every task has answered."""
+    """Of the tasks of one mode, best first: by the score at ``DECIDING``, then by the mean over budgets, then by the
+    time to the first token. Only what every task has answered."""
     tasks = [
         entry.label
         for entry in config.tasks
@@ -90,7 +91,13 @@ def rows_of(config: EvalConfig, results: list[Result], first_tokens: dict[str, f
             own = {} if policy.name == FULL else policy.parameters
             uneven, lacks = (is_uneven(own), needs(own)) if own else (False, None)
             rows.append(Row(policy.label, own, uneven, lacks, score, held, first_tokens[policy.label]))
-    return sorted(rows, key=lambda row: -row.score.get(str(DECIDING), row.score.get("1.0", (0.0,)))[0])
+    return sorted(rows, key=rank)
+
+
+def rank(row: Row) -> tuple[float, float, float]:
+    means = {budget: score[0] for budget, score in row.score.items()}
+    first = means.get(str(DECIDING), means.get("1.0", 0.0))
+    return -first, -float(np.mean(list(means.values()))), row.first_token
 
 
 def measure_first_tokens(config: EvalConfig, context: int, repeats: int) -> dict[str, float]:
@@ -105,7 +112,7 @@ def measure_first_tokens(config: EvalConfig, context: int, repeats: int) -> dict
             model=demo.model_path(),
             dtype="float32",
             enforce_eager=True,
-            max_model_len=2 * context + 200,
+            max_model_len=2 * context + 150,
             kv_cache_memory_bytes=1 << 28,
             additional_config={"kvmerge": {"max_compaction_seconds": 600, "kvzap": demo.kvzap_path()}},
         )
@@ -206,7 +213,10 @@ def main() -> None:
     config = read_config(CONFIG, {"samples": arguments.samples})
     with RunFolder(arguments.output, config.identity()) as folder:
         results = folder.results
-    first_tokens = measure_first_tokens(config, arguments.context, arguments.repeats)
+    measured = arguments.output / "first_tokens.json"
+    if not measured.exists():
+        measured.write_text(json.dumps(measure_first_tokens(config, arguments.context, arguments.repeats)))
+    first_tokens = json.loads(measured.read_text())
     tables = {mode: rows_of(config, results, first_tokens, mode) for mode in TITLES}
     write_page(tables, config, config.samples, arguments.context)
     draw(tables, config)

@@ -18,6 +18,7 @@ from tests.processes import end_with_tests
 from tests.server.conftest import wait_until
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
+from vllm_kvmerge.request.recommended import recommendations
 
 POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
 
@@ -220,6 +221,16 @@ def test_contexts_are_repeated_with_prompts_of_the_models_words(server):
     plus = server.complete(prompt, kv_compression=field | {"normalized": True}, **asks)["kv_transfer_params"]["kvmerge"]
     assert plus["kv_compression"]["normalized"] is True and plus["mean_entries"] < 280 + 8 + 32
     assert plus["kv_compression"]["repeat_prompt"] == []  # the demo model does not know the authors' words
+
+
+def test_a_budget_alone_takes_the_best_measured_policy_and_names_it(server):
+    asks = {"max_tokens": 8, "ignore_eos": True, "vllm_xargs": {"kvmerge_usage": 1}}
+    for case, asked in {"seen, uneven": {}, "unseen, even": {"context_tokens": 960, "allocator": "uniform"}}.items():
+        best = recommendations().best(case).parameters
+        answer = server.complete(long_prompt(12, 1000), kv_compression={"budget": 0.25, **asked}, **asks)
+        report = answer["kv_transfer_params"]["kvmerge"]
+        assert {name: report["kv_compression"][name] for name in best} == best
+        assert report["mean_entries"] < 0.25 * 1000 + 40 + 8 + 32
 
 
 def test_scores_are_predicted_from_hidden_states(server):
