@@ -118,6 +118,14 @@ def shared_fixture(path):
     return None
 
 
+@cache
+def starts_processes(path):
+    """Whether a file's tests start servers or engines of their own. These begin first: one that began last would run
+    alone for a minute or two."""
+    text = (Path(__file__).parents[1] / path).read_text()
+    return re.search(r"\b(serving|running|Popen|kvmerge_engine_args)\(|subprocess\.run\(", text) is not None
+
+
 class FilesThatShare(LoadScopeScheduling):
     """Files that use one engine or server run in one process, one after the other; any other file by itself."""
 
@@ -138,6 +146,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(
         key=lambda item: (
             (*SHARED, None).index(shared_fixture(item.location[0])),
+            shared_fixture(item.location[0]) is None and not starts_processes(item.location[0]),
             item.get_closest_marker("last") is not None,
         )
     )

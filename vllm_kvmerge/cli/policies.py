@@ -71,17 +71,18 @@ def recommend(as_json: bool) -> int:
     tables = []
     for case, rows in found.cases.items():
         best, budgets = found.best(case), [budget for budget in rows[0].score if float(budget) < 1]
-        table = table_of(f"{CASES[case].capitalize()}: {best.label}", "policy", *budgets, "held", "first token")
+        table = table_of(f"{CASES[case].capitalize()}: {best.label}", "policy", "overall", *budgets, "text", "held")
         for row in rows:
             scores = ("{:.0f} ({:.0f}-{:.0f})".format(*(100 * x for x in row.score[budget])) for budget in budgets)
             label = f"{row.label}, with {row.needs}" if row.needs else row.label
-            table.add_row(label, *scores, f"{row.held[str(found.budget)]:.2f}", f"{row.first_token:.2f} x")
+            at = str(found.budget)
+            table.add_row(label, f"{row.overall:.3f}", *scores, f"{row.text[at]:.2f}", f"{row.held[at]:.2f}")
         tables.append(table)
     tables[-1].caption = (
-        f"Answers that are right on the demo model, %, with 95% interval, {found.samples} prompts of each task. By "
-        f"that at {found.budget} policies are ranked, and the best that every server can run is taken. Held: bytes at "
-        f"{found.budget}, of the full cache's. First token: time to it, over a plain request's, where a context is "
-        "compressed before its question. Measure your own model: docs/leaderboard.md."
+        f"Answers that are right on the demo model, %, with 95% interval, {found.samples} prompts of each task. Text: "
+        f"perplexity with the full cache over that with the policy, at {found.budget}. Overall: mean of three tasks "
+        f"and text at {found.budget}; the best that every server can run is taken. Held: bytes of the cache, of the full "
+        "one's. Measure your own model: docs/leaderboard.md."
     )
     Console(markup=False).print(*tables, sep="\n")
     return 0

@@ -15,7 +15,8 @@ TABLE = Path(__file__).with_name("recommended.json")
 class Measured(BaseModel):
     """A policy's figures in one case. needs: what not every server has; None: nothing. score: mean and its 95%
     interval, by budget. held: bytes of the cache, of the full one's, by budget. first_token: seconds to it, over a
-    plain request's, where a context is compressed before its question."""
+    plain request's, where a context is compressed before its question. text: perplexity of plain text with the
+    full cache, over that with the policy, by budget. overall: what ranks, mean of all tasks at one budget."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,6 +27,8 @@ class Measured(BaseModel):
     score: dict[str, tuple[float, float, float]]
     held: dict[str, float]
     first_token: float
+    text: dict[str, float]
+    overall: float
 
 
 class Recommendations(BaseModel):
