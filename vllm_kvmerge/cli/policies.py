@@ -81,8 +81,8 @@ def recommend(as_json: bool) -> int:
     tables[-1].caption = (
         f"Answers that are right on the demo model, %, with 95% interval, {found.samples} prompts of each task. Text: "
         f"perplexity with the full cache over that with the policy, at {found.budget}. Overall: mean of three tasks "
-        f"and text at {found.budget}; the best that every server can run is taken. Held: bytes of the cache, of the full "
-        "one's. Measure your own model: docs/leaderboard.md."
+        f"and text at {found.budget}; the best that every server can run is taken. Held: bytes of the cache, of the "
+        "full one's. Measure your own model: docs/leaderboard.md."
     )
     Console(markup=False).print(*tables, sep="\n")
     return 0
