@@ -1,8 +1,11 @@
 """The policy of requests that name none."""
 
+from dataclasses import replace
+
 import jsonschema
 import pytest
 
+from tests.request.test_limits import LIMITS
 from vllm_kvmerge.request.parameters import CompressionError, compression, field_schema, parse_compression
 from vllm_kvmerge.request.recommended import recommendations
 
@@ -70,6 +73,12 @@ def _local(node):
     if isinstance(node, list):
         return [_local(one) for one in node]
     return node.replace("#/components/schemas/", "#/$defs/") if isinstance(node, str) else node
+
+
+def test_a_server_that_does_not_allow_it_says_so():
+    limits = replace(LIMITS, allowed_policies=frozenset({"local"}))
+    with pytest.raises(CompressionError, match=r"policy: '\w+' is not allowed on this server; allowed: full, local"):
+        limits.check(parse_compression({"budget": 0.5}), 1000, 10)
 
 
 def test_offline_too():

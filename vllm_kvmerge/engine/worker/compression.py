@@ -237,7 +237,8 @@ class Compression:
         rows: list[BatchRow] = []
         if self.states or self.step.windows or self.step.repetitions:
             rows = [self.row(*request) for request in order]
-        self._seen.observe(any(row.needs_hidden_states for row in rows))
+        if self._hidden_states is not None:
+            self._hidden_states.observe(any(row.needs_hidden_states for row in rows))
         return rows
 
     def needs_python(self, order: Iterable[tuple[str, int, int]]) -> bool:
