@@ -12,7 +12,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +24,27 @@ from vllm_kvmerge.cli import main as command
 from vllm_kvmerge.evaluation.config import EvalConfig, read_config
 from vllm_kvmerge.evaluation.results import Result, RunFolder
 from vllm_kvmerge.evaluation.summary import bootstrap_interval
-from vllm_kvmerge.request.parameters import FULL, parse_compression
+from vllm_kvmerge.policies.allocators import Uniform
+from vllm_kvmerge.request.parameters import FULL, CompressionConfig, parse_compression
+from vllm_kvmerge.request.recommended import TABLE, Measured
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs/eval/leaderboard.yaml"
 PAGE, PLOT = ROOT / "docs/leaderboard.md", ROOT / "docs/images/leaderboard.svg"
-RECOMMENDED = ROOT / "vllm_kvmerge/request/recommended.json"
 UNSEEN, SEEN = "unseen", "seen"
 TITLES = {UNSEEN: "The question comes later", SEEN: "The question is known"}
 DECIDING = 0.25
 """The budget that ranks."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A policy where the question is seen, or not. uneven: heads or layers have budgets of their own. score: by budget,
-    mean over tasks with its interval. held: by budget. first_token: seconds, as a multiple of a plain request's. text:
-    perplexity of plain text after a prompt with the full cache, over that with the policy, by budget. overall: mean of
-    the tasks at ``DECIDING``, text among them."""
-
-    label: str
-    parameters: dict[str, Any]
-    uneven: bool
-    needs: str | None
-    score: dict[str, tuple[float, float, float]]
-    held: dict[str, float]
-    first_token: float
-    text: dict[str, float]
-    overall: float
-
-
-def needs(parameters: dict[str, Any]) -> str | None:
+def needs(config: CompressionConfig) -> str | None:
     """Says what a server has to have for a policy that not all servers have."""
-    config = parse_compression(parameters | {"budget": 0.5})
-    assert config is not None
     if config.policy.tracker.predicts_scores:
         return "a KVzap model"
     return "hidden states" if config.policy.tracker.normalizes else None
 
 
-def is_uneven(parameters: dict[str, Any]) -> bool:
-    config = parse_compression(parameters | {"budget": 0.5})
-    return config is not None and config.policy.allocator.name != "uniform"
-
-
-def rows_of(config: EvalConfig, results: list[Result], first_tokens: dict[str, float], mode: str) -> list[Row]:
+def rows_of(config: EvalConfig, results: list[Result], first_tokens: dict[str, float], mode: str) -> list[Measured]:
     """Of the questions of one mode, and of text, which has none; best overall first. Only what every task has
     answered."""
     of_mode = [entry for entry in config.tasks if config.is_question_agnostic(entry) == (mode == UNSEEN)]
@@ -96,11 +71,19 @@ def rows_of(config: EvalConfig, results: list[Result], first_tokens: dict[str, f
             changes = [one.score - full[task][index].score for task in texts for index, one in cell[task].items()]
             text[str(budget or 1.0)] = float(np.exp(-np.mean(changes)))
         if deciding in score:
-            own = {} if policy.name == FULL else policy.parameters
-            uneven, lacks = (is_uneven(own), needs(own)) if own else (False, None)
-            overall = (len(tasks) * score[deciding][0] + text[deciding]) / (len(tasks) + 1)
-            seconds = first_tokens[policy.label]
-            rows.append(Row(policy.label, own, uneven, lacks, score, held, seconds, text, overall))
+            parsed = parse_compression(policy.compression(DECIDING, None)) if policy.name != FULL else None
+            row = Measured(
+                label=policy.label,
+                parameters={} if parsed is None else policy.parameters,
+                uneven=parsed is not None and parsed.policy.allocator.name != Uniform.name,
+                needs=None if parsed is None else needs(parsed),
+                score=score,
+                held=held,
+                first_token=first_tokens[policy.label],
+                text=text,
+                overall=(len(tasks) * score[deciding][0] + text[deciding]) / (len(tasks) + 1),
+            )
+            rows.append(row)
     return sorted(rows, key=lambda row: -row.overall)
 
 
@@ -135,7 +118,7 @@ def measure_first_tokens(config: EvalConfig, context: int, repeats: int) -> dict
     return {label: float(np.median(some)) for label, some in ratios.items()}
 
 
-def write_page(tables: dict[str, list[Row]], config: EvalConfig, num_samples: int, context: int) -> None:
+def write_page(tables: dict[str, list[Measured]], config: EvalConfig, num_samples: int, context: int) -> None:
     texts = [
         "# Leaderboard",
         "",
@@ -176,7 +159,7 @@ def write_page(tables: dict[str, list[Row]], config: EvalConfig, num_samples: in
     PAGE.write_text("\n".join(texts))
 
 
-def draw(tables: dict[str, list[Row]], config: EvalConfig, best: int = 8) -> None:
+def draw(tables: dict[str, list[Measured]], config: EvalConfig, best: int = 8) -> None:
     """The best policies of each case, and the full cache."""
     import matplotlib
 
@@ -200,12 +183,12 @@ def draw(tables: dict[str, list[Row]], config: EvalConfig, best: int = 8) -> Non
     figure.savefig(PLOT, metadata={"Date": None})
 
 
-def recommended(tables: dict[str, list[Row]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def recommended(tables: dict[str, list[Measured]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The best rows of each case, for budgets that may differ between heads and for even ones."""
     for mode, rows in tables.items():
         usable = [row for row in rows if row.parameters and str(DECIDING) in row.score]
         for kind, some in (("uneven", usable), ("even", [row for row in usable if not row.uneven])):
-            yield f"{mode}, {kind}", [asdict(row) for row in some[:6]]
+            yield f"{mode}, {kind}", [row.model_dump() for row in some[:6]]
 
 
 def main() -> None:
@@ -229,7 +212,7 @@ def main() -> None:
     write_page(tables, config, config.samples, arguments.context)
     draw(tables, config)
     found = {"samples": config.samples, "budget": DECIDING, "cases": dict(recommended(tables)), "machine": machine()}
-    RECOMMENDED.write_text(json.dumps(found, indent=1) + "\n")
+    TABLE.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
