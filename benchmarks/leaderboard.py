@@ -152,8 +152,8 @@ def write_page(tables: dict[str, list[Measured]], config: EvalConfig, num_sample
         "## What a request without a policy gets",
         "",
         f'`{{"budget": {DECIDING}}}` alone takes the best of these overall that every server can run, told by '
-        "whether the question comes later (`context_tokens`) and whether heads must have even budgets (`allocator: "
-        "uniform`). `vllm-kvmerge policies --recommend` prints the table that decides.",
+        "whether the question comes later (`context_tokens`, or `context_messages` of a chat) and whether heads must "
+        "have even budgets (`allocator: uniform`). `vllm-kvmerge policies --recommend` prints the table that decides.",
         "",
     ]
     PAGE.write_text("\n".join(texts))

@@ -323,10 +323,11 @@ def test_engine_args_check_the_default() -> None:
         kvmerge_engine_args(additional_config=given)
     with pytest.raises(ValueError, match="give one"):
         kvmerge_engine_args({"policy": "full"}, additional_config=given)
-    with pytest.raises(
-        ValueError, match=r"kv_compression\.context_tokens: 9 cannot be a default.* allowed: in a request"
-    ):
-        kvmerge_engine_args({"policy": "snapkv", "context_tokens": 9})
+    for field in ("context_tokens", "context_messages"):
+        with pytest.raises(
+            ValueError, match=rf"kv_compression\.{field}: 9 cannot be a default.* allowed: in a request"
+        ):
+            kvmerge_engine_args({"policy": "snapkv", field: 9})
     with pytest.raises(ValueError, match=r"kv_compression\.protect: cannot be a default.* allowed: in a request"):
         kvmerge_engine_args({"policy": "snapkv", "protect": {"messages": ["system"]}})
 

@@ -22,6 +22,10 @@ from vllm_kvmerge.evaluation.tasks.base import TASKS
         ({"policies": ["full", "h2o", "full"]}, "policies: full is listed twice"),
         ({"policies": [{"policy": "h2o", "budget": 0.1}]}, "policies.0: budget: is not set here but by budgets"),
         ({"policies": [{"policy": "h2o", "context_tokens": 9}]}, "context_tokens: is not set here but by question_"),
+        (
+            {"policies": [{"policy": "h2o", "context_messages": 1}]},
+            "context_messages: is not set here but by question_",
+        ),
         ({"policies": [{"policy": "keepkv", "zip_mode": "x"}]}, "zip_mode: Input should be 'scale', 'votes' or 'auto'"),
         ({"budgets": []}, "budgets: keepkv zip_mode=votes needs at least one"),
         (

@@ -197,6 +197,15 @@ def test_json_text_is_parsed():
         ({"policy": "h2o", "context_tokens": True}, "context_tokens", "wrong_type", ["True", "integer"]),
         ({"policy": "h2o", "context_tokens": 0.5}, "context_tokens", "wrong_type", ["0.5", "integer"]),
         ({"policy": "h2o", "context_tokens": "9"}, "context_tokens", "wrong_type", ["'9'", "integer"]),
+        ({"policy": "h2o", "context_messages": 0}, "context_messages", "invalid_value", ["0", "equal to 1"]),
+        ({"policy": "h2o", "context_messages": "system"}, "context_messages", "wrong_type", ["'system'", "integer"]),
+        (
+            {"policy": "h2o", "context_messages": 2, "context_tokens": 9},
+            "context_messages",
+            "given_twice",
+            ["2 messages are given beside context_tokens", "one of them"],
+        ),
+        ({"policy": "full", "context_messages": 1}, "context_messages", "unknown_field", ["full", "policy"]),
         ({"policy": "h2o", "refresh": 16}, "refresh", "wrong_type", ["16"]),
         ({"policy": "h2o", "refresh": {}}, "refresh.every", "invalid_value", ["required"]),
         ({"policy": "h2o", "refresh": {"every": "9"}}, "refresh.every", "wrong_type", ["'9'", "integer"]),
@@ -275,6 +284,10 @@ def test_a_context_is_part_of_the_prompt():
     with pytest.raises(CompressionError, match="1000 tokens are more than the prompt has; allowed: 1 to 999") as caught:
         config.check_prompt(999)
     assert (caught.value.param, caught.value.reason) == ("kv_compression.context_tokens", "context_too_long")
+    uncounted = parse_compression({"policy": "h2o", "context_messages": 3})
+    with pytest.raises(CompressionError, match="3 messages are located in .* alone; allowed: context_tokens") as caught:
+        uncounted.check_prompt(1000)
+    assert (caught.value.param, caught.value.reason) == ("kv_compression.context_messages", "unknown_messages")
     everything = parse_compression({"policy": "h2o"})
     everything.check_prompt(1)
     assert (everything.context_tokens, everything.resolve_context(77)) == (None, 77)

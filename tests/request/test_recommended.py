@@ -17,7 +17,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "asked"), CASES.items())
+IN_MESSAGES = {"unseen, uneven": {"budget": 0.25, "context_messages": 1}}
+
+
+@pytest.mark.parametrize(("case", "asked"), [*CASES.items(), *IN_MESSAGES.items()])
 def test_a_request_without_a_policy_gets_the_best_for_its_case(case, asked):
     config, best = parse_compression(asked), recommendations().best(case)
     assert config == parse_compression(best.parameters | asked).model_copy(update={"text": config.text})

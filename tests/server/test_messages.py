@@ -1,19 +1,22 @@
 """Messages located by what they add to the conversation before them, or refused."""
 
 import asyncio
+import json
 from contextvars import copy_context
 from typing import Any
 
+import httpx
 import jinja2
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_kvmerge import compression
-from vllm_kvmerge.engine.validation import PREFIX, check_prompt
-from vllm_kvmerge.policies.fields import MAX_RANGES, Protect
-from vllm_kvmerge.request.parameters import CompressionError
-from vllm_kvmerge.server.messages import locate
+from vllm_kvmerge.engine.validation import PREFIX, Prefix, check_prompt
+from vllm_kvmerge.policies.fields import MAX_RANGES
+from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+from vllm_kvmerge.request.recommended import recommendations
+from vllm_kvmerge.server.messages import RenderingError, locate
 
 ROLES = ["system", "user", "assistant", "user"]
 MESSAGES = [{"role": role, "content": f"words of {index}"} for index, role in enumerate(ROLES)]
@@ -38,7 +41,7 @@ def tokenizer(template: str, asked: list[dict[str, Any]] | None = None) -> Any:
     compiled = jinja2.Environment().from_string(template)
 
     def refuse(reason: str) -> None:
-        raise CompressionError("messages", reason, "unknown_messages")
+        raise RenderingError(reason)
 
     async def tokenize(body: dict[str, Any]) -> list[int]:
         if asked is not None:
@@ -48,15 +51,27 @@ def tokenizer(template: str, asked: list[dict[str, Any]] | None = None) -> Any:
     return tokenize
 
 
+def locate_by(
+    field: dict[str, Any], request: dict[str, Any], template: str = TURNS, asked: list[dict[str, Any]] | None = None
+) -> tuple[dict[str, Any], Prefix]:
+    """What ``locate`` makes of a field of the policy local."""
+    config = parse_compression({"policy": "local", **field})
+    assert config is not None
+    value, prefix = asyncio.run(locate(config, request, tokenizer(template, asked)))
+    replaced = parse_compression(value)
+    assert replaced is not None and not replaced.names_messages and value["policy"] == "local"
+    return value, prefix
+
+
 def located(template: str, protect: dict[str, Any], **request: Any) -> tuple[list[str], str]:
     """The text of each range, and the text that was asked for at last."""
     body = {"messages": MESSAGES, **request}
     text = jinja2.Environment().from_string(template).render(**body)
-    found, prefix = asyncio.run(locate(Protect.model_validate(protect), body, tokenizer(template)))
-    assert found.messages == ()
-    beginning = "".join(map(chr, prefix))
+    found, prefix = locate_by({"protect": protect}, body, template)
+    assert prefix.field == "protect.messages"
+    beginning = "".join(map(chr, prefix.tokens))
     assert text.startswith(beginning)
-    return [text[start:end] for start, end in found.tokens], beginning
+    return [text[start:end] for start, end in found["protect"]["tokens"]], beginning
 
 
 @pytest.mark.parametrize("template", PIECEWISE.values(), ids=PIECEWISE)
@@ -70,11 +85,67 @@ def test_a_message_is_what_it_adds(template):
     assert first == expected.get(name, ["<system>words of 0</>"])
 
 
+@pytest.mark.parametrize("template", PIECEWISE.values(), ids=PIECEWISE)
+def test_a_context_ends_where_its_last_message_does(template):
+    """One rendering of each context, the whole conversation included; without tokens there is none."""
+    request = {"messages": MESSAGES, "tools": "a tool"}
+    for count in range(1, len(MESSAGES) + 1):
+        asked: list[dict[str, Any]] = []
+        rendered = jinja2.Environment().from_string(template).render(messages=MESSAGES[:count], tools="a tool")
+        if not rendered:
+            with pytest.raises(CompressionError, match="renders nothing of the first 1 messages; allowed: context_tok"):
+                locate_by({"context_messages": count}, request, template)
+            continue
+        value, prefix = locate_by({"budget": 0.5, "context_messages": count}, request, template, asked)
+        assert value == {"policy": "local", "budget": 0.5, "context_tokens": len(rendered)}
+        assert prefix == ("context_messages", list(map(ord, rendered)))
+        assert [body["messages"] for body in asked] == [MESSAGES[:count]]
+
+
 @pytest.mark.parametrize("template", OTHERS.values(), ids=OTHERS)
 def test_what_cannot_be_located_is_refused(template):
     with pytest.raises(CompressionError) as caught:
-        asyncio.run(locate(Protect(messages=(0, 1)), {"messages": MESSAGES}, tokenizer(template)))
+        locate_by({"protect": {"messages": [0, 1]}}, {"messages": MESSAGES}, template)
     assert caught.value.reason == "unknown_messages" and caught.value.status == 400
+    assert caught.value.param == "kv_compression.protect.messages"
+
+
+@pytest.mark.parametrize("template", OTHERS.values(), ids=OTHERS)
+def test_a_context_that_the_prompt_does_not_begin_with_is_refused(template):
+    """When it is rendered, or when its rendering is compared with the prompt."""
+    prompt = list(map(ord, jinja2.Environment().from_string(template).render(messages=MESSAGES)))
+
+    def check() -> None:
+        value, prefix = locate_by({"context_messages": 3}, {"messages": MESSAGES}, template)
+        PREFIX.set(prefix)
+        check_prompt({"type": "token", "prompt_token_ids": prompt}, SamplingParams(extra_args=compression(**value)))
+
+    with pytest.raises((CompressionError, VLLMValidationError), match="; allowed: context_tokens") as caught:
+        copy_context().run(check)
+    named = caught.value.param if isinstance(caught.value, CompressionError) else caught.value.parameter
+    assert named == "kv_compression.context_messages"
+
+
+def test_a_context_and_protected_messages_share_renderings():
+    for protected, context, counts in (([1, 2], 2, [1, 2, 3]), ([0], 4, [1, 4]), ([3], 1, [1, 3, 4])):
+        asked: list[dict[str, Any]] = []
+        field = {"context_messages": context, "protect": {"messages": protected, "tokens": [[0, 2]]}}
+        value, prefix = locate_by(field, {"messages": MESSAGES}, asked=asked)
+        assert [len(body["messages"]) for body in asked] == counts
+        assert value["context_tokens"] == len(jinja2.Template(TURNS).render(messages=MESSAGES[:context]))
+        assert value["protect"] == locate_by(field | {"context_messages": None}, {"messages": MESSAGES})[0]["protect"]
+        assert len(prefix.tokens) == len(jinja2.Template(TURNS).render(messages=MESSAGES[: counts[-1]]))
+        assert prefix.field == ("context_messages" if context == counts[-1] else "protect.messages")
+    with pytest.raises(CompressionError, match="context_messages: the chat template renders the first 3 messages with"):
+        locate_by({"context_messages": 3, "protect": {"messages": [0]}}, {"messages": MESSAGES}, OTHERS["count ahead"])
+
+
+@pytest.mark.parametrize("messages", [None, "text", [], MESSAGES[:1]])
+def test_more_messages_than_the_chat_has_are_refused(messages):
+    said = f"2 messages are more than the chat has; allowed: up to {1 if messages == MESSAGES[:1] else 0}"
+    with pytest.raises(CompressionError, match=said) as caught:
+        locate_by({"context_messages": 2}, {"messages": messages})
+    assert (caught.value.param, caught.value.reason) == ("kv_compression.context_messages", "unknown_messages")
 
 
 def test_neighbours_and_ranges_are_joined():
@@ -83,7 +154,7 @@ def test_neighbours_and_ranges_are_joined():
     )
     asked: list[dict[str, Any]] = []
     request = {"messages": MESSAGES, "model": "m", "tools": "t", "temperature": 0.5}
-    asyncio.run(locate(Protect(messages=(1, "user", 2)), request, tokenizer(TURNS, asked)))
+    locate_by({"protect": {"messages": [1, "user", 2]}}, request, asked=asked)
     assert [len(body["messages"]) for body in asked] == [1, 2, 3, 4]
     rest = {"model": "m", "tools": "t", "add_generation_prompt": False}
     assert all(body == rest | {"messages": body["messages"]} for body in asked)
@@ -92,13 +163,13 @@ def test_neighbours_and_ranges_are_joined():
 @pytest.mark.parametrize("messages", [None, "text", [], [1], [{"role": 3}], [{}] * 4])
 def test_odd_conversations_have_no_such_message(messages):
     with pytest.raises(CompressionError, match="there is no message 'user'"):
-        asyncio.run(locate(Protect(messages=("user",)), {"messages": messages}, tokenizer(TURNS)))
+        locate_by({"protect": {"messages": ["user"]}}, {"messages": messages})
 
 
 def test_too_many_messages_are_refused():
     messages = MESSAGES[1:2] * (MAX_RANGES + 1)
     with pytest.raises(CompressionError, match=f"{MAX_RANGES + 1} messages are too many; allowed: {MAX_RANGES}"):
-        asyncio.run(locate(Protect(messages=("user",)), {"messages": messages}, tokenizer(TURNS)))
+        locate_by({"protect": {"messages": ["user"]}}, {"messages": messages})
 
 
 def test_a_prompt_with_another_beginning_is_refused():
@@ -106,10 +177,167 @@ def test_a_prompt_with_another_beginning_is_refused():
     params = SamplingParams(extra_args=compression("local", budget=8, protect={"tokens": [[0, 3]]}))
 
     def check(prompt: list[int], prefix: list[int]) -> None:
-        PREFIX.set(prefix)
+        PREFIX.set(Prefix("protect.messages", prefix))
         check_prompt({"type": "token", "prompt_token_ids": prompt}, params)
 
     copy_context().run(check, [1, 2, 3, 4], [1, 2, 3])
     for prompt in ([1, 2, 9, 4], [1, 2], [2, 3, 4]):
         with pytest.raises(VLLMValidationError, match="does not begin as its messages do"):
             copy_context().run(check, prompt, [1, 2, 3])
+
+
+CHAT = [
+    {"role": "system", "content": "remember gofu 1234."},
+    {"role": "user", "content": " ".join(f"remember fiso {1000 + i}." for i in range(150))},
+    {"role": "assistant", "content": "remember bado 5678."},
+    {"role": "user", "content": " ".join(f"remember fiso {2000 + i}." for i in range(150)) + " recall gofu"},
+]
+
+
+def chat(server, protect=None, **body):
+    field = {"policy": "streaming_llm", "budget": 64} | ({"protect": protect} if protect is not None else {})
+    more = {"max_tokens": 6, "temperature": 0, "kv_compression": field, "vllm_xargs": {"kvmerge_usage": 1}}
+    return server.post("/v1/chat/completions", {"model": "demo", "messages": CHAT} | more | body)
+
+
+def count_tokens(server, *counts: int) -> list[int]:
+    """Tokens of the first so many messages."""
+    bodies = ({"model": "demo", "messages": CHAT[:count], "add_generation_prompt": False} for count in counts)
+    return [server.post("/tokenize", body).json()["count"] for body in bodies]
+
+
+def test_messages_of_a_chat_are_protected(server):
+    """The report has the tokens that ``/tokenize`` counts; what a protected message says is known afterwards."""
+    counts = count_tokens(server, 1, 2, 3)
+    located = {
+        ("system",): [[0, counts[0]]],
+        (2, "system"): [[0, counts[0]], [counts[1], counts[2]]],
+        (0, 2, "assistant"): [[0, counts[0]], [counts[1], counts[2]]],
+    }
+    for messages, tokens in located.items():
+        answer = chat(server, {"messages": messages}).json()
+        report = answer["kv_transfer_params"]["kvmerge"]
+        assert report["kv_compression"]["protect"] == {"tokens": tokens, "messages": []}
+        assert report["mean_entries"] < 64 + 32
+        assert answer["choices"][0]["message"]["content"].split()[:4] == ["1", "2", "3", "4"]
+    assert chat(server).json()["choices"][0]["message"]["content"].split()[:4] != ["1", "2", "3", "4"]
+    both = chat(server, {"messages": ["system"], "tokens": [[2, counts[0] + 3]]}).json()
+    protect = both["kv_transfer_params"]["kvmerge"]["kv_compression"]["protect"]
+    assert protect["tokens"] == [[0, counts[0] + 3]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("protect", "param", "said"),
+    [
+        ({"messages": ["tool"]}, "protect.messages", "no message 'tool'; allowed: assistant, system, user, or an"),
+        ({"messages": [4]}, "protect.messages", "no message '4'"),
+        ({"messages": ["user"]}, "protect", "tokens are protected, beside which the policy needs 5 entries, but the "
+         "budget is 64; allowed: up to 59 tokens, or a budget of at least "),
+        ({"tokens": [[0, 60]]}, "protect", "60 tokens are protected, beside which the policy needs 5 entries"),
+        ({"tokens": [[9000, 9010]]}, "protect.tokens", "a range ends at 9010, after the prompt; allowed: up to "),
+        ({"tokens": [[5, 5]]}, "protect.tokens", "must end after its start"),
+        ({"token": [[0, 5]]}, "protect.token", "allowed: tokens, messages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_protected_is_refused(server, protect, param, said, stream):
+    response = chat(server, protect, stream=stream)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == f"kv_compression.{param}" and said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"protect": {"messages": ["user"]}}, "protect.messages: messages are located in requests to "
+         "/v1/chat/completions alone; allowed: tokens"),
+        ({"context_messages": 3}, "context_messages: 3 messages are located in requests to /v1/chat/completions alone; "
+         "allowed: context_tokens"),
+    ],
+)  # fmt: skip
+def test_messages_are_located_in_chats_alone(server, field, said):
+    field = {"policy": "local", "budget": 64} | field
+    for path, content in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"max_tokens": 5, "messages": CHAT[1:]}),
+        ("/invocations", {"messages": CHAT}),
+    ):
+        response = server.post(path, {"model": "demo", "kv_compression": field} | content)
+        assert response.status_code == 400, path
+        error = response.json()["error"]
+        assert error["message"] == f"kv_compression.{said}" and error["param"] == error["message"].partition(": ")[0]
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """A stream's chunks."""
+    *lines, end = (line.removeprefix("data: ") for line in response.text.splitlines() if line)
+    assert response.status_code == 200 and end == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("by_messages", "num_messages", "by_tokens"),
+    [
+        ({"policy": "snapkv", "budget": 0.25}, 2, {}),
+        ({"policy": "h2o", "budget": 128, "decode": "bounded"}, 4, {}),
+        ({"budget": 0.25}, 1, {}),
+        ({"policy": "streaming_llm", "budget": 64, "protect": {"messages": ["assistant"], "tokens": [[0, 4]]}}, 3, {
+            "protect": {"tokens": lambda ends: [[0, 4], ends[1:3]]}}),
+    ],
+    ids=["a share", "the whole conversation", "without a policy", "protected messages too"],
+)  # fmt: skip
+def test_the_server_counts_the_tokens_of_a_context(server, by_messages, num_messages, by_tokens):
+    """Answer and report, streamed or not, are those of the request that says how many they are."""
+    ends = count_tokens(server, 1, 2, 3, 4)
+    fields = [by_messages | {"context_messages": num_messages}]
+    fields += [by_messages | {"context_tokens": ends[num_messages - 1]}]
+    if by_tokens:
+        fields[1]["protect"] = {"tokens": by_tokens["protect"]["tokens"](ends)}
+    answers = [chat(server, kv_compression=field).json() for field in fields]
+    counted, given = (
+        (one["choices"][0]["message"]["content"], one["usage"], one["kv_transfer_params"]) for one in answers
+    )
+    assert counted == given
+    resolved = given[2]["kvmerge"]["kv_compression"]
+    assert (resolved["context_tokens"], resolved["context_messages"]) == (ends[num_messages - 1], None)
+    if "policy" not in by_messages:
+        best = recommendations().best("unseen, uneven").parameters
+        assert {name: resolved[name] for name in best} == best
+    chunks = events(chat(server, kv_compression=fields[0], stream=True))
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == given[0]
+    assert [chunk["kv_transfer_params"] for chunk in chunks if chunk.get("kv_transfer_params")] == [given[2]]
+
+
+def test_messages_are_located_in_the_text_of_a_field_however_it_is_spelt(server):
+    text = json.dumps({"policy": "local", "budget": 64, "context_messages": 1}).replace("context_m", r"\u0063ontext_m")
+    answer = chat(server, kv_compression=None, vllm_xargs={"kvmerge_usage": 1, "kv_compression": text}).json()
+    resolved = answer["kv_transfer_params"]["kvmerge"]["kv_compression"]
+    assert [resolved["context_tokens"]] == count_tokens(server, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "body", "said"),
+    [
+        ({"context_messages": 5}, {}, "5 messages are more than the chat has; allowed: up to 4"),
+        ({"context_messages": 0}, {}, "Input should be greater than or equal to 1, got 0"),
+        ({"context_messages": 2, "context_tokens": 9}, {}, "2 messages are given beside context_tokens; allowed: "),
+        # The last message is rendered without its end, and counted with it.
+        ({"context_messages": 3},
+         {"messages": CHAT[:3], "add_generation_prompt": False, "continue_final_message": True},
+         "the prompt does not begin as its messages do when they are rendered alone, so that they cannot be located; "
+         "allowed: context_tokens"),
+        ({"context_messages": 1}, {"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]},
+         "the first 1 messages cannot be rendered alone ("),
+    ],
+)  # fmt: skip
+def test_contexts_that_cannot_be_counted_are_refused(server, field, body, said, stream):
+    response = chat(server, kv_compression={"policy": "local", "budget": 64} | field, stream=stream, **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "kv_compression.context_messages" and said in error["message"]
+    if "continue_final_message" in body:  # the message before it has its end
+        field = {"policy": "local", "budget": 64, "context_messages": 2}
+        assert chat(server, kv_compression=field, stream=stream, **body).status_code == 200

@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
 
 
 CASES = {
-    "unseen, uneven": "the question comes later (context_tokens)",
+    "unseen, uneven": "the question comes later (context_tokens, context_messages)",
     "unseen, even": "the question comes later, heads have even budgets (allocator: uniform)",
     "seen, uneven": "the question is known",
     "seen, even": "the question is known, heads have even budgets (allocator: uniform)",

@@ -204,9 +204,10 @@ def _with_default(
         message = f"{config.name!r} cannot be the default, because it is not among allowed_policies; "
         message += f"allowed: {', '.join(sorted({FULL, *allowed}))}"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", message, "not_allowed")
-    if config is not None and config.context_tokens is not None:
-        message = f"{config.context_tokens} cannot be a default, because prompts differ; allowed: in a request"
-        raise CompressionError(f"{EXTRA_ARGS_KEY}.context_tokens", message, "not_a_default")
+    for field in ("context_tokens", "context_messages"):
+        if config is not None and (length := getattr(config, field)) is not None:
+            message = f"{length} cannot be a default, because prompts differ; allowed: in a request"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.{field}", message, "not_a_default")
     if config is not None and config.protect is not None:
         message = "cannot be a default, because prompts differ; allowed: in a request"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.protect", message, "not_a_default")

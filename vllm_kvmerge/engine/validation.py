@@ -2,7 +2,7 @@
 
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import split_enc_dec_input
@@ -19,7 +19,13 @@ from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import Limits
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionConfig, CompressionError, parse_compression
+from vllm_kvmerge.request.parameters import (
+    EXTRA_ARGS_KEY,
+    CompressionConfig,
+    CompressionError,
+    parse_compression,
+    unlocated,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +45,19 @@ class Verdict:
 VERDICT: ContextVar[Verdict | None] = ContextVar("kvmerge_verdict", default=None)
 """The verdict on the HTTP request being served; None outside of a request, and where nothing waits for it."""
 
-PREFIX: ContextVar[list[int] | None] = ContextVar("kvmerge_prefix", default=None)
-"""Tokens that the prompt of the HTTP request being served must begin with, for its protected messages to be where they
-were located; None where none were."""
+
+class Prefix(NamedTuple):
+    """Tokens that a prompt must begin with for messages in it to be where they were located.
+
+    field: the one that names the messages.
+    """
+
+    field: str
+    tokens: list[int]
+
+
+PREFIX: ContextVar[Prefix | None] = ContextVar("kvmerge_prefix", default=None)
+"""The prefix of the HTTP request being served; None where no messages were located."""
 
 
 _limits: Limits | None = None
@@ -118,12 +134,11 @@ def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | Pool
     num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     try:
         prefix = PREFIX.get()
-        if prefix is not None and (token_ids is None or list(token_ids[: len(prefix)]) != prefix):
-            raise CompressionError(
-                f"{EXTRA_ARGS_KEY}.protect.messages",
+        if prefix is not None and (token_ids is None or list(token_ids[: len(prefix.tokens)]) != prefix.tokens):
+            raise unlocated(
+                prefix.field,
                 "the prompt does not begin as its messages do when they are rendered alone, so that they cannot be "
-                "located; allowed: tokens",
-                "unknown_messages",
+                "located",
             )
         config.check_prompt(num_tokens)
         if _limits is not None and _model is not None:

@@ -126,7 +126,8 @@ def _read_policy(value: Any) -> Any:
         value = {"policy": value}
     if not isinstance(value, dict):
         raise ValueError("must be a policy's name or an object with the field policy")
-    for field, place in (("budget", "budgets"), (CONTEXT_TOKENS, "question_agnostic")):
+    places = {"budget": "budgets", CONTEXT_TOKENS: "question_agnostic", "context_messages": "question_agnostic"}
+    for field, place in places.items():
         if field in value:
             raise ValueError(f"{field}: is not set here but by {place}")
     _parse(value)

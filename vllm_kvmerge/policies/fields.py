@@ -28,7 +28,7 @@ class ThresholdBudget(BaseModel):
     max: Annotated[StrictInt | StrictFloat, AfterValidator(_check_budget)]
 
 
-TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
+Count = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
 
 Budget = Annotated[
     StrictInt | StrictFloat,
@@ -54,8 +54,9 @@ Budget = Annotated[
                 },
             ],
             "description": "Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its "
-            "context where context_tokens says how long that is, rounded up. Object: a KV head keeps as many entries "
-            "as have more than threshold of its attention, at most max (one of the two above) on average.",
+            "context where context_tokens or context_messages says how long that is, rounded up. Object: a KV head "
+            "keeps as many entries as have more than threshold of its attention, at most max (one of the two above) on "
+            "average.",
         }
     ),
 ]
@@ -110,7 +111,7 @@ class CommonFields(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     budget: Budget = 0.2
-    interval: TokenCount | None = Field(
+    interval: Count | None = Field(
         None, description="Live entries above the budget that trigger a compression; default: one block."
     )
     decode: DecodeMode = Field(
@@ -118,10 +119,15 @@ class CommonFields(BaseModel):
         description="bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's "
         "(or context's) end only.",
     )
-    context_tokens: TokenCount | None = Field(
+    context_tokens: Count | None = Field(
         None,
         description="Compress the prompt's first so many tokens as if they were the whole prompt, before the rest of "
         "it, such as a question, is read; at most the prompt's tokens. Default: the whole prompt.",
+    )
+    context_messages: Count | None = Field(
+        None,
+        description="In place of context_tokens, for a chat: its first so many messages, whose tokens the server "
+        "counts. Default: none.",
     )
     refresh: Refresh | None = Field(
         None,

@@ -27,6 +27,10 @@ FULL = "full"
 """The policy that compresses nothing."""
 
 
+IN_TOKENS = {"context_messages": "context_tokens", "protect.messages": "tokens"}
+"""Fields that name messages of a chat, and those that say the same in tokens."""
+
+
 class CompressionError(ValueError):
     """A request's ``kv_compression`` cannot be honoured.
 
@@ -41,6 +45,11 @@ class CompressionError(ValueError):
         self.status = status
 
 
+def unlocated(field: str, why: str) -> CompressionError:
+    """The refusal of messages whose tokens are not known. field: one of ``IN_TOKENS``."""
+    return CompressionError(f"{EXTRA_ARGS_KEY}.{field}", f"{why}; allowed: {IN_TOKENS[field]}", "unknown_messages")
+
+
 OBJECTS: Mapping[str, type[BaseModel]] = {"refresh": Refresh, "protect": Protect}
 """Common fields that are objects themselves."""
 
@@ -49,8 +58,9 @@ MAX_SHOWN = 80
 
 
 class RecommendedRequest(CommonFields):
-    """No policy: the best that has been measured for the case, with ``context_tokens`` (the question comes later) or
-    without, and with ``allocator: uniform`` or without. Fields of that policy may be given too."""
+    """No policy: the best that has been measured for the case, with ``context_tokens`` or ``context_messages`` (the
+    question comes later) or without, and with ``allocator: uniform`` or without. Fields of that policy may be given
+    too."""
 
     model_config = ConfigDict(frozen=True, json_schema_extra={"not": {"required": ["policy"]}})
     budget: Budget
@@ -104,6 +114,11 @@ class CompressionConfig(CommonFields):
     name: str
     policy: CompressionPolicy
     text: str = ""
+
+    @property
+    def names_messages(self) -> bool:
+        """True if messages of a chat stand where ``check_prompt`` asks for tokens."""
+        return self.context_messages is not None or (self.protect is not None and bool(self.protect.messages))
 
     @property
     def tracks_decode(self) -> bool:
@@ -166,14 +181,13 @@ class CompressionConfig(CommonFields):
                 f"{self.context_tokens} tokens are more than the prompt has; allowed: 1 to {num_prompt_tokens}",
                 "context_too_long",
             )
+        where = "messages are located in requests to /v1/chat/completions alone"
+        if self.context_messages is not None:
+            raise unlocated("context_messages", f"{self.context_messages} {where}")
         if self.protect is None:
             return
         if self.protect.messages:
-            raise CompressionError(
-                f"{EXTRA_ARGS_KEY}.protect.messages",
-                "messages are located in requests to /v1/chat/completions alone; allowed: tokens",
-                "unknown_messages",
-            )
+            raise unlocated("protect.messages", where)
         end = max((end for _, end in self.protect.tokens), default=0)
         if end > num_prompt_tokens:
             raise CompressionError(
@@ -252,6 +266,12 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         for kind, part in names.classes.items()
     }
     common = {field: getattr(request, field) for field in CommonFields.model_fields}
+    if common["context_messages"] is not None and common["context_tokens"] is not None:
+        raise CompressionError(
+            f"{EXTRA_ARGS_KEY}.context_messages",
+            f"{common['context_messages']} messages are given beside context_tokens; allowed: one of them",
+            "given_twice",
+        )
     protect: Protect | None = common["protect"]
     policy = CompressionPolicy(**parts, protect=protect.ranges if protect else ())  # type: ignore[arg-type]
     try:

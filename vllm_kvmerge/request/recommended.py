@@ -54,7 +54,8 @@ def recommendations() -> Recommendations:
 def case_of(data: Mapping[str, Any]) -> str:
     """The case that a request's ``kv_compression`` is: whether its question comes later, and whether heads may have
     budgets of their own."""
-    later = "unseen" if data.get("context_tokens") is not None else "seen"
+    contexts = (data.get("context_tokens"), data.get("context_messages"))
+    later = "seen" if contexts == (None, None) else "unseen"
     return f"{later}, {'even' if data.get('allocator') == Uniform.name else 'uneven'}"
 
 

@@ -1,4 +1,4 @@
-"""Protected messages of a chat, located as ranges of the prompt's tokens."""
+"""Messages that a chat's ``kv_compression`` names, located in the prompt's tokens."""
 
 import asyncio
 import json
@@ -7,9 +7,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from vllm_kvmerge.policies.fields import MAX_RANGES, Protect
+from vllm_kvmerge.engine.validation import Prefix
+from vllm_kvmerge.policies.fields import MAX_RANGES
 from vllm_kvmerge.policies.protection import disjoint
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionError
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionConfig, CompressionError, unlocated
 
 CHAT_ROUTE = "/v1/chat/completions"
 
@@ -19,43 +20,77 @@ TOKENIZE_ROUTE = "/tokenize"
 RENDERED_WITH = ("model", "tools", "chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs")
 """Fields of a chat request that ``/tokenize`` takes as well."""
 
-MESSAGES = f"{EXTRA_ARGS_KEY}.protect.messages"
+PROTECTED = "protect.messages"
+CONTEXT = "context_messages"
 
 Tokenize = Callable[[dict[str, Any]], Awaitable[list[int]]]
-"""The tokens of a body of ``/tokenize``. Raises CompressionError if they are not known."""
+"""The tokens of a body of ``/tokenize``. Raises RenderingError if they are not known."""
 
 
-async def locate(protect: Protect, request: dict[str, Any], tokenize: Tokenize) -> tuple[Protect, list[int]]:
-    """The same with ranges instead of messages, and the tokens that the prompt must begin with for them to hold.
+class RenderingError(Exception):
+    """``/tokenize`` does not render these messages. The message is the reason that it gives."""
+
+
+async def locate(
+    config: CompressionConfig, request: dict[str, Any], tokenize: Tokenize
+) -> tuple[dict[str, Any], Prefix]:
+    """The ``kv_compression`` of a chat with tokens in place of messages, and what the prompt must begin with for that
+    to hold.
 
     A message is what it adds to those before it, whatever the template: the conversation is rendered up to it and with
     it, and the one must be a beginning of the other. The first includes what comes ahead of it, such as definitions of
-    tools.
+    tools. A context ends where its last message does. Each number of messages is rendered once, whatever needs it.
 
     Raises:
         CompressionError: the messages do not exist, or the template does not render a conversation piece by piece.
     """
     messages = request.get("messages")
-    chosen = sorted(_indices(protect.messages, messages if isinstance(messages, list) else []))
-    counts = sorted({count for index in chosen for count in (index, index + 1)} - {0})
-    if len(chosen) > MAX_RANGES:
-        message = f"{len(chosen)} messages are too many; allowed: {MAX_RANGES}"
-        raise CompressionError(MESSAGES, message, "unknown_messages")
+    if not isinstance(messages, list):
+        messages = []
+    chosen = sorted(_indices(config.protect.messages, messages)) if config.protect is not None else []
+    fields = {count: PROTECTED for index in chosen for count in (index, index + 1) if count > 0}
+    context = config.context_messages
+    if context is not None:
+        if context > len(messages):
+            message = f"{context} messages are more than the chat has; allowed: up to {len(messages)}"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.{CONTEXT}", message, "unknown_messages")
+        fields.setdefault(context, CONTEXT)
+    ends, tokens = await _render({**request, "messages": messages}, fields, tokenize)
+    value = json.loads(config.text)
+    if config.protect is not None and chosen:
+        # A message of which the template renders nothing has no tokens.
+        located = [(ends[index], ends[index + 1]) for index in chosen if ends[index] < ends[index + 1]]
+        value["protect"] = {"tokens": disjoint([*config.protect.tokens, *located])}
+    if context is not None:
+        if ends[context] == 0:
+            raise unlocated(CONTEXT, f"the chat template renders nothing of the first {context} messages")
+        del value[CONTEXT]
+        value["context_tokens"] = ends[context]
+    return value, Prefix(fields[max(fields)], tokens)
+
+
+async def _render(
+    request: dict[str, Any], fields: dict[int, str], tokenize: Tokenize
+) -> tuple[dict[int, int], list[int]]:
+    """Numbers of tokens of the conversation's beginnings, by numbers of messages, and the tokens of the longest one.
+
+    fields: the numbers of messages to render, and the field that needs each.
+    """
     ends, before = {0: 0}, list[int]()
-    for count in counts:
+    for count in sorted(fields):
         body = {name: request[name] for name in RENDERED_WITH if request.get(name) is not None}
-        tokens = await tokenize({**body, "messages": messages[:count], "add_generation_prompt": False})  # type: ignore[index]
+        try:
+            tokens = await tokenize({**body, "messages": request["messages"][:count], "add_generation_prompt": False})
+        except RenderingError as error:
+            raise unlocated(fields[count], f"the first {count} messages cannot be rendered alone ({error})") from None
         if tokens[: len(before)] != before:
-            raise CompressionError(
-                MESSAGES,
+            raise unlocated(
+                fields[count],
                 f"the chat template renders the first {count} messages with another beginning than fewer of them, so "
-                "that they cannot be located; allowed: tokens",
-                "unknown_messages",
+                "that they cannot be located",
             )
         ends[count], before = len(tokens), tokens
-    # A message of which the template renders nothing has no tokens.
-    located = [(ends[index], ends[index + 1]) for index in chosen if ends[index] < ends[index + 1]]
-    return Protect(tokens=disjoint([*protect.tokens, *located]), messages=()), before
+    return ends, before
 
 
 def _indices(wanted: tuple[int | str, ...], messages: list[Any]) -> set[int]:
@@ -67,11 +102,14 @@ def _indices(wanted: tuple[int | str, ...], messages: list[Any]) -> set[int]:
         if not found:
             known = ", ".join(sorted({role[:80] for role in roles if isinstance(role, str)}))
             raise CompressionError(
-                MESSAGES,
+                f"{EXTRA_ARGS_KEY}.{PROTECTED}",
                 f"there is no message {str(one)[:80]!r}; allowed: {known}, or an index below {len(messages)}",
                 "unknown_messages",
             )
         indices |= found
+    if len(indices) > MAX_RANGES:
+        message = f"{len(indices)} messages are too many; allowed: {MAX_RANGES}"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.{PROTECTED}", message, "unknown_messages")
     return indices
 
 
@@ -86,12 +124,7 @@ def tokenizer_of(app: ASGIApp, scope: Scope) -> Tokenize:
             answered = None
         if status == 200 and isinstance(answered, dict):
             return list(answered["tokens"])
-        reason = answer[:200].decode(errors="replace")
-        raise CompressionError(
-            MESSAGES,
-            f"the first {len(body['messages'])} messages cannot be rendered alone ({reason}); allowed: tokens",
-            "unknown_messages",
-        )
+        raise RenderingError(answer[:200].decode(errors="replace"))
 
     return tokenize
 

@@ -12,7 +12,7 @@ from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.usage import USAGE_KEY
 from vllm_kvmerge.engine.validation import PREFIX, VERDICT, Verdict
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
-from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+from vllm_kvmerge.request.parameters import IN_TOKENS, CompressionError, parse_compression
 from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal
 from vllm_kvmerge.server.messages import CHAT_ROUTE, locate, tokenizer_of
 from vllm_kvmerge.server.outputs import FEED, FEED_ROUTES, UsageFeed
@@ -101,7 +101,7 @@ class _Exchange:
         body = message["body"]
         try:
             body = rewrite_body(route, body) or body
-            if route == CHAT_ROUTE and b"protect" in body:
+            if route == CHAT_ROUTE and any(_may_name(field.partition(".")[0], body) for field in IN_TOKENS):
                 body = await self._with_located(body)
         except CompressionError as error:
             count_rejection(error.reason)
@@ -115,16 +115,15 @@ class _Exchange:
         return {**message, "body": body}
 
     async def _with_located(self, body: bytes) -> bytes:
-        """A body of the chat route, as ``rewrite_body`` leaves it, with ranges of tokens instead of messages."""
+        """A body of the chat route, as ``rewrite_body`` leaves it, with tokens instead of messages in the field."""
         data = json.loads(body)
         carried = data.get("vllm_xargs") if isinstance(data, dict) else None
         text = carried.get(FIELD) if isinstance(carried, dict) else None
         config = parse_compression(text) if isinstance(text, str) else None
-        if config is None or config.protect is None or not config.protect.messages:
+        if config is None or not config.names_messages:
             return body
-        protect, prefix = await locate(config.protect, data, tokenizer_of(self._app, self._scope))
+        value, prefix = await locate(config, data, tokenizer_of(self._app, self._scope))
         PREFIX.set(prefix)
-        value = json.loads(config.text) | {"protect": {"tokens": protect.tokens}}
         parse_compression(value)  # the budget may be too small for them
         data["vllm_xargs"][FIELD] = json.dumps(value)
         return json.dumps(data).encode()
