@@ -87,6 +87,10 @@ class PluginConfig(BaseModel):
     """Whether heads with different budgets hold their entries in pages of their own. Otherwise every head has as many
     places as the one with the largest budget needs, most of them empty: slower and larger, for comparison."""
 
+    shared_contexts: bool = True
+    """Whether compressed contexts stay in the prefix cache, if there is one, for later requests with the same context
+    and policy."""
+
     operators: dict[str, str] = {}
     """Implementations of operators to run instead of those in ops/choice.json."""
 

@@ -9,6 +9,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.request import Request
 
+from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.ops.types import cell_bytes
@@ -34,6 +35,23 @@ class Relocation:
     num_freed: int
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A front that a request may begin with. is_copied: it gets blocks of its own, because it writes to them."""
+
+    front: SharedFront
+    is_copied: bool
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """A request's begin with a front: ids of the front's blocks and of its own; both empty: it reads the front's."""
+
+    front: SharedFront
+    sources: list[int]
+    blocks: list[int]
+
+
 class MergeableAttentionManager(FullAttentionManager):
     """Full-attention manager whose requests may own a compressed front, a hole and a tail.
 
@@ -48,11 +66,47 @@ class MergeableAttentionManager(FullAttentionManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "needs_kv_cache_zeroing": True})
         self.segments: dict[str, Segments] = {}
+        self.fronts: FrontCache | None = None
+        """Compressed contexts in the prefix cache; None: there are none."""
         self._retired: list[KVCacheBlock] = []
         self._unclean: set[int] = set()
+        self._offers: dict[str, Offer] = {}
+        self._taken_over: dict[str, Takeover] = {}
 
     def segments_of(self, request_id: str) -> Segments:
-        return self.segments.get(request_id, UNCOMPRESSED)
+        """The request's segments; of one that waits to begin with a front, those that it will have then."""
+        if (segments := self.segments.get(request_id)) is not None:
+            return segments
+        offer = self._offers.get(request_id)
+        return UNCOMPRESSED if offer is None else offer.front.segments
+
+    def offer(self, request_id: str, offer: Offer | None, num_tokens: int = 0) -> list[KVCacheBlock]:
+        """Offers a front to a request that waits, or takes the offer back (None). Returns the blocks of the request's
+        first ``num_tokens`` tokens as if found in the prefix cache, up to the last full one, null ones in the hole."""
+        self._offers.pop(request_id, None)
+        if offer is None:
+            return []
+        self._offers[request_id] = offer
+        blocks = list(offer.front.blocks)
+        return blocks + [self._null_block] * (num_tokens // self.block_size - len(blocks))
+
+    def take_takeovers(self) -> dict[str, Takeover]:
+        """Requests that have begun with a front since the last call."""
+        taken, self._taken_over = self._taken_over, {}
+        return taken
+
+    def copy_of(self, num_blocks: int) -> list[KVCacheBlock] | None:
+        """Blocks for a copy of a front; None: there are none free."""
+        return (
+            None if num_blocks > self.block_pool.get_num_free_blocks() else self.block_pool.get_new_blocks(num_blocks)
+        )
+
+    def share(self, front: SharedFront) -> None:
+        """Puts a front, to whose blocks the caller holds references, into the prefix cache, which takes them over."""
+        assert self.fronts is not None
+        # Its contents are not what a model computed.
+        self._unclean |= {block.block_id for block in front.blocks}
+        self.fronts.add(front)
 
     def relocate(
         self, request_id: str, num_tokens: int, new_front: FrontSize, num_computed: int | None = None
@@ -76,6 +130,8 @@ class MergeableAttentionManager(FullAttentionManager):
         unhashed = [block for block in own if block.block_hash is not None][:num_unhashed]
         if len(unhashed) < num_unhashed:
             return None
+        if self.fronts is not None:
+            self.fronts.lose(unhashed)
         self.block_pool.evict_blocks({block.block_id for block in unhashed})
         front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
         hole = [self._null_block] * (num_replaced - num_front_blocks)
@@ -123,9 +179,38 @@ class MergeableAttentionManager(FullAttentionManager):
         if request.request_id not in self.segments and not isinstance(request, RepeatingRequest):
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
+    def _has_partial_local_hit(self, new_computed_blocks: Sequence[KVCacheBlock], num_computed_tokens: int) -> bool:
+        # The block in which a front's tail begins is not among those that are taken over.
+        covered = len(new_computed_blocks) * self.block_size
+        return covered > num_computed_tokens and super()._has_partial_local_hit(
+            new_computed_blocks, num_computed_tokens
+        )
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        needed = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+        offer = self._offers.get(request_id)
+        return needed + len(offer.front.blocks) if offer is not None and offer.is_copied else needed
+
+    def _begin_with_front(self, request_id: str, blocks: list[KVCacheBlock], offer: Offer) -> None:
+        """blocks: what ``offer`` returned."""
+        front, own = offer.front, list[KVCacheBlock]()
+        self.block_pool.touch(front.blocks)
+        if offer.is_copied:
+            own = self.block_pool.get_new_blocks(len(front.blocks))
+            # Nobody gets them in this step, before which they are copied.
+            self._retired += front.blocks
+        self.req_to_blocks[request_id] = [*(own or front.blocks), *blocks[len(front.blocks) :]]
+        self.num_cached_block[request_id] = len(blocks)
+        self.segments[request_id] = front.segments
+        sources = [block.block_id for block in front.blocks] if own else []
+        self._taken_over[request_id] = Takeover(front, sources, [block.block_id for block in own])
+
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> None:
+        if (offer := self._offers.pop(request_id, None)) is not None:
+            self._begin_with_front(request_id, list(new_computed_blocks), offer)
+            return
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
             return
@@ -136,6 +221,7 @@ class MergeableAttentionManager(FullAttentionManager):
         self.num_cached_block[request_id] = len(new_computed_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._offers.pop(request_id, None)
         blocks = super().pop_blocks_for_free(request_id)
         if self.segments.pop(request_id, None) is not None:
             self._note_unclean(blocks)

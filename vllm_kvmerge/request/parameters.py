@@ -173,6 +173,11 @@ class CompressionConfig(CommonFields):
         parts = reduce(or_, (part.model_dump(mode="json") for part in self.policy.parts))
         return {"policy": self.name, **self.model_dump(include=set(CommonFields.model_fields)), **names, **parts}
 
+    @property
+    def front_policy(self) -> str:
+        """All that a context's front depends on besides its tokens, as canonical JSON text."""
+        return _front_policy(self.text)
+
     def check_prompt(self, num_prompt_tokens: int) -> None:
         """Raises CompressionError if the request does not fit a prompt of this length."""
         if self.context_tokens is not None and self.context_tokens > num_prompt_tokens:
@@ -292,6 +297,15 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     if policy.tracker.repeats_context or policy.tracker.predicts_scores:
         _check_scored_once(config)
     return config
+
+
+@lru_cache(maxsize=4096)
+def _front_policy(text: str) -> str:
+    config = _parse_canonical(text)
+    assert config is not None
+    parameters = config.parameters
+    del parameters["context_tokens"]  # how many tokens it is says who asks
+    return json.dumps(parameters, sort_keys=True)
 
 
 def _check_scored_once(config: CompressionConfig) -> None:

@@ -1,0 +1,140 @@
+"""Compressed contexts in the prefix cache: fronts that later requests take over instead of computing them.
+
+A front's blocks carry hashes of their own in vLLM's block pool, so that they are found, referenced and evicted as any
+cached blocks are. A front whose first block is lost is lost as a whole.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
+from vllm.v1.request import Request
+
+from vllm_kvmerge.engine.plan import Segments
+
+
+@dataclass(frozen=True)
+class SharedFront:
+    """A front in the prefix cache, of the first ``segments.tail`` tokens of some request.
+
+    kept_bytes: memory that workers keep for it outside the pool.
+    """
+
+    key: BlockHash
+    blocks: tuple[KVCacheBlock, ...]
+    segments: Segments
+    kept_bytes: int = 0
+
+
+class FrontCache:
+    """Fronts in the prefix cache of one block pool, by key.
+
+    max_kept_bytes: bound on what workers keep for all of them outside the pool; beyond it the front that has not been
+    used for longest goes.
+    """
+
+    def __init__(
+        self, pool: BlockPool, group_id: int, hash_function: Callable[[object], bytes], max_kept_bytes: int
+    ) -> None:
+        self._pool, self._group_id, self._hash = pool, group_id, hash_function
+        self._max_kept_bytes = max_kept_bytes
+        self._fronts: dict[BlockHash, SharedFront] = {}
+        """In the order of their last use."""
+        self._of_block: dict[int, BlockHash] = {}
+        self._forgotten: list[BlockHash] = []
+
+    def __len__(self) -> int:
+        return len(self._fronts)
+
+    def __contains__(self, key: BlockHash) -> bool:
+        return key in self._fronts
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._of_block)
+
+    def key(self, request: Request, num_tokens: int, policy: str) -> BlockHash | None:
+        """The key of the front that ``policy`` (canonical JSON text) makes of the request's first ``num_tokens``.
+
+        It is vLLM's hash of the tokens' last, usually partial, block, with the policy among what else distinguishes
+        it, such as LoRA adapters, other modalities and a cache salt. None: the prefix cache does not know its tokens.
+        """
+        size = self._pool.hash_block_size
+        num_full = num_tokens // size
+        start = num_full * size
+        if request.prompt_token_ids is None or len(request.block_hashes) < num_full:
+            return None
+        if any(feature.mm_position.offset + feature.mm_position.length > start for feature in request.mm_features):
+            return None  # which of them lie in the partial block vLLM counts from full blocks alone
+        extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
+        parent = request.block_hashes[num_full - 1] if num_full else None
+        tokens = request.prompt_token_ids[start:num_tokens]
+        return hash_block_tokens(self._hash, parent, tokens, (*(extra or ()), ("kv_compression", policy)))
+
+    def find(self, key: BlockHash) -> SharedFront | None:
+        """The front of this key, if it is there; it then counts as used."""
+        front = self._fronts.pop(key, None)
+        if front is not None:
+            self._fronts[key] = front
+        return front
+
+    def add(self, front: SharedFront) -> None:
+        """Puts a front's blocks, to which the caller holds references, into the prefix cache, and takes over one
+        reference to each. There must be no front of this key."""
+        hashes = [hash_block_tokens(self._hash, front.key, [index]) for index in range(len(front.blocks))]
+        for block_hash, block in zip(hashes, front.blocks, strict=True):
+            hashed = make_block_hash_with_group_id(block_hash, self._group_id)
+            self._pool._insert_block_hash(hashed, block, num_tokens=front.segments.tail)
+            self._of_block[block.block_id] = front.key
+        if self._pool.enable_kv_cache_events:
+            self._pool.kv_event_queue.append(self._stored(front, hashes))
+        self._fronts[front.key] = front
+        # Whoever gets one of them from the pool ends the front.
+        self._pool.unpin_blocks(front.blocks, lambda block: self.lose([block]))
+        while sum(one.kept_bytes for one in self._fronts.values()) > self._max_kept_bytes:
+            self._drop(next(one.key for one in self._fronts.values() if one.kept_bytes))
+
+    def _stored(self, front: SharedFront, hashes: list[BlockHash]) -> BlockStored:
+        """The event that tells of a front's blocks. They are those of no tokens, so that no plain prompt matches."""
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(one) for one in hashes],
+            parent_block_hash=maybe_convert_block_hash(front.key),
+            token_ids=[],
+            block_size=self._pool.hash_block_size,
+            lora_id=None,
+            medium=self._pool.medium,
+            lora_name=None,
+            group_idx=self._group_id,
+        )
+
+    def lose(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drops the fronts that any of these blocks belongs to."""
+        for block in blocks:
+            if (key := self._of_block.get(block.block_id)) is not None:
+                self._drop(key)
+
+    def forget(self, key: BlockHash) -> None:
+        """Has workers forget a front that did not come to be."""
+        self._forgotten.append(key)
+
+    def take_forgotten(self) -> list[BlockHash]:
+        """Keys of fronts that are gone since the last call."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def _drop(self, key: BlockHash) -> None:
+        front = self._fronts.pop(key)
+        for block in front.blocks:
+            del self._of_block[block.block_id]
+            self._pool._reuse_watchers.pop(block.block_id, None)
+        self._pool.evict_blocks({block.block_id for block in front.blocks})
+        self._forgotten.append(key)
