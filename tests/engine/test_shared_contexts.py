@@ -128,15 +128,8 @@ def test_what_differs_is_not_shared(engine, fronts, policy):
         run(engine)
     assert CONTEXT_HITS.labels(policy, 0)._value.get() == hits + len(asked) - 1
     # Every default spelled out is the same policy.
-    spelled = SamplingParams(
-        temperature=0,
-        max_tokens=2,
-        extra_args={
-            "kv_compression": dict(
-                asked["one"][1].extra_args["kv_compression"], merger="drop", allocator=PRESETS[policy].allocator
-            )
-        },
-    )
+    own = {"merger": PRESETS[policy].merger, "allocator": PRESETS[policy].allocator}
+    spelled = params(policy, 2, **own)
     assert engine.generate([prompt], spelled)[0].num_cached_tokens == CONTEXT
     engine.assert_empty()
 
@@ -188,7 +181,7 @@ def test_the_plain_prefix_cache_is_unharmed(engine, fronts):
             engine.generate(prompts, params(policy))
     warm = engine.generate(prompts, params(None))
     assert answers(warm) == answers(cold)
-    assert {output.num_cached_tokens for output in warm} == {(CONTEXT + QUESTION) // 32 * 32 - 32 * 0}
+    assert {output.num_cached_tokens for output in warm} == {(CONTEXT + QUESTION) // 32 * 32}
     engine.assert_empty()
 
 

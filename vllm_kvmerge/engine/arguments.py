@@ -152,6 +152,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         max_external_bytes=options.external_cache_bytes,
         num_token_ids=model.get_vocab_size(),
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        shares_contexts=options.shared_contexts and bool(vllm_config.cache_config.enable_prefix_caching),
         head_pages=options.head_pages
         and not (
             # The reference of attention cannot follow a GPU's addresses.

@@ -37,15 +37,15 @@ class Relocation:
 
 @dataclass(frozen=True)
 class Offer:
-    """A front that a request may begin with. is_copied: it gets blocks of its own, because it writes to them."""
+    """A front that a request may begin with. copied: its blocks that the request writes to, and gets copies of."""
 
     front: SharedFront
-    is_copied: bool
+    copied: tuple[KVCacheBlock, ...]
 
 
 @dataclass(frozen=True)
 class Takeover:
-    """A request's begin with a front: ids of the front's blocks and of its own; both empty: it reads the front's."""
+    """A request's begin with a front: ids of blocks that are copied before the step, and of the request's own."""
 
     front: SharedFront
     sources: list[int]
@@ -80,15 +80,25 @@ class MergeableAttentionManager(FullAttentionManager):
         offer = self._offers.get(request_id)
         return UNCOMPRESSED if offer is None else offer.front.segments
 
-    def offer(self, request_id: str, offer: Offer | None, num_tokens: int = 0) -> list[KVCacheBlock]:
-        """Offers a front to a request that waits, or takes the offer back (None). Returns the blocks of the request's
-        first ``num_tokens`` tokens as if found in the prefix cache, up to the last full one, null ones in the hole."""
+    def offer(
+        self, request_id: str, front: SharedFront | None, writes: bool = False, hit: int = 0
+    ) -> list[KVCacheBlock]:
+        """Offers a front to a request that waits, or takes an offer back (None). Returns the blocks of the request's
+        first ``hit`` tokens as if found in the prefix cache, up to the last full one. writes: the request writes to the
+        front; in any case to the block of its next token."""
         self._offers.pop(request_id, None)
-        if offer is None:
+        if front is None:
             return []
-        self._offers[request_id] = offer
-        blocks = list(offer.front.blocks)
-        return blocks + [self._null_block] * (num_tokens // self.block_size - len(blocks))
+        self._offers[request_id] = Offer(front, front.blocks if writes else front.partial(self.block_size))
+        return self._row(front, hit // self.block_size)
+
+    def _row(self, front: SharedFront, num_blocks: int) -> list[KVCacheBlock]:
+        """The first blocks of the table of a request that begins with a front."""
+        row = [self._null_block] * num_blocks
+        for index, block in zip(front.rows, front.blocks, strict=True):
+            if index < num_blocks:
+                row[index] = block
+        return row
 
     def take_takeovers(self) -> dict[str, Takeover]:
         """Requests that have begun with a front since the last call."""
@@ -188,28 +198,32 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
         needed = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
-        offer = self._offers.get(request_id)
-        return needed + len(offer.front.blocks) if offer is not None and offer.is_copied else needed
+        if (offer := self._offers.get(request_id)) is not None:
+            # The copy of a block that is not full is the request's next block, which it needs in any case. The block
+            # itself must stay until it has been copied.
+            partial = offer.front.partial(self.block_size)
+            needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks(partial)
+        return needed
 
-    def _begin_with_front(self, request_id: str, blocks: list[KVCacheBlock], offer: Offer) -> None:
-        """blocks: what ``offer`` returned."""
-        front, own = offer.front, list[KVCacheBlock]()
+    def _begin_with_front(self, request_id: str, num_full: int, offer: Offer) -> None:
+        front, num_copied = offer.front, len(offer.copied)
         self.block_pool.touch(front.blocks)
-        if offer.is_copied:
-            own = self.block_pool.get_new_blocks(len(front.blocks))
-            # Nobody gets them in this step, before which they are copied.
-            self._retired += front.blocks
-        self.req_to_blocks[request_id] = [*(own or front.blocks), *blocks[len(front.blocks) :]]
-        self.num_cached_block[request_id] = len(blocks)
+        copies = dict(
+            zip((one.block_id for one in offer.copied), self.block_pool.get_new_blocks(num_copied), strict=True)
+        )
+        # Nobody gets them in this step, before which they are copied.
+        self._retired += offer.copied
+        row = self._row(front, num_full + len(front.partial(self.block_size)))
+        self.req_to_blocks[request_id] = [copies.get(block.block_id, block) for block in row]
+        self.num_cached_block[request_id] = num_full
         self.segments[request_id] = front.segments
-        sources = [block.block_id for block in front.blocks] if own else []
-        self._taken_over[request_id] = Takeover(front, sources, [block.block_id for block in own])
+        self._taken_over[request_id] = Takeover(front, list(copies), [copy.block_id for copy in copies.values()])
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> None:
         if (offer := self._offers.pop(request_id, None)) is not None:
-            self._begin_with_front(request_id, list(new_computed_blocks), offer)
+            self._begin_with_front(request_id, len(new_computed_blocks), offer)
             return
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)

@@ -143,19 +143,29 @@ class Adoption:
     """A request's begin with a front that another one has left, instead of computing what it stands for.
 
     key: of the front. compression: the request's ``kv_compression`` as JSON text. front, tail: its segments.
-    query_window: number of the newest queries to keep. sources, blocks: ids of the front's blocks and of the request's
-    own, to which they are copied before the step; both empty: it reads the front's own. restores_output: its prompt
-    ends with the front. Its last token is computed again, and what comes out replaced by what came out then.
+    num_tokens: that are computed with it. query_window: number of the newest queries to keep. sources, blocks: ids of
+    some of the front's blocks and of the request's own, to which they are copied before the step. restores_output: the
+    prompt ends with the front. Its last token is computed again, and what comes out replaced by what came out then.
     """
 
     key: bytes
     compression: str
     front: int
     tail: int
+    num_tokens: int
     query_window: int
     sources: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     restores_output: bool = False
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """What a request held when it ended, for the next turn. key: that the worker keeps its state under. num_tokens: the
+    first ones, of which it is."""
+
+    key: bytes
+    num_tokens: int
 
 
 @dataclass
@@ -163,7 +173,8 @@ class CompressionStep:
     """One step's compressions, prompt windows, and repeated chunks by internal request.
 
     adoptions: by request. outputs: requests that compute their context's last token, whose output is kept for fronts.
-    forgotten: keys of fronts that are gone. usage: its ``UsageReports`` entries, which workers ignore.
+    turns: by request, of those that have ended. forgotten: keys of fronts that are gone. usage: its ``UsageReports``
+    entries, which workers ignore.
     """
 
     plans: list[CompressionPlan] = field(default_factory=list)
@@ -171,6 +182,7 @@ class CompressionStep:
     repetitions: dict[str, RepeatedChunk] = field(default_factory=dict)
     adoptions: dict[str, Adoption] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
+    turns: dict[str, KeptTurn] = field(default_factory=dict)
     forgotten: list[bytes] = field(default_factory=list)
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
 

@@ -18,9 +18,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
-from vllm_kvmerge.engine.blocks import MergeableAttentionManager, Offer
+from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.failures import FailedRequests
-from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
+from vllm_kvmerge.engine.fronts import TURN, FrontCache, SharedFront
 from vllm_kvmerge.engine.metrics import (
     GENERATED,
     CacheGauges,
@@ -37,7 +37,9 @@ from vllm_kvmerge.engine.plan import (
     CompressionStep,
     FrontReport,
     FrontSize,
+    KeptTurn,
     PromptWindow,
+    Segments,
     attach,
     attached_report,
     attached_step,
@@ -103,6 +105,8 @@ class CompressionSchedulerMixin(Scheduler):
                 KEPT_SHARE * self._limits.max_bytes,
             )
         self._front_keys: dict[str, BlockHash | None] = {}
+        self._turns: dict[str, KeptTurn] = {}
+        """By request that has ended since the last step."""
         self._unshared: dict[BlockHash, SharedFront | None] = {}
         """Fronts that steps in flight make: the copies that they are in, or None where their requests hold them."""
         self._kept_bytes = KeptBytes()
@@ -192,6 +196,7 @@ class CompressionSchedulerMixin(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._release_kept(request)
         self._stop_repeating(request)
+        self._keep_turn(request)
         self._compressions.pop(request.request_id, None)
         self._front_keys.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
@@ -228,6 +233,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._preempt_request(stuck[-1], time.monotonic())
         self._end_orphans()
         self._manager.release_retired()
+        step.turns, self._turns = self._turns, {}
         if self._manager.fronts is not None:
             step.forgotten = self._manager.fronts.take_forgotten()
         compressed = {plan.request_id: plan.is_refresh for plan in step.plans}
@@ -303,11 +309,10 @@ class CompressionSchedulerMixin(Scheduler):
             shared = self._manager.req_to_blocks[request.parent.request_id][: request.context // self.block_size]
             return self.kv_cache_manager.create_kv_cache_blocks((shared,)), len(shared) * self.block_size, 0, False
         if (front := self._shared_front(request)) is not None:
-            compression = self._compressions[request.request_id]
             # The last token of all is computed in any case: what comes after it is not part of a front.
-            num_hit_tokens = min(compression.context, request.num_tokens - 1)
-            offer = Offer(front, is_copied=compression.config.tracks_decode)
-            own = self._manager.offer(request.request_id, offer, num_hit_tokens)
+            num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
+            writes = self._compressions[request.request_id].config.tracks_decode
+            own = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
             return self.kv_cache_manager.create_kv_cache_blocks((own,)), num_hit_tokens, 0, False
         self._manager.offer(request.request_id, None)
         blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
@@ -366,14 +371,19 @@ class CompressionSchedulerMixin(Scheduler):
         return self._front_keys[request.request_id]
 
     def _shared_front(self, request: Request) -> SharedFront | None:
-        """The front in the prefix cache that the request can begin with."""
-        key, fronts = self._front_key(request), self._manager.fronts
-        if key is None or fronts is None or request.skip_reading_prefix_cache:
+        """What the request can begin with in the prefix cache: the longest turn, otherwise its context's front."""
+        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
+        if fronts is None or compression is None or request.skip_reading_prefix_cache:
             return None
-        front = fronts.find(key)
+        if compression.config.reuse == "turns":
+            turn = fronts.find_turn(request, compression.config.front_policy)
+            if turn is not None:
+                return turn
+        key = self._front_key(request)
+        front = None if key is None else fronts.find(key)
         # The last token's slot must not be one of the front's.
-        hit = 0 if front is None else min(front.segments.tail, request.num_tokens - 1)
-        return front if front is not None and len(front.blocks) <= hit // self.block_size else None
+        fits = front is not None and len(front.blocks) <= (request.num_tokens - 1) // self.block_size
+        return front if fits else None
 
     def _begin_with_fronts(self, step: CompressionStep) -> None:
         """Adds to ``step`` the requests that vLLM has just given fronts."""
@@ -384,13 +394,34 @@ class CompressionSchedulerMixin(Scheduler):
                 compression=compression.config.text,
                 front=front.segments.num_places,
                 tail=front.segments.tail,
+                num_tokens=front.num_tokens,
                 query_window=compression.query_window,
                 sources=taken.sources,
                 blocks=taken.blocks,
-                restores_output=front.segments.tail == self.requests[request_id].num_tokens,
+                restores_output=front.num_tokens == self.requests[request_id].num_tokens,
             )
             self._kept_bytes.shrink(request_id, compression.ring_bytes)
-            count_context(compression.config.name, self._engine, compression.context)
+            count_context(compression.config.name, self._engine, front.num_tokens)
+
+    def _keep_turn(self, request: Request) -> None:
+        """Leaves what a request holds that ends as it should in the prefix cache, if it asked for that."""
+        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
+        if fronts is None or compression is None or compression.config.reuse != "turns":
+            return
+        segments, num_tokens = self._manager.segments_of(request.request_id), request.num_tokens - 1
+        is_whole = segments.are_compressed and segments.tail <= num_tokens <= request.num_computed_tokens
+        if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED) or not is_whole:
+            return
+        policy = compression.config.front_policy
+        key = fronts.key(request, num_tokens, policy, TURN)
+        if key is None or key in fronts:
+            return
+        table = self._manager.req_to_blocks[request.request_id][: cdiv(num_tokens, self.block_size)]
+        rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
+        self._manager.block_pool.touch(blocks)
+        turn = fronts.turn(request, num_tokens, policy)
+        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, compression.shared_bytes, turn))
+        self._turns[request.request_id] = KeptTurn(key, num_tokens)
 
     def _keep_outputs(self, output: SchedulerOutput, step: CompressionStep) -> None:
         """Adds to ``step`` the requests whose contexts end with it, and are shared."""
@@ -421,9 +452,16 @@ class CompressionSchedulerMixin(Scheduler):
             if taken is None:
                 return None, []
             copies, segments = taken, self._manager.segments_of(request.request_id)
-            front = SharedFront(key, tuple(taken), segments, compression.shared_bytes)
+            front = self._front_of_context(key, segments, taken, compression)
         self._unshared[key] = front
         return key, [block.block_id for block in copies]
+
+    @staticmethod
+    def _front_of_context(
+        key: BlockHash, segments: Segments, blocks: list[KVCacheBlock], compression: RequestCompression
+    ) -> SharedFront:
+        rows, num_bytes = tuple(range(len(blocks))), compression.shared_bytes
+        return SharedFront(key, segments, segments.tail, rows, tuple(blocks), num_bytes)
 
     def _share(self, plan: CompressionPlan, report: CompressionReport) -> None:
         """Puts the front of a plan that has been carried out into the prefix cache, unless that failed."""
@@ -438,12 +476,15 @@ class CompressionSchedulerMixin(Scheduler):
                 : reported.num_blocks if reported else len(plan.blocks)
             ]
             self._manager.block_pool.touch(blocks)
-            compression = self._compressions[plan.request_id]
-            front = SharedFront(key, tuple(blocks), segments, compression.shared_bytes)
+            front = self._front_of_context(key, segments, blocks, self._compressions[plan.request_id])
         elif front is not None and reported is not None:
             self._manager.block_pool.free_blocks(front.blocks[reported.num_blocks :])
-            segments = replace(front.segments, front=reported.entries)
-            front = replace(front, blocks=front.blocks[: reported.num_blocks], segments=segments)
+            front = replace(
+                front,
+                segments=replace(front.segments, front=reported.entries),
+                rows=front.rows[: reported.num_blocks],
+                blocks=front.blocks[: reported.num_blocks],
+            )
         if front is not None and plan.request_id not in report.failures:
             self._manager.share(front)
             return

@@ -296,6 +296,9 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         config.check_protected(config.budget)
     if policy.tracker.repeats_context or policy.tracker.predicts_scores:
         _check_scored_once(config)
+    if config.reuse is not None and config.refresh is not None:
+        message = f"{config.reuse!r} with a refresh, whose complete cache ends with the request; allowed: null"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.reuse", message, "incompatible_fields")
     return config
 
 
@@ -304,7 +307,9 @@ def _front_policy(text: str) -> str:
     config = _parse_canonical(text)
     assert config is not None
     parameters = config.parameters
-    del parameters["context_tokens"]  # how many tokens it is says who asks
+    # How long the context is, and what becomes of the cache in the end, say nothing of the front.
+    for field in ("context_tokens", "context_messages", "reuse"):
+        del parameters[field]
     return json.dumps(parameters, sort_keys=True)
 
 

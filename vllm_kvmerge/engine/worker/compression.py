@@ -197,6 +197,10 @@ class Compression:
         """Begins a step: forgets requests that have ended or start anew."""
         self._counts.flush()
         self.step = attached_step(scheduler_output)
+        for request_id, turn in self.step.turns.items():
+            ended = self.states[request_id]
+            queries = None if ended.ring is None else ended.ring.queries(turn.num_tokens)
+            self._fronts[turn.key] = KeptFront(ended.pages, ended.table, queries, None)
         for request_id in (
             scheduler_output.finished_req_ids
             | (scheduler_output.preempted_req_ids or set())
@@ -229,7 +233,7 @@ class Compression:
             state.table = self._table(state.pages)
         if front.queries is not None and adoption.query_window:
             state.ring = self._ring(adoption.query_window)
-            state.ring.fill(front.queries, adoption.tail)
+            state.ring.fill(front.queries, adoption.num_tokens)
         return state
 
     def _track(self, state: RequestState, config: CompressionConfig) -> None:
