@@ -91,6 +91,9 @@ class PluginConfig(BaseModel):
     """Whether compressed contexts stay in the prefix cache, if there is one, for later requests with the same context
     and policy."""
 
+    contexts_share: float = Field(0.5, ge=0.0, le=1.0)
+    """Largest share of the pool that contexts may hold which are kept under an id; more of them are refused."""
+
     operators: dict[str, str] = {}
     """Implementations of operators to run instead of those in ops/choice.json."""
 

@@ -69,6 +69,7 @@ class FrontCache:
         self._turns: dict[tuple[BlockHash | None, str], dict[BlockHash, int]] = {}
         """By the hash of their last full block and their policy: keys of turns, and numbers of their tokens."""
         self._forgotten: list[BlockHash] = []
+        self._pinned: set[BlockHash] = set()
 
     def __len__(self) -> int:
         return len(self._fronts)
@@ -141,7 +142,20 @@ class FrontCache:
         # Whoever gets one of them from the pool ends the front.
         self._pool.unpin_blocks(front.blocks, lambda block: self.lose([block]))
         while sum(one.kept_bytes for one in self._fronts.values()) > self._max_kept_bytes:
-            self._drop(next(one.key for one in self._fronts.values() if one.kept_bytes))
+            oldest = (key for key, one in self._fronts.items() if one.kept_bytes and key not in self._pinned)
+            if (key := next(oldest, None)) is None:
+                break
+            self._drop(key)
+
+    def pin(self, front: SharedFront) -> None:
+        """Keeps a front that is in the cache there, until ``unpin``."""
+        self._pool.touch(front.blocks)
+        self._pinned.add(front.key)
+
+    def unpin(self, front: SharedFront) -> None:
+        """Lets a front go when its blocks are needed."""
+        self._pinned.discard(front.key)
+        self._pool.free_blocks(reversed(front.blocks))
 
     def _stored(self, front: SharedFront, hashes: list[BlockHash]) -> BlockStored:
         """The event that tells of a front's blocks. They are those of no tokens, so that no plain prompt matches."""

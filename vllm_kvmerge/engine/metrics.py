@@ -65,18 +65,15 @@ _LIVE = [
     )
 ]
 
-SHARED_CONTEXTS = Gauge(
-    "vllm:kvmerge_shared_contexts",
-    "Compressed contexts in the prefix cache.",
-    ["engine"],
-    multiprocess_mode="livesum",
-)
-SHARED_CONTEXT_BYTES = Gauge(
-    "vllm:kvmerge_shared_context_bytes",
-    "Bytes of the blocks that they are in, over all layers and ranks.",
-    ["engine"],
-    multiprocess_mode="livesum",
-)
+_CONTEXTS = [
+    Gauge(name, description, ["engine"], multiprocess_mode="livesum")
+    for name, description in (
+        ("vllm:kvmerge_shared_contexts", "Compressed contexts and turns in the prefix cache."),
+        ("vllm:kvmerge_shared_context_bytes", "Bytes of the blocks that these are in, over all layers and ranks."),
+        ("vllm:kvmerge_kept_contexts", "Contexts that are kept under an id."),
+        ("vllm:kvmerge_kept_context_bytes", "Bytes of the blocks that these hold, over all layers and ranks."),
+    )
+]
 
 
 def count_request(policy: str, engine: int) -> None:
@@ -141,7 +138,9 @@ class CacheGauges:
                 gauge.labels(policy, self._engine).set(number)
         self._policies = set(totals)
 
-    def update_contexts(self, num_contexts: int, num_blocks: int) -> None:
-        """Sets the number of compressed contexts in the prefix cache, and of the blocks that they are in."""
-        SHARED_CONTEXTS.labels(self._engine).set(num_contexts)
-        SHARED_CONTEXT_BYTES.labels(self._engine).set(num_blocks * self._bytes_per_block)
+    def update_contexts(self, num_shared: int, num_shared_blocks: int, num_kept: int, num_kept_blocks: int) -> None:
+        """Sets numbers of compressed contexts in the prefix cache, and of their blocks; and of those that are kept."""
+        size = self._bytes_per_block
+        numbers = num_shared, num_shared_blocks * size, num_kept, num_kept_blocks * size
+        for gauge, number in zip(_CONTEXTS, numbers, strict=True):
+            gauge.labels(self._engine).set(number)

@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests
 from vllm_kvmerge.engine.fronts import TURN, FrontCache, SharedFront
 from vllm_kvmerge.engine.metrics import (
@@ -104,6 +105,9 @@ class CompressionSchedulerMixin(Scheduler):
                 get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo),
                 KEPT_SHARE * self._limits.max_bytes,
             )
+        self._contexts = ContextStore(
+            self._manager, self._bytes_per_block, int(options.contexts_share * (cache.num_blocks - 1))
+        )
         self._front_keys: dict[str, BlockHash | None] = {}
         self._turns: dict[str, KeptTurn] = {}
         """By request that has ended since the last step."""
@@ -124,6 +128,8 @@ class CompressionSchedulerMixin(Scheduler):
             try:
                 config = self._requested(request, extra.get(EXTRA_ARGS_KEY))
                 compression = self._resolve(request, config)
+                if (asked := extra.get(CONTEXT_KEY)) is not None:
+                    self._contexts.ask(request, asked, compression)
             except Exception as error:  # this request alone ends, before its first step
                 self._failed.add(request.request_id, error)
             else:
@@ -197,6 +203,10 @@ class CompressionSchedulerMixin(Scheduler):
         self._release_kept(request)
         self._stop_repeating(request)
         self._keep_turn(request)
+        if self._contexts:
+            key = self._front_key(request)
+            front = self._manager.fronts.find(key) if key is not None and self._manager.fronts is not None else None
+            self._contexts.end(request, front, self._compressions.get(request.request_id))
         self._compressions.pop(request.request_id, None)
         self._front_keys.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
@@ -208,6 +218,7 @@ class CompressionSchedulerMixin(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._end_failed()
+        self._contexts.expire()
         self._put_repetitions_first()
         output = super().schedule(*args, **kwargs)
         self._end_orphans()
@@ -243,8 +254,18 @@ class CompressionSchedulerMixin(Scheduler):
             users = [one for one in self.running if not isinstance(one, RepeatingRequest)]
             self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
             if self._manager.fronts is not None:
-                self._gauges.update_contexts(len(self._manager.fronts), self._manager.fronts.num_blocks)
+                fronts, contexts = self._manager.fronts, self._contexts
+                self._gauges.update_contexts(len(fronts), fronts.num_blocks, len(contexts), contexts.num_blocks)
         return output
+
+    def call_contexts(self, text: str) -> str:
+        """``ContextStore.call``."""
+        return self._contexts.call(text)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        # The weights may have changed.
+        self._contexts.clear()
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
@@ -652,5 +673,6 @@ def KVMergeScheduler(vllm_config: Any, **kwargs: Any) -> CompressionSchedulerMix
     """The engine's ``scheduler_cls``: vLLM calls it once it has decided on asynchronous scheduling."""
     compat.install()
     compat.register_cache_spec()
+    compat.answer_servers()
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncCompressionScheduler if asynchronous else SyncCompressionScheduler)(vllm_config=vllm_config, **kwargs)
