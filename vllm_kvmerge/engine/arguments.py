@@ -94,6 +94,10 @@ class PluginConfig(BaseModel):
     contexts_share: float = Field(0.5, ge=0.0, le=1.0)
     """Largest share of the pool that contexts may hold which are kept under an id; more of them are refused."""
 
+    contexts_dir: str | None = None
+    """Folder in which these contexts are saved, and from which they are loaded at start-up. Default: none, they are
+    gone with the server."""
+
     operators: dict[str, str] = {}
     """Implementations of operators to run instead of those in ops/choice.json."""
 
@@ -106,7 +110,7 @@ class PluginConfig(BaseModel):
     def _check_operators(cls, operators: dict[str, str]) -> dict[str, str]:
         return check_overrides(operators, OPERATORS)
 
-    @field_validator("external_cache_dir")
+    @field_validator("external_cache_dir", "contexts_dir")
     @classmethod
     def _check_folder(cls, folder: str | None) -> str | None:
         if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):

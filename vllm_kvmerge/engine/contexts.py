@@ -6,15 +6,21 @@ leaves its context as one; servers ask for everything else by ``ContextStore.cal
 
 import json
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import SharedFront
-from vllm_kvmerge.engine.plan import UNCOMPRESSED
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
 from vllm_kvmerge.engine.schedule import RequestCompression
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
 
 CONTEXT_KEY = "kvmerge_context"
 """Key in ``SamplingParams.extra_args`` of a request that creates a context: JSON text of ``AskedContext``."""
@@ -35,14 +41,14 @@ class AskedContext:
 
 @dataclass(frozen=True)
 class KeptContext:
-    """A context that is kept. tokens: its ids. salt: those of other salts do not see it. created, expires: seconds
-    since the epoch."""
+    """A context that is kept. tokens: its ids. salt: those of other salts do not see it. policy: that its front was
+    made under, as canonical JSON text. created, expires: seconds since the epoch."""
 
     asked: AskedContext
     front: SharedFront
     tokens: list[int]
     salt: str | None
-    compression: dict[str, Any]
+    policy: str
     created: float
     expires: float | None
 
@@ -55,7 +61,7 @@ class KeptContext:
             "tokens": len(self.tokens),
             "entries": self.front.segments.front,
             "bytes": len(self.front.blocks) * bytes_per_block,
-            "kv_compression": self.compression,
+            "kv_compression": json.loads(self.policy),
             "info": self.asked.info,
         }
 
@@ -71,15 +77,25 @@ class ContextRefused(Exception):
 class ContextStore:
     """Contexts kept in one engine.
 
-    bytes_per_block: over all workers. max_blocks: of the pool that contexts may hold.
+    bytes_per_block: over all workers. max_blocks: of the pool that contexts may hold. hash_function: of the prefix
+    cache.
     """
 
-    def __init__(self, manager: MergeableAttentionManager, bytes_per_block: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        manager: MergeableAttentionManager,
+        bytes_per_block: int,
+        max_blocks: int,
+        hash_function: Callable[[object], bytes],
+    ) -> None:
         self._manager, self._bytes_per_block, self._max_blocks = manager, bytes_per_block, max_blocks
+        self._hasher = get_request_block_hasher(manager.block_size, hash_function)
         self._kept: dict[str, KeptContext] = {}
         self._asked: dict[str, tuple[AskedContext, int]] = {}
         """By request: what it asks for, and blocks that it will take."""
         self._refusals: dict[str, ContextRefused] = {}
+        self._restored: dict[str, KeptContext] = {}
+        """Contexts whose blocks workers read from files just now."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -109,17 +125,21 @@ class ContextStore:
             raise ContextRefused(400, "this server keeps no compressed contexts")
         if compression is None or not compression.shares_context:
             raise ContextRefused(400, "nothing would be compressed that could be kept; allowed: a smaller budget")
-        self.expire()
         needed = compression.new_front(UNCOMPRESSED, compression.context).num_blocks
-        held = self.num_blocks + sum(num_blocks for _, num_blocks in self._asked.values())
-        if asked.id in self._kept or held + needed > self._max_blocks:
-            size = self._bytes_per_block
+        self._check_room(asked.id, needed)
+        return needed
+
+    def _check_room(self, context_id: str, needed: int) -> None:
+        self.expire()
+        waiting = [num_blocks for _, num_blocks in self._asked.values()]
+        waiting += [len(one.front.blocks) for one in self._restored.values()]
+        held, size = self.num_blocks + sum(waiting), self._bytes_per_block
+        if context_id in self._kept or held + needed > self._max_blocks:
             raise ContextRefused(
                 409,
                 f"the context takes {needed * size} bytes, and {len(self._kept)} contexts hold {held * size} of the "
                 f"{self._max_blocks * size} that contexts may; delete some: {', '.join(list(self._kept)[:20])}",
             )
-        return needed
 
     def end(self, request: Request, front: SharedFront | None, compression: RequestCompression | None) -> None:
         """Keeps the context of a request that ends, if it asked for that. front: of its context, if it is there."""
@@ -130,13 +150,12 @@ class ContextStore:
             self._refuse(asked, ContextRefused(409, "there was no room to keep the context, or its compression failed"))
             return
         now = time.time()
-        parameters = {name: value for name, value in compression.config.parameters.items() if name != "context_tokens"}
         kept = KeptContext(
             asked=asked,
             front=front,
             tokens=request.prompt_token_ids[: compression.context],
             salt=request.cache_salt,
-            compression=parameters,
+            policy=compression.config.front_policy,
             created=now,
             expires=None if asked.ttl is None else now + asked.ttl,
         )
@@ -175,25 +194,84 @@ class ContextStore:
 
         created: the context, once its request has ended, or ``{"refused": [status, message]}``. get: the context with
         its tokens; null if there is none of this id and salt. list: all of this salt. delete: the context, which is
-        gone. front: where its front lies, for workers.
+        gone. front: all of it, with the place of its front, to be saved. restore: takes blocks for a ``context`` that
+        has been saved, and says which; null if it is there. restored: workers have read it, or have ``failed``.
         """
         self.expire()
         asked = json.loads(text)
-        salt, kept = asked.get("salt"), self._kept.get(asked.get("id"))
+        call, salt, kept = asked["call"], asked.get("salt"), self._kept.get(asked.get("id"))
+        if call == "restore":
+            return json.dumps(self._restore(asked["context"]))
+        if call == "restored":
+            self._end_restore(asked["id"], asked["failed"])
+            return json.dumps(None)
         if kept is not None and kept.salt != salt:
             kept = None
-        if asked["call"] == "list":
+        if call == "list":
             found = [one.description(self._bytes_per_block) for one in self._kept.values() if one.salt == salt]
             return json.dumps(found)
-        if asked["call"] == "created" and (refusal := self._refusals.pop(asked["id"], None)) is not None:
+        if call == "created" and (refusal := self._refusals.pop(asked["id"], None)) is not None:
             return json.dumps({"refused": [refusal.status, str(refusal)]})
         if kept is None:
             return json.dumps(None)
         described = kept.description(self._bytes_per_block)
-        if asked["call"] == "delete":
+        if call == "delete":
             self._delete(kept)
-        elif asked["call"] == "get":
+        if call in ("get", "front"):
             described["token_ids"] = kept.tokens
-        elif asked["call"] == "front":
-            described |= {"key": kept.front.key.hex(), "blocks": [block.block_id for block in kept.front.blocks]}
+        if call == "front":
+            front = kept.front
+            described |= {"key": front.key.hex(), "blocks": [block.block_id for block in front.blocks]}
+            described |= {"policy": kept.policy, "segments": asdict(front.segments), "kept_bytes": front.kept_bytes}
         return json.dumps(described)
+
+    def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | None:
+        """Takes blocks for a saved context. Raises ContextRefused."""
+        fronts, num_blocks = self._manager.fronts, len(saved["blocks"])
+        if saved["id"] in self._kept or saved["id"] in self._restored:
+            return None
+        if saved["expires_at"] is not None and saved["expires_at"] <= time.time():
+            raise ContextRefused(404, "its time is up")
+        if fronts is None:
+            raise ContextRefused(400, "this server keeps no compressed contexts")
+        self._check_room(saved["id"], num_blocks)
+        request = Request(
+            request_id=saved["id"],
+            prompt_token_ids=saved["token_ids"],
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=saved["salt"],
+            block_hasher=self._hasher,
+        )
+        segments = Segments(**saved["segments"])
+        key = fronts.key(request, segments.tail, saved["policy"])
+        blocks = self._manager.copy_of(num_blocks)
+        if key is None or key in fronts or blocks is None:
+            self._manager.block_pool.free_blocks(blocks or [])
+            raise ContextRefused(409, "there is no room for it")
+        fronts.remember(key)
+        front = SharedFront(key, segments, segments.tail, tuple(range(num_blocks)), tuple(blocks), saved["kept_bytes"])
+        asked = AskedContext(saved["id"], info=saved["info"])
+        tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
+        kept = KeptContext(asked, front, tokens, salt, policy, saved["created"], saved["expires_at"])
+        self._restored[saved["id"]] = kept
+        return {"key": key.hex(), "blocks": [block.block_id for block in blocks]}
+
+    def _end_restore(self, context_id: str, failed: bool) -> None:
+        kept = self._restored.pop(context_id)
+        if failed:
+            self._manager.block_pool.free_blocks(kept.front.blocks)
+            if self._manager.fronts is not None:
+                self._manager.fronts.forget(kept.front.key)
+            return
+        self._manager.share(kept.front)
+        self.keep(kept)
+
+
+async def call_contexts(engine_client: "EngineClient", call: str, **arguments: Any) -> Any:
+    """``ContextStore.call`` of the client's engine: its answer. Raises RuntimeError if the engine refuses."""
+    try:
+        text = json.dumps({"call": call, **arguments})
+        return json.loads(await engine_client.engine_core.call_utility_async("kvmerge_contexts", text))  # type: ignore[attr-defined]
+    except Exception as error:
+        raise RuntimeError(str(error)) from error

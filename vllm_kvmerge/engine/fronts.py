@@ -180,6 +180,10 @@ class FrontCache:
         """Has workers forget a front that did not come to be."""
         self._forgotten.append(key)
 
+    def remember(self, key: BlockHash) -> None:
+        """Takes back that workers shall forget a front, which they are about to be given anew outside of a step."""
+        self._forgotten = [one for one in self._forgotten if one != key]
+
     def take_forgotten(self) -> list[BlockHash]:
         """Keys of fronts that are gone since the last call."""
         forgotten, self._forgotten = self._forgotten, []

@@ -98,16 +98,12 @@ class CompressionSchedulerMixin(Scheduler):
         self._unreported: dict[str, int] = {}
         """Blocks that compressions freed whose workers have not reported yet, by request; negative: that they took."""
         options = plugin_config(self.vllm_config)
+        hash_function = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
         if options.shared_contexts and self.cache_config.enable_prefix_caching:
-            self._manager.fronts = FrontCache(
-                self._manager.block_pool,
-                self._manager.kv_cache_group_id,
-                get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo),
-                KEPT_SHARE * self._limits.max_bytes,
-            )
-        self._contexts = ContextStore(
-            self._manager, self._bytes_per_block, int(options.contexts_share * (cache.num_blocks - 1))
-        )
+            pool, group, max_bytes = self._manager.block_pool, self._manager.kv_cache_group_id, self._limits.max_bytes
+            self._manager.fronts = FrontCache(pool, group, hash_function, KEPT_SHARE * max_bytes)
+        most = int(options.contexts_share * (cache.num_blocks - 1))
+        self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
         self._front_keys: dict[str, BlockHash | None] = {}
         self._turns: dict[str, KeptTurn] = {}
         """By request that has ended since the last step."""

@@ -3,6 +3,7 @@
 Each of vLLM's model runners has one ``Compression``, and supplies the batch's order and the blocks of a request.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -41,6 +43,15 @@ from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
 from vllm_kvmerge.engine.worker.reporting import EntryCounts, Reporter
 from vllm_kvmerge.engine.worker.rotary import find_rotation
+from vllm_kvmerge.engine.worker.saved_fronts import (
+    SavedFrontError,
+    file_of,
+    fingerprint,
+    front_tensors,
+    read_front,
+    restore_front,
+    write_front,
+)
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.ops import NO_UPDATE, HeadPages, ScoreMode, ScoreUpdate, implementation, override
 from vllm_kvmerge.ops.types import sent
@@ -157,6 +168,7 @@ class Compression:
         logger.info("KV cache operators: %s", implementation(pages[0]))
         heads, num_kv_heads = HeadShare.of(self._config), pages[0].num_kv_heads
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
+        self._fingerprint = fingerprint(model)
         self._output_weights = OutputWeights(model, group.layer_names, num_kv_heads, self._query_shape)
         self._hidden_states = self._watched(model, group.layer_names, heads.indices(num_kv_heads))
         self._compactor = Compactor(
@@ -342,6 +354,39 @@ class Compression:
             num_layers, dtype = len(self.compactor.layers), self._config.model_config.dtype
             ring = QueryRing.empty(num_layers, window, *self._query_shape, dtype, self._device)
         return ring
+
+    # Fronts in files.
+
+    def save_front(self, order: str) -> str | None:
+        """Writes what this worker holds of a front; an error message if it cannot. order: of
+        ``saved_contexts.save``."""
+        asked = json.loads(order)
+        kept, heads = self._fronts.get(bytes.fromhex(asked["key"])), HeadShare.of(self._config)
+        try:
+            if kept is None:
+                raise SavedFrontError("this worker does not know the front")
+            others = {"queries": kept.queries, "output": kept.output}
+            tensors = front_tensors(self.compactor.layers, asked["blocks"], kept.pages, others)
+            path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)
+            write_front(path, tensors, asked["manifest"], self._fingerprint)
+        except (OSError, SafetensorError, SavedFrontError) as error:
+            return str(error)
+        return None
+
+    def load_front(self, order: str) -> str | None:
+        """Reads a front from this worker's file into blocks; an error message if it cannot. order: of
+        ``saved_contexts.load_all``."""
+        asked, heads = json.loads(order), HeadShare.of(self._config)
+        try:
+            tensors = read_front(file_of(Path(asked["folder"]), heads.rank, heads.num_workers), self._fingerprint)
+            pages, others = restore_front(self.compactor.layers, asked["blocks"], tensors)
+        except SavedFrontError as error:
+            return str(error)
+        table = None if pages is None else self._table(pages)
+        others = {name: tensor.to(self._device) for name, tensor in others.items()}
+        key = bytes.fromhex(asked["key"])
+        self._fronts[key] = KeptFront(pages, table, others.get("queries"), others.get("output"))
+        return None
 
     # Plans of a step.
 
