@@ -221,12 +221,13 @@ class Compression:
             state = self.states.pop(request_id, None)
             if state is not None and state.ring is not None and self.rings is not None:
                 self.rings.give_back(state.ring)
-        for key in self.step.forgotten:
-            self._fronts.pop(key, None)
         copied = [one for one in self.step.adoptions.values() if one.blocks]
         self._copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
         for request_id, adoption in self.step.adoptions.items():
             self.states[request_id] = self._adopted(adoption)
+        # Last: a request may begin with a front and, when its next compression takes the blocks, end it in one step.
+        for key in self.step.forgotten:
+            self._fronts.pop(key, None)
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
         """Copies blocks, given by their ids."""
