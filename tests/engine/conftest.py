@@ -9,6 +9,7 @@ import pytest
 
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from vllm_kvmerge import demo
+from vllm_kvmerge.engine.fronts import FrontCache
 
 NUM_BLOCKS = 230
 MAX_MODEL_LEN = 4096
@@ -36,6 +37,8 @@ class Engine:
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.manager = self.scheduler._manager
+        self._fronts, self.manager.fronts = self.manager.fronts, None
+        assert self._fronts is not None
 
     def generate(self, prompts: list[list[int]], params) -> list:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -52,6 +55,22 @@ class Engine:
         finally:
             self.pool.free_blocks(taken)
 
+    @contextmanager
+    def sharing_contexts(self) -> Iterator[FrontCache]:
+        """Meanwhile compressed contexts stay in the prefix cache; tests that repeat a prompt want it computed again."""
+        self.manager.fronts = self._fronts
+        try:
+            yield self._fronts
+        finally:
+            assert self.llm.reset_prefix_cache() and len(self._fronts) == 0
+            self.manager.fronts = None
+
+    @property
+    def compression(self):
+        """The worker's."""
+        engine_core = self.llm.llm_engine.engine_core.engine_core
+        return engine_core.model_executor.driver_worker.worker.model_runner.compression
+
     def assert_empty(self) -> None:
         """Every block but the null block is free, none is referenced, and nothing is remembered of any request."""
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
@@ -62,8 +81,9 @@ class Engine:
         assert not self.scheduler._repeating and not self.scheduler._orphans
         assert not self.scheduler._reported and not self.scheduler._unreported
         assert not self.scheduler._kept_bytes and not self.scheduler._external_bytes
-        runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        assert set(runner.compression.states) <= self.scheduler.finished_req_ids
+        assert not self.scheduler._front_keys and not self.scheduler._unshared
+        assert not self.manager._offers and not self.manager._taken_over
+        assert set(self.compression.states) <= self.scheduler.finished_req_ids
 
 
 @pytest.fixture(scope="session")

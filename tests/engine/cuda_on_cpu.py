@@ -126,10 +126,18 @@ def main() -> None:
         ]
         return llm.generate([{"prompt_token_ids": prompt} for prompt, _, _ in some], params, use_tqdm=False)
 
+    compression = core.model_executor.driver_worker.worker.model_runner.compression
+    adopt, adopted = compression._adopted, []
+
+    def noted(adoption):
+        adopted.append(adoption)
+        return adopt(adoption)
+
+    compression._adopted = noted
     completions = [output.outputs[0] for output in generate(jobs)]
     generate([([5, 6, 7], None, 1)])  # a worker hears of finished requests when the next step begins
     worker = core.model_executor.driver_worker.worker
-    compression, pool = worker.model_runner.compression, core.scheduler.kv_cache_manager.block_pool
+    pool = core.scheduler.kv_cache_manager.block_pool
     result = {
         "tokens": [list(completion.token_ids) for completion in completions],
         "logprobs": [completion.cumulative_logprob for completion in completions],
@@ -138,6 +146,8 @@ def main() -> None:
         "graphs": dict(full_graphs.done),
         "paged_rows": paged_rows,
         "preempted": len(preempted),
+        "adopted": len(adopted),
+        "restored": sum(one.restores_output for one in adopted),
         "reserved": worker.reserved,
         "free_rings": len(compression.rings._free),
         "states": sorted(compression.states),

@@ -64,6 +64,12 @@ def jobs() -> list:
     # Contexts that internal requests repeat, of which Python sees the queries.
     for length, fields in ((90, {"chunk_size": 60}), (110, {"context_tokens": 80})):
         found.append((random_prompt(rng, length), compression("kvzip", budget=40, **fields), 16))
+    # Contexts that others have compressed, some of them all of the prompt; as many as are not lost to other requests.
+    for policy, fields in (("snapkv", {}), ("morphkv", {}), ("adakv", {"decode": "bounded"})):
+        context, extra = random_prompt(rng, 97), compression(policy, budget=33, context_tokens=97, **fields)
+        for index in range(9):
+            question = random_prompt(rng, 20)[1:] if index % 3 else []
+            found.append((context + question, extra, 8))
     return found
 
 
@@ -99,6 +105,7 @@ def test_tokens_of_the_cpu_runner(is_v2, expected):
     result = json.loads(done.stdout.split("RESULT", 1)[1])
     assert result.pop("tokens") == [list(one.token_ids) for one in expected]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
+    assert result.pop("adopted") > 5 and result.pop("restored") > 0
     assert result.pop("preempted") > 0 and result.pop("paged_rows") > 100
     graphs = result.pop("graphs")
     assert graphs["captured"] == len(SIZES) and graphs["replayed"] > 20

@@ -87,6 +87,17 @@ class PluginConfig(BaseModel):
     """Whether heads with different budgets hold their entries in pages of their own. Otherwise every head has as many
     places as the one with the largest budget needs, most of them empty: slower and larger, for comparison."""
 
+    shared_contexts: bool = True
+    """Whether compressed contexts stay in the prefix cache, if there is one, for later requests with the same context
+    and policy."""
+
+    contexts_share: float = Field(0.5, ge=0.0, le=1.0)
+    """Largest share of the pool that contexts may hold which are kept under an id; more of them are refused."""
+
+    contexts_dir: str | None = None
+    """Folder in which these contexts are saved, and from which they are loaded at start-up. Default: none, they are
+    gone with the server."""
+
     operators: dict[str, str] = {}
     """Implementations of operators to run instead of those in ops/choice.json."""
 
@@ -99,7 +110,7 @@ class PluginConfig(BaseModel):
     def _check_operators(cls, operators: dict[str, str]) -> dict[str, str]:
         return check_overrides(operators, OPERATORS)
 
-    @field_validator("external_cache_dir")
+    @field_validator("external_cache_dir", "contexts_dir")
     @classmethod
     def _check_folder(cls, folder: str | None) -> str | None:
         if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
@@ -148,6 +159,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         max_external_bytes=options.external_cache_bytes,
         num_token_ids=model.get_vocab_size(),
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        shares_contexts=options.shared_contexts and bool(vllm_config.cache_config.enable_prefix_caching),
         head_pages=options.head_pages
         and not (
             # The reference of attention cannot follow a GPU's addresses.

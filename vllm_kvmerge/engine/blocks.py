@@ -9,6 +9,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.request import Request
 
+from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.ops.types import cell_bytes
@@ -34,6 +35,23 @@ class Relocation:
     num_freed: int
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A front that a request may begin with. copied: its blocks that the request writes to, and gets copies of."""
+
+    front: SharedFront
+    copied: tuple[KVCacheBlock, ...]
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """A request's begin with a front: ids of blocks that are copied before the step, and of the request's own."""
+
+    front: SharedFront
+    sources: list[int]
+    blocks: list[int]
+
+
 class MergeableAttentionManager(FullAttentionManager):
     """Full-attention manager whose requests may own a compressed front, a hole and a tail.
 
@@ -48,11 +66,57 @@ class MergeableAttentionManager(FullAttentionManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "needs_kv_cache_zeroing": True})
         self.segments: dict[str, Segments] = {}
+        self.fronts: FrontCache | None = None
+        """Compressed contexts in the prefix cache; None: there are none."""
         self._retired: list[KVCacheBlock] = []
         self._unclean: set[int] = set()
+        self._offers: dict[str, Offer] = {}
+        self._taken_over: dict[str, Takeover] = {}
 
     def segments_of(self, request_id: str) -> Segments:
-        return self.segments.get(request_id, UNCOMPRESSED)
+        """The request's segments; of one that waits to begin with a front, those that it will have then."""
+        if (segments := self.segments.get(request_id)) is not None:
+            return segments
+        offer = self._offers.get(request_id)
+        return UNCOMPRESSED if offer is None else offer.front.segments
+
+    def offer(
+        self, request_id: str, front: SharedFront | None, writes: bool = False, hit: int = 0
+    ) -> list[KVCacheBlock]:
+        """Offers a front to a request that waits, or takes an offer back (None). Returns the blocks of the request's
+        first ``hit`` tokens as if found in the prefix cache, up to the last full one. writes: the request writes to the
+        front; in any case to the block of its next token."""
+        self._offers.pop(request_id, None)
+        if front is None:
+            return []
+        self._offers[request_id] = Offer(front, front.blocks if writes else front.partial(self.block_size))
+        return self._row(front, hit // self.block_size)
+
+    def _row(self, front: SharedFront, num_blocks: int) -> list[KVCacheBlock]:
+        """The first blocks of the table of a request that begins with a front."""
+        row = [self._null_block] * num_blocks
+        for index, block in zip(front.rows, front.blocks, strict=True):
+            if index < num_blocks:
+                row[index] = block
+        return row
+
+    def take_takeovers(self) -> dict[str, Takeover]:
+        """Requests that have begun with a front since the last call."""
+        taken, self._taken_over = self._taken_over, {}
+        return taken
+
+    def copy_of(self, num_blocks: int) -> list[KVCacheBlock] | None:
+        """Blocks for a copy of a front; None: there are none free."""
+        return (
+            None if num_blocks > self.block_pool.get_num_free_blocks() else self.block_pool.get_new_blocks(num_blocks)
+        )
+
+    def share(self, front: SharedFront) -> None:
+        """Puts a front, to whose blocks the caller holds references, into the prefix cache, which takes them over."""
+        assert self.fronts is not None
+        # Its contents are not what a model computed.
+        self._unclean |= {block.block_id for block in front.blocks}
+        self.fronts.add(front)
 
     def relocate(
         self, request_id: str, num_tokens: int, new_front: FrontSize, num_computed: int | None = None
@@ -76,6 +140,8 @@ class MergeableAttentionManager(FullAttentionManager):
         unhashed = [block for block in own if block.block_hash is not None][:num_unhashed]
         if len(unhashed) < num_unhashed:
             return None
+        if self.fronts is not None:
+            self.fronts.lose(unhashed)
         self.block_pool.evict_blocks({block.block_id for block in unhashed})
         front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
         hole = [self._null_block] * (num_replaced - num_front_blocks)
@@ -123,9 +189,42 @@ class MergeableAttentionManager(FullAttentionManager):
         if request.request_id not in self.segments and not isinstance(request, RepeatingRequest):
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
+    def _has_partial_local_hit(self, new_computed_blocks: Sequence[KVCacheBlock], num_computed_tokens: int) -> bool:
+        # The block in which a front's tail begins is not among those that are taken over.
+        covered = len(new_computed_blocks) * self.block_size
+        return covered > num_computed_tokens and super()._has_partial_local_hit(
+            new_computed_blocks, num_computed_tokens
+        )
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        needed = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+        if (offer := self._offers.get(request_id)) is not None:
+            # The copy of a block that is not full is the request's next block, which it needs in any case. The block
+            # itself must stay until it has been copied.
+            partial = offer.front.partial(self.block_size)
+            needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks(partial)
+        return needed
+
+    def _begin_with_front(self, request_id: str, num_full: int, offer: Offer) -> None:
+        front, num_copied = offer.front, len(offer.copied)
+        self.block_pool.touch(front.blocks)
+        copies = dict(
+            zip((one.block_id for one in offer.copied), self.block_pool.get_new_blocks(num_copied), strict=True)
+        )
+        # Nobody gets them in this step, before which they are copied.
+        self._retired += offer.copied
+        row = self._row(front, num_full + len(front.partial(self.block_size)))
+        self.req_to_blocks[request_id] = [copies.get(block.block_id, block) for block in row]
+        self.num_cached_block[request_id] = num_full
+        self.segments[request_id] = front.segments
+        self._taken_over[request_id] = Takeover(front, list(copies), [copy.block_id for copy in copies.values()])
+
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> None:
+        if (offer := self._offers.pop(request_id, None)) is not None:
+            self._begin_with_front(request_id, len(new_computed_blocks), offer)
+            return
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
             return
@@ -136,6 +235,7 @@ class MergeableAttentionManager(FullAttentionManager):
         self.num_cached_block[request_id] = len(new_computed_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._offers.pop(request_id, None)
         blocks = super().pop_blocks_for_free(request_id)
         if self.segments.pop(request_id, None) is not None:
             self._note_unclean(blocks)

@@ -186,6 +186,20 @@ def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "Samp
     engine_client.generate = generate_and_watch  # type: ignore[method-assign]
 
 
+def answer_servers() -> None:
+    """Lets API servers call the scheduler of this process's engine core, by ``call_utility_async("kvmerge_contexts")``.
+
+    vLLM's servers can call methods of engine cores and of workers; a way to those of schedulers would make this
+    unnecessary.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def call(engine_core: Any, text: str) -> str:
+        return str(engine_core.scheduler.call_contexts(text))
+
+    EngineCore.kvmerge_contexts = call  # type: ignore[attr-defined]
+
+
 def before_shutdown(engine_client: "EngineClient", hook: Callable[[float | None], float | None]) -> None:
     """Calls ``hook`` before this one client stops its engine, the newest hook first.
 

@@ -6,6 +6,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request
 
+from vllm_kvmerge.engine.contexts import ContextRefused
 from vllm_kvmerge.engine.metrics import FAILED
 from vllm_kvmerge.engine.plan import Failure
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
@@ -30,7 +31,7 @@ class FailedRequests:
         self._failures |= failures
 
     def add(self, request_id: str, error: Exception) -> None:
-        if isinstance(error, CompressionError):
+        if isinstance(error, CompressionError | ContextRefused):
             failure = Failure(str(error))
         elif isinstance(error, PartError):
             failure = Failure(str(error), error.part)

@@ -29,6 +29,15 @@ OVERFLOWS = Counter(
     "Cache entries (per layer and KV head) left as they were because what was to be merged into them is not finite.",
     LABELS,
 )
+CONTEXT_HITS = Counter(
+    "vllm:kvmerge_context_hits", "Requests that began with a compressed context from the prefix cache.", LABELS
+)
+CONTEXT_MISSES = Counter(
+    "vllm:kvmerge_context_misses", "Requests that compressed a context which the prefix cache did not have.", LABELS
+)
+CONTEXT_HIT_TOKENS = Counter(
+    "vllm:kvmerge_context_hit_tokens", "Tokens of contexts that were found compressed, and not computed.", LABELS
+)
 FAILED = Counter(
     "vllm:kvmerge_failed_compactions",
     "Requests ended with an error because a part of their policy failed.",
@@ -56,6 +65,16 @@ _LIVE = [
     )
 ]
 
+_CONTEXTS = [
+    Gauge(name, description, ["engine"], multiprocess_mode="livesum")
+    for name, description in (
+        ("vllm:kvmerge_shared_contexts", "Compressed contexts and turns in the prefix cache."),
+        ("vllm:kvmerge_shared_context_bytes", "Bytes of the blocks that these are in, over all layers and ranks."),
+        ("vllm:kvmerge_kept_contexts", "Contexts that are kept under an id."),
+        ("vllm:kvmerge_kept_context_bytes", "Bytes of the blocks that these hold, over all layers and ranks."),
+    )
+]
+
 
 def count_request(policy: str, engine: int) -> None:
     REQUESTS.labels(policy, engine).inc()
@@ -76,6 +95,15 @@ def count_freed(policy: str, engine: int, num_blocks_freed: int, num_bytes_freed
 
 def count_refresh(policy: str, engine: int) -> None:
     REFRESHES.labels(policy, engine).inc()
+
+
+def count_context(policy: str, engine: int, num_tokens: int) -> None:
+    """Counts a request's context of which ``num_tokens`` were found compressed; 0: none were."""
+    if num_tokens:
+        CONTEXT_HITS.labels(policy, engine).inc()
+        CONTEXT_HIT_TOKENS.labels(policy, engine).inc(num_tokens)
+    else:
+        CONTEXT_MISSES.labels(policy, engine).inc()
 
 
 def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int, num_overflows: int) -> None:
@@ -109,3 +137,10 @@ class CacheGauges:
             for gauge, number in zip(_LIVE, numbers, strict=True):
                 gauge.labels(policy, self._engine).set(number)
         self._policies = set(totals)
+
+    def update_contexts(self, num_shared: int, num_shared_blocks: int, num_kept: int, num_kept_blocks: int) -> None:
+        """Sets numbers of compressed contexts in the prefix cache, and of their blocks; and of those that are kept."""
+        size = self._bytes_per_block
+        numbers = num_shared, num_shared_blocks * size, num_kept, num_kept_blocks * size
+        for gauge, number in zip(_CONTEXTS, numbers, strict=True):
+            gauge.labels(self._engine).set(number)

@@ -76,6 +76,9 @@ class CompressionPlan:
     is_refresh: the front is made of the complete cache outside the pool instead, the tokens ``[0, num_tokens)``.
     external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
     so far, if a refresh leaves the tail as it is; None: ``num_tokens``.
+
+    key: that the worker keeps the front's state under, for requests that take it over; None: it is not shared. copies:
+    ids of the blocks that the front is copied to for them, because this request goes on writing to its own.
     """
 
     request_id: str
@@ -93,6 +96,8 @@ class CompressionPlan:
     is_refresh: bool = False
     external_tokens: int = 0
     num_computed: int | None = None
+    key: bytes | None = None
+    copies: list[int] = field(default_factory=list)
 
     @property
     def seq_len(self) -> int:
@@ -133,14 +138,52 @@ class RepeatedChunk:
     normalizes: bool = False
 
 
+@dataclass(frozen=True)
+class Adoption:
+    """A request's begin with a front that another one has left, instead of computing what it stands for.
+
+    key: of the front. compression: the request's ``kv_compression`` as JSON text. front, tail: its segments.
+    num_tokens: that are computed with it. query_window: number of the newest queries to keep. sources, blocks: ids of
+    some of the front's blocks and of the request's own, to which they are copied before the step. restores_output: the
+    prompt ends with the front. Its last token is computed again, and what comes out replaced by what came out then.
+    """
+
+    key: bytes
+    compression: str
+    front: int
+    tail: int
+    num_tokens: int
+    query_window: int
+    sources: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    restores_output: bool = False
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """What a request held when it ended, for the next turn. key: that the worker keeps its state under. num_tokens: the
+    first ones, of which it is."""
+
+    key: bytes
+    num_tokens: int
+
+
 @dataclass
 class CompressionStep:
-    """One step's compressions, prompt windows, and repeated chunks by internal request. usage: its ``UsageReports``
-    entries, which workers ignore."""
+    """One step's compressions, prompt windows, and repeated chunks by internal request.
+
+    adoptions: by request. outputs: requests that compute their context's last token, whose output is kept for fronts.
+    turns: by request, of those that have ended. forgotten: keys of fronts that are gone. usage: its ``UsageReports``
+    entries, which workers ignore.
+    """
 
     plans: list[CompressionPlan] = field(default_factory=list)
     windows: dict[str, PromptWindow] = field(default_factory=dict)
     repetitions: dict[str, RepeatedChunk] = field(default_factory=dict)
+    adoptions: dict[str, Adoption] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+    turns: dict[str, KeptTurn] = field(default_factory=dict)
+    forgotten: list[bytes] = field(default_factory=list)
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

@@ -84,6 +84,16 @@ class RequestCompression:
         )
 
     @property
+    def shares_context(self) -> bool:
+        """True if its compressed context may serve other requests: nothing else is needed to go on from there."""
+        return self.context > self.budget and self.config.refresh is None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory outside the pool that workers keep for its compressed context while others may need it."""
+        return self.ring_bytes if self.config.decode == "bounded" else 0
+
+    @property
     def repeats_context(self) -> bool:
         """True if the context is repeated by internal requests before it is compressed."""
         return self.config.policy.tracker.repeats_context

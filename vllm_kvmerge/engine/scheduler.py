@@ -4,7 +4,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,21 +19,28 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests
+from vllm_kvmerge.engine.fronts import TURN, FrontCache, SharedFront
 from vllm_kvmerge.engine.metrics import (
     GENERATED,
     CacheGauges,
     count_compression,
+    count_context,
     count_freed,
     count_refresh,
     count_request,
 )
 from vllm_kvmerge.engine.plan import (
+    Adoption,
     CompressionPlan,
+    CompressionReport,
     CompressionStep,
     FrontReport,
     FrontSize,
+    KeptTurn,
     PromptWindow,
+    Segments,
     attach,
     attached_report,
     attached_step,
@@ -88,6 +97,18 @@ class CompressionSchedulerMixin(Scheduler):
         """By request, and by the number of tokens that it had then."""
         self._unreported: dict[str, int] = {}
         """Blocks that compressions freed whose workers have not reported yet, by request; negative: that they took."""
+        options = plugin_config(self.vllm_config)
+        hash_function = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
+        if options.shared_contexts and self.cache_config.enable_prefix_caching:
+            pool, group, max_bytes = self._manager.block_pool, self._manager.kv_cache_group_id, self._limits.max_bytes
+            self._manager.fronts = FrontCache(pool, group, hash_function, KEPT_SHARE * max_bytes)
+        most = int(options.contexts_share * (cache.num_blocks - 1))
+        self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
+        self._front_keys: dict[str, BlockHash | None] = {}
+        self._turns: dict[str, KeptTurn] = {}
+        """By request that has ended since the last step."""
+        self._unshared: dict[BlockHash, SharedFront | None] = {}
+        """Fronts that steps in flight make: the copies that they are in, or None where their requests hold them."""
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
@@ -103,6 +124,8 @@ class CompressionSchedulerMixin(Scheduler):
             try:
                 config = self._requested(request, extra.get(EXTRA_ARGS_KEY))
                 compression = self._resolve(request, config)
+                if (asked := extra.get(CONTEXT_KEY)) is not None:
+                    self._contexts.ask(request, asked, compression)
             except Exception as error:  # this request alone ends, before its first step
                 self._failed.add(request.request_id, error)
             else:
@@ -175,7 +198,13 @@ class CompressionSchedulerMixin(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._release_kept(request)
         self._stop_repeating(request)
+        self._keep_turn(request)
+        if self._contexts:
+            key = self._front_key(request)
+            front = self._manager.fronts.find(key) if key is not None and self._manager.fronts is not None else None
+            self._contexts.end(request, front, self._compressions.get(request.request_id))
         self._compressions.pop(request.request_id, None)
+        self._front_keys.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
@@ -185,6 +214,7 @@ class CompressionSchedulerMixin(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._end_failed()
+        self._contexts.expire()
         self._put_repetitions_first()
         output = super().schedule(*args, **kwargs)
         self._end_orphans()
@@ -195,7 +225,9 @@ class CompressionSchedulerMixin(Scheduler):
                 kept.keep(running)
         self._usage.before_compressions(self.running, self._size)
         step = CompressionStep()
+        self._begin_with_fronts(step)
         stuck = self._repeat_contexts(output, step)
+        self._keep_outputs(output, step)
         waiting = self._plan_due(step)
         while waiting and not output.num_scheduled_tokens and not step.plans:
             # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
@@ -208,13 +240,28 @@ class CompressionSchedulerMixin(Scheduler):
             self._preempt_request(stuck[-1], time.monotonic())
         self._end_orphans()
         self._manager.release_retired()
+        step.turns, self._turns = self._turns, {}
+        if self._manager.fronts is not None:
+            step.forgotten = self._manager.fronts.take_forgotten()
         compressed = {plan.request_id: plan.is_refresh for plan in step.plans}
         step.usage = self._usage.after_compressions(self.running, self._size, compressed)
         attach(output, step)
         if self.log_stats:
             users = [one for one in self.running if not isinstance(one, RepeatingRequest)]
             self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
+            if self._manager.fronts is not None:
+                fronts, contexts = self._manager.fronts, self._contexts
+                self._gauges.update_contexts(len(fronts), fronts.num_blocks, len(contexts), contexts.num_blocks)
         return output
+
+    def call_contexts(self, text: str) -> str:
+        """``ContextStore.call``."""
+        return self._contexts.call(text)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        # The weights may have changed.
+        self._contexts.clear()
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
@@ -278,6 +325,13 @@ class CompressionSchedulerMixin(Scheduler):
         if isinstance(request, RepeatingRequest):
             shared = self._manager.req_to_blocks[request.parent.request_id][: request.context // self.block_size]
             return self.kv_cache_manager.create_kv_cache_blocks((shared,)), len(shared) * self.block_size, 0, False
+        if (front := self._shared_front(request)) is not None:
+            # The last token of all is computed in any case: what comes after it is not part of a front.
+            num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
+            writes = self._compressions[request.request_id].config.tracks_decode
+            own = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
+            return self.kv_cache_manager.create_kv_cache_blocks((own,)), num_hit_tokens, 0, False
+        self._manager.offer(request.request_id, None)
         blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         due_at = self._next_compression(request)
         if due_at is not None:
@@ -306,7 +360,7 @@ class CompressionSchedulerMixin(Scheduler):
 
     def _leaves_room_to_repeat(self, request: Request, compression: RequestCompression) -> bool:
         """False if a request must wait so that those whose contexts are repeated do not take all places to run."""
-        if not compression.repeats_context or request.status == RequestStatus.RUNNING:
+        if not self._awaits_repetition(request) or request.status == RequestStatus.RUNNING:
             return True
         return sum(map(self._awaits_repetition, self.running)) < self.max_num_active_reqs - 1
 
@@ -320,6 +374,140 @@ class CompressionSchedulerMixin(Scheduler):
         return self._external_bytes.reserve(
             request_id, compression.external_bytes, limits.max_external_bytes
         ) and self._kept_bytes.reserve(request_id, num_bytes, KEPT_SHARE * limits.max_bytes)
+
+    # Contexts that requests share.
+
+    def _front_key(self, request: Request) -> BlockHash | None:
+        """The key of the request's compressed context; None: it is not shared."""
+        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
+        if fronts is None or compression is None or not compression.shares_context:
+            return None
+        if request.request_id not in self._front_keys:
+            key = fronts.key(request, compression.context, compression.config.front_policy)
+            self._front_keys[request.request_id] = key
+        return self._front_keys[request.request_id]
+
+    def _shared_front(self, request: Request) -> SharedFront | None:
+        """What the request can begin with in the prefix cache: the longest turn, otherwise its context's front."""
+        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
+        if fronts is None or compression is None or request.skip_reading_prefix_cache:
+            return None
+        if compression.config.reuse == "turns":
+            turn = fronts.find_turn(request, compression.config.front_policy)
+            if turn is not None:
+                return turn
+        key = self._front_key(request)
+        front = None if key is None else fronts.find(key)
+        # The last token's slot must not be one of the front's.
+        fits = front is not None and len(front.blocks) <= (request.num_tokens - 1) // self.block_size
+        return front if fits else None
+
+    def _begin_with_fronts(self, step: CompressionStep) -> None:
+        """Adds to ``step`` the requests that vLLM has just given fronts."""
+        for request_id, taken in self._manager.take_takeovers().items():
+            compression, front = self._compressions[request_id], taken.front
+            step.adoptions[request_id] = Adoption(
+                key=front.key,
+                compression=compression.config.text,
+                front=front.segments.num_places,
+                tail=front.segments.tail,
+                num_tokens=front.num_tokens,
+                query_window=compression.query_window,
+                sources=taken.sources,
+                blocks=taken.blocks,
+                restores_output=front.num_tokens == self.requests[request_id].num_tokens,
+            )
+            self._kept_bytes.shrink(request_id, compression.ring_bytes)
+            count_context(compression.config.name, self._engine, front.num_tokens)
+
+    def _keep_turn(self, request: Request) -> None:
+        """Leaves what a request holds that ends as it should in the prefix cache, if it asked for that."""
+        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
+        if fronts is None or compression is None or compression.config.reuse != "turns":
+            return
+        segments, num_tokens = self._manager.segments_of(request.request_id), request.num_tokens - 1
+        is_whole = segments.are_compressed and segments.tail <= num_tokens <= request.num_computed_tokens
+        if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED) or not is_whole:
+            return
+        policy = compression.config.front_policy
+        key = fronts.key(request, num_tokens, policy, TURN)
+        if key is None or key in fronts:
+            return
+        table = self._manager.req_to_blocks[request.request_id][: cdiv(num_tokens, self.block_size)]
+        rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
+        self._manager.block_pool.touch(blocks)
+        turn = fronts.turn(request, num_tokens, policy)
+        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, compression.shared_bytes, turn))
+        self._turns[request.request_id] = KeptTurn(key, num_tokens)
+
+    def _keep_outputs(self, output: SchedulerOutput, step: CompressionStep) -> None:
+        """Adds to ``step`` the requests whose contexts end with it, and are shared."""
+        if self._manager.fronts is None or not self._compressions:
+            return
+        for request_id in output.num_scheduled_tokens:
+            compression = self._compressions.get(request_id)
+            if compression is None or self._manager.segments_of(request_id).are_compressed:
+                continue
+            request = self.requests[request_id]
+            if request.num_computed_tokens == compression.context and self._front_key(request) is not None:
+                step.outputs.append(request_id)
+
+    def _plan_to_share(self, request: Request, blocks: list[int]) -> tuple[BlockHash | None, list[int]]:
+        """Key of the front that the request's first compression makes in ``blocks`` (ids), None if it is not shared;
+        and ids of the blocks that it is to be copied to, none if it can be shared where it is."""
+        key, fronts = self._front_key(request), self._manager.fronts
+        compression, copies = self._compressions[request.request_id], list[KVCacheBlock]()
+        if key is None or fronts is None:
+            return None, []
+        count_context(compression.config.name, self._engine, 0)
+        # New tokens may go to the last block of a front that saves none.
+        if key in fronts or key in self._unshared or len(blocks) > compression.context // self.block_size:
+            return None, []
+        front = None
+        if compression.config.tracks_decode:
+            taken = self._manager.copy_of(len(blocks))
+            if taken is None:
+                return None, []
+            copies, segments = taken, self._manager.segments_of(request.request_id)
+            front = self._front_of_context(key, segments, taken, compression)
+        self._unshared[key] = front
+        return key, [block.block_id for block in copies]
+
+    @staticmethod
+    def _front_of_context(
+        key: BlockHash, segments: Segments, blocks: list[KVCacheBlock], compression: RequestCompression
+    ) -> SharedFront:
+        rows, num_bytes = tuple(range(len(blocks))), compression.shared_bytes
+        return SharedFront(key, segments, segments.tail, rows, tuple(blocks), num_bytes)
+
+    def _share(self, plan: CompressionPlan, report: CompressionReport) -> None:
+        """Puts the front of a plan that has been carried out into the prefix cache, unless that failed."""
+        fronts = self._manager.fronts
+        if plan.key is None or fronts is None:
+            return
+        key = BlockHash(plan.key)
+        front, segments = self._unshared.pop(key), self._manager.segments_of(plan.request_id)
+        reported = report.fronts.get(plan.request_id)
+        if front is None and segments.changed_at == plan.seq_len:
+            blocks = self._manager.req_to_blocks[plan.request_id][
+                : reported.num_blocks if reported else len(plan.blocks)
+            ]
+            self._manager.block_pool.touch(blocks)
+            front = self._front_of_context(key, segments, blocks, self._compressions[plan.request_id])
+        elif front is not None and reported is not None:
+            self._manager.block_pool.free_blocks(front.blocks[reported.num_blocks :])
+            front = replace(
+                front,
+                segments=replace(front.segments, front=reported.entries),
+                rows=front.rows[: reported.num_blocks],
+                blocks=front.blocks[: reported.num_blocks],
+            )
+        if front is not None and plan.request_id not in report.failures:
+            self._manager.share(front)
+            return
+        if front is not None:
+            self._manager.block_pool.free_blocks(front.blocks)
+        fronts.forget(key)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         return self.kv_cache_manager.take_new_block_ids() or None
@@ -381,6 +569,7 @@ class CompressionSchedulerMixin(Scheduler):
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
+        key, copies = (None, []) if segments.are_compressed else self._plan_to_share(request, relocation.blocks)
         plan = CompressionPlan(
             request_id=request_id,
             compression=compression.config.text,
@@ -397,6 +586,8 @@ class CompressionSchedulerMixin(Scheduler):
             is_refresh=is_refresh,
             external_tokens=compression.total if compression.external_bytes else 0,
             num_computed=num_computed,
+            key=key,
+            copies=copies,
         )
         step.plans.append(plan)
         self._repeating.pop(request_id, None)
@@ -428,6 +619,8 @@ class CompressionSchedulerMixin(Scheduler):
                 self._reported.setdefault(request_id, {})[front.num_tokens] = front
                 num_freed = self._manager.shrink_front(request_id, front)
                 self._count_freed(request_id, num_freed + self._unreported.pop(request_id, 0))
+        for plan in attached_step(scheduler_output).plans:
+            self._share(plan, report)
         self._failed.update(report.failures)
         # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
         self._end_failed()
@@ -476,5 +669,6 @@ def KVMergeScheduler(vllm_config: Any, **kwargs: Any) -> CompressionSchedulerMix
     """The engine's ``scheduler_cls``: vLLM calls it once it has decided on asynchronous scheduling."""
     compat.install()
     compat.register_cache_spec()
+    compat.answer_servers()
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncCompressionScheduler if asynchronous else SyncCompressionScheduler)(vllm_config=vllm_config, **kwargs)

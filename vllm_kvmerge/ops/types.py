@@ -199,6 +199,11 @@ class PagedKVCache:
             (*self.values.shape[:2], size), (*self.values.stride()[:2], 1), self.values.storage_offset() - size // 2
         )
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies whole blocks, metadata included; ``sources`` and ``targets``: ``[n]`` int64 ids, none in both."""
+        for plane in (self.content, *self.metadata):
+            plane.index_copy_(0, targets, plane.index_select(0, sources))
+
     @cached_property
     def stock_keys(self) -> Tensor:
         """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed).

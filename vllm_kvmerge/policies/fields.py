@@ -129,6 +129,11 @@ class CommonFields(BaseModel):
         description="In place of context_tokens, for a chat: its first so many messages, whose tokens the server "
         "counts. Default: none.",
     )
+    reuse: Literal["turns"] | None = Field(
+        None,
+        description="turns: when the request ends, its cache stays in the prefix cache, and a request with the same "
+        "policy whose prompt begins with its tokens goes on from there, as in one session. Default: never.",
+    )
     refresh: Refresh | None = Field(
         None,
         description="Keep the complete cache outside the pool, and compress it anew for the newest queries every so "

@@ -74,8 +74,8 @@ class Limits:
     outside the pool, its complete cache not counted. max_seconds: of one compression, as estimated; during generation,
     of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
-    num_token_ids: of the model. max_num_seqs: requests that run at once. rates: speed of the workers; None: not known
-    yet, so time is not limited.
+    num_token_ids: of the model. max_num_seqs: requests that run at once. shares_contexts: what has been compressed
+    stays in the prefix cache. rates: speed of the workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -88,6 +88,7 @@ class Limits:
     head_pages: bool = False
     num_token_ids: int = 1 << 31
     max_num_seqs: int = 2
+    shares_contexts: bool = True
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
@@ -100,6 +101,9 @@ class Limits:
         self._check_allowed(config)
         self._check_rotation(config)
         self._check_hidden_states(config.policy.tracker)
+        if config.reuse is not None and not self.shares_contexts:
+            message = f"{config.reuse!r} on a server that keeps no compressed cache; allowed: null"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.reuse", message, "not_kept")
         max_tokens = self.possible_tokens(num_prompt_tokens, max_tokens)
         if config.never_compresses(num_prompt_tokens, max_tokens):
             return

@@ -173,6 +173,11 @@ class CompressionConfig(CommonFields):
         parts = reduce(or_, (part.model_dump(mode="json") for part in self.policy.parts))
         return {"policy": self.name, **self.model_dump(include=set(CommonFields.model_fields)), **names, **parts}
 
+    @property
+    def front_policy(self) -> str:
+        """All that a context's front depends on besides its tokens, as canonical JSON text."""
+        return _front_policy(self.text)
+
     def check_prompt(self, num_prompt_tokens: int) -> None:
         """Raises CompressionError if the request does not fit a prompt of this length."""
         if self.context_tokens is not None and self.context_tokens > num_prompt_tokens:
@@ -291,7 +296,21 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         config.check_protected(config.budget)
     if policy.tracker.repeats_context or policy.tracker.predicts_scores:
         _check_scored_once(config)
+    if config.reuse is not None and config.refresh is not None:
+        message = f"{config.reuse!r} with a refresh, whose complete cache ends with the request; allowed: null"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.reuse", message, "incompatible_fields")
     return config
+
+
+@lru_cache(maxsize=4096)
+def _front_policy(text: str) -> str:
+    config = _parse_canonical(text)
+    assert config is not None
+    parameters = config.parameters
+    # How long the context is, and what becomes of the cache in the end, say nothing of the front.
+    for field in ("context_tokens", "context_messages", "reuse"):
+        del parameters[field]
+    return json.dumps(parameters, sort_keys=True)
 
 
 def _check_scored_once(config: CompressionConfig) -> None:

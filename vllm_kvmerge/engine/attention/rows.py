@@ -65,6 +65,12 @@ class QueryRing:
         places = torch.arange(seq_len - query.shape[0], seq_len, device=query.device) % self.window
         self._ring[layer, places] = query
 
+    def fill(self, queries: Tensor, seq_len: int) -> None:
+        """``queries``: as returned by another ring's ``queries``, of the tokens up to position ``seq_len - 1``."""
+        queries = queries[:, -self.window :]
+        places = torch.arange(seq_len - queries.shape[1], seq_len, device=queries.device) % self.window
+        self._ring[:, places] = queries
+
     def places(self, start: int, end: int) -> np.ndarray:
         """Places in its ``QueryRings`` of the queries of tokens ``[start, end)``, int64."""
         assert self.first is not None

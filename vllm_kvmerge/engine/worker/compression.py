@@ -3,13 +3,16 @@
 Each of vLLM's model runners has one ``Compression``, and supplies the batch's order and the blocks of a request.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -32,13 +35,23 @@ from vllm_kvmerge.engine.attention.rows import (
     ScoreWindow,
 )
 from vllm_kvmerge.engine.metrics import observe_compaction
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, RepeatedChunk, attached_step
+from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionStep, RepeatedChunk, attached_step
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.external import ExternalCache
+from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
 from vllm_kvmerge.engine.worker.reporting import EntryCounts, Reporter
 from vllm_kvmerge.engine.worker.rotary import find_rotation
+from vllm_kvmerge.engine.worker.saved_fronts import (
+    SavedFrontError,
+    file_of,
+    fingerprint,
+    front_tensors,
+    read_front,
+    restore_front,
+    write_front,
+)
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.ops import NO_UPDATE, HeadPages, ScoreMode, ScoreUpdate, implementation, override
 from vllm_kvmerge.ops.types import sent
@@ -54,7 +67,8 @@ class RequestState:
     """A worker's state of a request with a policy. update: of its scores by attention after the first compression, if
     its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
     cache, from the first compression on, if it is refreshed. predicts: scores of generated tokens are predicted. pages:
-    of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU."""
+    of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU. output: of
+    its context's last token, until its front is shared."""
 
     front: int = 0
     tail: int = 0
@@ -65,6 +79,19 @@ class RequestState:
     predicts: bool = False
     pages: HeadPages | None = None
     table: Tensor | None = None
+    output: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class KeptFront:
+    """What a worker keeps of a front in the prefix cache besides its blocks. pages, table: as in ``RequestState``.
+    queries: the newest ones of the context, if its policy goes on reading them. output: the hidden state that the model
+    made of the context's last token, ``[hidden]``."""
+
+    pages: HeadPages | None
+    table: Tensor | None
+    queries: Tensor | None
+    output: Tensor | None
 
 
 def score_update(config: CompressionConfig) -> ScoreUpdate:
@@ -87,6 +114,9 @@ class Compression:
         self._device = device
         self.states: dict[str, RequestState] = {}
         self.step = CompressionStep()
+        self._fronts: dict[bytes, KeptFront] = {}
+        self._last_tokens: dict[str, int] = {}
+        """Places in the batch of outputs that are kept or replaced, by request."""
         self.rings: QueryRings | None = None
         self.rates: Rates | None = None
         self._compactor: Compactor | None = None
@@ -138,6 +168,7 @@ class Compression:
         logger.info("KV cache operators: %s", implementation(pages[0]))
         heads, num_kv_heads = HeadShare.of(self._config), pages[0].num_kv_heads
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
+        self._fingerprint = fingerprint(model)
         self._output_weights = OutputWeights(model, group.layer_names, num_kv_heads, self._query_shape)
         self._hidden_states = self._watched(model, group.layer_names, heads.indices(num_kv_heads))
         self._compactor = Compactor(
@@ -178,6 +209,10 @@ class Compression:
         """Begins a step: forgets requests that have ended or start anew."""
         self._counts.flush()
         self.step = attached_step(scheduler_output)
+        for request_id, turn in self.step.turns.items():
+            ended = self.states[request_id]
+            queries = None if ended.ring is None else ended.ring.queries(turn.num_tokens)
+            self._fronts[turn.key] = KeptFront(ended.pages, ended.table, queries, None)
         for request_id in (
             scheduler_output.finished_req_ids
             | (scheduler_output.preempted_req_ids or set())
@@ -186,11 +221,47 @@ class Compression:
             state = self.states.pop(request_id, None)
             if state is not None and state.ring is not None and self.rings is not None:
                 self.rings.give_back(state.ring)
+        copied = [one for one in self.step.adoptions.values() if one.blocks]
+        self._copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
+        for request_id, adoption in self.step.adoptions.items():
+            self.states[request_id] = self._adopted(adoption)
+        # Last: a request may begin with a front and, when its next compression takes the blocks, end it in one step.
+        for key in self.step.forgotten:
+            self._fronts.pop(key, None)
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copies blocks, given by their ids."""
+        if targets:
+            ids = sent(torch.tensor([sources, targets]), self._device)
+            for cache in self.compactor.layers:
+                cache.copy_blocks(*ids)
+
+    def _adopted(self, adoption: Adoption) -> RequestState:
+        """The state of a request that begins with a front."""
+        config, front = parse_known(adoption.compression), self._fronts[adoption.key]
+        state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table)
+        self._track(state, config)
+        if front.pages is not None and adoption.blocks:
+            state.pages = moved(front.pages, adoption.sources, adoption.blocks)
+            state.table = self._table(state.pages)
+        if front.queries is not None and adoption.query_window:
+            state.ring = self._ring(adoption.query_window)
+            state.ring.fill(front.queries, adoption.num_tokens)
+        return state
+
+    def _track(self, state: RequestState, config: CompressionConfig) -> None:
+        """Has attention go on with a compressed request's scores as its policy asks."""
+        state.update = score_update(config) if config.tracks_decode else NO_UPDATE
+        state.predicts = config.tracks_decode and config.policy.tracker.predicts_scores
 
     def row(self, request_id: str, num_scheduled: int, num_computed: int) -> BatchRow:
         """The batch row of a request with ``num_scheduled`` new tokens after ``num_computed``."""
         state = self.states.get(request_id)
         if state is not None and state.front > 0:
+            adoption = self.step.adoptions.get(request_id)
+            if adoption is not None and adoption.restores_output:
+                # Nothing comes of this token, whose query the front has seen before; attention wants one after it.
+                return BatchRow(state.front, state.tail - 1, pages=state.pages, table=state.table)
             predicted = PredictedScores(self._seen, None) if state.predicts else None
             return BatchRow(
                 state.front, state.tail, state.update, predicted, state.ring, pages=state.pages, table=state.table
@@ -235,11 +306,35 @@ class Compression:
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
         """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
         rows: list[BatchRow] = []
-        if self.states or self.step.windows or self.step.repetitions:
-            rows = [self.row(*request) for request in order]
+        self._last_tokens = {}
+        if self.states or self.step.windows or self.step.repetitions or self.step.outputs:
+            batch = list(order)
+            rows = [self.row(*request) for request in batch]
+            self._last_tokens = self._watched_outputs(batch)
         if self._hidden_states is not None:
             self._hidden_states.observe(any(row.needs_hidden_states for row in rows))
         return rows
+
+    def _watched_outputs(self, batch: list[tuple[str, int, int]]) -> dict[str, int]:
+        """``_last_tokens`` of a step."""
+        restored = (request_id for request_id, one in self.step.adoptions.items() if one.restores_output)
+        watched = {*self.step.outputs, *restored}
+        if not watched:
+            return {}
+        ends = accumulate(num_scheduled for _, num_scheduled, _ in batch)
+        return {request_id: end - 1 for (request_id, *_), end in zip(batch, ends, strict=True) if request_id in watched}
+
+    def exchange_outputs(self, hidden_states: Tensor) -> None:
+        """Keeps the outputs of last tokens of contexts whose fronts others may begin with, and puts them in the place
+        of what such a front's last token has come to since. hidden_states: the model's, ``[tokens, hidden]``."""
+        places, self._last_tokens = self._last_tokens, {}
+        for request_id, place in places.items():
+            if (adoption := self.step.adoptions.get(request_id)) is not None:
+                output = self._fronts[adoption.key].output
+                assert output is not None
+                hidden_states[place] = output
+            else:
+                self.states.setdefault(request_id, RequestState()).output = hidden_states[place].clone()
 
     def needs_python(self, order: Iterable[tuple[str, int, int]]) -> bool:
         """True if Python code must see this step's queries, which rules out a captured graph."""
@@ -251,11 +346,48 @@ class Compression:
         if config.policy.scores_tokens:
             state.prompt_scores = PromptScores.empty(len(layers), layers[0].num_kv_heads, seq_len, self._device)
         if query_window:
-            state.ring = self.rings.take(query_window) if self.rings is not None else None
-            if state.ring is None:
-                dtype = self._config.model_config.dtype
-                state.ring = QueryRing.empty(len(layers), query_window, *self._query_shape, dtype, self._device)
+            state.ring = self._ring(query_window)
         return state
+
+    def _ring(self, window: int) -> QueryRing:
+        ring = self.rings.take(window) if self.rings is not None else None
+        if ring is None:
+            num_layers, dtype = len(self.compactor.layers), self._config.model_config.dtype
+            ring = QueryRing.empty(num_layers, window, *self._query_shape, dtype, self._device)
+        return ring
+
+    # Fronts in files.
+
+    def save_front(self, order: str) -> str | None:
+        """Writes what this worker holds of a front; an error message if it cannot. order: of
+        ``saved_contexts.save``."""
+        asked = json.loads(order)
+        kept, heads = self._fronts.get(bytes.fromhex(asked["key"])), HeadShare.of(self._config)
+        try:
+            if kept is None:
+                raise SavedFrontError("this worker does not know the front")
+            others = {"queries": kept.queries, "output": kept.output}
+            tensors = front_tensors(self.compactor.layers, asked["blocks"], kept.pages, others)
+            path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)
+            write_front(path, tensors, asked["manifest"], self._fingerprint)
+        except (OSError, SafetensorError, SavedFrontError) as error:
+            return str(error)
+        return None
+
+    def load_front(self, order: str) -> str | None:
+        """Reads a front from this worker's file into blocks; an error message if it cannot. order: of
+        ``saved_contexts.load_all``."""
+        asked, heads = json.loads(order), HeadShare.of(self._config)
+        try:
+            tensors = read_front(file_of(Path(asked["folder"]), heads.rank, heads.num_workers), self._fingerprint)
+            pages, others = restore_front(self.compactor.layers, asked["blocks"], tensors)
+        except SavedFrontError as error:
+            return str(error)
+        table = None if pages is None else self._table(pages)
+        others = {name: tensor.to(self._device) for name, tensor in others.items()}
+        key = bytes.fromhex(asked["key"])
+        self._fronts[key] = KeptFront(pages, table, others.get("queries"), others.get("output"))
+        return None
 
     # Plans of a step.
 
@@ -286,9 +418,13 @@ class Compression:
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
             state.table = None if state.pages is None else self._table(state.pages)
-            state.update = score_update(config) if config.tracks_decode else NO_UPDATE
-            state.predicts = config.tracks_decode and config.policy.tracker.predicts_scores
+            self._track(state, config)
             state.prompt_scores = None
+            if plan.key is not None:
+                self._fronts[plan.key] = self._kept(plan, config, state)
+            state.output = None
+        shared = [plan for plan in plans if plan.copies]
+        self._copy([id_ for plan in shared for id_ in plan.blocks], [id_ for plan in shared for id_ in plan.copies])
         heads, policies = HeadShare.of(self._config), [config.name for config in configs]
         self.reporter.add_failures(plans, done.failures, heads)
         self.reporter.add_fronts(plans, done.fronts)
@@ -300,6 +436,16 @@ class Compression:
             for policy, plan in zip(policies, plans, strict=True):
                 observe_compaction(policy, self._engine, seconds, is_refresh=plan.is_refresh)
         return plans
+
+    def _kept(self, plan: CompressionPlan, config: CompressionConfig, state: RequestState) -> KeptFront:
+        """What is kept of the front that a request has now."""
+        pages, table, queries = state.pages, state.table, None
+        if pages is not None and plan.copies:
+            pages = moved(pages, plan.blocks, plan.copies)
+            table = self._table(pages)
+        if config.decode == "bounded" and state.ring is not None:
+            queries = state.ring.queries(plan.seq_len)
+        return KeptFront(pages, table, queries, state.output)
 
     def _table(self, pages: HeadPages) -> Tensor | None:
         """The table that attention reads instead of ``pages``; None: there is none on the CPU."""

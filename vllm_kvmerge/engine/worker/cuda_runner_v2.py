@@ -51,6 +51,8 @@ class CUDARunnerV2Mixin(GPUModelRunner):
             return super().execute_model(scheduler_output, *args, dummy_run=True, **kwargs)
         self.compression.begin(scheduler_output)
         result = super().execute_model(scheduler_output, *args, **kwargs)
+        if self.execute_model_state is not None and self.execute_model_state.hidden_states is not None:
+            self.compression.exchange_outputs(self.execute_model_state.hidden_states)
         self._moves = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 

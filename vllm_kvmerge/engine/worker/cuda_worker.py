@@ -29,3 +29,11 @@ class KVMergeCUDAWorker(Worker):
     def compression_rates(self) -> dict[str, float]:
         """The worker's ``policies.cost.Rates``, for API servers."""
         return self.model_runner.compression.known_rates()
+
+    def save_front(self, order: str) -> str | None:
+        """``Compression.save_front``, for API servers."""
+        return self.model_runner.compression.save_front(order)
+
+    def load_front(self, order: str) -> str | None:
+        """``Compression.load_front``, for API servers."""
+        return self.model_runner.compression.load_front(order)

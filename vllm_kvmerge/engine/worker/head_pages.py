@@ -71,6 +71,15 @@ class Deal:
         return cls(HeadPages(layers, of_heads, torch.from_numpy(fronts).reshape(shape)), grows, within_layers)
 
 
+def moved(pages: HeadPages, sources: Sequence[int], targets: Sequence[int]) -> HeadPages:
+    """The same pages in copies of their blocks; ``sources``, ``targets``: ids of blocks and of their copies."""
+    num_lanes = pages.ids.shape[0] * pages.num_kv_heads
+    blocks, lanes = pages.ids // num_lanes, pages.ids % num_lanes
+    copies = torch.arange(max(int(blocks.max()), *sources) + 1)
+    copies[torch.tensor(sources)] = torch.tensor(targets)
+    return HeadPages(pages.layers, copies[blocks] * num_lanes + lanes, pages.fronts)
+
+
 def _own_pages(
     blocks: np.ndarray, num_lanes: int, size: int, before: HeadPages | None
 ) -> tuple[np.ndarray, np.ndarray]:

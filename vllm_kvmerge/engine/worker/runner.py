@@ -35,6 +35,11 @@ class CompressionRunnerMixin(GPUModelRunner):
         self._moves = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._model_forward(*args, **kwargs)
+        self.compression.exchange_outputs(output)
+        return output
+
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return self.compression.reporter.attach_to(super().sample_tokens(*args, **kwargs))
 

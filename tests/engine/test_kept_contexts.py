@@ -1,0 +1,244 @@
+"""Contexts that are kept under an id: pinned, refused, deleted, saved and loaded."""
+
+import asyncio
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+
+from tests.engine.conftest import random_prompt
+from tests.presets import SMALL
+from vllm_kvmerge import compression
+from vllm_kvmerge.engine.contexts import CONTEXT_KEY, call_contexts
+from vllm_kvmerge.engine.saved_contexts import UNFINISHED, is_saved, load_all, remove, save
+
+CONTEXT, QUESTION, ANSWER = 430, 25, 20
+POLICIES = {"snapkv": {}, "h2o": {}, "adakv": {"decode": "bounded"}, "kvzip": {}, "morphkv": {"decode": "bounded"}}
+
+
+class Client:
+    """What API servers have of an engine, here of one in this process."""
+
+    def __init__(self, engine) -> None:
+        self._core, self._llm = engine.llm.llm_engine.engine_core.engine_core, engine.llm
+        self.vllm_config, self.engine_core = engine.scheduler.vllm_config, self
+
+    async def call_utility_async(self, method: str, *args):
+        return getattr(self._core, method)(*args)
+
+    async def collective_rpc(self, method: str, args=()):
+        return self._llm.collective_rpc(method, args=args)
+
+    def call(self, name: str, **arguments):
+        return asyncio.run(call_contexts(self, name, **arguments))
+
+
+@pytest.fixture
+def client(engine):
+    assert engine.llm.reset_prefix_cache()
+    with engine.sharing_contexts():
+        yield Client(engine)
+        engine.scheduler._contexts.clear()
+
+
+def params(policy: str, max_tokens: int = ANSWER, keep: dict | None = None, context: int = CONTEXT, **fields):
+    fields = {"budget": 96, "interval": 8} | SMALL.get(policy, {}) | POLICIES.get(policy, {}) | fields
+    extra = compression(policy, context_tokens=context, **fields)
+    if keep is not None:
+        extra |= {CONTEXT_KEY: json.dumps(keep)}
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+
+
+def ask(engine, prompt, some) -> tuple[list[int], int]:
+    output = engine.generate([prompt], some)[0]
+    return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+
+def test_a_kept_context_outlasts_everything_else(engine, client):
+    rng = np.random.default_rng(81)
+    context = random_prompt(rng, CONTEXT)
+    prompt = context + random_prompt(rng, QUESTION)
+    expected = ask(engine, prompt, params("h2o"))[0]
+    ask(engine, context, params("h2o", 2, {"id": "one", "info": {"model": "demo"}}))
+    found = client.call("created", id="one")
+    assert found["tokens"] == CONTEXT and found["entries"] == 96 and found["info"] == {"model": "demo"}
+    assert found["bytes"] == 3 * engine.scheduler._bytes_per_block and found["expires_at"] is None
+    assert client.call("get", id="one")["token_ids"] == context
+    for _ in range(2):
+        engine.generate([random_prompt(rng, 3900) for _ in range(2)], SamplingParams(max_tokens=2))
+    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1 - 3
+    assert ask(engine, prompt, params("h2o")) == (expected, CONTEXT)
+    assert client.call("delete", id="one")["id"] == "one"
+    assert client.call("get", id="one") is client.call("delete", id="one") is None
+    engine.assert_empty()
+    engine.generate([random_prompt(rng, 3900) for _ in range(2)], SamplingParams(max_tokens=2))
+    assert ask(engine, prompt, params("h2o"))[1] < CONTEXT
+    engine.assert_empty()
+
+
+def test_contexts_are_seen_under_their_salt_alone(engine, client):
+    prompt = random_prompt(np.random.default_rng(82), CONTEXT)
+    engine.llm.llm_engine.add_request(
+        "salted", {"prompt_token_ids": prompt, "cache_salt": "s"}, params("snapkv", 2, {"id": "salted"})
+    )
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
+    assert client.call("list") == [] and [one["id"] for one in client.call("list", salt="s")] == ["salted"]
+    assert client.call("get", id="salted") is None and client.call("delete", id="salted", salt="t") is None
+    assert client.call("created", id="salted", salt="s")["id"] == "salted"
+    assert ask(engine, prompt, params("snapkv"))[1] < CONTEXT - 1
+
+
+def test_contexts_end_when_their_time_is_up(engine, client, monkeypatch):
+    prompt = random_prompt(np.random.default_rng(83), CONTEXT)
+    ask(engine, prompt, params("snapkv", 2, {"id": "short", "ttl": 60.0}))
+    assert client.call("created", id="short")["expires_at"] == pytest.approx(time.time() + 60, abs=10)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 61)
+    ask(engine, prompt, SamplingParams(max_tokens=1))
+    assert not engine.scheduler._contexts
+    engine.assert_empty()
+
+
+def test_what_cannot_be_kept_is_refused(engine, client, monkeypatch):
+    rng = np.random.default_rng(84)
+    monkeypatch.setattr(engine.scheduler._contexts, "_max_blocks", 7)
+    for index in range(2):
+        ask(engine, random_prompt(rng, CONTEXT), params("snapkv", 2, {"id": str(index)}))
+        assert client.call("created", id=str(index))["tokens"] == CONTEXT
+    output = engine.generate([random_prompt(rng, CONTEXT)], params("snapkv", 2, {"id": "third"}))[0]
+    assert output.outputs[0].finish_reason == "error" and output.num_cached_tokens in (None, 0)
+    status, message = client.call("created", id="third")["refused"]
+    size = engine.scheduler._bytes_per_block
+    assert status == 409 and f"takes {3 * size} bytes" in message and f"hold {6 * size} of the {7 * size}" in message
+    assert client.call("created", id="third") is None  # told once
+    engine.generate([random_prompt(rng, CONTEXT)], params("snapkv", 2, {"id": "roomy"}, budget=CONTEXT))
+    assert client.call("created", id="roomy")["refused"][0] == 400
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.manager, "copy_of", lambda num_blocks: None)
+        client.call("delete", id="0")
+        ask(engine, random_prompt(rng, CONTEXT), params("h2o", 2, {"id": "no copy"}))
+        assert client.call("created", id="no copy")["refused"][0] == 409
+    assert [one["id"] for one in client.call("list")] == ["1"]
+
+
+def test_the_prefix_cache_is_reset_with_the_contexts_in_it(engine, client):
+    ask(engine, random_prompt(np.random.default_rng(85), CONTEXT), params("snapkv", 2, {"id": "one"}))
+    assert engine.llm.reset_prefix_cache()
+    assert client.call("list") == []
+    engine.assert_empty()
+
+
+@pytest.fixture(scope="module")
+def saved(engine, tmp_path_factory):
+    """Contexts of all policies in a folder, and what is answered after them; they are gone from the engine."""
+    folder, rng, asked = tmp_path_factory.mktemp("contexts"), np.random.default_rng(86), {}
+    assert engine.llm.reset_prefix_cache()
+    with engine.sharing_contexts():
+        client = Client(engine)
+        for policy in POLICIES:
+            context = random_prompt(rng, CONTEXT)
+            prompts = [context + random_prompt(rng, QUESTION), context]
+            ask(engine, context, params(policy, 2, {"id": policy, "info": {"model": "demo"}}))
+            asyncio.run(save(client, folder, policy, None))
+            asked[policy] = prompts, [ask(engine, prompt, params(policy))[0] for prompt in prompts]
+    return folder, asked
+
+
+def test_saved_contexts_are_there_again(engine, client, saved):
+    folder, asked = saved
+    described = {}
+    for _ in range(2):  # another API server may do so too
+        asyncio.run(load_all(client, folder))
+        described[len(described)] = client.call("list")
+    assert described[0] == described[1] and {one["id"] for one in described[0]} == set(POLICIES)
+    for policy, (prompts, expected) in asked.items():
+        for prompt, answer, cached in zip(prompts, expected, (CONTEXT, CONTEXT - 1), strict=True):
+            assert ask(engine, prompt, params(policy)) == (answer, cached), policy
+    for policy in POLICIES:
+        client.call("delete", id=policy)
+    engine.assert_empty()
+
+
+def damage(folder, how: str) -> None:
+    (path,) = folder.glob("*.safetensors")
+    if how in ("model", "dtype", "block_size", "tensor_parallel_size", "version", "vllm", "configuration", "format"):
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        manifest = json.loads(metadata["manifest"])
+        manifest["identity"][how] = "another"
+        save_file(load_file(path), path, metadata | {"manifest": json.dumps(manifest)})
+        return
+    content = bytearray(path.read_bytes())
+    if how == "torn":
+        content = content[: len(content) // 2]
+    elif how == "a bit":
+        content[-1000] ^= 1
+    elif how == "empty":
+        content = bytearray()
+    elif how == "weights":
+        at = content.index(b'"weights":"') + len(b'"weights":"')
+        content[at] = ord("0") if content[at] != ord("0") else ord("1")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["torn", "a bit", "empty", "weights", "model", "dtype", "block_size", "tensor_parallel_size", "version", "format"],
+)
+def test_a_file_that_does_not_fit_is_not_used(engine, client, saved, tmp_path, how, monkeypatch):
+    folder, asked = saved
+    shutil.copytree(folder / "snapkv", tmp_path / "snapkv")
+    damage(tmp_path / "snapkv", how)
+    said = []
+    monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda text, *args: said.append(text % args))
+    asyncio.run(load_all(client, tmp_path))
+    assert client.call("list") == [] and len(said) == 1
+    named = {"torn": "torn", "a bit": "checksum", "empty": "torn", "weights": "checksum"}.get(
+        how, f"with {how} 'another'"
+    )
+    assert "snapkv" in said[0] and named in said[0], said
+    assert ask(engine, asked["snapkv"][0][0], params("snapkv"))[1] < CONTEXT
+    assert not engine.scheduler._contexts and engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+
+
+def test_weights_of_another_model_are_told_apart(engine, client, saved, monkeypatch):
+    folder, _ = saved
+    said = []
+    monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda text, *args: said.append(text % args))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.compression, "_fingerprint", "another")
+        asyncio.run(load_all(client, folder))
+    assert len(said) == len(POLICIES) and all("other weights" in one for one in said)
+    assert client.call("list") == []
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
+    assert engine.compression._fronts == {}
+    engine.assert_empty()
+
+
+def test_what_could_not_be_saved_leaves_nothing(engine, client, tmp_path, monkeypatch):
+    prompt = random_prompt(np.random.default_rng(87), CONTEXT)
+    ask(engine, prompt, params("snapkv", 2, {"id": "one"}))
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_kvmerge.engine.worker.compression.write_front", fail)
+        with pytest.raises(RuntimeError, match="worker 0: no space left"):
+            asyncio.run(save(client, tmp_path, "one", None))
+    assert list(tmp_path.iterdir()) == []
+    # A process that ended while it wrote leaves a folder that nobody takes for a context.
+    asyncio.run(save(client, tmp_path, "one", None))
+    (tmp_path / "one").rename(tmp_path / f"{UNFINISHED}one")
+    assert not is_saved(tmp_path, "one")
+    client.call("delete", id="one")
+    asyncio.run(load_all(client, tmp_path))
+    assert client.call("list") == []
+    remove(tmp_path, "one")  # which is not there

@@ -1,0 +1,277 @@
+"""Compressed contexts that are kept under an id: pinned in the prefix cache until they are deleted or their time is up.
+
+The scheduler owns them, so that all API servers of an engine see the same ones. A request that brings ``CONTEXT_KEY``
+leaves its context as one; servers ask for everything else by ``ContextStore.call``.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+
+from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.fronts import SharedFront
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
+from vllm_kvmerge.engine.schedule import RequestCompression
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+CONTEXT_KEY = "kvmerge_context"
+"""Key in ``SamplingParams.extra_args`` of a request that creates a context: JSON text of ``AskedContext``."""
+
+MAX_REFUSALS = 1000
+"""Refusals that are remembered until somebody asks for them."""
+
+
+@dataclass(frozen=True)
+class AskedContext:
+    """A context that is to be kept. ttl: seconds until it is deleted; None: never. info: what its server wants to know
+    of it later, as JSON."""
+
+    id: str
+    ttl: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeptContext:
+    """A context that is kept. tokens: its ids. salt: those of other salts do not see it. policy: that its front was
+    made under, as canonical JSON text. created, expires: seconds since the epoch."""
+
+    asked: AskedContext
+    front: SharedFront
+    tokens: list[int]
+    salt: str | None
+    policy: str
+    created: float
+    expires: float | None
+
+    def description(self, bytes_per_block: int) -> dict[str, Any]:
+        """As JSON, without tokens."""
+        return {
+            "id": self.asked.id,
+            "created": int(self.created),
+            "expires_at": None if self.expires is None else int(self.expires),
+            "tokens": len(self.tokens),
+            "entries": self.front.segments.front,
+            "bytes": len(self.front.blocks) * bytes_per_block,
+            "kv_compression": json.loads(self.policy),
+            "info": self.asked.info,
+        }
+
+
+class ContextRefused(Exception):
+    """A context cannot be kept. status: of HTTP."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ContextStore:
+    """Contexts kept in one engine.
+
+    bytes_per_block: over all workers. max_blocks: of the pool that contexts may hold. hash_function: of the prefix
+    cache.
+    """
+
+    def __init__(
+        self,
+        manager: MergeableAttentionManager,
+        bytes_per_block: int,
+        max_blocks: int,
+        hash_function: Callable[[object], bytes],
+    ) -> None:
+        self._manager, self._bytes_per_block, self._max_blocks = manager, bytes_per_block, max_blocks
+        self._hasher = get_request_block_hasher(manager.block_size, hash_function)
+        self._kept: dict[str, KeptContext] = {}
+        self._asked: dict[str, tuple[AskedContext, int]] = {}
+        """By request: what it asks for, and blocks that it will take."""
+        self._refusals: dict[str, ContextRefused] = {}
+        self._restored: dict[str, KeptContext] = {}
+        """Contexts whose blocks workers read from files just now."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __bool__(self) -> bool:
+        return bool(self._kept or self._asked)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(one.front.blocks) for one in self._kept.values())
+
+    def ask(self, request: Request, text: str, compression: RequestCompression | None) -> None:
+        """Begins a context: its request has arrived. text: the value of ``CONTEXT_KEY``.
+
+        Raises:
+            ContextRefused: it cannot be kept, as far as is known before it has been computed.
+        """
+        asked = AskedContext(**json.loads(text))
+        try:
+            self._asked[request.request_id] = asked, self._check(asked, compression)
+        except ContextRefused as refusal:
+            self._refuse(asked, refusal)
+            raise
+
+    def _check(self, asked: AskedContext, compression: RequestCompression | None) -> int:
+        if self._manager.fronts is None:
+            raise ContextRefused(400, "this server keeps no compressed contexts")
+        if compression is None or not compression.shares_context:
+            raise ContextRefused(400, "nothing would be compressed that could be kept; allowed: a smaller budget")
+        needed = compression.new_front(UNCOMPRESSED, compression.context).num_blocks
+        self._check_room(asked.id, needed)
+        return needed
+
+    def _check_room(self, context_id: str, needed: int) -> None:
+        self.expire()
+        waiting = [num_blocks for _, num_blocks in self._asked.values()]
+        waiting += [len(one.front.blocks) for one in self._restored.values()]
+        held, size = self.num_blocks + sum(waiting), self._bytes_per_block
+        if context_id in self._kept or held + needed > self._max_blocks:
+            raise ContextRefused(
+                409,
+                f"the context takes {needed * size} bytes, and {len(self._kept)} contexts hold {held * size} of the "
+                f"{self._max_blocks * size} that contexts may; delete some: {', '.join(list(self._kept)[:20])}",
+            )
+
+    def end(self, request: Request, front: SharedFront | None, compression: RequestCompression | None) -> None:
+        """Keeps the context of a request that ends, if it asked for that. front: of its context, if it is there."""
+        asked, _ = self._asked.pop(request.request_id, (None, 0))
+        if asked is None:
+            return
+        if front is None or compression is None or request.prompt_token_ids is None:
+            self._refuse(asked, ContextRefused(409, "there was no room to keep the context, or its compression failed"))
+            return
+        now = time.time()
+        kept = KeptContext(
+            asked=asked,
+            front=front,
+            tokens=request.prompt_token_ids[: compression.context],
+            salt=request.cache_salt,
+            policy=compression.config.front_policy,
+            created=now,
+            expires=None if asked.ttl is None else now + asked.ttl,
+        )
+        self.keep(kept)
+
+    def keep(self, kept: KeptContext) -> None:
+        """Pins a context's front."""
+        assert self._manager.fronts is not None
+        self._manager.fronts.pin(kept.front)
+        self._kept[kept.asked.id] = kept
+
+    def expire(self) -> None:
+        """Deletes contexts whose time is up."""
+        if self._kept:
+            now = time.time()
+            for one in [one for one in self._kept.values() if one.expires is not None and one.expires <= now]:
+                self._delete(one)
+
+    def clear(self) -> None:
+        """Deletes all contexts."""
+        for one in list(self._kept.values()):
+            self._delete(one)
+
+    def _delete(self, kept: KeptContext) -> None:
+        del self._kept[kept.asked.id]
+        assert self._manager.fronts is not None
+        self._manager.fronts.unpin(kept.front)
+
+    def _refuse(self, asked: AskedContext, refusal: ContextRefused) -> None:
+        while len(self._refusals) >= MAX_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+        self._refusals[asked.id] = refusal
+
+    def call(self, text: str) -> str:
+        """Carries out what a server asks for, as JSON text: ``{"call": name, "id": ..., "salt": ...}``.
+
+        created: the context, once its request has ended, or ``{"refused": [status, message]}``. get: the context with
+        its tokens; null if there is none of this id and salt. list: all of this salt. delete: the context, which is
+        gone. front: all of it, with the place of its front, to be saved. restore: takes blocks for a ``context`` that
+        has been saved, and says which; null if it is there. restored: workers have read it, or have ``failed``.
+        """
+        self.expire()
+        asked = json.loads(text)
+        call, salt, kept = asked["call"], asked.get("salt"), self._kept.get(asked.get("id"))
+        if call == "restore":
+            return json.dumps(self._restore(asked["context"]))
+        if call == "restored":
+            self._end_restore(asked["id"], asked["failed"])
+            return json.dumps(None)
+        if kept is not None and kept.salt != salt:
+            kept = None
+        if call == "list":
+            found = [one.description(self._bytes_per_block) for one in self._kept.values() if one.salt == salt]
+            return json.dumps(found)
+        if call == "created" and (refusal := self._refusals.pop(asked["id"], None)) is not None:
+            return json.dumps({"refused": [refusal.status, str(refusal)]})
+        if kept is None:
+            return json.dumps(None)
+        described = kept.description(self._bytes_per_block)
+        if call == "delete":
+            self._delete(kept)
+        if call in ("get", "front"):
+            described["token_ids"] = kept.tokens
+        if call == "front":
+            front = kept.front
+            described |= {"key": front.key.hex(), "blocks": [block.block_id for block in front.blocks]}
+            described |= {"policy": kept.policy, "segments": asdict(front.segments), "kept_bytes": front.kept_bytes}
+        return json.dumps(described)
+
+    def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | None:
+        """Takes blocks for a saved context. Raises ContextRefused."""
+        fronts, num_blocks = self._manager.fronts, len(saved["blocks"])
+        if saved["id"] in self._kept or saved["id"] in self._restored:
+            return None
+        if saved["expires_at"] is not None and saved["expires_at"] <= time.time():
+            raise ContextRefused(404, "its time is up")
+        if fronts is None:
+            raise ContextRefused(400, "this server keeps no compressed contexts")
+        self._check_room(saved["id"], num_blocks)
+        request = Request(
+            request_id=saved["id"],
+            prompt_token_ids=saved["token_ids"],
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=saved["salt"],
+            block_hasher=self._hasher,
+        )
+        segments = Segments(**saved["segments"])
+        key = fronts.key(request, segments.tail, saved["policy"])
+        blocks = self._manager.copy_of(num_blocks)
+        if key is None or key in fronts or blocks is None:
+            self._manager.block_pool.free_blocks(blocks or [])
+            raise ContextRefused(409, "there is no room for it")
+        fronts.remember(key)
+        front = SharedFront(key, segments, segments.tail, tuple(range(num_blocks)), tuple(blocks), saved["kept_bytes"])
+        asked = AskedContext(saved["id"], info=saved["info"])
+        tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
+        kept = KeptContext(asked, front, tokens, salt, policy, saved["created"], saved["expires_at"])
+        self._restored[saved["id"]] = kept
+        return {"key": key.hex(), "blocks": [block.block_id for block in blocks]}
+
+    def _end_restore(self, context_id: str, failed: bool) -> None:
+        kept = self._restored.pop(context_id)
+        if failed:
+            self._manager.block_pool.free_blocks(kept.front.blocks)
+            if self._manager.fronts is not None:
+                self._manager.fronts.forget(kept.front.key)
+            return
+        self._manager.share(kept.front)
+        self.keep(kept)
+
+
+async def call_contexts(engine_client: "EngineClient", call: str, **arguments: Any) -> Any:
+    """``ContextStore.call`` of the client's engine: its answer. Raises RuntimeError if the engine refuses."""
+    try:
+        text = json.dumps({"call": call, **arguments})
+        return json.loads(await engine_client.engine_core.call_utility_async("kvmerge_contexts", text))  # type: ignore[attr-defined]
+    except Exception as error:
+        raise RuntimeError(str(error)) from error

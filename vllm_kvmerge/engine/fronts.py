@@ -1,0 +1,218 @@
+"""Compressed contexts in the prefix cache: fronts that later requests take over instead of computing them.
+
+A front's blocks carry hashes of their own in vLLM's block pool, so that they are found, referenced and evicted as any
+cached blocks are. A front whose first block is lost is lost as a whole.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
+from vllm.v1.request import Request
+
+from vllm_kvmerge.engine.plan import Segments
+
+
+@dataclass(frozen=True)
+class SharedFront:
+    """Blocks in the prefix cache that hold the first ``num_tokens`` of some request, compressed.
+
+    Of a context: its front alone. Of a turn: all that a request held when it ended, front and tail. rows: places of the
+    ``blocks`` in a request's block table; null blocks lie between. kept_bytes: memory that workers keep for it outside
+    the pool. turn: the hash of its last full block, and its policy, if it is a turn's.
+    """
+
+    key: BlockHash
+    segments: Segments
+    num_tokens: int
+    rows: tuple[int, ...]
+    blocks: tuple[KVCacheBlock, ...]
+    kept_bytes: int = 0
+    turn: tuple[BlockHash | None, str] | None = None
+
+    def partial(self, block_size: int) -> tuple[KVCacheBlock, ...]:
+        """The block that further tokens are written to, if it is among them."""
+        full = self.num_tokens // block_size
+        return tuple(block for row, block in zip(self.rows, self.blocks, strict=True) if row >= full)
+
+
+TURN = "turn"
+"""What distinguishes the key of a turn from that of a context with the same tokens and policy."""
+
+
+class FrontCache:
+    """Fronts in the prefix cache of one block pool, by key.
+
+    max_kept_bytes: bound on what workers keep for all of them outside the pool; beyond it the front that has not been
+    used for longest goes.
+    """
+
+    def __init__(
+        self, pool: BlockPool, group_id: int, hash_function: Callable[[object], bytes], max_kept_bytes: int
+    ) -> None:
+        self._pool, self._group_id, self._hash = pool, group_id, hash_function
+        self._max_kept_bytes = max_kept_bytes
+        self._fronts: dict[BlockHash, SharedFront] = {}
+        """In the order of their last use."""
+        self._of_block: dict[int, dict[BlockHash, BlockHashWithGroupId]] = {}
+        """By block: the fronts that it belongs to, and its hash as a part of each."""
+        self._turns: dict[tuple[BlockHash | None, str], dict[BlockHash, int]] = {}
+        """By the hash of their last full block and their policy: keys of turns, and numbers of their tokens."""
+        self._forgotten: list[BlockHash] = []
+        self._pinned: set[BlockHash] = set()
+
+    def __len__(self) -> int:
+        return len(self._fronts)
+
+    def __contains__(self, key: BlockHash) -> bool:
+        return key in self._fronts
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._of_block)
+
+    def key(self, request: Request, num_tokens: int, *policy: str) -> BlockHash | None:
+        """The key of the front that ``policy`` (canonical JSON text) makes of the request's first ``num_tokens``.
+
+        It is vLLM's hash of the tokens' last, usually partial, block, with the policy among what else distinguishes
+        it, such as LoRA adapters, other modalities and a cache salt. None: the prefix cache does not know its tokens.
+        """
+        size = self._pool.hash_block_size
+        num_full = num_tokens // size
+        start = num_full * size
+        if request.prompt_token_ids is None or len(request.block_hashes) < num_full:
+            return None
+        if any(feature.mm_position.offset + feature.mm_position.length > start for feature in request.mm_features):
+            return None  # which of them lie in the partial block vLLM counts from full blocks alone
+        extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
+        tokens = request.all_token_ids[start:num_tokens]
+        extra = (*(extra or ()), ("kv_compression", *policy))
+        return hash_block_tokens(self._hash, self._parent(request, num_full), tokens, extra)
+
+    @staticmethod
+    def _parent(request: Request, num_full_blocks: int) -> BlockHash | None:
+        return request.block_hashes[num_full_blocks - 1] if num_full_blocks else None
+
+    def turn(self, request: Request, num_tokens: int, policy: str) -> tuple[BlockHash | None, str]:
+        """``SharedFront.turn`` of the request's first ``num_tokens``."""
+        return self._parent(request, num_tokens // self._pool.hash_block_size), policy
+
+    def find(self, key: BlockHash) -> SharedFront | None:
+        """The front of this key, if it is there; it then counts as used."""
+        front = self._fronts.pop(key, None)
+        if front is not None:
+            self._fronts[key] = front
+        return front
+
+    def find_turn(self, request: Request, policy: str) -> SharedFront | None:
+        """The longest turn that the request's prompt begins with, up to its last token but one."""
+        size = self._pool.hash_block_size
+        for num_full in range(len(request.block_hashes), -1, -1):
+            turns = self._turns.get(self.turn(request, num_full * size, policy), {})
+            for num_tokens in sorted(set(turns.values()), reverse=True):
+                if num_tokens < request.num_tokens and num_tokens // size == num_full:
+                    key = self.key(request, num_tokens, policy, TURN)
+                    if key is not None and (front := self.find(key)) is not None:
+                        return front
+        return None
+
+    def add(self, front: SharedFront) -> None:
+        """Puts a front's blocks, to which the caller holds references, into the prefix cache, and takes over one
+        reference to each. There must be no front of this key."""
+        hashes = [hash_block_tokens(self._hash, front.key, [index]) for index in range(len(front.blocks))]
+        for block_hash, block in zip(hashes, front.blocks, strict=True):
+            hashed = make_block_hash_with_group_id(block_hash, self._group_id)
+            self._pool._insert_block_hash(hashed, block, num_tokens=front.num_tokens)
+            self._of_block.setdefault(block.block_id, {})[front.key] = hashed
+        if self._pool.enable_kv_cache_events:
+            self._pool.kv_event_queue.append(self._stored(front, hashes))
+        self._fronts[front.key] = front
+        if front.turn is not None:
+            self._turns.setdefault(front.turn, {})[front.key] = front.num_tokens
+        # Whoever gets one of them from the pool ends the front.
+        self._pool.unpin_blocks(front.blocks, lambda block: self.lose([block]))
+        while sum(one.kept_bytes for one in self._fronts.values()) > self._max_kept_bytes:
+            oldest = (key for key, one in self._fronts.items() if one.kept_bytes and key not in self._pinned)
+            if (key := next(oldest, None)) is None:
+                break
+            self._drop(key)
+
+    def pin(self, front: SharedFront) -> None:
+        """Keeps a front that is in the cache there, until ``unpin``."""
+        self._pool.touch(front.blocks)
+        self._pinned.add(front.key)
+
+    def unpin(self, front: SharedFront) -> None:
+        """Lets a front go when its blocks are needed."""
+        self._pinned.discard(front.key)
+        self._pool.free_blocks(reversed(front.blocks))
+
+    def _stored(self, front: SharedFront, hashes: list[BlockHash]) -> BlockStored:
+        """The event that tells of a front's blocks. They are those of no tokens, so that no plain prompt matches."""
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(one) for one in hashes],
+            parent_block_hash=maybe_convert_block_hash(front.key),
+            token_ids=[],
+            block_size=self._pool.hash_block_size,
+            lora_id=None,
+            medium=self._pool.medium,
+            lora_name=None,
+            group_idx=self._group_id,
+        )
+
+    def lose(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drops the fronts that any of these blocks belongs to."""
+        for block in blocks:
+            for key in list(self._of_block.get(block.block_id, ())):
+                self._drop(key)
+
+    def forget(self, key: BlockHash) -> None:
+        """Has workers forget a front that did not come to be."""
+        self._forgotten.append(key)
+
+    def remember(self, key: BlockHash) -> None:
+        """Takes back that workers shall forget a front, which they are about to be given anew outside of a step."""
+        self._forgotten = [one for one in self._forgotten if one != key]
+
+    def take_forgotten(self) -> list[BlockHash]:
+        """Keys of fronts that are gone since the last call."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def _drop(self, key: BlockHash) -> None:
+        front = self._fronts.pop(key)
+        for block in front.blocks:
+            keys = self._of_block[block.block_id]
+            self._unhash(block, keys.pop(key), front.num_tokens)
+            if not keys:
+                del self._of_block[block.block_id]
+                self._pool._reuse_watchers.pop(block.block_id, None)
+        if front.turn is not None:
+            del self._turns[front.turn][key]
+            if not self._turns[front.turn]:
+                del self._turns[front.turn]
+        self._forgotten.append(key)
+
+    def _unhash(self, block: KVCacheBlock, hashed: BlockHashWithGroupId, num_tokens: int) -> None:
+        """Takes one of a block's hashes out of the pool, which itself takes out all of them."""
+        if self._pool.cached_block_hash_to_block.pop(hashed, block.block_id) is None:
+            return  # the pool has, when it gave the block away
+        others = self._pool.cached_block_hashes_by_block.get(block.block_id, set())
+        others.discard(hashed)
+        if block.block_hash == hashed:
+            block.reset_hash()
+            if others:
+                block.set_block_hash(others.pop(), num_tokens=num_tokens)
+        if not others:
+            self._pool.cached_block_hashes_by_block.pop(block.block_id, None)
+        self._pool._emit_block_removed_events([hashed])

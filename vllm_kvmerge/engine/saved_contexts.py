@@ -1,0 +1,127 @@
+"""Kept contexts in files, so that a server has them again after it has been restarted.
+
+A context is a folder with a file of each tensor-parallel worker (``worker/saved_fronts.py``), made under another name
+and renamed when all of them are there. Files carry a manifest that says what they are good for.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_kvmerge import __version__
+from vllm_kvmerge.engine.contexts import call_contexts
+from vllm_kvmerge.engine.support import SUPPORTED_RANGE
+from vllm_kvmerge.engine.worker.saved_fronts import SavedFrontError, file_of, read_manifest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.protocol import EngineClient
+
+logger = init_logger(__name__)
+
+FORMAT = 1
+"""Of the files; those of another are refused."""
+
+UNFINISHED = ".unfinished-"
+"""Beginning of the names of folders that are being written."""
+
+
+def identity(config: "VllmConfig") -> dict[str, Any]:
+    """What a server must have in common with the one that wrote a file, by the name that a refusal gives."""
+    model = config.model_config
+    settings = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "vllm": SUPPORTED_RANGE,
+        "model": Path(model.model).name,
+        "revision": model.revision,
+        "configuration": hashlib.sha256(settings.encode()).hexdigest(),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "block_size": config.cache_config.block_size,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "device": config.device_config.device_type,
+    }
+
+
+async def save(engine_client: "EngineClient", folder: Path, context_id: str, salt: str | None) -> None:
+    """Writes a kept context to a folder of its own below ``folder``.
+
+    Raises:
+        OSError, RuntimeError: it cannot be written; nothing is left.
+    """
+    front = await call_contexts(engine_client, "front", id=context_id, salt=salt)
+    if front is None:
+        raise RuntimeError(f"there is no context {context_id}")
+    unfinished = folder / f"{UNFINISHED}{context_id}"
+    manifest = {"identity": identity(engine_client.vllm_config), "context": {**front, "salt": salt}}
+    try:
+        unfinished.mkdir(parents=True)
+        order = json.dumps({"folder": str(unfinished), "manifest": json.dumps(manifest), **_place(front)})
+        _raise_first(await engine_client.collective_rpc("save_front", args=(order,)))
+        os.replace(unfinished, folder / context_id)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+async def load_all(engine_client: "EngineClient", folder: Path) -> None:
+    """Keeps the contexts that ``folder`` holds; logs which of them are refused, and why."""
+    for one in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if one.is_dir() and not one.name.startswith("."):
+            try:
+                await _load(engine_client, one)
+            except (SavedFrontError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+                logger.error("The saved context %s is not used: %s", one.name, error)
+
+
+async def _load(engine_client: "EngineClient", folder: Path) -> None:
+    ours = identity(engine_client.vllm_config)
+    found = sorted(folder.glob("rank-*.safetensors"))
+    if not found:
+        raise SavedFrontError("it has no files")
+    manifest = read_manifest(found[0])
+    for name, value in ours.items():
+        theirs = manifest["identity"].get(name)
+        if theirs != value:
+            raise SavedFrontError(f"it was saved with {name} {theirs!r}, and this server has {value!r}")
+    num_ranks = ours["tensor_parallel_size"]
+    for rank in range(num_ranks):
+        if read_manifest(file_of(folder, rank, num_ranks)) != manifest:
+            raise SavedFrontError(f"the file of worker {rank} is of another context")
+    context = manifest["context"]
+    if context["id"] != folder.name:
+        raise SavedFrontError(f"it is of the context {context['id']}")
+    place = await call_contexts(engine_client, "restore", id=context["id"], context=context)
+    if place is None:
+        return  # it is there: another server of this engine has loaded it
+    order = json.dumps({"folder": str(folder), **_place(place)})
+    errors = await engine_client.collective_rpc("load_front", args=(order,))
+    await call_contexts(engine_client, "restored", id=context["id"], failed=any(errors))
+    _raise_first(errors)
+    logger.info("The saved context %s is kept again, %d tokens", folder.name, context["tokens"])
+
+
+def _place(front: dict[str, Any]) -> dict[str, Any]:
+    return {"key": front["key"], "blocks": front["blocks"]}
+
+
+def _raise_first(errors: list[str | None]) -> None:
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise RuntimeError(f"worker {rank}: {error}")
+
+
+def remove(folder: Path, context_id: str) -> None:
+    """Deletes a context's files, if there are any."""
+    shutil.rmtree(folder / context_id, ignore_errors=True)
+
+
+def is_saved(folder: Path | None, context_id: str) -> bool:
+    return folder is not None and (folder / context_id).is_dir()
