@@ -135,12 +135,19 @@ class RepeatedChunk:
 
 @dataclass
 class CompressionStep:
-    """One step's compressions, prompt windows, and repeated chunks by internal request. usage: its ``UsageReports``
-    entries, which workers ignore."""
+    """One step's compressions, prompt windows, and repeated chunks by internal request.
+
+    kept, recalled: by request, the number under which workers keep the scores of its context, which this step
+    completes, and of scores kept before that are those of its context; in this order. forgotten: numbers of scores that
+    are needed no more after that. usage: its ``UsageReports`` entries, which workers ignore.
+    """
 
     plans: list[CompressionPlan] = field(default_factory=list)
     windows: dict[str, PromptWindow] = field(default_factory=dict)
     repetitions: dict[str, RepeatedChunk] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    recalled: dict[str, int] = field(default_factory=dict)
+    forgotten: list[int] = field(default_factory=list)
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

@@ -18,6 +18,7 @@ from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.failures import FailedRequests
+from vllm_kvmerge.engine.known_scores import KnownScores, context_key
 from vllm_kvmerge.engine.metrics import (
     GENERATED,
     CacheGauges,
@@ -81,7 +82,9 @@ class CompressionSchedulerMixin(Scheduler):
         self._compressions: dict[str, RequestCompression] = {}
         self._due: dict[str, None] = {}
         self._repeating: dict[str, RepeatingRequest | None] = {}
-        """The internal request at work, by the one whose context it repeats; None once the last has been scheduled."""
+        """The internal request at work, by the one whose context it repeats; None once the last has been scheduled, or
+        scores have been recalled."""
+        self._known_scores = KnownScores(self._limits.max_bytes if self.kv_cache_manager.enable_caching else 0)
         self._orphans: list[str] = []
         """Internal requests that nobody needs any more."""
         self._reported: dict[str, dict[int, FrontReport]] = {}
@@ -196,6 +199,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._usage.before_compressions(self.running, self._size)
         step = CompressionStep()
         stuck = self._repeat_contexts(output, step)
+        step.forgotten = self._known_scores.take_forgotten()
         waiting = self._plan_due(step)
         while waiting and not output.num_scheduled_tokens and not step.plans:
             # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
@@ -243,7 +247,8 @@ class CompressionSchedulerMixin(Scheduler):
             if request.num_computed_tokens < due_at:
                 continue
             if request.request_id not in self._repeating:
-                self._repeat(request, compression, 0)
+                if not self._share_scores(request, compression, step):
+                    stuck.append(request)
                 continue
             internal = self._repeating[request.request_id]
             if internal is None:
@@ -256,12 +261,40 @@ class CompressionSchedulerMixin(Scheduler):
             if internal.is_scheduled:
                 # Its blocks are free for what this step's compressions write, after its forward pass.
                 super().finish_requests(internal.request_id, RequestStatus.FINISHED_ABORTED)
-                self._repeat(request, compression, internal.index + 1)
+                self._repeat(request, compression, internal.key, internal.index + 1)
+                if self._repeating[request.request_id] is None:
+                    number = self._known_scores.keep(internal.key, compression.score_bytes)
+                    if number is not None:
+                        step.kept[request.request_id] = number
         return stuck
 
-    def _repeat(self, request: Request, compression: RequestCompression, index: int) -> None:
+    def _share_scores(self, request: Request, compression: RequestCompression, step: CompressionStep) -> bool:
+        """Recalls the scores of a request's context that has been computed, or has it repeated.
+
+        False if another request has the same context repeated just now, for which this one waits.
+        """
+        key = context_key(request, compression.context, compression.config.policy.tracker)
+        number = None if request.skip_reading_prefix_cache else self._known_scores.find(key)
+        if number is not None:
+            step.recalled[request.request_id] = number
+            self._repeating[request.request_id] = None
+            return True
+        if not request.skip_reading_prefix_cache and self._will_be_known(key, compression.score_bytes):
+            return False
+        self._repeat(request, compression, key, 0)
+        return True
+
+    def _will_be_known(self, key: bytes, num_bytes: int) -> bool:
+        is_repeated = any(internal is not None and internal.key == key for internal in self._repeating.values())
+        return is_repeated and self._known_scores.has_room(num_bytes)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._known_scores.clear()  # even if blocks are in use: the model's weights may be about to change
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def _repeat(self, request: Request, compression: RequestCompression, key: bytes, index: int) -> None:
         """Queues the internal request that repeats a chunk of the request's context, if there is such a chunk."""
-        internal = RepeatingRequest.of(request, compression.config.policy.tracker, compression.context, index)
+        internal = RepeatingRequest.of(request, compression.config.policy.tracker, key, compression.context, index)
         self._repeating[request.request_id] = internal
         if internal is not None:
             self.requests[internal.request_id] = internal
@@ -314,6 +347,12 @@ class CompressionSchedulerMixin(Scheduler):
         compression = self._compressions.get(request.request_id)
         return compression is not None and compression.repeats_context and self._next_compression(request) is not None
 
+    def _is_scored(self, request: Request) -> bool:
+        """False if the request's context has to be repeated before its next compression."""
+        if not self._compressions[request.request_id].repeats_context:
+            return True
+        return request.request_id in self._repeating and self._repeating[request.request_id] is None
+
     def _reserve_kept(self, request_id: str, compression: RequestCompression) -> bool:
         """Reserves the request's memory outside the pool; False if it must wait for that of others."""
         limits, num_bytes = self._limits, compression.ring_bytes + compression.score_bytes
@@ -335,7 +374,7 @@ class CompressionSchedulerMixin(Scheduler):
             due_at = self._next_compression(request)
             if due_at is not None:
                 self._open_window(request, due_at, step)
-                if request.num_computed_tokens >= due_at and self._repeating.get(request.request_id) is None:
+                if request.num_computed_tokens >= due_at and self._is_scored(request):
                     due[request.request_id] = request
         waiting, seconds = [], 0.0
         self._due = dict.fromkeys([*(request_id for request_id in self._due if request_id in due), *due])

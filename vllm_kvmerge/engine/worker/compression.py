@@ -86,6 +86,8 @@ class Compression:
         self._config = vllm_config
         self._device = device
         self.states: dict[str, RequestState] = {}
+        self.known_scores: dict[int, PromptScores] = {}
+        """Scores of contexts in host memory, by the scheduler's numbers."""
         self.step = CompressionStep()
         self.rings: QueryRings | None = None
         self.rates: Rates | None = None
@@ -264,6 +266,7 @@ class Compression:
 
         The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
         """
+        self._share_scores()
         plans = self.step.plans
         if not plans:
             return plans
@@ -300,6 +303,18 @@ class Compression:
             for policy, plan in zip(policies, plans, strict=True):
                 observe_compaction(policy, self._engine, seconds, is_refresh=plan.is_refresh)
         return plans
+
+    def _share_scores(self) -> None:
+        """Keeps, recalls and forgets scores of contexts as the step says."""
+        for request_id, number in self.step.kept.items():
+            scores = self.states[request_id].prompt_scores
+            assert scores is not None
+            self.known_scores[number] = scores.copy(torch.device("cpu"))
+        for request_id, number in self.step.recalled.items():
+            state = self.states.setdefault(request_id, RequestState())
+            state.prompt_scores = self.known_scores[number].copy(self._device)
+        for number in self.step.forgotten:
+            del self.known_scores[number]
 
     def _table(self, pages: HeadPages) -> Tensor | None:
         """The table that attention reads instead of ``pages``; None: there is none on the CPU."""
