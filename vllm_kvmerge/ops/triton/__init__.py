@@ -26,7 +26,7 @@ from vllm_kvmerge.ops.triton.entries import (
 # fmt: off
 __all__ = [
     "INTERPRETED", "description", "fused_attention", "gather_metadata", "gather_rows", "join_slots", "merge_entries",
-    "most_similar", "move_entries", "obstacle", "paged_attention", "runs_on", "score_prompt_queries", "score_repetition",
-    "write_metadata", "write_rows", "write_tokens",
+    "most_similar", "move_entries", "obstacle", "paged_attention", "runs_on", "score_prompt_queries",
+    "score_repetition", "write_metadata", "write_rows", "write_tokens",
 ]
 # fmt: on

@@ -178,7 +178,7 @@ def score_repetition(
     scores: Tensor,
     weights: Tensor | None = None,
 ) -> None:
-    num_queries, num_heads, (num_rows, num_scored) = *query.shape[:2], scores.shape
+    (num_queries, num_heads), (num_rows, num_scored) = query.shape[:2], scores.shape
     if num_queries == 0 or num_scored == 0:
         return
     _check(query, cache)
