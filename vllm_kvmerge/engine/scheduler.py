@@ -237,7 +237,8 @@ class CompressionSchedulerMixin(Scheduler):
     def _repeat_contexts(self, output: SchedulerOutput, step: CompressionStep) -> list[Request]:
         """Has contexts that have been computed repeated, a chunk at a time, before they are compressed.
 
-        Adds to ``step`` the chunks that it repeats. Returns the requests whose internal ones found no room in it.
+        Adds to ``step`` the chunks that it repeats. Returns the requests whose internal ones found no room in it,
+        and those that wait for scores of others.
         """
         stuck = []
         for request in list(self.running):
