@@ -188,10 +188,11 @@ def prefill(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
 
 
 def scores(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
-    """The newest queries of a prompt score its entries."""
+    """The newest queries of a prompt score its entries; those that repeat a context, a part of it."""
     caches = Caches(bench, 1, max(arguments.entries[:3]))
     for mode in ("sum", "mean", "log_ema"):
         yield _prompt_scores(bench, caches, max(arguments.groups), min(64, caches.entries), mode)
+    yield _repetition_scores(bench, caches, max(arguments.groups), caches.entries // 3)
 
 
 def _prompt_scores(bench: Bench, caches: Caches, groups: int, num_queries: int, mode: str) -> Row:
@@ -221,6 +222,24 @@ def _prompt_scores(bench: Bench, caches: Caches, groups: int, num_queries: int, 
         errors={"scores": error},
         shape={"entries": n} | vars(shape),
     )
+
+
+def _repetition_scores(bench: Bench, caches: Caches, groups: int, num_queries: int) -> Row:
+    """As many queries as tokens of the context that they repeat, its last ones."""
+    context, sinks = caches.entries - num_queries, 4
+    start = context - num_queries
+    query = Attention(groups, 0, "none", num_queries).query(bench, 1)
+    size = 2 * bench.heads * (sinks + 2 * num_queries) * bench.head_size * bench.dtype.itemsize
+
+    def run(module: Any, number: int, where: Caches) -> Sequence[Tensor]:
+        scores = torch.zeros(bench.heads, num_queries, device=where.bench.device)
+        asked, pages, blocks = query.to(where.bench.device), where.pages(number), where.table[0]
+        chunk = caches.entries, context, start, sinks
+        module.score_repetition(asked, pages, blocks, bench.head_size**-0.5, *chunk, scores)
+        return [scores]
+
+    case = f"{num_queries} of {context} repeated, G {groups}"
+    return checked(bench, "scores", "score_repetition", case, caches, size, run, entries=caches.entries, groups=groups)
 
 
 Operation = Callable[[Any, int, Caches], Sequence[Tensor]]

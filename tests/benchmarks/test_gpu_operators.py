@@ -21,6 +21,7 @@ SCRIPT = BENCHMARKS / "gpu_operators.py"
 OPERATORS = {
     "paged_attention",
     "score_prompt_queries",
+    "score_repetition",
     "gather_metadata",
     "gather_rows",
     "write_metadata",
@@ -75,7 +76,7 @@ def test_parts_are_chosen_and_added_to_an_earlier_file(tmp_path):
     row = {"part": "decode", "operator": "x", "implementation": "triton", "case": "y", "dtype": "float32"}
     earlier.write_text(json.dumps({"rows": [row | {"seconds": 1.0}]}))
     found, _ = run(tmp_path, "--only", "scores", "--resume", earlier)
-    assert [row["operator"] for row in found["rows"]] == ["x", *["score_prompt_queries"] * 3]
+    assert [row["operator"] for row in found["rows"]] == ["x", *["score_prompt_queries"] * 3, "score_repetition"]
     found, _ = run(tmp_path, "--only", "scores", "entries", "--minutes", "0")
     assert len(found["rows"]) == 1, "a case that was begun is finished"
     assert found["failed"] == {"time": "not complete: scores, entries"}

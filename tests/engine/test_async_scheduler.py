@@ -14,6 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge import compression
+from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, FrontReport, attach, attached_step
 from vllm_kvmerge.engine.scheduler import AsyncCompressionScheduler, SyncCompressionScheduler
 
@@ -128,24 +129,29 @@ def test_plans_are_those_of_synchronous_scheduling(engine, policy, context_share
 @pytest.mark.parametrize(("cls", "depth"), [(SyncCompressionScheduler, 1), (AsyncCompressionScheduler, 2)])
 def test_repetitions_end_whatever_happens(engine, cls, depth, prefix_caching):
     """Requests whose contexts are repeated beside others, in pools and with places for few of them, some aborted: each
-    context is repeated before it is compressed, none waits for ever, and everything is returned."""
+    context is repeated before it is compressed, or its scores are recalled that workers keep, of some contexts at a
+    time; none waits for ever, and everything is returned."""
     rng = np.random.default_rng(11)
-    num_aborted = num_preempted = num_repeated = 0
+    num_aborted = num_preempted = num_repeated = num_recalled = num_forgotten = 0
     for places, num_blocks in ((2, 60), (3, 45), (8, 45), (8, 120)):
         scheduler = make_scheduler(engine, cls, prefix_caching)
         scheduler.max_num_active_reqs = places
+        if prefix_caching:
+            scheduler._known_scores = KnownScores(scheduler._limits.prompt_score_bytes(1200))
         pool = scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(pool.get_num_free_blocks() - num_blocks)
         requests = []
         for index in range(14):
-            length = int(rng.integers(40, 700))
-            fields = {"budget": int(rng.integers(10, 200)), "chunk_size": int(rng.integers(100, 700))}
+            length = int(rng.integers(40, 700)) if rng.random() < 0.5 else 400
+            fields = {"budget": int(rng.integers(10, 200)), "chunk_size": 350}
             if rng.random() < 0.4:
                 fields["context_tokens"] = int(rng.integers(1, length + 1))
             extra = compression("kvzip", **fields) if index % 4 else None
             requests.append(make_request(f"r{index}", length, int(rng.integers(1, 150)), extra))
         to_abort = [request.request_id for request in requests if rng.random() < 0.2]
         repeated: dict[str, int] = {}
+        recalled: set[str] = set()
+        kept: set[int] = set()
         waiting, in_flight = list(requests), []
         for _ in range(1500):
             if waiting and rng.random() < 0.3:
@@ -155,9 +161,15 @@ def test_repetitions_end_whatever_happens(engine, cls, depth, prefix_caching):
             for name, chunk in step.repetitions.items():
                 assert name in output.num_scheduled_tokens and chunk.parent in scheduler.requests
                 repeated[chunk.parent] = chunk.end
+            kept |= set(step.kept.values())
+            assert set(step.recalled.values()) <= kept and set(step.forgotten) <= kept
+            kept -= set(step.forgotten)
+            recalled |= set(step.recalled)
+            num_recalled, num_forgotten = num_recalled + len(step.recalled), num_forgotten + len(step.forgotten)
             for plan in step.plans:
-                assert repeated.pop(plan.request_id) == plan.num_tokens  # to the context's end
-                num_repeated += 1
+                if plan.request_id not in recalled:
+                    assert repeated.pop(plan.request_id) == plan.num_tokens  # to the context's end
+                    num_repeated += 1
             in_flight.append(output)
             while len(in_flight) >= depth or (in_flight and not output.num_scheduled_tokens):
                 finish(scheduler, in_flight.pop(0))
@@ -172,4 +184,6 @@ def test_repetitions_end_whatever_happens(engine, cls, depth, prefix_caching):
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert not scheduler.requests and not scheduler._repeating and not scheduler._orphans
         assert not scheduler._manager.segments and not scheduler._compressions and not scheduler._kept_bytes
-    assert num_aborted and num_preempted and num_repeated > 20
+        assert len(scheduler._known_scores) == len(kept)
+    assert num_aborted and num_preempted and num_repeated > 10
+    assert (num_recalled > 5 and num_forgotten > 5) if prefix_caching else not num_recalled

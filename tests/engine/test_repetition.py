@@ -178,6 +178,7 @@ def test_preemption_changes_nothing(engine, alone, num_blocks):
 def test_few_requests_at_once(engine, alone, monkeypatch):
     """Of two places, one stays free for the repetition."""
     prompts, tokens = alone
+    assert engine.llm.reset_prefix_cache()
     monkeypatch.setattr(engine.scheduler, "max_num_active_reqs", 2)
     add_all(engine, prompts)
     assert run(engine) == tokens
@@ -208,6 +209,7 @@ def test_a_request_that_ends_takes_its_repetition_along(engine, when):
 def test_the_engine_can_be_paused(engine, alone):
     """New requests are not admitted then, repetitions included: what waits for one goes back to the queue."""
     prompts, tokens = alone
+    assert engine.llm.reset_prefix_cache()
     add(engine, "chunks", prompts["chunks"], params(12, **REQUESTS["chunks"][1]))
     while not internal(engine):
         engine.llm.llm_engine.step()

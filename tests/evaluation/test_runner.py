@@ -156,14 +156,27 @@ def test_another_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"another configuration \(seed: 3 there, 4 now\); choose another folder"):
         go(small_config(tmp_path, seed=4), tmp_path / "out", constant)
     with pytest.raises(
-        CommandError, match=r"budgets: \[0.25, 64\] there, \[0.25\] now; tasks.0.samples: 4 there, 5 now"
+        CommandError, match=r"budgets: \[0.25, 64\] there, \[0.25\] now; tasks.0.samples: 4 there, 3 now"
     ):
-        go(small_config(tmp_path, budgets=[0.25], samples=5), tmp_path / "out", constant)
+        go(small_config(tmp_path, budgets=[0.25], samples=3), tmp_path / "out", constant)
     with pytest.raises(CommandError, match=r"engine.dtype: null there, \"float32\" now"):
         go(small_config(tmp_path, engine={"dtype": "float32"}), tmp_path / "out", constant)
     # An option's default spelled out is no change.
     small = small_config(tmp_path, tasks=[{"task": "demo_recall", "length": 128, "facts": 2, "samples": 4}])
     assert go(small, tmp_path / "out", constant)[0] == 0
+
+
+def test_a_run_goes_on_with_more_samples(tmp_path: Path) -> None:
+    go(small_config(tmp_path), tmp_path / "out", constant)
+    before = lines(tmp_path / "out")
+    more = small_config(tmp_path, samples=SAMPLES + 2)
+    status, backend = go(more, tmp_path / "out", constant)
+    assert status == 0 and len(backend.requests) == 2 * CELLS
+    found = lines(tmp_path / "out")
+    assert found[: len(before)] == before and {line["sample"] for line in found} == set(range(SAMPLES + 2))
+    assert go(more, tmp_path / "out", constant)[1].requests == []
+    with pytest.raises(CommandError, match="samples: 6 there, 4 now"):
+        go(small_config(tmp_path), tmp_path / "out", constant)
 
 
 def test_other_samples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

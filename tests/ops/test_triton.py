@@ -93,6 +93,9 @@ def run_all(
     for mode in (ScoreMode.SUM, ScoreMode.LOG_EMA):
         statistics = torch.zeros(2, heads, 100)
         triton.score_prompt_queries(query, pages, table[0], ScoreUpdate(mode, 0.9), 0.1, *statistics)
+    for num_rows, weights in ((heads, None), (heads * groups, torch.ones(len(query)))):
+        scores = torch.zeros(num_rows, 60)
+        triton.score_repetition(query, pages, table[0], 0.1, 100 + len(query), 100, 30, 4, scores, weights)
     tokens = torch.zeros(64, heads, head_size, dtype=dtype)
     triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
     seq_layers = SequenceLayers((pages, pages), torch.tensor([0, 1]), table[:2], torch.tensor([[50, 60, 110]] * 2))
@@ -135,7 +138,7 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
     with launches() as found:
         run_all(dtype, head_size, groups, num_queries, not everything, has_pages=paged_on is not None)
     found = list({launch.key: launch for launch in found}.values())
-    assert len({launch.kernel.__name__ for launch in found}) >= (13 if everything else 2)
+    assert len({launch.kernel.__name__ for launch in found}) >= (15 if everything else 2)
     for launch in found:
         for capability in [paged_on] if launch.is_paged else capabilities:
             code = compile_for(launch, capability, tmp_path)

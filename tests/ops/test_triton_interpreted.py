@@ -172,3 +172,38 @@ def test_triton_join_slots_stays_inside_where_products_are_no_numbers():
     joined, weights = triton.join_slots(products, between, torch.ones(2, 5), torch.ones(2, 3))
     assert joined.min() >= 0 and joined.max() < 3
     assert weights.sum(1).tolist() == [8.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "head_size", "num_queries", "start", "num_scored", "sinks", "weighted", "per_head"),
+    [
+        (torch.float32, 3, 40, 29, 4, 71, 4, False, False),
+        (torch.bfloat16, 7, 80, 1, 33, 67, 50, True, True),
+        (torch.float16, 2, 128, 37, 0, 1, 9, True, False),
+        (torch.float32, 1, 96, 30, 99, 1, 0, False, True),
+    ],
+)
+def test_triton_scores_of_a_repetition_on_row_major_keys(
+    dtype, groups, head_size, num_queries, start, num_scored, sinks, weighted, per_head
+):
+    """Scores are part of a wider plane, and some are larger already; queries are part of a batch's."""
+    maker, context = CacheMaker(head_size, 2, head_size, 16, dtype), 100
+    sequence = maker.sequence(0, 0, context + num_queries)
+    theirs, ours = copies(maker, row_major=True)
+    query = maker.randn(num_queries + 3, 2 * groups, head_size).to(dtype)[3:]
+    weights = maker.randn(num_queries + 1).exp()[1:] if weighted else None
+    before = maker.randn(2 * groups if per_head else 2, 140).abs() * 0.02
+    where = context + num_queries, context, start, sinks
+    found = []
+    for module, pages in ((reference, theirs), (triton, ours)):
+        scores = before.clone()
+        part = scores[:, 5 : 5 + num_scored]
+        module.score_repetition(query, pages, sequence.blocks, 0.3, *where, part, weights)
+        found.append(scores)
+    expected, scores = found
+    raised = expected > before
+    assert relative_error(scores, expected.double()) < 1e-5 and torch.equal(scores[~raised], before[~raised])
+    assert raised[:, 5 : 5 + num_scored].any() and not raised[:, 5 + num_scored :].any()
+    unchanged = scores.clone()
+    triton.score_repetition(query[:0], ours, sequence.blocks, 0.3, context, *where[1:], unchanged)
+    assert torch.equal(unchanged, scores)

@@ -148,8 +148,16 @@ def test_only_allowed_policies_pass() -> None:
         strict.check(config("grkv"), 1000, 10)
     with pytest.raises(CompressionError, match="'regression' is not allowed on this server; allowed: drop, zip"):
         strict.check(config("snapkv", merger="regression"), 1000, 10)
-    with pytest.raises(CompressionError, match="'reconstruction' is not allowed on this server; allowed: log_ema, sum"):
-        strict.check(config("snapkv", tracker="reconstruction"), 1000, 10)
+    # Trackers are free, unless they cost the model's time.
+    strict.check(config("snapkv", tracker="mean"), 1000, 10)
+    for tracker in ("reconstruction", "predicted"):
+        with pytest.raises(
+            CompressionError, match=f"'{tracker}' is not allowed on this server; allowed: log_ema, sum"
+        ) as caught:
+            strict.check(config("snapkv", tracker=tracker), 1000, 10)
+        assert (caught.value.param, caught.value.reason) == ("kv_compression.tracker", "not_allowed")
+    for own in (config("kvzip", repeat_prompt=[]), config("kvzap")):
+        replace(LIMITS, allowed_policies=frozenset({own.name})).check(own, 1000, 10)
 
 
 @pytest.mark.parametrize(

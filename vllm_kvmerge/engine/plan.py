@@ -173,8 +173,13 @@ class CompressionStep:
     """One step's compressions, prompt windows, and repeated chunks by internal request.
 
     adoptions: by request. outputs: requests that compute their context's last token, whose output is kept for fronts.
-    turns: by request, of those that have ended. forgotten: keys of fronts that are gone. usage: its ``UsageReports``
-    entries, which workers ignore.
+    turns: by request, of those that have ended. forgotten: keys of fronts that are gone.
+
+    kept_scores, recalled_scores: by request, the number under which workers keep the scores of its context, which this
+    step completes, and of scores kept before that are those of its context; in this order. forgotten_scores: numbers of
+    scores that are needed no more after that.
+
+    usage: its ``UsageReports`` entries, which workers ignore.
     """
 
     plans: list[CompressionPlan] = field(default_factory=list)
@@ -184,6 +189,9 @@ class CompressionStep:
     outputs: list[str] = field(default_factory=list)
     turns: dict[str, KeptTurn] = field(default_factory=dict)
     forgotten: list[bytes] = field(default_factory=list)
+    kept_scores: dict[str, int] = field(default_factory=dict)
+    recalled_scores: dict[str, int] = field(default_factory=dict)
+    forgotten_scores: list[int] = field(default_factory=list)
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

@@ -18,7 +18,9 @@ class RepeatingRequest(Request):
     the step that computes its last token.
     """
 
-    def __init__(self, parent: Request, context: int, chunk: RepeatedChunk, index: int, tokens: list[int]) -> None:
+    def __init__(
+        self, parent: Request, key: bytes, context: int, chunk: RepeatedChunk, index: int, tokens: list[int]
+    ) -> None:
         # Of several runs through the same chunks, the worker may still know an earlier one that has been preempted.
         name = f"{parent.request_id}/repetition-{parent.num_preemptions}-{index}"
         super().__init__(
@@ -32,11 +34,14 @@ class RepeatingRequest(Request):
             lora_request=parent.lora_request,
             priority=FIRST,
         )
-        self.parent, self.context, self.chunk, self.index = parent, context, chunk, index
+        self.parent, self.key, self.context, self.chunk, self.index = parent, key, context, chunk, index
 
     @classmethod
-    def of(cls, parent: Request, tracker: Tracker, context: int, index: int) -> "RepeatingRequest | None":
-        """The request for chunk ``index`` of the parent's first ``context`` tokens; None: there is no such chunk."""
+    def of(cls, parent: Request, tracker: Tracker, key: bytes, context: int, index: int) -> "RepeatingRequest | None":
+        """The request for chunk ``index`` of the parent's first ``context`` tokens; None: there is no such chunk.
+
+        key: of the parent's context (``context_key``).
+        """
         assert parent.prompt_token_ids is not None
         tokens = parent.prompt_token_ids[:context]
         repetition = tracker.repetition(tokens, index)
@@ -44,7 +49,7 @@ class RepeatingRequest(Request):
             return None
         where = context, repetition.start, repetition.end, repetition.sinks
         chunk = RepeatedChunk(parent.request_id, *where, tracker.normalizes)
-        return cls(parent, context, chunk, index, tokens + repetition.tokens)
+        return cls(parent, key, context, chunk, index, tokens + repetition.tokens)
 
     @property
     def is_scheduled(self) -> bool:

@@ -22,6 +22,7 @@ from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests
 from vllm_kvmerge.engine.fronts import TURN, FrontCache, SharedFront
+from vllm_kvmerge.engine.known_scores import KnownScores, context_key
 from vllm_kvmerge.engine.metrics import (
     GENERATED,
     CacheGauges,
@@ -90,7 +91,9 @@ class CompressionSchedulerMixin(Scheduler):
         self._compressions: dict[str, RequestCompression] = {}
         self._due: dict[str, None] = {}
         self._repeating: dict[str, RepeatingRequest | None] = {}
-        """The internal request at work, by the one whose context it repeats; None once the last has been scheduled."""
+        """The internal request at work, by the one whose context it repeats; None once the last has been scheduled, or
+        scores have been recalled."""
+        self._known_scores = KnownScores(self._limits.max_bytes if self.kv_cache_manager.enable_caching else 0)
         self._orphans: list[str] = []
         """Internal requests that nobody needs any more."""
         self._reported: dict[str, dict[int, FrontReport]] = {}
@@ -228,6 +231,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._begin_with_fronts(step)
         stuck = self._repeat_contexts(output, step)
         self._keep_outputs(output, step)
+        step.forgotten_scores = self._known_scores.take_forgotten()
         waiting = self._plan_due(step)
         while waiting and not output.num_scheduled_tokens and not step.plans:
             # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
@@ -259,8 +263,9 @@ class CompressionSchedulerMixin(Scheduler):
         return self._contexts.call(text)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        # The weights may have changed.
+        # Even if blocks are in use: the model's weights may be about to change.
         self._contexts.clear()
+        self._known_scores.clear()
         return super().reset_prefix_cache(*args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
@@ -280,7 +285,8 @@ class CompressionSchedulerMixin(Scheduler):
     def _repeat_contexts(self, output: SchedulerOutput, step: CompressionStep) -> list[Request]:
         """Has contexts that have been computed repeated, a chunk at a time, before they are compressed.
 
-        Adds to ``step`` the chunks that it repeats. Returns the requests whose internal ones found no room in it.
+        Adds to ``step`` the chunks that it repeats. Returns the requests whose internal ones found no room in it,
+        and those that wait for scores of others.
         """
         stuck = []
         for request in list(self.running):
@@ -290,7 +296,8 @@ class CompressionSchedulerMixin(Scheduler):
             if request.num_computed_tokens < due_at:
                 continue
             if request.request_id not in self._repeating:
-                self._repeat(request, compression, 0)
+                if not self._share_scores(request, compression, step):
+                    stuck.append(request)
                 continue
             internal = self._repeating[request.request_id]
             if internal is None:
@@ -303,12 +310,36 @@ class CompressionSchedulerMixin(Scheduler):
             if internal.is_scheduled:
                 # Its blocks are free for what this step's compressions write, after its forward pass.
                 super().finish_requests(internal.request_id, RequestStatus.FINISHED_ABORTED)
-                self._repeat(request, compression, internal.index + 1)
+                self._repeat(request, compression, internal.key, internal.index + 1)
+                if self._repeating[request.request_id] is None:
+                    number = self._known_scores.keep(internal.key, compression.score_bytes)
+                    if number is not None:
+                        step.kept_scores[request.request_id] = number
         return stuck
 
-    def _repeat(self, request: Request, compression: RequestCompression, index: int) -> None:
+    def _share_scores(self, request: Request, compression: RequestCompression, step: CompressionStep) -> bool:
+        """Recalls the scores of a request's context that has been computed, or has it repeated.
+
+        False if another request has the same context repeated just now, for which this one waits.
+        """
+        key = context_key(request, compression.context, compression.config.policy.tracker)
+        number = None if request.skip_reading_prefix_cache else self._known_scores.find(key)
+        if number is not None:
+            step.recalled_scores[request.request_id] = number
+            self._repeating[request.request_id] = None
+            return True
+        if not request.skip_reading_prefix_cache and self._will_be_known(key, compression.score_bytes):
+            return False
+        self._repeat(request, compression, key, 0)
+        return True
+
+    def _will_be_known(self, key: bytes, num_bytes: int) -> bool:
+        is_repeated = any(internal is not None and internal.key == key for internal in self._repeating.values())
+        return is_repeated and self._known_scores.has_room(num_bytes)
+
+    def _repeat(self, request: Request, compression: RequestCompression, key: bytes, index: int) -> None:
         """Queues the internal request that repeats a chunk of the request's context, if there is such a chunk."""
-        internal = RepeatingRequest.of(request, compression.config.policy.tracker, compression.context, index)
+        internal = RepeatingRequest.of(request, compression.config.policy.tracker, key, compression.context, index)
         self._repeating[request.request_id] = internal
         if internal is not None:
             self.requests[internal.request_id] = internal
@@ -367,6 +398,12 @@ class CompressionSchedulerMixin(Scheduler):
     def _awaits_repetition(self, request: Request) -> bool:
         compression = self._compressions.get(request.request_id)
         return compression is not None and compression.repeats_context and self._next_compression(request) is not None
+
+    def _is_scored(self, request: Request) -> bool:
+        """False if the request's context has to be repeated before its next compression."""
+        if not self._compressions[request.request_id].repeats_context:
+            return True
+        return request.request_id in self._repeating and self._repeating[request.request_id] is None
 
     def _reserve_kept(self, request_id: str, compression: RequestCompression) -> bool:
         """Reserves the request's memory outside the pool; False if it must wait for that of others."""
@@ -523,7 +560,7 @@ class CompressionSchedulerMixin(Scheduler):
             due_at = self._next_compression(request)
             if due_at is not None:
                 self._open_window(request, due_at, step)
-                if request.num_computed_tokens >= due_at and self._repeating.get(request.request_id) is None:
+                if request.num_computed_tokens >= due_at and self._is_scored(request):
                     due[request.request_id] = request
         waiting, seconds = [], 0.0
         self._due = dict.fromkeys([*(request_id for request_id in self._due if request_id in due), *due])

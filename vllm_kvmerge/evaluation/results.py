@@ -1,8 +1,9 @@
 """The folder of a run: its configuration, one line of JSON per answered sample, and what a later run needs to go on."""
 
 import fcntl
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -80,11 +81,11 @@ class RunFolder:
         self._lines.close()
 
     def _check_identity(self, identity: dict[str, Any]) -> None:
-        """Saves the configuration of a run that has no results yet; refuses one that is not that of the results."""
+        """Saves the configuration of a run that has no results yet, or asks for more samples; refuses any other."""
         path = self.path / "config.yaml"
         if not self._lines.tell():
             (self.path / "run.json").unlink(missing_ok=True)
-            _write(path, yaml.safe_dump(identity, sort_keys=False, allow_unicode=True))
+            _write(path, _as_yaml(identity))
             return
         if not path.exists():
             raise CommandError(f"--output {self.path}: it holds results, but no config.yaml that says of what")
@@ -92,11 +93,13 @@ class RunFolder:
             saved = yaml.safe_load(path.read_text())
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise CommandError(f"{path}: {error}") from None
-        if differences := list(_differences(saved, identity, "")):
+        if differences := list(_differences(_with_samples_of(identity, saved), identity, "")):
             raise CommandError(
                 f"--output {self.path}: it holds the results of another configuration ({'; '.join(differences)}); "
                 "choose another folder, or delete it"
             )
+        if saved != identity:
+            _write(path, _as_yaml(identity))
 
     def _read_results(self) -> list[Result]:
         """Samples that have been answered. A last line that a killed run did not finish is cut off."""
@@ -117,14 +120,15 @@ class RunFolder:
         path = self.path / "run.json"
         return json.loads(path.read_text()) if path.exists() else {"tasks": {}, "versions": []}
 
-    def check_samples(self, task: str, digest: str, count: int) -> None:
-        """Remembers which samples a task drew; refuses others than at the beginning of the run."""
-        known = self.state["tasks"].setdefault(task, {"samples": count, "digest": digest})
-        if known != {"samples": count, "digest": digest}:
+    def check_samples(self, task: str, samples: Sequence[Any]) -> None:
+        """Remembers which samples a task drew (as plain values); refuses those that do not begin with the run's."""
+        known = self.state["tasks"].get(task)
+        if known is not None and known["digest"] != _digest(samples[: known["samples"]]):
             raise CommandError(
                 f"--output {self.path}: {task} draws other samples than when this run began ({known['samples']} then, "
-                f"{count} now): its data, the tokenizer or the program changed; choose another folder"
+                f"{len(samples)} now): its data, the tokenizer or the program changed; choose another folder"
             )
+        self.state["tasks"][task] = {"samples": len(samples), "digest": _digest(samples)}
 
     def save_state(self, versions: Mapping[str, str] | None = None) -> None:
         if versions is not None and dict(versions) not in self.state["versions"]:
@@ -147,6 +151,25 @@ def _write(path: Path, text: str) -> None:
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)
+
+
+def _as_yaml(identity: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(identity, sort_keys=False, allow_unicode=True)
+
+
+def _digest(samples: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(samples).encode()).hexdigest()
+
+
+def _with_samples_of(identity: dict[str, Any], saved: Any) -> Any:
+    """``saved``, with the number of samples of each task of ``identity`` that asks for more."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("tasks"), list):
+        return saved
+    tasks = [
+        old | {"samples": new["samples"]} if old["samples"] < new["samples"] else old
+        for old, new in zip(saved["tasks"], identity["tasks"], strict=False)
+    ]
+    return saved | {"tasks": tasks + saved["tasks"][len(tasks) :]}
 
 
 def _differences(old: Any, new: Any, name: str) -> Iterator[str]:

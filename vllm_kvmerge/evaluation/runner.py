@@ -1,11 +1,10 @@
 """Runs an evaluation: every sample of every task under every policy and budget, going on where a run stopped."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.backends import Answer, Backend, BackendError, Request, RequestError
@@ -125,9 +124,8 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _digest(prompts: list[Prompt]) -> str:
-    text = json.dumps([[p.token_ids, p.continuation, p.context_tokens, p.sample.references] for p in prompts])
-    return hashlib.sha256(text.encode()).hexdigest()
+def _as_plain(prompt: Prompt) -> list[Any]:
+    return [prompt.token_ids, prompt.continuation, prompt.context_tokens, prompt.sample.references]
 
 
 @dataclass
@@ -153,7 +151,7 @@ def run(
     """
     prompts = {entry.label: draw_prompts(config, entry, backend.tokenizer) for entry in config.tasks}
     for label, drawn in prompts.items():
-        folder.check_samples(label, _digest(drawn), len(drawn))
+        folder.check_samples(label, [_as_plain(prompt) for prompt in drawn])
     outcome = Run({label: len(drawn) for label, drawn in prompts.items()}, [])
     cells = cells_of(config)
     answered = {(result.cell, result.sample) for result in folder.results}

@@ -129,8 +129,11 @@ class Limits:
             allowed = ", ".join(sorted(self.allowed_policies | {FULL}))
             message = f"{config.name!r} is not allowed on this server; allowed: {allowed}"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", message, "not_allowed")
-        # Trackers follow from the other parts, unless they cost the model's time.
-        kinds = ("selector", "merger", "allocator", *(["tracker"] if config.policy.tracker.repeats_context else []))
+        # Trackers follow from the other parts, unless they cost the model's time: contexts that are repeated, or
+        # hidden states that models of each layer read, so that no part of a prompt may come from the prefix cache.
+        tracker = config.policy.tracker
+        is_costly = tracker.repeats_context or tracker.predicts_scores
+        kinds = ("selector", "merger", "allocator", *(["tracker"] if is_costly else []))
         for kind in kinds:
             name = getattr(config.policy, kind).name
             parts = {getattr(PRESETS[policy], kind) for policy in self.allowed_policies - {FULL}}

@@ -29,6 +29,9 @@ class PromptScores:
     ) -> "PromptScores":
         return cls(*torch.zeros(2, num_layers, num_kv_heads, capacity, device=device).unbind())
 
+    def copy(self, device: torch.device) -> "PromptScores":
+        return PromptScores(self.scores.to(device, copy=True), self.aux.to(device, copy=True))
+
     def grow(self, capacity: int) -> None:
         missing = capacity - self.scores.shape[2]
         if missing > 0:

@@ -113,6 +113,8 @@ class Compression:
         self._config = vllm_config
         self._device = device
         self.states: dict[str, RequestState] = {}
+        self.known_scores: dict[int, PromptScores] = {}
+        """Scores of contexts in host memory, by the scheduler's numbers."""
         self.step = CompressionStep()
         self._fronts: dict[bytes, KeptFront] = {}
         self._last_tokens: dict[str, int] = {}
@@ -396,6 +398,7 @@ class Compression:
 
         The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
         """
+        self._share_scores()
         plans = self.step.plans
         if not plans:
             return plans
@@ -446,6 +449,18 @@ class Compression:
         if config.decode == "bounded" and state.ring is not None:
             queries = state.ring.queries(plan.seq_len)
         return KeptFront(pages, table, queries, state.output)
+
+    def _share_scores(self) -> None:
+        """Keeps, recalls and forgets scores of contexts as the step says."""
+        for request_id, number in self.step.kept_scores.items():
+            scores = self.states[request_id].prompt_scores
+            assert scores is not None
+            self.known_scores[number] = scores.copy(torch.device("cpu"))
+        for request_id, number in self.step.recalled_scores.items():
+            state = self.states.setdefault(request_id, RequestState())
+            state.prompt_scores = self.known_scores[number].copy(self._device)
+        for number in self.step.forgotten_scores:
+            del self.known_scores[number]
 
     def _table(self, pages: HeadPages) -> Tensor | None:
         """The table that attention reads instead of ``pages``; None: there is none on the CPU."""

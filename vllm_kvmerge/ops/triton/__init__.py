@@ -4,7 +4,12 @@ The only index arithmetic here is ``join_slots``. Arguments are hardly checked, 
 the GPU. With TRITON_INTERPRET=1, set before Triton is imported, operators run on CPU tensors.
 """
 
-from vllm_kvmerge.ops.triton.attention import paged_attention, score_prompt_queries, write_tokens
+from vllm_kvmerge.ops.triton.attention import (
+    paged_attention,
+    score_prompt_queries,
+    score_repetition,
+    write_tokens,
+)
 from vllm_kvmerge.ops.triton.backend import INTERPRETED, description, obstacle, runs_on
 from vllm_kvmerge.ops.triton.entries import (
     fused_attention,
@@ -21,7 +26,7 @@ from vllm_kvmerge.ops.triton.entries import (
 # fmt: off
 __all__ = [
     "INTERPRETED", "description", "fused_attention", "gather_metadata", "gather_rows", "join_slots", "merge_entries",
-    "most_similar", "move_entries", "obstacle", "paged_attention", "runs_on", "score_prompt_queries", "write_metadata",
-    "write_rows", "write_tokens",
+    "most_similar", "move_entries", "obstacle", "paged_attention", "runs_on", "score_prompt_queries",
+    "score_repetition", "write_metadata", "write_rows", "write_tokens",
 ]
 # fmt: on

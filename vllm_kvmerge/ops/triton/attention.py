@@ -1,9 +1,10 @@
-"""Attention, prompt scores and writes of tokens in Triton."""
+"""Attention, scores of queries and writes of tokens in Triton."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops.triton import attention_kernels
@@ -163,6 +164,49 @@ def score_prompt_queries(
     # Only probabilities need the log-sum-exp.
     lse = scores if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
     call.update_columns(scores, aux, lse, in_cache=False)
+
+
+def score_repetition(
+    query: Tensor,
+    cache: PagedKVCache,
+    blocks: Tensor,
+    scale: float,
+    seq_len: int,
+    context: int,
+    start: int,
+    sinks: int,
+    scores: Tensor,
+    weights: Tensor | None = None,
+) -> None:
+    (num_queries, num_heads), (num_rows, num_scored) = query.shape[:2], scores.shape
+    if num_queries == 0 or num_scored == 0:
+        return
+    _check(query, cache)
+    if scores.stride(1) != 1 or num_rows not in (cache.num_kv_heads, num_heads):
+        raise ValueError(f"scores of shape {tuple(scores.shape)} and strides {scores.stride()} do not suit the heads")
+    groups = num_heads // cache.num_kv_heads
+    constants = {
+        "G": groups,
+        "HEAD_SIZE": cache.head_size,
+        "BLOCK_SIZE": cache.block_size,
+        "COMPUTE": product_type(query.dtype, cache.keys.dtype),
+        "BLOCK_D": power_of_two(cache.head_size),
+    }
+    rows, columns = settings_for("prefill", cache, groups), settings_for("columns", cache, groups)
+    block_m = power_of_two(max(16, groups, rows.block_m))
+    blocks, weights = blocks.contiguous(), None if weights is None else weights.contiguous()
+    lse = torch.empty(num_queries, num_heads, device=query.device)
+    strides = *query.stride()[:2], *cache.keys.stride()
+    attention_kernels.normalize_repetition[(-(-num_queries // (block_m // groups)), cache.num_kv_heads)](
+        query, cache.keys, blocks, weights, lse, scale * LOG2E, num_queries, seq_len, context, start,
+        min(sinks, start), num_scored, *strides,
+        BLOCK_M=block_m, BLOCK_N=rows.block_n, **constants, **rows.launch,
+    )  # fmt: skip
+    attention_kernels.raise_scores[(-(-num_scored // columns.block_n), num_rows)](
+        query, cache.keys, blocks, lse, scores, scale * LOG2E, num_queries, num_heads, start, num_scored, *strides,
+        scores.stride(0),
+        PER_SCORE=num_heads // num_rows, BLOCK_M=block_m, BLOCK_N=columns.block_n, **constants, **columns.launch,
+    )  # fmt: skip
 
 
 def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:

@@ -455,6 +455,122 @@ def update_columns(
 
 
 @triton.jit
+def queries_of(
+    query, first_query, num_queries, head, stride_q_token, stride_q_head,
+    PER_QUERY: tl.constexpr, HEAD_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(queries of a tile's rows, ``PER_QUERY`` heads of each, of which ``head`` is the number of the first
+    divided by that; numbers of the rows' queries; their query heads; whether they are any)."""
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    number = first_query + rows // PER_QUERY
+    q_head = head * PER_QUERY + rows % PER_QUERY
+    wanted = (rows < BLOCK_M // PER_QUERY * PER_QUERY) & (number < num_queries)
+    at = number.to(tl.int64) * stride_q_token + q_head * stride_q_head
+    mask = wanted[:, None] & (dims < HEAD_SIZE)[None, :]
+    q = tl.load(query + at[:, None] + dims[None, :], mask=mask, other=0.0).to(COMPUTE)
+    return q, number, q_head, wanted
+
+
+@triton.jit
+def keys_of(
+    keys, blocks, token, live, head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK_D, n]``: keys of a head of a never compressed sequence's tokens."""
+    dims = tl.arange(0, BLOCK_D)
+    block, offset = place_of(token, live, 0, 0, blocks, BLOCK_SIZE)
+    slot = block * stride_k_block + head * stride_k_head + offset * stride_k_slot
+    mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
+    return tl.load((keys + slot)[None, :] + (dims * stride_k_dim)[:, None], mask=mask, other=0.0).to(COMPUTE)
+
+
+REPETITION = ["num_queries", "seq_len", "context", "start", "sinks", "num_scored"]
+"""Numbers that differ from call to call, by which no kernel is to be compiled anew."""
+
+
+@triton.jit(do_not_specialize=REPETITION, do_not_specialize_on_alignment=["blocks", "weights"])
+def normalize_repetition(
+    query, keys, blocks, weights, lse, scale, num_queries, seq_len, context, start, sinks, num_scored,
+    stride_q_token, stride_q_head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What a logit lacks to the logarithm of a weighed probability, of one tile of queries and one KV head.
+
+    Grid: tiles, heads. lse: ``[num_queries, H * G]``, to the base 2. Entries are numbered without what lies between:
+    sinks, the chunk, and the tokens behind the context.
+    """
+    head = tl.program_id(1)
+    first_query = tl.program_id(0) * (BLOCK_M // G)
+    q, number, q_head, wanted = queries_of(
+        query, first_query, num_queries, head, stride_q_token, stride_q_head, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D
+    )
+    position = seq_len - num_queries + number
+    last = tl.minimum(first_query + BLOCK_M // G, num_queries)
+    counted = sinks + num_scored
+    end = counted + seq_len - num_queries + last - context
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(0, end, BLOCK_N):
+        entry = first + tl.arange(0, BLOCK_N)
+        live = entry < end
+        token = tl.where(entry < sinks, entry, start + entry - sinks)
+        token = tl.where(entry < counted, token, context + entry - counted)
+        k = keys_of(
+            keys, blocks, token, live, head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, HEAD_SIZE,
+            BLOCK_SIZE, COMPUTE, BLOCK_D,
+        )  # fmt: skip
+        visible = live[None, :] & (token[None, :] <= position[:, None])
+        logits = tl.where(visible, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
+        top = new_top
+    level = top + tl.log2(total)
+    if weights is not None:
+        level -= tl.log2(tl.load(weights + number, mask=wanted, other=1.0))
+    at = number * (tl.num_programs(1) * G) + q_head
+    tl.store(lse + at, level, mask=wanted)
+
+
+@triton.jit(do_not_specialize=REPETITION, do_not_specialize_on_alignment=["blocks", "scores"])
+def raise_scores(
+    query, keys, blocks, lse, scores, scale, num_queries, num_heads, start, num_scored,
+    stride_q_token, stride_q_head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, stride_s_head,
+    PER_SCORE: tl.constexpr, G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Raises scores of some entries to the largest probability that any query gives them.
+
+    Grid: tiles of entries, rows of ``scores``. PER_SCORE: query heads of a row, G or 1. lse: as
+    ``normalize_repetition`` leaves it. All queries are behind the entries, so each sees all of them.
+    """
+    head = tl.program_id(1)
+    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = entry < num_scored
+    k = keys_of(
+        keys, blocks, start + entry, live, head * PER_SCORE // G, stride_k_block, stride_k_head, stride_k_dim,
+        stride_k_slot, HEAD_SIZE, BLOCK_SIZE, COMPUTE, BLOCK_D,
+    )  # fmt: skip
+    largest = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    for first_query in range(0, num_queries, BLOCK_M // PER_SCORE):
+        q, number, q_head, wanted = queries_of(
+            query, first_query, num_queries, head, stride_q_token, stride_q_head, PER_SCORE, HEAD_SIZE, COMPUTE,
+            BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        level = tl.load(lse + number * num_heads + q_head, mask=wanted, other=float("inf"))
+        logits = tl.dot(q, k, input_precision="ieee") * scale - level[:, None]
+        largest = tl.maximum(largest, tl.max(logits, 0))
+    at = scores + head * stride_s_head + entry
+    before = tl.load(at, mask=live, other=0.0)
+    probability = tl.exp2(largest)
+    # Not where it is no number.
+    tl.store(at, tl.where(probability > before, probability, before), mask=live)
+
+
+@triton.jit
 def write(
     slot_mapping, key, value, keys, values, num_heads,
     stride_slot, stride_key_token, stride_key_head, stride_value_token, stride_value_head, stride_k_block,

@@ -1,0 +1,126 @@
+"""Hidden states that cannot be seen: models whose layers have no module, by the names that we know, that reads them."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vllm.logger import _print_warning_once
+
+from tests.ops.conftest import CacheMaker
+from vllm_kvmerge.engine.attention import hidden_states
+from vllm_kvmerge.engine.attention.hidden_states import HiddenStates
+from vllm_kvmerge.engine.attention.rows import (
+    BatchRow,
+    Normalization,
+    PromptScores,
+    QueryReader,
+    RepetitionWindow,
+)
+from vllm_kvmerge.engine.support import UnsupportedConfigError
+from vllm_kvmerge.engine.worker import output_weights
+from vllm_kvmerge.engine.worker.output_weights import OutputWeights
+
+HIDDEN, HEADS, GROUPS, HEAD_SIZE = 48, 2, 3, 32
+
+
+class Layer(nn.Module):
+    """Attention whose hidden states are read by the module ``name``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.attn = nn.Identity()
+        self.name = name
+        self.add_module(name, nn.Linear(HIDDEN, HIDDEN))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.attn(self.get_submodule(self.name)(hidden))
+
+
+class Model(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(name) for name in names)
+        self.layer_names = [f"layers.{index}.attn" for index in range(len(names))]
+
+    @torch.inference_mode()
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def warnings():
+    """Warnings of both modules, each of them as if it had not been given yet."""
+    _print_warning_once.cache_clear()
+    messages = Messages()
+    loggers = hidden_states.logger, output_weights.logger
+    for logger in loggers:
+        logger.addHandler(messages)
+    yield messages.texts
+    for logger in loggers:
+        logger.removeHandler(messages)
+
+
+def watched(model: Model, surrogates: list[nn.Module] | None = None) -> HiddenStates:
+    return HiddenStates(model, model.layer_names, 16, surrogates, HEADS, torch.device("cpu"))
+
+
+def test_norms_that_cannot_be_seen_count_as_one(warnings):
+    """Warned once, when they are first needed; the other layers' are seen all the same."""
+    torch.manual_seed(0)
+    model = Model(["mixer", "qkv_proj", "mixer"])
+    seen = watched(model)
+    seen.observe(False)
+    assert not warnings
+    for _ in range(2):
+        seen.observe(True)
+        hidden = torch.randn(5, HIDDEN)
+        model(hidden)
+        second = model.layers[0](hidden).norm(dim=-1).detach()
+        assert torch.allclose(seen.norms[1, :5], second) and (second - 1).abs().min() > 0.5
+        assert (seen.norms[[0, 2]] == 1).all()
+    assert warnings == ["Hidden states of attention layers cannot be seen: all count as equally long"]
+
+
+def test_models_that_would_predict_nothing_are_refused():
+    surrogates = [nn.Linear(HIDDEN, HEADS) for _ in range(2)]
+    watched(Model(["q_proj", "c_attn"]), surrogates)
+    with pytest.raises(UnsupportedConfigError, match=r"kvzap is not supported with this model: no module .* qkv_proj"):
+        watched(Model(["q_proj", "mixer"]), surrogates)
+
+
+def test_repetitions_are_scored_without_what_cannot_be_seen(warnings):
+    """KVzip+ then is KVzip: neither hidden states nor output projections weigh anything."""
+    model = Model(["mixer"])
+    seen = watched(model)
+    weights = OutputWeights(model, model.layer_names, HEADS, (HEADS * GROUPS, HEAD_SIZE))
+    maker = CacheMaker(0, HEADS, HEAD_SIZE, 32, torch.float32)
+    sequence = maker.sequence(front=0, tail=0, seq_len=96)
+    query = maker.randn(16, HEADS * GROUPS, HEAD_SIZE)
+    seen.observe(True)
+    model(torch.randn(16, HIDDEN))
+    found = []
+    for normalization in (None, Normalization(seen, weights.norms)):
+        scores = PromptScores.empty(1, HEADS, 80)
+        window = RepetitionWindow(16, 80, 4, 70, 4, scores, normalization)
+        reader = QueryReader(slice(0, 16), sequence.blocks, 96, BatchRow(window=window))
+        reader.read(0, query, maker.pages, HEAD_SIZE**-0.5)
+        found.append(scores.scores)
+    plain, normalized = found
+    assert torch.allclose(normalized, plain, atol=1e-6) and plain[..., 4:70].min() > 0
+    assert weights(0) is None
+    assert [text.partition(" beside")[0].partition(" of ")[0] for text in warnings] == [
+        "Hidden states",
+        "No output projection",
+    ]
