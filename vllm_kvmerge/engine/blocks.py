@@ -92,6 +92,13 @@ class MergeableAttentionManager(FullAttentionManager):
         self._offers[request_id] = Offer(front, front.blocks if writes else front.partial(self.block_size))
         return self._row(front, hit // self.block_size)
 
+    def num_to_begin(self, front: SharedFront, writes: bool, num_tokens: int) -> int:
+        """Free blocks that a request of ``num_tokens`` needs to begin with a front."""
+        partial = front.partial(self.block_size)
+        copied = front.blocks if writes else partial
+        rows = -(-num_tokens // self.block_size) - min(front.num_tokens, num_tokens - 1) // self.block_size
+        return self._get_num_evictable_blocks(front.blocks) + len(copied) + rows - len(partial)
+
     def _row(self, front: SharedFront, num_blocks: int) -> list[KVCacheBlock]:
         """The first blocks of the table of a request that begins with a front."""
         row = [self._null_block] * num_blocks
@@ -110,6 +117,11 @@ class MergeableAttentionManager(FullAttentionManager):
         return (
             None if num_blocks > self.block_pool.get_num_free_blocks() else self.block_pool.get_new_blocks(num_blocks)
         )
+
+    def discard(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Returns blocks to the pool that a compressed request, or a front, was copied to."""
+        self._note_unclean(list(blocks))
+        self.block_pool.free_blocks(blocks)
 
     def share(self, front: SharedFront) -> None:
         """Puts a front, to whose blocks the caller holds references, into the prefix cache, which takes them over."""

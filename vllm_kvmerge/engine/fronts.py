@@ -137,6 +137,7 @@ class FrontCache:
         if self._pool.enable_kv_cache_events:
             self._pool.kv_event_queue.append(self._stored(front, hashes))
         self._fronts[front.key] = front
+        self.remember(front.key)
         if front.turn is not None:
             self._turns.setdefault(front.turn, {})[front.key] = front.num_tokens
         # Whoever gets one of them from the pool ends the front.

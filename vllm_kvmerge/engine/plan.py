@@ -162,10 +162,11 @@ class Adoption:
 @dataclass(frozen=True)
 class KeptTurn:
     """What a request held when it ended, for the next turn. key: that the worker keeps its state under. num_tokens: the
-    first ones, of which it is."""
+    first ones, of which it is. keeps_queries: its policy goes on reading the newest queries."""
 
     key: bytes
     num_tokens: int
+    keeps_queries: bool = False
 
 
 @dataclass

@@ -361,7 +361,10 @@ class CompressionSchedulerMixin(Scheduler):
             num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
             writes = self._compressions[request.request_id].config.tracks_decode
             own = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
-            return self.kv_cache_manager.create_kv_cache_blocks((own,)), num_hit_tokens, 0, False
+            needed = self._manager.num_to_begin(front, writes, request.num_tokens)
+            # With nothing else running, a front that does not fit would be waited for for ever.
+            if self.running or needed <= self._manager.block_pool.get_num_free_blocks():
+                return self.kv_cache_manager.create_kv_cache_blocks((own,)), num_hit_tokens, 0, False
         self._manager.offer(request.request_id, None)
         blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         due_at = self._next_compression(request)
@@ -431,7 +434,8 @@ class CompressionSchedulerMixin(Scheduler):
             return None
         if compression.config.reuse == "turns":
             turn = fronts.find_turn(request, compression.config.front_policy)
-            if turn is not None:
+            due_at = None if turn is None else compression.next_compression(turn.segments)
+            if turn is not None and (due_at is None or due_at > turn.num_tokens):
                 return turn
         key = self._front_key(request)
         front = None if key is None else fronts.find(key)
@@ -455,6 +459,7 @@ class CompressionSchedulerMixin(Scheduler):
                 restores_output=front.num_tokens == self.requests[request_id].num_tokens,
             )
             self._kept_bytes.shrink(request_id, compression.ring_bytes)
+            self._reported.pop(request_id, None)  # of a course that it has left
             count_context(compression.config.name, self._engine, front.num_tokens)
 
     def _keep_turn(self, request: Request) -> None:
@@ -462,8 +467,13 @@ class CompressionSchedulerMixin(Scheduler):
         fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
         if fronts is None or compression is None or compression.config.reuse != "turns":
             return
+        # A step in flight has computed the last token too, and has counted its query.
         segments, num_tokens = self._manager.segments_of(request.request_id), request.num_tokens - 1
+        if request.num_in_flight_tokens and segments.tail <= num_tokens:
+            num_tokens = min(request.num_tokens, request.num_computed_tokens)
+        # vLLM takes a hit without a full block for none.
         is_whole = segments.are_compressed and segments.tail <= num_tokens <= request.num_computed_tokens
+        is_whole = is_whole and num_tokens >= self.block_size
         if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED) or not is_whole:
             return
         policy = compression.config.front_policy
@@ -475,7 +485,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._manager.block_pool.touch(blocks)
         turn = fronts.turn(request, num_tokens, policy)
         self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, compression.shared_bytes, turn))
-        self._turns[request.request_id] = KeptTurn(key, num_tokens)
+        self._turns[request.request_id] = KeptTurn(key, num_tokens, compression.shared_bytes > 0)
 
     def _keep_outputs(self, output: SchedulerOutput, step: CompressionStep) -> None:
         """Adds to ``step`` the requests whose contexts end with it, and are shared."""
@@ -532,7 +542,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._manager.block_pool.touch(blocks)
             front = self._front_of_context(key, segments, blocks, self._compressions[plan.request_id])
         elif front is not None and reported is not None:
-            self._manager.block_pool.free_blocks(front.blocks[reported.num_blocks :])
+            self._manager.discard(front.blocks[reported.num_blocks :])
             front = replace(
                 front,
                 segments=replace(front.segments, front=reported.entries),
@@ -543,7 +553,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._manager.share(front)
             return
         if front is not None:
-            self._manager.block_pool.free_blocks(front.blocks)
+            self._manager.discard(front.blocks)
         fronts.forget(key)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:

@@ -213,7 +213,7 @@ class Compression:
         self.step = attached_step(scheduler_output)
         for request_id, turn in self.step.turns.items():
             ended = self.states[request_id]
-            queries = None if ended.ring is None else ended.ring.queries(turn.num_tokens)
+            queries = ended.ring.queries(turn.num_tokens) if turn.keeps_queries and ended.ring is not None else None
             self._fronts[turn.key] = KeptFront(ended.pages, ended.table, queries, None)
         for request_id in (
             scheduler_output.finished_req_ids
