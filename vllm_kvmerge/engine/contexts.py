@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import SharedFront
@@ -115,39 +115,42 @@ class ContextStore:
         """
         asked = AskedContext(**json.loads(text))
         try:
-            self._asked[request.request_id] = asked, self._check(asked, compression)
+            self._asked[request.request_id] = asked, self._check(asked, compression, request.cache_salt)
         except ContextRefused as refusal:
             self._refuse(asked, refusal)
             raise
 
-    def _check(self, asked: AskedContext, compression: RequestCompression | None) -> int:
+    def _check(self, asked: AskedContext, compression: RequestCompression | None, salt: str | None) -> int:
         if self._manager.fronts is None:
             raise ContextRefused(400, "this server keeps no compressed contexts")
         if compression is None or not compression.shares_context:
             raise ContextRefused(400, "nothing would be compressed that could be kept; allowed: a smaller budget")
         needed = compression.new_front(UNCOMPRESSED, compression.context).num_blocks
-        self._check_room(asked.id, needed)
+        self._check_room(asked.id, needed, salt)
         return needed
 
-    def _check_room(self, context_id: str, needed: int) -> None:
+    def _check_room(self, context_id: str, needed: int, salt: str | None) -> None:
         self.expire()
+        named = [one.asked.id for one in self._kept.values() if one.salt == salt][:20]
         waiting = [num_blocks for _, num_blocks in self._asked.values()]
         waiting += [len(one.front.blocks) for one in self._restored.values()]
         held, size = self.num_blocks + sum(waiting), self._bytes_per_block
+        advice = f"; delete some: {', '.join(named)}" if named else ""
         if context_id in self._kept or held + needed > self._max_blocks:
             raise ContextRefused(
                 409,
                 f"the context takes {needed * size} bytes, and {len(self._kept)} contexts hold {held * size} of the "
-                f"{self._max_blocks * size} that contexts may; delete some: {', '.join(list(self._kept)[:20])}",
+                f"{self._max_blocks * size} that contexts may{advice}",
             )
 
     def end(self, request: Request, front: SharedFront | None, compression: RequestCompression | None) -> None:
         """Keeps the context of a request that ends, if it asked for that. front: of its context, if it is there."""
         asked, _ = self._asked.pop(request.request_id, (None, 0))
-        if asked is None:
-            return
+        ends_well = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if asked is None or not ends_well:
+            return  # if it has failed, its client is told why
         if front is None or compression is None or request.prompt_token_ids is None:
-            self._refuse(asked, ContextRefused(409, "there was no room to keep the context, or its compression failed"))
+            self._refuse(asked, ContextRefused(409, "there was no room to keep the context"))
             return
         now = time.time()
         kept = KeptContext(
@@ -234,7 +237,7 @@ class ContextStore:
             raise ContextRefused(404, "its time is up")
         if fronts is None:
             raise ContextRefused(400, "this server keeps no compressed contexts")
-        self._check_room(saved["id"], num_blocks)
+        self._check_room(saved["id"], num_blocks, saved["salt"])
         request = Request(
             request_id=saved["id"],
             prompt_token_ids=saved["token_ids"],
