@@ -57,7 +57,7 @@ def cached(response: httpx.Response) -> int:
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_prompt_is_kept_and_asked(server):
+def test_a_prompt_is_kept_and_asked(server, contexts_dir):
     """Answers are those of requests that bring all of it, which are made first, under a salt that shares nothing."""
     tokens = tokens_of(server, prompt=FACTS)
     question = tokens_of(server, prompt=QUESTION, add_special_tokens=False)
@@ -65,7 +65,8 @@ def test_a_prompt_is_kept_and_asked(server):
     expected = said(ask(server, prompt=tokens + question, **ordinary))
     kept = keep(server, ttl=1000)
     shown = {"object": "kv_context", "model": "demo", "messages": None, "tokens": len(tokens), "entries": 96}
-    assert kept == kept | shown
+    assert kept == kept | shown | {"saved": True}
+    assert [path.name for path in contexts_dir.iterdir()] == [kept["id"]]
     assert kept["id"].startswith("ctx-") and kept["seconds"] > 0 and kept["bytes"] > 0
     assert kept["expires_at"] - kept["created"] in (999, 1000, 1001)
     assert kept["kv_compression"] == kept["kv_compression"] | FIELD
@@ -73,17 +74,22 @@ def test_a_prompt_is_kept_and_asked(server):
     assert listed == {"object": "list", "data": [kept | {"seconds": None}]}
     assert httpx.get(f"{server.url}{ROUTE}/{kept['id']}").json() == kept | {"seconds": None}
 
-    named = {"kv_compression": {"context": kept["id"]}}
+    named, found = {"kv_compression": {"context": kept["id"]}}, server.metric("vllm:kvmerge_context_hit_tokens_total")
     for prompt in (QUESTION, question):
         answer = ask(server, prompt=prompt, **named)
         assert said(answer) == expected and cached(answer) == len(tokens)
+    assert server.metric("vllm:kvmerge_context_hit_tokens_total") == found + 2 * len(tokens)
+    assert server.metric("vllm:kvmerge_kept_contexts") == 1
+    assert server.metric("vllm:kvmerge_kept_context_bytes") == kept["bytes"]
     in_text = {"vllm_xargs": {"kv_compression": json.dumps({"context": kept["id"]} | FIELD)}}
     assert said(ask(server, prompt=QUESTION, **in_text)) == expected
     # Others with the same tokens and policy find it too.
     answer = ask(server, prompt=tokens + question, kv_compression=ordinary["kv_compression"])
     assert said(answer) == expected and cached(answer) == len(tokens)
-    several = ask(server, prompt=[QUESTION, question, " remember"], **named, n=2).json()["choices"]
-    assert [one["text"] for one in several[:4]] == [expected[0][0][0]] * 4 and len(several) == 6
+    several = ask(server, prompt=[QUESTION, question, " remember"], **named).json()["choices"]
+    assert [one["text"] for one in several[:2]] == [expected[0][0][0]] * 2 and len(several) == 3
+    drawn = ask(server, prompt=QUESTION, **named, n=3, temperature=1)
+    assert len(drawn.json()["choices"]) == 3 and cached(drawn) == len(tokens)
     stream = ask(server, prompt=QUESTION, **named, stream=True).text
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected[0][0][0]
@@ -93,10 +99,10 @@ def test_a_prompt_is_kept_and_asked(server):
     }  # fmt: skip
     for answer in (ask(server, prompt=QUESTION, **named), httpx.delete(f"{server.url}{ROUTE}/{kept['id']}")):
         assert answer.status_code == 404 and kept["id"] in answer.json()["error"]["message"]
-    assert httpx.get(server.url + ROUTE).json()["data"] == []
+    assert httpx.get(server.url + ROUTE).json()["data"] == [] and not list(contexts_dir.iterdir())
 
 
-@pytest.mark.parametrize("field", [{"budget": 0.3}, FIELD | {"protect": {"messages": ["system"]}, "budget": 0.99}])
+@pytest.mark.parametrize("field", [{"budget": 0.3}, FIELD | {"protect": {"messages": ["user"]}, "budget": 0.3}])
 def test_a_chat_goes_on_after_the_messages_that_are_kept(server, field):
     """Without a policy too, which is then the one for questions that come later."""
     chats = "/v1/chat/completions"
@@ -153,7 +159,7 @@ def test_a_context_is_seen_under_its_salt_alone(server):
         ({"kv_compression": FIELD | {"reuse": "turns"}}, 400, "kv_compression.reuse: "),
         ({"kv_compression": FIELD | {"context_tokens": 5}}, 400, "kv_compression.context_tokens: "),
         ({"kv_compression": {"context": "ctx-1"}}, 400, "kv_compression.context: contexts are kept by servers"),
-        ({"kv_compression": FIELD | {"protect": {"tokens": [[0, 5000]]}}}, 400, "kv_compression.protect.tokens"),
+        ({"kv_compression": FIELD | {"protect": {"tokens": [[0, 90]]}}}, 400, "kv_compression.protect: 90 tokens are"),
         ({"kv_compression": {"policy": "local", "budget": 1.0}}, 400, "nothing would be compressed that could be kept"),
         ({"model": "nope"}, 404, "The model `nope` does not exist"),
         ({"model": "nope", "prompt": [2, 3]}, 404, "The model `nope` does not exist"),
@@ -236,6 +242,16 @@ def test_contexts_have_a_share_of_the_pool_and_a_time(server):
     assert cached(ask(server, prompt=QUESTION, kv_compression={"context": short["id"]})) == short["tokens"]
     wait_until(lambda: httpx.get(f"{server.url}{ROUTE}/{short['id']}").status_code == 404)
     assert time.time() >= short["expires_at"]
+
+
+def test_a_context_that_cannot_be_saved_is_not_kept(server, contexts_dir):
+    aside = contexts_dir.rename(contexts_dir.with_name("aside"))
+    contexts_dir.touch()  # in the folder's place
+    response = server.post(ROUTE, {"model": "demo", "prompt": FACTS, "kv_compression": FIELD})
+    contexts_dir.unlink()
+    aside.rename(contexts_dir)
+    assert response.status_code == 507 and "the context cannot be saved: " in response.json()["error"]["message"]
+    assert httpx.get(server.url + ROUTE).json()["data"] == []
 
 
 def test_a_client_that_leaves_leaves_no_context(server):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
-from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+from starlette.types import Message
 
 from vllm_kvmerge.engine.arguments import PluginConfig
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, call_contexts
@@ -83,6 +83,16 @@ class NewContext(BaseModel):
         """The fields that render messages, and these; none of a prompt."""
         fields = self.model_dump(include={"messages", *RENDERED_WITH} - {"model"}, exclude_none=True)
         return fields if self.messages is not None else {}
+
+
+class NamedContext(BaseModel):
+    """A context that the server keeps, in front of the request's prompt or messages. Other fields may only repeat the
+    context's own."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    context: str
+    """Its id."""
 
 
 class KVContext(BaseModel):
@@ -158,10 +168,9 @@ def add_context_routes(app: FastAPI, config: PluginConfig) -> None:
         return kept
 
     @app.post(CONTEXTS_ROUTE, response_model=KVContext)
-    @with_cancellation
-    async def create_kv_context(body: NewContext, raw_request: Request) -> KVContext | Response:
+    async def create_kv_context(body: NewContext, request: Request) -> KVContext | Response:
         """Compresses a context and keeps it until it is deleted or its time is up."""
-        start, engine_client = time.monotonic(), raw_request.app.state.engine_client
+        start, engine_client = time.monotonic(), request.app.state.engine_client
         if not keeps_contexts(engine_client):
             raise Refusal(400, "contexts are kept by one engine; allowed: --data-parallel-size 1")
         try:
@@ -171,11 +180,11 @@ def add_context_routes(app: FastAPI, config: PluginConfig) -> None:
             raise as_refusal(error) from None
         context_id = f"ctx-{uuid.uuid4().hex}"
         try:
-            kept = await _created(raw_request, body, field, context_id)
+            kept = await _created(request, body, field, context_id)
             if folder is not None:
                 await _save(engine_client, folder, context_id, body.cache_salt)
             return shown(kept, time.monotonic() - start)
-        except BaseException as error:  # also when the client has left: nobody would know the id
+        except BaseException as error:  # nobody would know the id
             await call_contexts(engine_client, "delete", id=context_id, salt=body.cache_salt)
             if isinstance(error, _RequestFailed):
                 return error.response
@@ -217,14 +226,23 @@ def _field_of_context(value: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 async def _created(request: Request, body: NewContext, field: dict[str, Any], context_id: str) -> dict[str, Any]:
-    """Makes a request for one token, whose context the engine keeps.
+    """Makes a request whose context the engine keeps.
 
     Raises:
         _RequestFailed: it is refused, as any other request would be.
-        Refusal: the engine does not keep its context.
+        Refusal: the engine does not keep its context, or the client has left.
     """
+    has_left = False
+
+    async def leave() -> Message:
+        nonlocal has_left
+        message = await request.receive()
+        has_left = True
+        return message
+
     app, scope = request.scope[CHECKED_APP], request.scope
-    inner: dict[str, Any] = {"model": body.model, "max_tokens": 1}
+    # A context that is repeated before it is compressed is so after the prompt's first token.
+    inner: dict[str, Any] = {"model": body.model, "max_tokens": 2, "ignore_eos": True}
     if body.messages is not None:
         route = CHAT_ROUTE
         # What comes after the messages, to be answered, is no part of the context.
@@ -249,10 +267,12 @@ async def _created(request: Request, body: NewContext, field: dict[str, Any], co
     }
     inner["vllm_xargs"] = {CONTEXT_KEY: json.dumps({"id": context_id, "ttl": body.ttl, "info": info})}
     KEEPS_CONTEXT.set(True)
-    status, content = await post(app, scope, route, inner)
+    status, content = await post(app, scope, route, inner, leave)
     kept: dict[str, Any] | None = await call_contexts(
         request.app.state.engine_client, "created", id=context_id, salt=body.cache_salt
     )
+    if has_left:
+        raise Refusal(400, "the client left before the context was there")
     if kept is not None and "refused" in kept:
         raise Refusal(*kept["refused"])
     if status != 200:

@@ -17,7 +17,7 @@ from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, field_schema
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
-from vllm_kvmerge.server.contexts import add_context_routes, keeps_contexts
+from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, keeps_contexts
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
 from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
@@ -39,8 +39,12 @@ BODY_MODELS = (
     "ResponsesRequest",
     "AnthropicMessagesRequest",
     "GenerateRequest",
+    NewContext.__name__,
 )
 """Names of the schemas of bodies that take the field."""
+
+NAMING_MODELS = ("CompletionRequest", "ChatCompletionRequest")
+"""Those of bodies whose field may name a context that is kept."""
 
 
 class KVMergeEndpoint:
@@ -112,9 +116,11 @@ def document_field(app: FastAPI, policies: list[str] | None) -> None:
         field = field_schema(policies)
         definitions = field.pop("$defs", {})
         field["description"] = "Compression of this request's KV cache; default: the server's."
+        named = {**field, "anyOf": [*field["anyOf"], NamedContext.model_json_schema()]}
         for name in BODY_MODELS:
             if name in models:
-                models[name].setdefault("properties", {})[EXTRA_ARGS_KEY] = field
+                properties = models[name].setdefault("properties", {})
+                properties[EXTRA_ARGS_KEY] = named if name in NAMING_MODELS else field
                 models.update(definitions)
         return schema
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope
 
 from vllm_kvmerge.engine.validation import Prefix
 from vllm_kvmerge.policies.fields import MAX_RANGES
@@ -136,8 +136,18 @@ def tokenizer_of(app: ASGIApp, scope: Scope) -> Tokenize:
     return tokenize
 
 
-async def post(app: ASGIApp, scope: Scope, route: str, request: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body of the answer of ``app`` to a request of the server's own, made for the one with this scope."""
+async def _wait() -> Message:
+    await asyncio.Event().wait()  # nobody disconnects
+    raise AssertionError
+
+
+async def post(
+    app: ASGIApp, scope: Scope, route: str, request: dict[str, Any], after_body: Receive = _wait
+) -> tuple[int, bytes]:
+    """Status and body of the answer of ``app`` to a request of the server's own, made for the one with this scope.
+
+    after_body: returns what ``app`` receives then, that the client has left.
+    """
     body = json.dumps(request).encode()
     known = ("type", "asgi", "http_version", "scheme", "server", "client", "root_path", "app", "state")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -153,8 +163,7 @@ async def post(app: ASGIApp, scope: Scope, route: str, request: dict[str, Any]) 
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.Event().wait()  # nobody disconnects
-        raise AssertionError
+        return await after_body()
 
     async def send(message: Message) -> None:
         answer.append(message)
