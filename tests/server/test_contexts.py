@@ -228,20 +228,22 @@ def test_clients_keep_contexts_by_their_route_alone(server, stream):
     assert httpx.get(server.url + ROUTE).json()["data"] == []
 
 
-def test_contexts_have_a_share_of_the_pool_and_a_time(server):
+def test_contexts_have_a_share_of_the_pool_and_a_time(server, contexts_dir):
     """What is held, and by what, is said to those whose own it is."""
-    kept = [keep(server, prompt=[2, *[5 + index] * 1600], kv_compression={"policy": "knorm", "budget": 0.9})["id"]
-            for index in range(1)]  # fmt: skip
-    body = {"model": "demo", "prompt": [2, *[9] * 1600], "kv_compression": {"policy": "knorm", "budget": 0.9}}
+    large = {"kv_compression": {"policy": "knorm", "budget": 0.9}}
+    kept = keep(server, prompt=[2, *[5] * 1600], **large)["id"]
+    body = {"model": "demo", "prompt": [2, *[9] * 1600], **large}
     error = server.post(ROUTE, body | {"cache_salt": "mine"})
-    assert error.status_code == 409 and kept[0] not in error.text and "1 contexts hold" in error.text
+    assert error.status_code == 409 and kept not in error.text and "1 contexts hold" in error.text
     error = server.post(ROUTE, body).json()["error"]
-    assert error["message"].endswith(f"delete some: {kept[0]}") and error["type"] == "ConflictError"
-    httpx.delete(f"{server.url}{ROUTE}/{kept[0]}")
+    assert error["message"].endswith(f"delete some: {kept}") and error["type"] == "ConflictError"
+    httpx.delete(f"{server.url}{ROUTE}/{kept}")
     short = keep(server, ttl=2.0)
     assert cached(ask(server, prompt=QUESTION, kv_compression={"context": short["id"]})) == short["tokens"]
     wait_until(lambda: httpx.get(f"{server.url}{ROUTE}/{short['id']}").status_code == 404)
     assert time.time() >= short["expires_at"]
+    later = keep(server)["id"]  # by then its files go too
+    assert [path.name for path in contexts_dir.iterdir()] == [later]
 
 
 def test_a_context_that_cannot_be_saved_is_not_kept(server, contexts_dir):

@@ -31,12 +31,13 @@ MAX_REFUSALS = 1000
 
 @dataclass(frozen=True)
 class AskedContext:
-    """A context that is to be kept. ttl: seconds until it is deleted; None: never. info: what its server wants to know
-    of it later, as JSON."""
+    """A context that is to be kept. ttl: seconds until it is deleted; None: never. info, content: what its server wants
+    to know of it later, as JSON; content is long, and said only where the tokens are."""
 
     id: str
     ttl: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    content: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class ContextStore:
         if call == "delete":
             self._delete(kept)
         if call in ("get", "front"):
-            described["token_ids"] = kept.tokens
+            described |= {"token_ids": kept.tokens, "content": kept.asked.content}
         if call == "front":
             front = kept.front
             described |= {"key": front.key.hex(), "blocks": [block.block_id for block in front.blocks]}
@@ -254,7 +255,7 @@ class ContextStore:
             raise ContextRefused(409, "there is no room for it")
         fronts.remember(key)
         front = SharedFront(key, segments, segments.tail, tuple(range(num_blocks)), tuple(blocks), saved["kept_bytes"])
-        asked = AskedContext(saved["id"], info=saved["info"])
+        asked = AskedContext(saved["id"], info=saved["info"], content=saved["content"])
         tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
         kept = KeptContext(asked, front, tokens, salt, policy, saved["created"], saved["expires_at"])
         self._restored[saved["id"]] = kept

@@ -3,10 +3,12 @@
 Nothing about them is kept here: the engine has them all, so that every server of the engine sees the same ones.
 """
 
+import asyncio
 import json
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,9 +18,9 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from vllm_kvmerge.engine.arguments import PluginConfig
-from vllm_kvmerge.engine.contexts import CONTEXT_KEY, call_contexts
+from vllm_kvmerge.engine.contexts import CONTEXT_KEY, AskedContext, call_contexts
 from vllm_kvmerge.engine.metrics import count_rejection
-from vllm_kvmerge.engine.saved_contexts import is_saved, remove, save
+from vllm_kvmerge.engine.saved_contexts import is_saved, remove, remove_expired, save
 from vllm_kvmerge.engine.validation import KEEPS_CONTEXT
 from vllm_kvmerge.policies import PARTS
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
@@ -260,12 +262,9 @@ async def _created(request: Request, body: NewContext, field: dict[str, Any], co
         inner |= {"prompt": tokens, FIELD: field | {"context_tokens": len(tokens)}}
     if body.cache_salt is not None:
         inner["cache_salt"] = body.cache_salt
-    info = {
-        "model": body.model,
-        "messages": None if body.messages is None else len(body.messages),
-        "request": body.chat,
-    }
-    inner["vllm_xargs"] = {CONTEXT_KEY: json.dumps({"id": context_id, "ttl": body.ttl, "info": info})}
+    info = {"model": body.model, "messages": None if body.messages is None else len(body.messages)}
+    asked = AskedContext(context_id, body.ttl, info, content=body.chat)
+    inner["vllm_xargs"] = {CONTEXT_KEY: json.dumps(asdict(asked))}
     KEEPS_CONTEXT.set(True)
     status, content = await post(app, scope, route, inner, leave)
     kept: dict[str, Any] | None = await call_contexts(
@@ -284,6 +283,7 @@ async def _created(request: Request, body: NewContext, field: dict[str, Any], co
 
 async def _save(engine_client: "EngineClient", folder: Path, context_id: str, salt: str | None) -> None:
     try:
+        await asyncio.to_thread(remove_expired, folder)
         await save(engine_client, folder, context_id, salt)
     except (OSError, RuntimeError) as error:
         raise Refusal(507, f"the context cannot be saved: {error}") from error
@@ -318,7 +318,7 @@ async def with_context(
     holder[FIELD] = kept["kv_compression"] | {"context_tokens": len(tokens)}
     data = {**data, "model": model}
     if route == CHAT_ROUTE:
-        return _with_messages(data, kept["info"]["request"]), tokens
+        return _with_messages(data, kept["content"]), tokens
     try:
         return {**data, "prompt": await _with_tokens(data, tokens, tokenize)}, tokens
     except RenderingError as error:
