@@ -230,7 +230,7 @@ class ContextStore:
         return json.dumps(described)
 
     def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | None:
-        """Takes blocks for a saved context. Raises ContextRefused."""
+        """Takes blocks for a saved context; None if it is there already. Raises ContextRefused."""
         fronts, num_blocks = self._manager.fronts, len(saved["blocks"])
         if saved["id"] in self._kept or saved["id"] in self._restored:
             return None
@@ -249,16 +249,19 @@ class ContextStore:
         )
         segments = Segments(**saved["segments"])
         key = fronts.key(request, segments.tail, saved["policy"])
-        blocks = self._manager.copy_of(num_blocks)
-        if key is None or key in fronts or blocks is None:
-            self._manager.block_pool.free_blocks(blocks or [])
+        asked = AskedContext(saved["id"], info=saved["info"], content=saved["content"])
+        tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
+        times = saved["created"], saved["expires_at"]
+        if key is not None and (there := fronts.find(key)) is not None:  # of another id with the same tokens and policy
+            self.keep(KeptContext(asked, there, tokens, salt, policy, *times))
+            return None
+        is_loaded = any(one.front.key == key for one in self._restored.values())
+        blocks = None if key is None or is_loaded else self._manager.copy_of(num_blocks)
+        if key is None or blocks is None:
             raise ContextRefused(409, "there is no room for it")
         fronts.remember(key)
         front = SharedFront(key, segments, segments.tail, tuple(range(num_blocks)), tuple(blocks), saved["kept_bytes"])
-        asked = AskedContext(saved["id"], info=saved["info"], content=saved["content"])
-        tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
-        kept = KeptContext(asked, front, tokens, salt, policy, saved["created"], saved["expires_at"])
-        self._restored[saved["id"]] = kept
+        self._restored[saved["id"]] = KeptContext(asked, front, tokens, salt, policy, *times)
         return {"key": key.hex(), "blocks": [block.block_id for block in blocks]}
 
     def _end_restore(self, context_id: str, failed: bool) -> None:
