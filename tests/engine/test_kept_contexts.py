@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,6 +183,17 @@ def test_two_ids_of_one_context_are_saved_and_let_go_each_by_itself(engine, clie
     for prompt_of_either, is_there in ((other, False), (other, False), (prompt, True)):
         assert (ask(engine, prompt_of_either, params("morphkv"))[1] == CONTEXT - 1) == is_there
     client.call("delete", id="two")
+    engine.assert_empty()
+
+
+def test_a_context_that_its_tokens_do_not_tell_is_not_saved(engine, client, tmp_path):
+    """As one of an adapter: the salt stands for whatever else is part of a front's key."""
+    ask(engine, random_prompt(np.random.default_rng(89), CONTEXT), params("snapkv", 2, {"id": "one"}))
+    kept = engine.scheduler._contexts._kept
+    kept["one"] = replace(kept["one"], salt="another")
+    asyncio.run(save(client, tmp_path, "one", "another"))
+    assert list(tmp_path.iterdir()) == []
+    assert client.call("delete", id="one", salt="another") is not None
     engine.assert_empty()
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
@@ -197,9 +197,10 @@ class ContextStore:
         """Carries out what a server asks for, as JSON text: ``{"call": name, "id": ..., "salt": ...}``.
 
         created: the context, once its request has ended, or ``{"refused": [status, message]}``. get: the context with
-        its tokens; null if there is none of this id and salt. list: all of this salt. delete: the context, which is
-        gone. front: all of it, with the place of its front, to be saved. restore: takes blocks for a ``context`` that
-        has been saved, and says which; null if it is there. restored: workers have read it, or have ``failed``.
+        its tokens and content; null if there is none of this id and salt. list: all of this salt. delete: the context,
+        which is gone. front: all of it, with the place of its front, to be saved; without a key if its tokens do not
+        say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null if it is there.
+        restored: workers have read it, or have ``failed``.
         """
         self.expire()
         asked = json.loads(text)
@@ -225,9 +226,24 @@ class ContextStore:
             described |= {"token_ids": kept.tokens, "content": kept.asked.content}
         if call == "front":
             front = kept.front
-            described |= {"key": front.key.hex(), "blocks": [block.block_id for block in front.blocks]}
+            key = self._key(kept.asked.id, kept.tokens, kept.salt, kept.policy)
+            described |= {"key": front.key.hex() if key == front.key else None}
+            described |= {"blocks": [block.block_id for block in front.blocks]}
             described |= {"policy": kept.policy, "segments": asdict(front.segments), "kept_bytes": front.kept_bytes}
         return json.dumps(described)
+
+    def _key(self, context_id: str, tokens: list[int], salt: str | None, policy: str) -> BlockHash | None:
+        """The key of a context's front if it is one of tokens alone, without an adapter or images."""
+        assert self._manager.fronts is not None
+        request = Request(
+            request_id=context_id,
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        return self._manager.fronts.key(request, len(tokens), policy)
 
     def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | None:
         """Takes blocks for a saved context; None if it is there already. Raises ContextRefused."""
@@ -239,18 +255,10 @@ class ContextStore:
         if fronts is None:
             raise ContextRefused(400, "this server keeps no compressed contexts")
         self._check_room(saved["id"], num_blocks, saved["salt"])
-        request = Request(
-            request_id=saved["id"],
-            prompt_token_ids=saved["token_ids"],
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            cache_salt=saved["salt"],
-            block_hasher=self._hasher,
-        )
         segments = Segments(**saved["segments"])
-        key = fronts.key(request, segments.tail, saved["policy"])
         asked = AskedContext(saved["id"], info=saved["info"], content=saved["content"])
         tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
+        key = self._key(saved["id"], tokens, salt, policy)
         times = saved["created"], saved["expires_at"]
         if key is not None and (there := fronts.find(key)) is not None:  # of another id with the same tokens and policy
             self.keep(KeptContext(asked, there, tokens, salt, policy, *times))

@@ -52,7 +52,8 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
 
 
 async def save(engine_client: "EngineClient", folder: Path, context_id: str, salt: str | None) -> None:
-    """Writes a kept context to a folder of its own below ``folder``.
+    """Writes a kept context to a folder of its own below ``folder``; not one of an adapter, or with images in it, which
+    its tokens do not tell from others.
 
     Raises:
         OSError, RuntimeError: it cannot be written; nothing is left.
@@ -60,6 +61,9 @@ async def save(engine_client: "EngineClient", folder: Path, context_id: str, sal
     front = await call_contexts(engine_client, "front", id=context_id, salt=salt)
     if front is None:
         raise RuntimeError(f"there is no context {context_id}")
+    if front["key"] is None:
+        logger.warning("The context %s is not saved: it consists of more than tokens", context_id)
+        return
     unfinished = folder / f"{UNFINISHED}{context_id}"
     manifest = {"identity": identity(engine_client.vllm_config), "context": {**front, "salt": salt}}
     try:
