@@ -241,8 +241,8 @@ def test_help_lists_the_plugins_options(capsys: pytest.CaptureFixture[str]) -> N
     assert stop.value.code == 0
     help_text = capsys.readouterr().out
     for name in arguments.PLUGIN_OPTIONS:
-        assert f"--{name.replace('_', '-')} " in help_text
-    assert "--kvzap MODEL" in help_text
+        assert f"{arguments.OPTION_NAMES.get(name, '--' + name.replace('_', '-'))} " in help_text
+    assert "--kvzap MODEL" in help_text and "--kvmerge-contexts DIR" in help_text
 
 
 def test_workers_share_the_cores_where_vllm_knows_no_way() -> None:

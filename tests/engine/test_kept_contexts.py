@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,6 +162,38 @@ def test_saved_contexts_are_there_again(engine, client, saved):
             assert ask(engine, prompt, params(policy)) == (answer, cached), policy
     for policy in POLICIES:
         client.call("delete", id=policy)
+    engine.assert_empty()
+
+
+def test_two_ids_of_one_context_are_saved_and_let_go_each_by_itself(engine, client, tmp_path, monkeypatch):
+    rng = np.random.default_rng(88)
+    prompt = random_prompt(rng, CONTEXT)
+    for name in ("one", "two"):
+        ask(engine, prompt, params("morphkv", 2, {"id": name, "content": {"of": name}}))
+        asyncio.run(save(client, tmp_path, name, None))
+    for name in ("one", "two"):
+        client.call("delete", id=name)
+    assert engine.llm.reset_prefix_cache()
+    asyncio.run(load_all(client, tmp_path))
+    assert [client.call("get", id=name)["content"] for name in ("one", "two")] == [{"of": "one"}, {"of": "two"}]
+    client.call("delete", id="one")
+    # What workers keep for others has no room any more.
+    monkeypatch.setattr(engine.manager.fronts, "_max_kept_bytes", 0)
+    other = random_prompt(rng, CONTEXT)
+    for prompt_of_either, is_there in ((other, False), (other, False), (prompt, True)):
+        assert (ask(engine, prompt_of_either, params("morphkv"))[1] == CONTEXT - 1) == is_there
+    client.call("delete", id="two")
+    engine.assert_empty()
+
+
+def test_a_context_that_its_tokens_do_not_tell_is_not_saved(engine, client, tmp_path):
+    """As one of an adapter: the salt stands for whatever else is part of a front's key."""
+    ask(engine, random_prompt(np.random.default_rng(89), CONTEXT), params("snapkv", 2, {"id": "one"}))
+    kept = engine.scheduler._contexts._kept
+    kept["one"] = replace(kept["one"], salt="another")
+    asyncio.run(save(client, tmp_path, "one", "another"))
+    assert list(tmp_path.iterdir()) == []
+    assert client.call("delete", id="one", salt="another") is not None
     engine.assert_empty()
 
 

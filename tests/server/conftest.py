@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -118,6 +119,12 @@ def serving(*options: str, **more: Any) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    with serving() as ready:
+def contexts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server saves the contexts that it keeps."""
+    return tmp_path_factory.mktemp("contexts")
+
+
+@pytest.fixture(scope="session")
+def server(contexts_dir: Path) -> Iterator[Server]:
+    with serving("--enable-prompt-tokens-details", "--kvmerge-contexts", str(contexts_dir)) as ready:
         yield ready

@@ -1,8 +1,11 @@
 """Through HTTP: what is too expensive or not allowed is refused, and what fails says which part, alone."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -18,12 +21,34 @@ ALLOWED = sorted({*PRESETS, failing.PRESET} - {"tova"})
 PROMPT = " ".join(f"remember fiso {1000 + i}." for i in range(300)) + " recall fiso"
 
 
+CONTEXTS = "/v1/kvmerge/contexts"
+
+
 @pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Little time, little memory, all policies but one, and a package whose parts fail."""
+def saved(server: Server, contexts_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A context that another server has kept and saved: as it was shown, what it was asked, and the folder."""
+    body = {"model": "demo", "prompt": PROMPT, "kv_compression": {"policy": "h2o", "budget": 64}}
+    shown = server.post(CONTEXTS, body).json()
+    address = f"{CONTEXTS}/{shown['id']}"
+    folder = tmp_path_factory.mktemp("saved") / "contexts"
+    shutil.copytree(contexts_dir, folder)
+    asked = ask_context(server, shown["id"])
+    assert httpx.delete(server.url + address).status_code == 200
+    return SimpleNamespace(shown=shown, address=address, asked=asked, folder=folder)
+
+
+def ask_context(server: Server, name: str) -> dict:
+    body = {"prompt": " recall fiso", "logprobs": 1, "max_tokens": 40, "ignore_eos": True}
+    return server.complete(**body, kv_compression={"context": name})["choices"][0]
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory, saved: SimpleNamespace) -> Iterator[Server]:
+    """Little time, little memory, all policies but one, a package whose parts fail, and a context from a file."""
     variables = failing.write_package(tmp_path_factory.mktemp("packages") / "site")
     options = ("--max-compaction-seconds", "0.5", "--max-compaction-bytes", str(48 << 20))
     options += "--external-cache-bytes", str(12 << 20), "--external-cache-dir", str(tmp_path_factory.mktemp("external"))
+    options += "--kvmerge-contexts", str(saved.folder)
     with serving(*options, "--allowed-policies", *ALLOWED, **variables) as server:
         yield server
 
@@ -33,6 +58,16 @@ def answer(server: Server, compression: dict, **body) -> httpx.Response:
         "/v1/completions",
         {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "kv_compression": compression, **body},
     )
+
+
+def test_a_saved_context_is_there_after_a_restart(strict: Server, saved: SimpleNamespace) -> None:
+    """With its answers, until it is deleted."""
+    assert httpx.get(strict.url + saved.address).json() == saved.shown | {"seconds": None}
+    before = strict.metric("vllm:kvmerge_context_hit_tokens_total")
+    assert ask_context(strict, saved.shown["id"]) == saved.asked
+    assert strict.metric("vllm:kvmerge_context_hit_tokens_total") == before + saved.shown["tokens"]
+    assert httpx.delete(strict.url + saved.address).status_code == 200
+    assert httpx.get(strict.url + saved.address).status_code == 404 and not list(saved.folder.iterdir())
 
 
 @pytest.mark.parametrize("stream", [False, True])

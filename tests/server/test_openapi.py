@@ -61,12 +61,14 @@ def test_generation_bodies_have_the_field(app: FastAPI) -> None:
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         field = models[name]["properties"]["kv_compression"]
         assert "$defs" not in field
-        by_policy, without = field["anyOf"]
+        by_policy, without, named_context = field["anyOf"]
+        assert named_context["required"] == ["context"]
         assert set(by_policy["discriminator"]["mapping"]) == {"full", *PRESETS}
         assert without["required"] == ["budget"] and "policy" not in without["properties"]
         named = {ref.rsplit("/", 1)[1] for ref in references(field)}
         assert named | {"Protect", "Refresh"} == set(request_schema()["$defs"])
     assert "kv_compression" not in models["EmbeddingRequest"]["properties"]
+    assert len(models["NewContext"]["properties"]["kv_compression"]["anyOf"]) == 2  # it cannot name another
 
 
 def test_every_reference_resolves_and_a_second_look_changes_nothing(app: FastAPI) -> None:
@@ -87,8 +89,10 @@ def test_policies_are_listed(app: FastAPI) -> None:
     KVMergeEndpoint().attach_router(app)
     new = [str(vars(route)["path"]) for route in app.routes if route not in before]
     assert new[0] == "/kvmerge/policies"
-    assert new[1:] and all(path.startswith("/kvmerge/ui") for path in new[1:])
-    assert [path for path in app.openapi()["paths"] if "kvmerge" in path] == ["/kvmerge/policies"]
+    contexts = ["/v1/kvmerge/contexts", "/v1/kvmerge/contexts/{context_id}"]
+    assert set(new[1:5]) == set(contexts)
+    assert new[5:] and all(path.startswith("/kvmerge/ui") for path in new[5:])
+    assert [path for path in app.openapi()["paths"] if "kvmerge" in path] == ["/kvmerge/policies", *contexts]
     response = asyncio.run(get())
     assert response.status_code == 200
     assert response.json() == describe_policies()

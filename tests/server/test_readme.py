@@ -23,6 +23,7 @@ README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
 REQUEST_FIELD = (ROOT / "docs" / "request-field.md").read_text()
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+CONTEXTS = (ROOT / "docs" / "contexts.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -89,10 +90,13 @@ def test_a_mistake_is_named(outputs):
 def test_metrics_are_all_there(outputs):
     rows = re.findall(r"^\| (`vllm:kvmerge.*?) \|", OPERATIONS, re.M)
     named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
-    assert len(named) == 18
+    assert len(named) == 25
     printed = {line.split("{")[0].split(" ")[0] for line in outputs[4].splitlines() if not line.startswith("#")}
     after_refreshes = {"vllm:kvmerge_refreshes_total", "vllm:kvmerge_refresh_seconds"}  # see test_limits
-    for name in named - ONLY_AFTER_TROUBLE - after_refreshes:
+    after_contexts = {
+        f"vllm:kvmerge_context_{what}_total" for what in ("hits", "hit_tokens", "misses")
+    }  # test_contexts
+    for name in named - ONLY_AFTER_TROUBLE - after_refreshes - after_contexts:
         assert name in printed or f"{name}_count" in printed, name
 
 
@@ -111,3 +115,11 @@ def test_a_document_before_its_question(outputs):
 def test_the_official_client(server):
     client, _ = blocks(QUICKSTART, "python")
     assert run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).strip()
+
+
+def test_the_commands_of_the_page_on_contexts(server):
+    """A fact in the context that is kept is known to the request that names it."""
+    _, asked, called = run_here(server, blocks(CONTEXTS, "bash"))
+    assert json.loads(asked)["choices"][0]["text"].split() == list("4821")
+    listed, shown, deleted = map(json.loads, called.splitlines())
+    assert listed["data"] == [shown] and deleted == {"id": shown["id"], "object": "kv_context", "deleted": True}

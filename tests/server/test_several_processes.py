@@ -89,6 +89,14 @@ def expected(server) -> tuple[list[str], dict[tuple[str, str], float]]:
     return texts, {(name, policy): number for (name, policy, _), number in grown.items()}
 
 
+def test_contexts_are_kept_by_one_engine_alone(servers):
+    route, field = servers.url + "/v1/kvmerge/contexts", {"policy": "snapkv", "budget": 64}
+    answer = httpx.post(route, json={"model": "demo", "prompt": [2] * 500, "kv_compression": field}, timeout=60)
+    assert answer.status_code == 400 and "--data-parallel-size 1" in answer.json()["error"]["message"]
+    assert httpx.get(route).json() == {"object": "list", "data": []}
+    assert httpx.get(route + "/ctx-1").status_code == 404
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_engine_answers_and_counts_as_one_alone(servers, expected, engine):
     texts, numbers = expected

@@ -271,6 +271,41 @@ def test_a_chat_goes_to_the_chat_route(page):
     assert set(curl_body(page.locator(".side.a"))["messages"][0]) == {"role", "content"}
 
 
+def test_a_context_is_kept_asked_and_deleted(server, page):
+    facts = " ".join(f"remember fiso {1000 + i}." for i in range(120)) + " remember gofu 4821."
+    page.get_by_role("tab", name="Contexts").click()
+    tab = page.locator("#contexts")
+    tab.get_by_text("The server keeps no contexts.").wait_for()
+    assert page.locator("#compare").is_hidden()
+    tab.get_by_label("Context", exact=True).fill(facts)
+    tab.locator("[name=policy]").select_option("keydiff")
+    tab.locator("[name=budget]").fill("50")
+    tab.get_by_label("Delete after (s)").fill("600")
+    tab.get_by_role("button", name="Create").click()
+    row = tab.locator("tbody tr")
+    row.wait_for()
+    (kept,) = httpx.get(server.url + "/v1/kvmerge/contexts").json()["data"]
+    assert kept["kv_compression"]["budget"] == 0.5 and kept["kv_compression"]["policy"] == "keydiff"
+    assert kept["expires_at"] - kept["created"] in (599, 600, 601)
+    texts = row.locator("td").all_text_contents()
+    assert texts[:6] == [
+        kept["id"], "demo", "prompt", f"{kept['tokens']:,}", f"{kept['entries']:,}", size(kept["bytes"])
+    ]  # fmt: skip
+    tab.get_by_label("Question", exact=True).fill(" recall gofu")
+    tab.get_by_role("button", name="Send").click()
+    asked = server.complete(" recall gofu", max_tokens=64, kv_compression={"context": kept["id"]})
+    tab.locator(".answer", has_text=asked["choices"][0]["text"]).wait_for()
+    assert tab.get_by_role("alert").is_hidden()
+    row.get_by_role("button", name="Delete").click()
+    tab.get_by_text("The server keeps no contexts.").wait_for()
+    assert httpx.get(server.url + "/v1/kvmerge/contexts").json()["data"] == []
+    tab.get_by_label("Context", exact=True).fill("a")
+    tab.get_by_role("button", name="Create").click()
+    tab.get_by_text("nothing would be compressed that could be kept").wait_for()
+    page.get_by_role("tab", name="Compare").click()
+    assert tab.is_hidden()
+
+
 def test_a_server_with_a_key_is_asked_with_one(server, page):
     """The guard is a stand-in; what it answers is what vLLM's does."""
 

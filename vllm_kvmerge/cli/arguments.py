@@ -44,11 +44,15 @@ PLUGIN_OPTIONS = (
     "max_compaction_seconds",
     "external_cache_bytes",
     "external_cache_dir",
+    "contexts_dir",
     "kvzap",
     "api_key_routes",
     "max_body_bytes",
 )
 """Fields of PluginConfig that are also options."""
+
+OPTION_NAMES = {"contexts_dir": "--kvmerge-contexts"}
+"""Names of options that are not their fields'."""
 
 
 def set_environment() -> None:
@@ -162,7 +166,8 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
             kind = {"nargs": "+", "metavar": "NAME"}
         help_text = " ".join(str(field.description).split())
         help_text += "" if field.default is None else f" Default: {field.default}."
-        group.add_argument("--" + name.replace("_", "-"), help=help_text, **kind)
+        option = OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
+        group.add_argument(option, dest=name, help=help_text, **kind)
     group.add_argument(
         "--metrics-port",
         type=int,

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.request import Request
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import SharedFront
@@ -31,12 +31,13 @@ MAX_REFUSALS = 1000
 
 @dataclass(frozen=True)
 class AskedContext:
-    """A context that is to be kept. ttl: seconds until it is deleted; None: never. info: what its server wants to know
-    of it later, as JSON."""
+    """A context that is to be kept. ttl: seconds until it is deleted; None: never. info, content: what its server wants
+    to know of it later, as JSON; content is long, and said only where the tokens are."""
 
     id: str
     ttl: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    content: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,39 +116,42 @@ class ContextStore:
         """
         asked = AskedContext(**json.loads(text))
         try:
-            self._asked[request.request_id] = asked, self._check(asked, compression)
+            self._asked[request.request_id] = asked, self._check(asked, compression, request.cache_salt)
         except ContextRefused as refusal:
             self._refuse(asked, refusal)
             raise
 
-    def _check(self, asked: AskedContext, compression: RequestCompression | None) -> int:
+    def _check(self, asked: AskedContext, compression: RequestCompression | None, salt: str | None) -> int:
         if self._manager.fronts is None:
             raise ContextRefused(400, "this server keeps no compressed contexts")
         if compression is None or not compression.shares_context:
             raise ContextRefused(400, "nothing would be compressed that could be kept; allowed: a smaller budget")
         needed = compression.new_front(UNCOMPRESSED, compression.context).num_blocks
-        self._check_room(asked.id, needed)
+        self._check_room(asked.id, needed, salt)
         return needed
 
-    def _check_room(self, context_id: str, needed: int) -> None:
+    def _check_room(self, context_id: str, needed: int, salt: str | None) -> None:
         self.expire()
+        named = [one.asked.id for one in self._kept.values() if one.salt == salt][:20]
         waiting = [num_blocks for _, num_blocks in self._asked.values()]
         waiting += [len(one.front.blocks) for one in self._restored.values()]
         held, size = self.num_blocks + sum(waiting), self._bytes_per_block
+        advice = f"; delete some: {', '.join(named)}" if named else ""
         if context_id in self._kept or held + needed > self._max_blocks:
             raise ContextRefused(
                 409,
                 f"the context takes {needed * size} bytes, and {len(self._kept)} contexts hold {held * size} of the "
-                f"{self._max_blocks * size} that contexts may; delete some: {', '.join(list(self._kept)[:20])}",
+                f"{self._max_blocks * size} that contexts may{advice}",
             )
 
     def end(self, request: Request, front: SharedFront | None, compression: RequestCompression | None) -> None:
         """Keeps the context of a request that ends, if it asked for that. front: of its context, if it is there."""
         asked, _ = self._asked.pop(request.request_id, (None, 0))
-        if asked is None:
-            return
+        ends_well = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if asked is None or not ends_well:
+            return  # if it has failed, its client is told why
         if front is None or compression is None or request.prompt_token_ids is None:
-            self._refuse(asked, ContextRefused(409, "there was no room to keep the context, or its compression failed"))
+            self._refuse(asked, ContextRefused(409, "there was no room to keep the context"))
             return
         now = time.time()
         kept = KeptContext(
@@ -193,9 +197,10 @@ class ContextStore:
         """Carries out what a server asks for, as JSON text: ``{"call": name, "id": ..., "salt": ...}``.
 
         created: the context, once its request has ended, or ``{"refused": [status, message]}``. get: the context with
-        its tokens; null if there is none of this id and salt. list: all of this salt. delete: the context, which is
-        gone. front: all of it, with the place of its front, to be saved. restore: takes blocks for a ``context`` that
-        has been saved, and says which; null if it is there. restored: workers have read it, or have ``failed``.
+        its tokens and content; null if there is none of this id and salt. list: all of this salt. delete: the context,
+        which is gone. front: all of it, with the place of its front, to be saved; without a key if its tokens do not
+        say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null if it is there.
+        restored: workers have read it, or have ``failed``.
         """
         self.expire()
         asked = json.loads(text)
@@ -218,15 +223,30 @@ class ContextStore:
         if call == "delete":
             self._delete(kept)
         if call in ("get", "front"):
-            described["token_ids"] = kept.tokens
+            described |= {"token_ids": kept.tokens, "content": kept.asked.content}
         if call == "front":
             front = kept.front
-            described |= {"key": front.key.hex(), "blocks": [block.block_id for block in front.blocks]}
+            key = self._key(kept.asked.id, kept.tokens, kept.salt, kept.policy)
+            described |= {"key": front.key.hex() if key == front.key else None}
+            described |= {"blocks": [block.block_id for block in front.blocks]}
             described |= {"policy": kept.policy, "segments": asdict(front.segments), "kept_bytes": front.kept_bytes}
         return json.dumps(described)
 
+    def _key(self, context_id: str, tokens: list[int], salt: str | None, policy: str) -> BlockHash | None:
+        """The key of a context's front if it is one of tokens alone, without an adapter or images."""
+        assert self._manager.fronts is not None
+        request = Request(
+            request_id=context_id,
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        return self._manager.fronts.key(request, len(tokens), policy)
+
     def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | None:
-        """Takes blocks for a saved context. Raises ContextRefused."""
+        """Takes blocks for a saved context; None if it is there already. Raises ContextRefused."""
         fronts, num_blocks = self._manager.fronts, len(saved["blocks"])
         if saved["id"] in self._kept or saved["id"] in self._restored:
             return None
@@ -234,27 +254,22 @@ class ContextStore:
             raise ContextRefused(404, "its time is up")
         if fronts is None:
             raise ContextRefused(400, "this server keeps no compressed contexts")
-        self._check_room(saved["id"], num_blocks)
-        request = Request(
-            request_id=saved["id"],
-            prompt_token_ids=saved["token_ids"],
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            cache_salt=saved["salt"],
-            block_hasher=self._hasher,
-        )
+        self._check_room(saved["id"], num_blocks, saved["salt"])
         segments = Segments(**saved["segments"])
-        key = fronts.key(request, segments.tail, saved["policy"])
-        blocks = self._manager.copy_of(num_blocks)
-        if key is None or key in fronts or blocks is None:
-            self._manager.block_pool.free_blocks(blocks or [])
+        asked = AskedContext(saved["id"], info=saved["info"], content=saved["content"])
+        tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
+        key = self._key(saved["id"], tokens, salt, policy)
+        times = saved["created"], saved["expires_at"]
+        if key is not None and (there := fronts.find(key)) is not None:  # of another id with the same tokens and policy
+            self.keep(KeptContext(asked, there, tokens, salt, policy, *times))
+            return None
+        is_loaded = any(one.front.key == key for one in self._restored.values())
+        blocks = None if key is None or is_loaded else self._manager.copy_of(num_blocks)
+        if key is None or blocks is None:
             raise ContextRefused(409, "there is no room for it")
         fronts.remember(key)
         front = SharedFront(key, segments, segments.tail, tuple(range(num_blocks)), tuple(blocks), saved["kept_bytes"])
-        asked = AskedContext(saved["id"], info=saved["info"])
-        tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
-        kept = KeptContext(asked, front, tokens, salt, policy, saved["created"], saved["expires_at"])
-        self._restored[saved["id"]] = kept
+        self._restored[saved["id"]] = KeptContext(asked, front, tokens, salt, policy, *times)
         return {"key": key.hex(), "blocks": [block.block_id for block in blocks]}
 
     def _end_restore(self, context_id: str, failed: bool) -> None:

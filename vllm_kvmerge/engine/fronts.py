@@ -4,6 +4,7 @@ A front's blocks carry hashes of their own in vLLM's block pool, so that they ar
 cached blocks are. A front whose first block is lost is lost as a whole.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class FrontCache:
         self._turns: dict[tuple[BlockHash | None, str], dict[BlockHash, int]] = {}
         """By the hash of their last full block and their policy: keys of turns, and numbers of their tokens."""
         self._forgotten: list[BlockHash] = []
-        self._pinned: set[BlockHash] = set()
+        self._pinned: Counter[BlockHash] = Counter()
 
     def __len__(self) -> int:
         return len(self._fronts)
@@ -149,13 +150,13 @@ class FrontCache:
             self._drop(key)
 
     def pin(self, front: SharedFront) -> None:
-        """Keeps a front that is in the cache there, until ``unpin``."""
+        """Keeps a front that is in the cache there, until ``unpin`` has been called as often."""
         self._pool.touch(front.blocks)
-        self._pinned.add(front.key)
+        self._pinned[front.key] += 1
 
     def unpin(self, front: SharedFront) -> None:
         """Lets a front go when its blocks are needed."""
-        self._pinned.discard(front.key)
+        self._pinned -= Counter([front.key])
         self._pool.free_blocks(reversed(front.blocks))
 
     def _stored(self, front: SharedFront, hashes: list[BlockHash]) -> BlockStored:

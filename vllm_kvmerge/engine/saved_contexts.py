@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
 
 
 async def save(engine_client: "EngineClient", folder: Path, context_id: str, salt: str | None) -> None:
-    """Writes a kept context to a folder of its own below ``folder``.
+    """Writes a kept context to a folder of its own below ``folder``; not one of an adapter, or with images in it, which
+    its tokens do not tell from others.
 
     Raises:
         OSError, RuntimeError: it cannot be written; nothing is left.
@@ -59,6 +61,9 @@ async def save(engine_client: "EngineClient", folder: Path, context_id: str, sal
     front = await call_contexts(engine_client, "front", id=context_id, salt=salt)
     if front is None:
         raise RuntimeError(f"there is no context {context_id}")
+    if front["key"] is None:
+        logger.warning("The context %s is not saved: it consists of more than tokens", context_id)
+        return
     unfinished = folder / f"{UNFINISHED}{context_id}"
     manifest = {"identity": identity(engine_client.vllm_config), "context": {**front, "salt": salt}}
     try:
@@ -73,6 +78,7 @@ async def save(engine_client: "EngineClient", folder: Path, context_id: str, sal
 
 async def load_all(engine_client: "EngineClient", folder: Path) -> None:
     """Keeps the contexts that ``folder`` holds; logs which of them are refused, and why."""
+    remove_expired(folder)
     for one in sorted(folder.iterdir()) if folder.is_dir() else ():
         if one.is_dir() and not one.name.startswith("."):
             try:
@@ -121,6 +127,17 @@ def _raise_first(errors: list[str | None]) -> None:
 def remove(folder: Path, context_id: str) -> None:
     """Deletes a context's files, if there are any."""
     shutil.rmtree(folder / context_id, ignore_errors=True)
+
+
+def remove_expired(folder: Path) -> None:
+    """Deletes the files of contexts whose time is up."""
+    for path in folder.glob("*/rank-0-*.safetensors"):
+        try:
+            expires = read_manifest(path)["context"]["expires_at"]
+        except (SavedFrontError, OSError, ValueError, KeyError, TypeError):
+            continue  # whoever loads it says what is wrong with it
+        if expires is not None and expires <= time.time():
+            remove(folder, path.parent.name)
 
 
 def is_saved(folder: Path | None, context_id: str) -> bool:

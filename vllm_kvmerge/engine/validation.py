@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
+from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.policies.cost import Rates
@@ -21,6 +22,7 @@ from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.parameters import (
     EXTRA_ARGS_KEY,
+    KEPT_CONTEXT,
     CompressionConfig,
     CompressionError,
     parse_compression,
@@ -47,17 +49,37 @@ VERDICT: ContextVar[Verdict | None] = ContextVar("kvmerge_verdict", default=None
 
 
 class Prefix(NamedTuple):
-    """Tokens that a prompt must begin with for messages in it to be where they were located.
+    """Tokens that a prompt must begin with for messages in it to be where they were located, or for a context to be its
+    beginning.
 
-    field: the one that names the messages.
+    field: the one that names the messages or the context.
     """
 
     field: str
     tokens: list[int]
 
+    def check(self, token_ids: list[int] | None) -> None:
+        """Raises CompressionError if a prompt begins otherwise."""
+        if token_ids is not None and list(token_ids[: len(self.tokens)]) == self.tokens:
+            return
+        if self.field == KEPT_CONTEXT:
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.{KEPT_CONTEXT}",
+                "the prompt does not begin with the context's tokens: it is truncated, or the chat template renders "
+                "the context's messages otherwise when others follow; allowed: context_tokens",
+                "unknown_context",
+            )
+        raise unlocated(
+            self.field,
+            "the prompt does not begin as its messages do when they are rendered alone, so that they cannot be located",
+        )
+
 
 PREFIX: ContextVar[Prefix | None] = ContextVar("kvmerge_prefix", default=None)
 """The prefix of the HTTP request being served; None where no messages were located."""
+
+KEEPS_CONTEXT: ContextVar[bool] = ContextVar("kvmerge_keeps_context", default=False)
+"""True while a server makes the request that creates a context: others must not bring ``CONTEXT_KEY``."""
 
 
 _limits: Limits | None = None
@@ -126,27 +148,34 @@ def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | Pool
     """
     verdict = VERDICT.get() or Verdict()
     verdict.checked = True
-    config = _requested(params) if isinstance(params, SamplingParams) else None
-    if config is None:
+    if not isinstance(params, SamplingParams):
         return
-    _, prompt = split_enc_dec_input(processed_inputs)
-    token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
-    num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
     try:
-        prefix = PREFIX.get()
-        if prefix is not None and (token_ids is None or list(token_ids[: len(prefix.tokens)]) != prefix.tokens):
-            raise unlocated(
-                prefix.field,
-                "the prompt does not begin as its messages do when they are rendered alone, so that they cannot be "
-                "located",
-            )
-        config.check_prompt(num_tokens)
-        if _limits is not None and _model is not None:
-            try:
-                _limits.check(config.for_model(_model), num_tokens, params.max_tokens)
-            except PartError as error:
-                raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
+        _check_key(params)
+        if (config := _requested(params)) is not None:
+            _check_config(config, processed_inputs, params)
     except CompressionError as error:
         verdict.error = error
         count_rejection(error.reason)
         raise VLLMValidationError(str(error), parameter=error.param) from None
+
+
+def _check_key(params: SamplingParams) -> None:
+    """Refuses a client's request that would create a context beside the server's route for that."""
+    if _limits is not None and CONTEXT_KEY in (params.extra_args or {}) and not KEEPS_CONTEXT.get():
+        message = "is the server's own; allowed: POST /v1/kvmerge/contexts"
+        raise CompressionError(CONTEXT_KEY, message, "wrong_place")
+
+
+def _check_config(config: CompressionConfig, processed_inputs: "EngineInput", params: SamplingParams) -> None:
+    _, prompt = split_enc_dec_input(processed_inputs)
+    token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+    num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
+    if (prefix := PREFIX.get()) is not None:
+        prefix.check(token_ids)
+    config.check_prompt(num_tokens)
+    if _limits is not None and _model is not None:
+        try:
+            _limits.check(config.for_model(_model), num_tokens, params.max_tokens)
+        except PartError as error:
+            raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error

@@ -26,6 +26,8 @@ EXTRA_ARGS_KEY = "kv_compression"
 FULL = "full"
 """The policy that compresses nothing."""
 
+KEPT_CONTEXT = "context"
+"""Field of a server's requests that names a context it keeps. The server puts the context's own fields in its place."""
 
 IN_TOKENS = {"context_messages": "context_tokens", "protect.messages": "tokens"}
 """Fields that name messages of a chat, and those that say the same in tokens."""
@@ -249,6 +251,9 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     data = json.loads(text)
     if not isinstance(data, dict):
         raise CompressionError(EXTRA_ARGS_KEY, f"must be an object, got {type(data).__name__}", "wrong_type")
+    if KEPT_CONTEXT in data:
+        message = "contexts are kept by servers; allowed: in requests to /v1/completions and /v1/chat/completions"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.{KEPT_CONTEXT}", message, "wrong_place")
     if "policy" not in data and "budget" in data:
         data = with_policy(data)
     name = data.get("policy")

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
+from vllm_kvmerge.request.parameters import CompressionError
 
 SINGLE_HEADERS = (b"authorization", b"content-encoding", b"content-length", b"content-type", b"transfer-encoding")
 """Headers that may occur once: of two, one parser would take the first and another the last."""
@@ -16,13 +17,20 @@ SINGLE_HEADERS = (b"authorization", b"content-encoding", b"content-length", b"co
 BODILESS_METHODS = ("GET", "HEAD", "OPTIONS")
 JSON_START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*[\[{]")
 
-ERROR_TYPES = {400: "BadRequestError", 413: "PayloadTooLargeError", 500: "InternalServerError"}
+ERROR_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    413: "PayloadTooLargeError",
+    500: "InternalServerError",
+    507: "InsufficientStorageError",
+}
 
 
 class Refusal(HTTPException):
-    """The response, in the OpenAI API's format, to a request whose body is refused.
+    """The response, in the OpenAI API's format, to a request that is refused.
 
-    Raised while the application reads the body, which passes an HTTPException on to its handler ``answer_refusal``.
+    Raised while the application reads the body, or by a route: ``answer_refusal`` is its handler.
     """
 
     def __init__(self, status_code: int, message: str, param: str | None = None) -> None:
@@ -33,6 +41,10 @@ class Refusal(HTTPException):
         kind = ERROR_TYPES[self.status_code]
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.status_code}
         return JSONResponse({"error": error}, self.status_code)
+
+
+def as_refusal(error: CompressionError) -> Refusal:
+    return Refusal(error.status, str(error), error.param)
 
 
 async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:

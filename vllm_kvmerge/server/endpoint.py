@@ -3,6 +3,7 @@
 import logging
 import pkgutil
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -11,10 +12,12 @@ from vllm import envs
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config
+from vllm_kvmerge.engine.saved_contexts import load_all
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, field_schema
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
+from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, keeps_contexts
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
 from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
@@ -36,8 +39,12 @@ BODY_MODELS = (
     "ResponsesRequest",
     "AnthropicMessagesRequest",
     "GenerateRequest",
+    NewContext.__name__,
 )
 """Names of the schemas of bodies that take the field."""
+
+NAMING_MODELS = ("CompletionRequest", "ChatCompletionRequest")
+"""Those of bodies whose field may name a context that is kept."""
 
 
 class KVMergeEndpoint:
@@ -47,7 +54,7 @@ class KVMergeEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the middleware, the field's schema, the list of policies and the page."""
+        """Adds the middleware, the field's schema, the list of policies, the routes of contexts and the page."""
         compat.log_as_vllm()
         mark_log_records()
         if app.state.args.scheduler_cls is None:
@@ -64,16 +71,20 @@ class KVMergeEndpoint:
             """The policies and parts that `kv_compression` can name, their parameters, and the field's JSON schema."""
             return catalogue
 
+        add_context_routes(app, config)
         add_page_routes(app, pkgutil.resolve_name(config.example_prompts) if config.example_prompts else None)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Drains the server before it stops, follows the engine's outputs, and enforces its limits."""
+        """Drains the server before it stops, follows the engine's outputs, enforces its limits, and loads contexts."""
         if engine_client is None:
             return
         drain_first(engine_client, state)
         if args.scheduler_cls is not None:
-            follow_outputs(engine_client, has_default=plugin_config(args).default is not None)
+            config = plugin_config(args)
+            follow_outputs(engine_client, has_default=config.default is not None)
             await enforce_limits(engine_client)
+            if config.contexts_dir is not None and keeps_contexts(engine_client):
+                await load_all(engine_client, Path(config.contexts_dir))
 
 
 def add_middleware(app: FastAPI) -> None:
@@ -105,9 +116,11 @@ def document_field(app: FastAPI, policies: list[str] | None) -> None:
         field = field_schema(policies)
         definitions = field.pop("$defs", {})
         field["description"] = "Compression of this request's KV cache; default: the server's."
+        named = {**field, "anyOf": [*field["anyOf"], NamedContext.model_json_schema()]}
         for name in BODY_MODELS:
             if name in models:
-                models[name].setdefault("properties", {})[EXTRA_ARGS_KEY] = field
+                properties = models[name].setdefault("properties", {})
+                properties[EXTRA_ARGS_KEY] = named if name in NAMING_MODELS else field
                 models.update(definitions)
         return schema
 

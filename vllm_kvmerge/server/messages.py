@@ -5,7 +5,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope
 
 from vllm_kvmerge.engine.validation import Prefix
 from vllm_kvmerge.policies.fields import MAX_RANGES
@@ -24,11 +24,15 @@ PROTECTED = "protect.messages"
 CONTEXT = "context_messages"
 
 Tokenize = Callable[[dict[str, Any]], Awaitable[list[int]]]
-"""The tokens of a body of ``/tokenize``. Raises RenderingError if they are not known."""
+"""The tokens of a body of ``/tokenize``. Raises RenderingError or UnknownModelError if they are not known."""
 
 
 class RenderingError(Exception):
-    """``/tokenize`` does not render these messages. The message is the reason that it gives."""
+    """``/tokenize`` does not render this text or these messages. The message is the reason that it gives."""
+
+
+class UnknownModelError(Exception):
+    """The server does not have the model whose tokens were asked for."""
 
 
 async def locate(
@@ -43,6 +47,7 @@ async def locate(
 
     Raises:
         CompressionError: the messages do not exist, or the template does not render a conversation piece by piece.
+        UnknownModelError: as ``tokenize`` raises it.
     """
     messages = request.get("messages")
     if not isinstance(messages, list):
@@ -117,26 +122,39 @@ def tokenizer_of(app: ASGIApp, scope: Scope) -> Tokenize:
     """Asks ``app``, the application of the request with this scope, for tokens."""
 
     async def tokenize(body: dict[str, Any]) -> list[int]:
-        status, answer = await _post(app, scope, json.dumps(body).encode())
+        status, answer = await post(app, scope, TOKENIZE_ROUTE, body)
         try:
             answered = json.loads(answer)
         except ValueError:
             answered = None
         if status == 200 and isinstance(answered, dict):
             return list(answered["tokens"])
+        if status == 404:
+            raise UnknownModelError
         raise RenderingError(answer[:200].decode(errors="replace"))
 
     return tokenize
 
 
-async def _post(app: ASGIApp, scope: Scope, body: bytes) -> tuple[int, bytes]:
-    """Status and body of the answer of ``TOKENIZE_ROUTE``."""
+async def _wait() -> Message:
+    await asyncio.Event().wait()  # nobody disconnects
+    raise AssertionError
+
+
+async def post(
+    app: ASGIApp, scope: Scope, route: str, request: dict[str, Any], after_body: Receive = _wait
+) -> tuple[int, bytes]:
+    """Status and body of the answer of ``app`` to a request of the server's own, made for the one with this scope.
+
+    after_body: returns what ``app`` receives then, that the client has left.
+    """
+    body = json.dumps(request).encode()
     known = ("type", "asgi", "http_version", "scheme", "server", "client", "root_path", "app", "state")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     inner = {name: scope[name] for name in known if name in scope} | {
         "method": "POST",
-        "path": scope.get("root_path", "") + TOKENIZE_ROUTE,
-        "raw_path": TOKENIZE_ROUTE.encode(),
+        "path": scope.get("root_path", "") + route,
+        "raw_path": route.encode(),
         "query_string": b"",
         "headers": headers,
     }
@@ -145,8 +163,7 @@ async def _post(app: ASGIApp, scope: Scope, body: bytes) -> tuple[int, bytes]:
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.Event().wait()  # nobody disconnects
-        raise AssertionError
+        return await after_body()
 
     async def send(message: Message) -> None:
         answer.append(message)

@@ -8,19 +8,21 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.usage import USAGE_KEY
-from vllm_kvmerge.engine.validation import PREFIX, VERDICT, Verdict
+from vllm_kvmerge.engine.validation import PREFIX, VERDICT, Prefix, Verdict
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
-from vllm_kvmerge.request.parameters import IN_TOKENS, CompressionError, parse_compression
-from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal
-from vllm_kvmerge.server.messages import CHAT_ROUTE, locate, tokenizer_of
+from vllm_kvmerge.request.parameters import IN_TOKENS, KEPT_CONTEXT, CompressionError, parse_compression
+from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal, as_refusal
+from vllm_kvmerge.server.contexts import CHECKED_APP, COMPLETIONS_ROUTE, CONTEXTS_ROUTE, with_context
+from vllm_kvmerge.server.messages import CHAT_ROUTE, UnknownModelError, locate, tokenizer_of
 from vllm_kvmerge.server.outputs import FEED, FEED_ROUTES, UsageFeed
 
 CARRIERS: dict[str, tuple[str, ...]] = {
-    "/v1/completions": ("vllm_xargs",),
+    COMPLETIONS_ROUTE: ("vllm_xargs",),
     "/v1/completions/render": ("vllm_xargs",),
-    "/v1/chat/completions": ("vllm_xargs",),
+    CHAT_ROUTE: ("vllm_xargs",),
     "/v1/chat/completions/render": ("vllm_xargs",),
     "/v1/responses": ("vllm_xargs",),
     "/v1/responses/render": ("vllm_xargs",),
@@ -28,8 +30,10 @@ CARRIERS: dict[str, tuple[str, ...]] = {
     "/v1/messages/render": ("vllm_xargs",),
     "/invocations": ("vllm_xargs",),
     "/inference/v1/generate": ("sampling_params", "extra_args"),
+    CONTEXTS_ROUTE: (),
 }
-"""Routes that take the field, and the object in their body that becomes ``SamplingParams.extra_args``."""
+"""Routes that take the field, and the object in their body that becomes ``SamplingParams.extra_args``; none: the route
+is the server's own, and reads the field itself."""
 
 PLACES = (
     (),
@@ -66,6 +70,7 @@ class CompressionFieldMiddleware:
         if scope["type"] != "http" or scope["method"] in BODILESS_METHODS:
             await self.app(scope, receive, send)
             return
+        scope[CHECKED_APP] = self
         exchange = _Exchange(self.app, scope, receive, send, self.has_default)
         try:
             await self.app(scope, exchange.receive, exchange.send)
@@ -100,6 +105,8 @@ class _Exchange:
         route = str(getattr(self._scope.get("route"), "path", self._scope["path"]))
         body = message["body"]
         try:
+            if route in (COMPLETIONS_ROUTE, CHAT_ROUTE) and _may_name(FIELD, body) and _may_name(KEPT_CONTEXT, body):
+                body = await self._with_context(route, body)
             body = rewrite_body(route, body) or body
             if route == CHAT_ROUTE and any(_may_name(field.partition(".")[0], body) for field in IN_TOKENS):
                 body = await self._with_located(body)
@@ -109,10 +116,31 @@ class _Exchange:
         if route in FEED_ROUTES and USAGE_KEY.encode() in body:
             self._feed = UsageFeed()
             FEED.set(self._feed)
-        if _may_name(FIELD, body) or (self._has_default and route in CARRIERS):
+        is_checked = _may_name(FIELD, body) or _may_name(CONTEXT_KEY, body) or (self._has_default and route in CARRIERS)
+        if is_checked and route != CONTEXTS_ROUTE:
             self._verdict = Verdict()
             VERDICT.set(self._verdict)
         return {**message, "body": body}
+
+    async def _with_context(self, route: str, body: bytes) -> bytes:
+        """A body with a context that the server keeps in front of the prompt, if its field names one."""
+        try:
+            data = json.loads(body, object_pairs_hook=_checked_pairs)
+        except CompressionError:
+            raise
+        except ValueError:
+            return body
+        engine_client = self._scope["app"].state.engine_client
+        tokenize = tokenizer_of(self._app, self._scope)
+        try:
+            found = await with_context(route, data, engine_client, tokenize) if isinstance(data, dict) else None
+        except RuntimeError as error:
+            raise Refusal(500, f"the engine does not answer: {error}") from error
+        if found is None:
+            return body
+        data, tokens = found
+        PREFIX.set(Prefix(KEPT_CONTEXT, tokens))
+        return json.dumps(data).encode()
 
     async def _with_located(self, body: bytes) -> bytes:
         """A body of the chat route, as ``rewrite_body`` leaves it, with tokens instead of messages in the field."""
@@ -122,7 +150,10 @@ class _Exchange:
         config = parse_compression(text) if isinstance(text, str) else None
         if config is None or not config.names_messages:
             return body
-        value, prefix = await locate(config, data, tokenizer_of(self._app, self._scope))
+        try:
+            value, prefix = await locate(config, data, tokenizer_of(self._app, self._scope))
+        except UnknownModelError:
+            return body  # vLLM reports the error
         PREFIX.set(prefix)
         parse_compression(value)  # the budget may be too small for them
         data["vllm_xargs"][FIELD] = json.dumps(value)
@@ -173,8 +204,10 @@ def rewrite_body(route: str, body: bytes) -> bytes | None:
         return None  # vLLM reports the error
     if not isinstance(data, dict):
         return None
-    carrier = CARRIERS.get(route, ())
+    carrier = CARRIERS.get(route)
     _check_places(route, data, carrier)
+    if carrier == () and data.get(FIELD) is not None:
+        parse_compression(_checked_object(data[FIELD]))
     return json.dumps(data).encode() if carrier and _move_field(data, carrier) else None
 
 
@@ -193,7 +226,7 @@ def _checked_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...]) -> None:
+def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...] | None) -> None:
     """Refuses the field where vLLM would ignore it."""
     for place in PLACES:
         holder: Any = data
@@ -202,7 +235,7 @@ def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...]) ->
         if not isinstance(holder, dict) or holder.get(FIELD) is None:
             continue
         name = ".".join((*place, FIELD))
-        if not carrier:
+        if carrier is None:
             raise CompressionError(name, f"not supported on {route}; allowed: {', '.join(CARRIERS)}", "wrong_route")
         if place not in ((), carrier):
             raise CompressionError(name, f"is not read on {route}; allowed: {FIELD}", "wrong_place")
@@ -235,9 +268,7 @@ def _move_field(data: dict[str, Any], carrier: tuple[str, ...]) -> bool:
         return False
     if field is not None and inner is not None:
         raise CompressionError(FIELD, f"given twice, also in {'.'.join(carrier)}; allowed: one of them", "given_twice")
-    if field is not None and not isinstance(field, dict):
-        raise CompressionError(FIELD, f"must be an object, got {type(field).__name__}", "wrong_type")
-    value = inner if field is None else field
+    value = inner if field is None else _checked_object(field)
     parse_compression(value)
     if isinstance(value, str):
         return False
@@ -245,5 +276,7 @@ def _move_field(data: dict[str, Any], carrier: tuple[str, ...]) -> bool:
     return True
 
 
-def as_refusal(error: CompressionError) -> Refusal:
-    return Refusal(error.status, str(error), error.param)
+def _checked_object(field: Any) -> dict[str, Any]:
+    if isinstance(field, dict):
+        return field
+    raise CompressionError(FIELD, f"must be an object, got {type(field).__name__}", "wrong_type")

@@ -19,6 +19,14 @@ export async function getJson(route, key = "") {
   return response.json();
 }
 
+/** The answer to a request with a body that is JSON text, or with none. */
+export async function send(method, route, key, body) {
+  const headers = { ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...authorization(key) };
+  const response = await fetch(address(route), { method, headers, body });
+  await check(response);
+  return response.json();
+}
+
 /** Posts a JSON text and yields the objects of the answer's events until the server says [DONE]. */
 export async function* stream(route, body, key, signal) {
   const headers = { "Content-Type": "application/json", ...authorization(key) };

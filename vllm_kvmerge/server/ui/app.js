@@ -1,6 +1,7 @@
-// The page: one prompt, two policies, two answers side by side.
+// The page: one prompt, two policies, two answers side by side; and the contexts that the server keeps.
 
 import { ServerError, address, getJson, stream } from "./api.js";
+import { Contexts } from "./contexts.js";
 import { element } from "./dom.js";
 import { PolicyForm } from "./form.js";
 import { asCurl, toJson } from "./json.js";
@@ -10,6 +11,7 @@ import { Plot } from "./plot.js";
 const SIDES = [{ side: "a", letter: "A", policy: "full" }, { side: "b", letter: "B", policy: "keepkv" }];
 const ROUTES = { chat: "v1/chat/completions", completion: "v1/completions" };
 const DEMO_MAX_TOKENS = 300;
+const VIEWS = ["compare", "contexts"];
 
 let rightAnswer = ""; // to the demo prompt, while it is in its field
 
@@ -196,6 +198,14 @@ async function loadModels() {
   byId("run").disabled = !fields.model.value;
 }
 
+/** Shows one of the views, and hides the others. */
+function showView(name) {
+  for (const view of VIEWS) {
+    byId(view).hidden = view !== name;
+    byId(`${view}-tab`).setAttribute("aria-selected", view === name);
+  }
+}
+
 async function insertDemoPrompt() {
   const { prompt, answer } = await getJson("kvmerge/ui/demo-prompt");
   fields.prompt.value = prompt;
@@ -219,6 +229,13 @@ async function start() {
   if (config.demo) fields.kind.value = "completion";
   const sides = SIDES.map((side) => new Side(side, catalogue));
   byId("sides").append(...sides.map(({ root }) => root));
+  const policyForm = byId("side").content.querySelector("form").cloneNode(true);
+  const contexts = new Contexts(byId("contexts"), policyForm, catalogue, fields);
+  byId("compare-tab").addEventListener("click", () => showView("compare"));
+  byId("contexts-tab").addEventListener("click", () => {
+    showView("contexts");
+    contexts.attempt(() => contexts.load());
+  });
   const bytes = new Plot(byId("bytes-plot"), { label: "KV cache", format: formatBytes, steps: true, base: 1024 });
   const rates = new Plot(byId("rate-plot"), { label: "Tokens per second", format: formatNumber });
 
@@ -240,7 +257,7 @@ async function start() {
 
   let running = null;
   const run = async () => {
-    if (running || byId("run").disabled) return;
+    if (running || byId("run").disabled || byId("compare").hidden) return;
     running = new AbortController();
     byId("run").disabled = true;
     byId("stop").disabled = false;

@@ -1,4 +1,4 @@
-// The form of one side's policy, made from what GET /kvmerge/policies says.
+// The form of a policy, made from what GET /kvmerge/policies says.
 
 import { Share } from "./json.js";
 import { element } from "./dom.js";
@@ -40,8 +40,8 @@ export class PolicyForm {
     if (budget.value !== "") {
       value.budget = unit.value === "share" ? new Share(Number(budget.value) / 100) : Number(budget.value);
     }
-    if (context.value !== "") value.context_tokens = Number(context.value);
-    if (refresh.value !== "") value.refresh = { every: Number(refresh.value) };
+    if (context && context.value !== "") value.context_tokens = Number(context.value);
+    if (refresh && refresh.value !== "") value.refresh = { every: Number(refresh.value) };
     return { ...value, ...this.overrides() };
   }
 

@@ -1,0 +1,264 @@
+"""Contexts that a server keeps under an id, over HTTP."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server, wait_until
+
+pytestmark = pytest.mark.engine
+
+ROUTE = "/v1/kvmerge/contexts"
+FIELD = {"policy": "snapkv", "budget": 96}
+FACTS = " ".join(f"remember fiso {1000 + i}." for i in range(120)) + " remember gofu 4821."
+QUESTION = " recall gofu"
+MESSAGES = [{"role": "system", "content": FACTS}, {"role": "user", "content": "remember bado 7777."}]
+ASKED = [{"role": "assistant", "content": "remember fiso 1."}, {"role": "user", "content": "recall gofu"}]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(server: Server) -> Iterator[None]:
+    """Deletes what a test leaves, under the salts that tests use."""
+    yield
+    for salted in ({}, {"cache_salt": "mine"}):
+        for one in httpx.get(server.url + ROUTE, params=salted).json()["data"]:
+            httpx.delete(f"{server.url}{ROUTE}/{one['id']}", params=salted)
+    assert server.metric("vllm:num_requests_running") == 0
+
+
+def keep(server: Server, **body: Any) -> dict[str, Any]:
+    content = {} if "messages" in body else {"prompt": FACTS}
+    response = server.post(ROUTE, {"model": "demo", "kv_compression": FIELD} | content | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def tokens_of(server: Server, **body: Any) -> list[int]:
+    return server.post("/tokenize", {"model": "demo", **body}).json()["tokens"]
+
+
+def ask(server: Server, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    return server.post(path, {"model": "demo", "max_tokens": 6, "temperature": 0, "logprobs": 1} | body)
+
+
+def said(response: httpx.Response) -> Any:
+    """What a request is answered, each choice with its log-probabilities, and the numbers of its tokens."""
+    assert response.status_code == 200, response.text
+    body = response.json()
+    parts = [(one.get("text") or one["message"]["content"], one["logprobs"]) for one in body["choices"]]
+    return parts, body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]
+
+
+def cached(response: httpx.Response) -> int:
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_prompt_is_kept_and_asked(server, contexts_dir):
+    """Answers are those of requests that bring all of it, which are made first, under a salt that shares nothing."""
+    tokens = tokens_of(server, prompt=FACTS)
+    question = tokens_of(server, prompt=QUESTION, add_special_tokens=False)
+    ordinary = {"kv_compression": FIELD | {"context_tokens": len(tokens)}, "cache_salt": "other"}
+    expected = said(ask(server, prompt=tokens + question, **ordinary))
+    kept = keep(server, ttl=1000)
+    shown = {"object": "kv_context", "model": "demo", "messages": None, "tokens": len(tokens), "entries": 96}
+    assert kept == kept | shown | {"saved": True}
+    assert [path.name for path in contexts_dir.iterdir()] == [kept["id"]]
+    assert kept["id"].startswith("ctx-") and kept["seconds"] > 0 and kept["bytes"] > 0
+    assert kept["expires_at"] - kept["created"] in (999, 1000, 1001)
+    assert kept["kv_compression"] == kept["kv_compression"] | FIELD
+    listed = httpx.get(server.url + ROUTE).json()
+    assert listed == {"object": "list", "data": [kept | {"seconds": None}]}
+    assert httpx.get(f"{server.url}{ROUTE}/{kept['id']}").json() == kept | {"seconds": None}
+
+    named, found = {"kv_compression": {"context": kept["id"]}}, server.metric("vllm:kvmerge_context_hit_tokens_total")
+    for prompt in (QUESTION, question):
+        answer = ask(server, prompt=prompt, **named)
+        assert said(answer) == expected and cached(answer) == len(tokens)
+    assert server.metric("vllm:kvmerge_context_hit_tokens_total") == found + 2 * len(tokens)
+    assert server.metric("vllm:kvmerge_kept_contexts") == 1
+    assert server.metric("vllm:kvmerge_kept_context_bytes") == kept["bytes"]
+    in_text = {"vllm_xargs": {"kv_compression": json.dumps({"context": kept["id"]} | FIELD)}}
+    assert said(ask(server, prompt=QUESTION, **in_text)) == expected
+    # Others with the same tokens and policy find it too.
+    answer = ask(server, prompt=tokens + question, kv_compression=ordinary["kv_compression"])
+    assert said(answer) == expected and cached(answer) == len(tokens)
+    several = ask(server, prompt=[QUESTION, question, " remember"], **named).json()["choices"]
+    assert [one["text"] for one in several[:2]] == [expected[0][0][0]] * 2 and len(several) == 3
+    drawn = ask(server, prompt=QUESTION, **named, n=3, temperature=1)
+    assert len(drawn.json()["choices"]) == 3 and cached(drawn) == len(tokens)
+    stream = ask(server, prompt=QUESTION, **named, stream=True).text
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected[0][0][0]
+
+    assert httpx.delete(f"{server.url}{ROUTE}/{kept['id']}").json() == {
+        "id": kept["id"], "object": "kv_context", "deleted": True,
+    }  # fmt: skip
+    for answer in (ask(server, prompt=QUESTION, **named), httpx.delete(f"{server.url}{ROUTE}/{kept['id']}")):
+        assert answer.status_code == 404 and kept["id"] in answer.json()["error"]["message"]
+    assert httpx.get(server.url + ROUTE).json()["data"] == [] and not list(contexts_dir.iterdir())
+
+
+@pytest.mark.parametrize("field", [{"budget": 0.3}, FIELD | {"protect": {"messages": ["user"]}, "budget": 0.3}])
+def test_a_chat_goes_on_after_the_messages_that_are_kept(server, field):
+    """Without a policy too, which is then the one for questions that come later."""
+    chats = "/v1/chat/completions"
+    whole = {"messages": MESSAGES + ASKED, "cache_salt": "other"}
+    expected = said(ask(server, chats, kv_compression=field | {"context_messages": 2}, **whole, logprobs=True))
+    kept = keep(server, messages=MESSAGES, kv_compression=field)
+    assert kept["messages"] == 2
+    assert [kept["tokens"]] == [len(tokens_of(server, messages=MESSAGES, add_generation_prompt=False))]
+    named = {"kv_compression": {"context": kept["id"]}, "logprobs": True}
+    answer = ask(server, chats, messages=ASKED, **named)
+    assert said(answer) == expected and cached(answer) == kept["tokens"]
+    refused = ask(server, messages=ASKED, prompt=QUESTION, kv_compression=named["kv_compression"])
+    assert "this context is messages; allowed: /v1/chat/completions" in refused.json()["error"]["message"]
+    refused = ask(server, chats, messages=ASKED, chat_template_kwargs={"a": 1}, **named)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+def test_what_renders_the_messages_is_kept_with_them(server):
+    """Definitions of tools, which come first."""
+    function = {"name": "recall", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    kept = keep(server, messages=MESSAGES, tools=tools, chat_template_kwargs={"enable_thinking": False})
+    rendered = tokens_of(server, messages=MESSAGES, tools=tools, add_generation_prompt=False)
+    assert kept["tokens"] == len(rendered)
+    body = {"messages": ASKED, "tool_choice": "none", "kv_compression": {"context": kept["id"]}}
+    answer = ask(server, "/v1/chat/completions", **body, tools=tools, logprobs=False)
+    assert cached(answer) == kept["tokens"]
+    assert cached(ask(server, "/v1/chat/completions", **body, logprobs=False)) == kept["tokens"]
+
+
+def test_a_context_is_seen_under_its_salt_alone(server):
+    mine, others = keep(server, cache_salt="mine"), keep(server)
+    address = f"{server.url}{ROUTE}/{mine['id']}"
+    named = {"prompt": QUESTION, "kv_compression": {"context": mine["id"]}}
+    for salt in (None, "another"):
+        params = {} if salt is None else {"cache_salt": salt}
+        assert httpx.get(address, params=params).status_code == 404
+        assert httpx.delete(address, params=params).status_code == 404
+        assert ask(server, **named, **params).status_code == 404
+        listed = [one["id"] for one in httpx.get(server.url + ROUTE, params=params).json()["data"]]
+        assert listed == ([others["id"]] if salt is None else [])
+    params = {"cache_salt": "mine"}
+    assert httpx.get(address, params=params).json()["id"] == mine["id"]
+    assert cached(ask(server, **named, **params)) == mine["tokens"]
+    assert httpx.delete(address, params=params).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        ({"kv_compression": {"policy": "nope"}}, 400, "kv_compression.policy: unknown policy 'nope'"),
+        ({"kv_compression": {"policy": "full"}}, 400, "kv_compression.policy: 'full' leaves nothing to keep"),
+        ({"kv_compression": None}, 400, "kv_compression: is missing, and this server has no default"),
+        ({"kv_compression": FIELD | {"reuse": "turns"}}, 400, "kv_compression.reuse: "),
+        ({"kv_compression": FIELD | {"context_tokens": 5}}, 400, "kv_compression.context_tokens: "),
+        ({"kv_compression": {"context": "ctx-1"}}, 400, "kv_compression.context: contexts are kept by servers"),
+        ({"kv_compression": FIELD | {"protect": {"tokens": [[0, 90]]}}}, 400, "kv_compression.protect: 90 tokens are"),
+        ({"kv_compression": {"policy": "local", "budget": 1.0}}, 400, "nothing would be compressed that could be kept"),
+        ({"model": "nope"}, 404, "The model `nope` does not exist"),
+        ({"model": "nope", "prompt": [2, 3]}, 404, "The model `nope` does not exist"),
+        ({"model": "nope", "prompt": None, "messages": MESSAGES}, 404, "The model `nope` does not exist"),
+        ({"prompt": [2] * 5000}, 400, "maximum context length"),
+        ({"prompt": [10**6]}, 400, "10000"),
+        ({"prompt": None}, 400, "give either prompt or messages"),
+        ({"messages": MESSAGES}, 400, "give either prompt or messages"),
+        ({"tools": []}, 400, "tools goes with messages alone"),
+        ({"prompt": None, "messages": [{"role": "user"}]}, 400, ""),
+        ({"ttl": 0}, 400, "greater than 0"),
+        ({"temperature": 0}, 400, "temperature"),
+        ({"cache_salt": ""}, 400, "cache_salt"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(server, body, status, part):
+    response = server.post(ROUTE, {"model": "demo", "prompt": FACTS, "kv_compression": FIELD} | body)
+    assert response.status_code == status, response.text
+    assert part in response.json()["error"]["message"]
+    assert httpx.get(server.url + ROUTE).json()["data"] == []
+
+
+def test_a_request_that_does_not_go_with_its_context_is_refused(server):
+    kept = keep(server)
+
+    def refused(status: int, param: str, path: str = "/v1/completions", **body: Any) -> str:
+        body = {"prompt": QUESTION, "kv_compression": {"context": kept["id"]}} | body
+        for stream in (False, True):
+            response = ask(server, path, **body, stream=stream)
+            assert response.status_code == status, response.text
+            error = response.json()["error"]
+            assert error["param"] == param
+        return error["message"]
+
+    for name, other in {
+        "policy": "keepkv", "selector": "knorm", "budget": 97, "interval": 5, "decode": "bounded", "reuse": "turns",
+        "window_size": 8, "context_tokens": 5, "protect": {"tokens": [[0, 2]]},
+    }.items():  # fmt: skip
+        message = refused(400, f"kv_compression.{name}", kv_compression={"context": kept["id"], name: other})
+        assert "not the context's; allowed: " in message
+    same = {"policy": "snapkv", "selector": "snapkv", "budget": 96, "interval": None, "window_size": 32}
+    assert cached(ask(server, prompt=QUESTION, kv_compression={"context": kept["id"], **same})) == kept["tokens"]
+    assert "ctx-1" in refused(404, "kv_compression.context", kv_compression={"context": "ctx-1"})
+    refused(404, "kv_compression.context", model="other")
+    refused(400, "kv_compression.context", kv_compression={"context": 5})
+    refused(400, "kv_compression.context", prompt=None)
+    refused(400, "kv_compression.context", prompt=[[2, 3], 4])
+    assert "it is truncated" in refused(400, "kv_compression.context", truncate_prompt_tokens=50)
+    refused(400, "kv_compression.context", "/v1/chat/completions", messages=ASKED, logprobs=True)
+    refused(400, "kv_compression.context", "/v1/responses", input="recall")
+    refused(400, "kv_compression.context", "/invocations")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_keep_contexts_by_their_route_alone(server, stream):
+    text = json.dumps({"id": "ctx-1", "ttl": None, "info": {}})
+    for path, body in (
+        ("/v1/completions", {"prompt": FACTS, "vllm_xargs": {"kvmerge_context": text}}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "vllm_xargs": {"kvmerge_context": text}}),
+        ("/v1/completions", {"prompt": FACTS, "vllm_xargs": {"kvmerge_context": text}, "kv_compression": FIELD}),
+        ("/invocations", {"prompt": FACTS, "vllm_xargs": {"kvmerge_context": text}}),
+    ):
+        response = server.post(path, {"model": "demo", "max_tokens": 1, "stream": stream} | body)
+        assert response.status_code == 400
+        assert "kvmerge_context: is the server's own; allowed: POST " + ROUTE in response.json()["error"]["message"]
+    assert httpx.get(server.url + ROUTE).json()["data"] == []
+
+
+def test_contexts_have_a_share_of_the_pool_and_a_time(server, contexts_dir):
+    """What is held, and by what, is said to those whose own it is."""
+    large = {"kv_compression": {"policy": "knorm", "budget": 0.9}}
+    kept = keep(server, prompt=[2, *[5] * 1600], **large)["id"]
+    body = {"model": "demo", "prompt": [2, *[9] * 1600], **large}
+    error = server.post(ROUTE, body | {"cache_salt": "mine"})
+    assert error.status_code == 409 and kept not in error.text and "1 contexts hold" in error.text
+    error = server.post(ROUTE, body).json()["error"]
+    assert error["message"].endswith(f"delete some: {kept}") and error["type"] == "ConflictError"
+    httpx.delete(f"{server.url}{ROUTE}/{kept}")
+    short = keep(server, ttl=2.0)
+    assert cached(ask(server, prompt=QUESTION, kv_compression={"context": short["id"]})) == short["tokens"]
+    wait_until(lambda: httpx.get(f"{server.url}{ROUTE}/{short['id']}").status_code == 404)
+    assert time.time() >= short["expires_at"]
+    later = keep(server)["id"]  # by then its files go too
+    assert [path.name for path in contexts_dir.iterdir()] == [later]
+
+
+def test_a_context_that_cannot_be_saved_is_not_kept(server, contexts_dir):
+    aside = contexts_dir.rename(contexts_dir.with_name("aside"))
+    contexts_dir.touch()  # in the folder's place
+    response = server.post(ROUTE, {"model": "demo", "prompt": FACTS, "kv_compression": FIELD})
+    contexts_dir.unlink()
+    aside.rename(contexts_dir)
+    assert response.status_code == 507 and "the context cannot be saved: " in response.json()["error"]["message"]
+    assert httpx.get(server.url + ROUTE).json()["data"] == []
+
+
+def test_a_client_that_leaves_leaves_no_context(server):
+    body = {"model": "demo", "prompt": [2, *[7] * 3900], "kv_compression": FIELD}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + ROUTE, json=body, timeout=httpx.Timeout(60, read=0.05))
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert httpx.get(server.url + ROUTE).json()["data"] == []
