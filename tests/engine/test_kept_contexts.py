@@ -122,8 +122,8 @@ def test_what_cannot_be_kept_is_refused(engine, client, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.manager, "copy_of", lambda num_blocks: None)
         client.call("delete", id="0")
-        ask(engine, random_prompt(rng, CONTEXT), params("h2o", 2, {"id": "no copy"}))
-        assert client.call("created", id="no copy")["refused"][0] == 409
+        ask(engine, random_prompt(rng, CONTEXT), params("h2o", 2, {"id": "no-copy"}))
+        assert client.call("created", id="no-copy")["refused"][0] == 409
     assert [one["id"] for one in client.call("list")] == ["1"]
 
 
@@ -246,7 +246,7 @@ def test_weights_of_another_model_are_told_apart(engine, client, saved, monkeypa
     said = []
     monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda text, *args: said.append(text % args))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.compression, "_fingerprint", "another")
+        patch.setattr("vllm_kvmerge.engine.worker.compression.fingerprint", lambda model: "another")
         asyncio.run(load_all(client, folder))
     assert len(said) == len(POLICIES) and all("other weights" in one for one in said)
     assert client.call("list") == []

@@ -113,10 +113,10 @@ class MergeableAttentionManager(FullAttentionManager):
         return taken
 
     def copy_of(self, num_blocks: int) -> list[KVCacheBlock] | None:
-        """Blocks for a copy of a front; None: there are none free."""
-        return (
-            None if num_blocks > self.block_pool.get_num_free_blocks() else self.block_pool.get_new_blocks(num_blocks)
-        )
+        """Blocks for a copy of a front; None: there are hardly any free, which running requests need."""
+        if 2 * num_blocks > self.block_pool.get_num_free_blocks():
+            return None
+        return self.block_pool.get_new_blocks(num_blocks)
 
     def discard(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Returns blocks to the pool that a compressed request, or a front, was copied to."""

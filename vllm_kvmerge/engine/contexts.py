@@ -7,9 +7,10 @@ leaves its context as one; servers ask for everything else by ``ContextStore.cal
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 from vllm.v1.request import Request, RequestStatus
@@ -29,15 +30,17 @@ MAX_REFUSALS = 1000
 """Refusals that are remembered until somebody asks for them."""
 
 
-@dataclass(frozen=True)
-class AskedContext:
+class AskedContext(BaseModel):
     """A context that is to be kept. ttl: seconds until it is deleted; None: never. info, content: what its server wants
     to know of it later, as JSON; content is long, and said only where the tokens are."""
 
-    id: str
-    ttl: float | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    content: dict[str, Any] = field(default_factory=dict)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    """It is also the name of the folder that the context is saved in."""
+    ttl: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
+    info: dict[str, Any] = {}
+    content: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class ContextStore:
     """Contexts kept in one engine.
 
     bytes_per_block: over all workers. max_blocks: of the pool that contexts may hold. hash_function: of the prefix
-    cache.
+    cache. is_made: whether a step in flight makes a front of this key.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class ContextStore:
         bytes_per_block: int,
         max_blocks: int,
         hash_function: Callable[[object], bytes],
+        is_made: Callable[[BlockHash], bool],
     ) -> None:
         self._manager, self._bytes_per_block, self._max_blocks = manager, bytes_per_block, max_blocks
+        self._is_made = is_made
         self._hasher = get_request_block_hasher(manager.block_size, hash_function)
         self._kept: dict[str, KeptContext] = {}
         self._asked: dict[str, tuple[AskedContext, int]] = {}
@@ -101,8 +106,13 @@ class ContextStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __bool__(self) -> bool:
-        return bool(self._kept or self._asked)
+    def is_asked(self, request_id: str) -> bool:
+        """Whether the request creates a context."""
+        return request_id in self._asked
+
+    def is_restored(self, key: BlockHash) -> bool:
+        """Whether workers read a front of this key from files just now."""
+        return any(one.front.key == key for one in self._restored.values())
 
     @property
     def num_blocks(self) -> int:
@@ -114,7 +124,10 @@ class ContextStore:
         Raises:
             ContextRefused: it cannot be kept, as far as is known before it has been computed.
         """
-        asked = AskedContext(**json.loads(text))
+        try:
+            asked = AskedContext.model_validate_json(text)
+        except ValidationError as error:
+            raise ContextRefused(400, f"{CONTEXT_KEY}: {error.errors()[0]['msg']}") from None
         try:
             self._asked[request.request_id] = asked, self._check(asked, compression, request.cache_salt)
         except ContextRefused as refusal:
@@ -127,6 +140,8 @@ class ContextStore:
         if compression is None or not compression.shares_context:
             raise ContextRefused(400, "nothing would be compressed that could be kept; allowed: a smaller budget")
         needed = compression.new_front(UNCOMPRESSED, compression.context).num_blocks
+        if needed > compression.context // self._manager.block_size:
+            raise ContextRefused(400, "its front would save no block; allowed: a smaller budget, or a longer context")
         self._check_room(asked.id, needed, salt)
         return needed
 
@@ -137,7 +152,10 @@ class ContextStore:
         waiting += [len(one.front.blocks) for one in self._restored.values()]
         held, size = self.num_blocks + sum(waiting), self._bytes_per_block
         advice = f"; delete some: {', '.join(named)}" if named else ""
-        if context_id in self._kept or held + needed > self._max_blocks:
+        asked = [one.id for one, _ in self._asked.values()]
+        if context_id in (*self._kept, *self._restored, *asked):
+            raise ContextRefused(409, f"there is a context {context_id}")
+        if held + needed > self._max_blocks:
             raise ContextRefused(
                 409,
                 f"the context takes {needed * size} bytes, and {len(self._kept)} contexts hold {held * size} of the "
@@ -256,15 +274,15 @@ class ContextStore:
             raise ContextRefused(400, "this server keeps no compressed contexts")
         self._check_room(saved["id"], num_blocks, saved["salt"])
         segments = Segments(**saved["segments"])
-        asked = AskedContext(saved["id"], info=saved["info"], content=saved["content"])
+        asked = AskedContext(id=saved["id"], info=saved["info"], content=saved["content"])
         tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
         key = self._key(saved["id"], tokens, salt, policy)
         times = saved["created"], saved["expires_at"]
         if key is not None and (there := fronts.find(key)) is not None:  # of another id with the same tokens and policy
             self.keep(KeptContext(asked, there, tokens, salt, policy, *times))
             return None
-        is_loaded = any(one.front.key == key for one in self._restored.values())
-        blocks = None if key is None or is_loaded else self._manager.copy_of(num_blocks)
+        is_made = key is not None and (self.is_restored(key) or self._is_made(key))
+        blocks = None if key is None or is_made else self._manager.copy_of(num_blocks)
         if key is None or blocks is None:
             raise ContextRefused(409, "there is no room for it")
         fronts.remember(key)
@@ -275,7 +293,7 @@ class ContextStore:
     def _end_restore(self, context_id: str, failed: bool) -> None:
         kept = self._restored.pop(context_id)
         if failed:
-            self._manager.block_pool.free_blocks(kept.front.blocks)
+            self._manager.discard(kept.front.blocks)
             if self._manager.fronts is not None:
                 self._manager.fronts.forget(kept.front.key)
             return

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_kvmerge import __version__
+from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.contexts import call_contexts
 from vllm_kvmerge.engine.support import SUPPORTED_RANGE
 from vllm_kvmerge.engine.worker.saved_fronts import SavedFrontError, file_of, read_manifest
@@ -31,10 +32,13 @@ FORMAT = 1
 UNFINISHED = ".unfinished-"
 """Beginning of the names of folders that are being written."""
 
+ABANDONED = 3600.0
+"""Seconds after which nobody writes to such a folder any more."""
+
 
 def identity(config: "VllmConfig") -> dict[str, Any]:
     """What a server must have in common with the one that wrote a file, by the name that a refusal gives."""
-    model = config.model_config
+    model, options = config.model_config, plugin_config(config)
     settings = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
     return {
         "format": FORMAT,
@@ -48,6 +52,8 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "device": config.device_config.device_type,
+        "kvzap": options.kvzap,
+        "head_pages": options.head_pages,
     }
 
 
@@ -79,6 +85,9 @@ async def save(engine_client: "EngineClient", folder: Path, context_id: str, sal
 async def load_all(engine_client: "EngineClient", folder: Path) -> None:
     """Keeps the contexts that ``folder`` holds; logs which of them are refused, and why."""
     remove_expired(folder)
+    for unfinished in folder.glob(f"{UNFINISHED}*"):
+        if unfinished.stat().st_mtime < time.time() - ABANDONED:
+            shutil.rmtree(unfinished, ignore_errors=True)
     for one in sorted(folder.iterdir()) if folder.is_dir() else ():
         if one.is_dir() and not one.name.startswith("."):
             try:
@@ -107,9 +116,12 @@ async def _load(engine_client: "EngineClient", folder: Path) -> None:
     place = await call_contexts(engine_client, "restore", id=context["id"], context=context)
     if place is None:
         return  # it is there: another server of this engine has loaded it
-    order = json.dumps({"folder": str(folder), **_place(place)})
-    errors = await engine_client.collective_rpc("load_front", args=(order,))
-    await call_contexts(engine_client, "restored", id=context["id"], failed=any(errors))
+    order, failed = json.dumps({"folder": str(folder), **_place(place)}), True
+    try:
+        errors = await engine_client.collective_rpc("load_front", args=(order,))
+        failed = any(errors)
+    finally:
+        await call_contexts(engine_client, "restored", id=context["id"], failed=failed)
     _raise_first(errors)
     logger.info("The saved context %s is kept again, %d tokens", folder.name, context["tokens"])
 

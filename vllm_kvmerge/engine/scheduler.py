@@ -105,8 +105,12 @@ class CompressionSchedulerMixin(Scheduler):
         if options.shared_contexts and self.cache_config.enable_prefix_caching:
             pool, group, max_bytes = self._manager.block_pool, self._manager.kv_cache_group_id, self._limits.max_bytes
             self._manager.fronts = FrontCache(pool, group, hash_function, KEPT_SHARE * max_bytes)
-        most = int(options.contexts_share * (cache.num_blocks - 1))
-        self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
+        # Beside them there is room for the longest request, which would otherwise wait for ever.
+        others = cache.num_blocks - 1 - cdiv(self.max_model_len, self.block_size)
+        most = max(0, min(int(options.contexts_share * (cache.num_blocks - 1)), others))
+        self._contexts = ContextStore(
+            self._manager, self._bytes_per_block, most, hash_function, lambda key: key in self._unshared
+        )
         self._front_keys: dict[str, BlockHash | None] = {}
         self._turns: dict[str, KeptTurn] = {}
         """By request that has ended since the last step."""
@@ -169,9 +173,10 @@ class CompressionSchedulerMixin(Scheduler):
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "incompatible_prompt")
         num_tokens = compression.context + compression.config.policy.tracker.num_repeated(compression.context)
         # The context's last block is not shared if it is not full.
-        needed, pool = cdiv(num_tokens, self.block_size) + 1, self.kv_cache_config.num_blocks - 1
+        needed = cdiv(num_tokens, self.block_size) + 1
+        pool = self.kv_cache_config.num_blocks - 1 - self._contexts.num_blocks
         if compression.context > compression.budget and needed > pool:
-            message = f"repeating {compression.context} tokens takes {needed} blocks; allowed: up to {pool}, the pool's"
+            message = f"repeating {compression.context} tokens takes {needed} blocks; allowed: up to {pool}"
             raise CompressionError(EXTRA_ARGS_KEY, message, "too_long_to_repeat")
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +207,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._release_kept(request)
         self._stop_repeating(request)
         self._keep_turn(request)
-        if self._contexts:
+        if self._contexts.is_asked(request.request_id):
             key = self._front_key(request)
             front = self._manager.fronts.find(key) if key is not None and self._manager.fronts is not None else None
             self._contexts.end(request, front, self._compressions.get(request.request_id))
@@ -262,11 +267,12 @@ class CompressionSchedulerMixin(Scheduler):
         """``ContextStore.call``."""
         return self._contexts.call(text)
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         # Even if blocks are in use: the model's weights may be about to change.
-        self._contexts.clear()
         self._known_scores.clear()
-        return super().reset_prefix_cache(*args, **kwargs)
+        if not self.running or reset_running_requests:
+            self._contexts.clear()
+        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
@@ -432,16 +438,22 @@ class CompressionSchedulerMixin(Scheduler):
         fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
         if fronts is None or compression is None or request.skip_reading_prefix_cache:
             return None
+        turn = None
         if compression.config.reuse == "turns":
             turn = fronts.find_turn(request, compression.config.front_policy)
             due_at = None if turn is None else compression.next_compression(turn.segments)
-            if turn is not None and (due_at is None or due_at > turn.num_tokens):
+            if turn is not None and due_at is not None and due_at <= turn.num_tokens:
+                turn = None  # it is left over from a larger budget
+            # A front of the whole prompt is of somebody who has asked the same, but not of this session.
+            if turn is not None and (
+                compression.context < turn.num_tokens or compression.context == request.num_prompt_tokens
+            ):
                 return turn
         key = self._front_key(request)
         front = None if key is None else fronts.find(key)
         # The last token's slot must not be one of the front's.
         fits = front is not None and len(front.blocks) <= (request.num_tokens - 1) // self.block_size
-        return front if fits else None
+        return front if fits else turn
 
     def _begin_with_fronts(self, step: CompressionStep) -> None:
         """Adds to ``step`` the requests that vLLM has just given fronts."""
@@ -508,7 +520,8 @@ class CompressionSchedulerMixin(Scheduler):
             return None, []
         count_context(compression.config.name, self._engine, 0)
         # New tokens may go to the last block of a front that saves none.
-        if key in fronts or key in self._unshared or len(blocks) > compression.context // self.block_size:
+        is_made = key in fronts or key in self._unshared or self._contexts.is_restored(key)
+        if is_made or len(blocks) > compression.context // self.block_size:
             return None, []
         front = None
         if compression.config.tracks_decode:

@@ -8,7 +8,6 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -263,8 +262,8 @@ async def _created(request: Request, body: NewContext, field: dict[str, Any], co
     if body.cache_salt is not None:
         inner["cache_salt"] = body.cache_salt
     info = {"model": body.model, "messages": None if body.messages is None else len(body.messages)}
-    asked = AskedContext(context_id, body.ttl, info, content=body.chat)
-    inner["vllm_xargs"] = {CONTEXT_KEY: json.dumps(asdict(asked))}
+    asked = AskedContext(id=context_id, ttl=body.ttl, info=info, content=body.chat)
+    inner["vllm_xargs"] = {CONTEXT_KEY: asked.model_dump_json()}
     KEEPS_CONTEXT.set(True)
     status, content = await post(app, scope, route, inner, leave)
     kept: dict[str, Any] | None = await call_contexts(

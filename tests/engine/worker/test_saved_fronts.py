@@ -51,7 +51,7 @@ def test_a_front_comes_back_bit_for_bit(tmp_path, dtype, has_pages):
     path = file_of(tmp_path, 0, 1)
     write_front(path, front_tensors(there, sources, pages, {"queries": queries, "output": None}), '{"a": 1}', "weights")
     assert read_manifest(path) == {"a": 1}
-    found, others = restore_front(here, targets, read_front(path, "weights"))
+    found, others = restore_front(here, targets, read_front(path, "weights"), {"queries": (LAYERS, None, 6, DIM)})
     for cache, other, planes in zip(here, there, before, strict=True):
         mine, theirs = (cache.content, *cache.metadata), (other.content, *other.metadata)
         for plane, source, old in zip(mine, theirs, planes, strict=True):
@@ -77,13 +77,19 @@ def test_what_does_not_fit_writes_nothing():
         {"content.2": tensors["content.2"][:1]},
         {"metadata.1": tensors["metadata.1"][:3]},
         {"content.0": tensors["content.0"].to(torch.float64)},
+        {"queries": torch.zeros(2)},
+        {"pages.ids": torch.full((LAYERS, HEADS, 2), 2 * LAYERS * HEADS), "pages.fronts": torch.ones(LAYERS, HEADS)},
+        {
+            "pages.ids": torch.zeros(LAYERS, HEADS, 2, dtype=torch.int64),
+            "pages.fronts": torch.full((LAYERS, HEADS), 33),
+        },
     ):
         before = layers[0].content.clone()
         with pytest.raises(SavedFrontError):
-            restore_front(layers, [3, 4], tensors | change)
+            restore_front(layers, [3, 4], tensors | change, {})
         assert torch.equal(layers[0].content.nan_to_num(), before.nan_to_num())
     with pytest.raises(SavedFrontError, match="layer 2"):
-        restore_front(layers, [3, 4], {name: one for name, one in tensors.items() if not name.endswith("2")})
+        restore_front(layers, [3, 4], {name: one for name, one in tensors.items() if not name.endswith("2")}, {})
 
 
 WRITE = f"""

@@ -170,7 +170,7 @@ class Compression:
         logger.info("KV cache operators: %s", implementation(pages[0]))
         heads, num_kv_heads = HeadShare.of(self._config), pages[0].num_kv_heads
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
-        self._fingerprint = fingerprint(model)
+        self._model = model
         self._output_weights = OutputWeights(model, group.layer_names, num_kv_heads, self._query_shape)
         self._hidden_states = self._watched(model, group.layer_names, heads.indices(num_kv_heads))
         self._compactor = Compactor(
@@ -371,7 +371,7 @@ class Compression:
             others = {"queries": kept.queries, "output": kept.output}
             tensors = front_tensors(self.compactor.layers, asked["blocks"], kept.pages, others)
             path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)
-            write_front(path, tensors, asked["manifest"], self._fingerprint)
+            write_front(path, tensors, asked["manifest"], fingerprint(self._model))
         except (OSError, SafetensorError, SavedFrontError) as error:
             return str(error)
         return None
@@ -381,8 +381,13 @@ class Compression:
         ``saved_contexts.load_all``."""
         asked, heads = json.loads(order), HeadShare.of(self._config)
         try:
-            tensors = read_front(file_of(Path(asked["folder"]), heads.rank, heads.num_workers), self._fingerprint)
-            pages, others = restore_front(self.compactor.layers, asked["blocks"], tensors)
+            path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)
+            tensors = read_front(path, fingerprint(self._model))
+            shapes = {
+                "queries": (len(self.compactor.layers), None, *self._query_shape),
+                "output": (self._config.model_config.get_hidden_size(),),
+            }
+            pages, others = restore_front(self.compactor.layers, asked["blocks"], tensors, shapes)
         except SavedFrontError as error:
             return str(error)
         table = None if pages is None else self._table(pages)

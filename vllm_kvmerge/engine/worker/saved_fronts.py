@@ -97,9 +97,14 @@ def read_front(path: Path, weights: str) -> dict[str, Tensor]:
 
 
 def restore_front(
-    layers: Sequence[PagedKVCache], blocks: list[int], tensors: Mapping[str, Tensor]
+    layers: Sequence[PagedKVCache],
+    blocks: list[int],
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int | None, ...]],
 ) -> tuple[HeadPages | None, dict[str, Tensor]]:
     """Writes a front's tensors into blocks (ids); returns its pages and the other tensors.
+
+    shapes: of these, if they are there; None: any number.
 
     Raises:
         SavedFrontError: they do not fit; nothing has been written.
@@ -111,6 +116,20 @@ def restore_front(
             raise SavedFrontError(f"its layer {number} does not fit this cache")
         if content.dtype != cache.content.dtype:
             raise SavedFrontError(f"it is in {content.dtype}, this cache in {cache.content.dtype}")
+    num_lanes = len(layers) * layers[0].num_kv_heads
+    if "pages.ids" in tensors:
+        ids, counts = tensors["pages.ids"], tensors.get("pages.fronts")
+        heads, room = (len(layers), layers[0].num_kv_heads), ids.shape[-1] * layers[0].block_size
+        is_ours = ids.shape[:2] == heads and counts is not None and counts.shape == heads
+        if not is_ours or not 0 <= counts.min() <= counts.max() <= room:  # type: ignore[union-attr]
+            raise SavedFrontError("its heads' pages are not those of this model")
+        if not 0 <= ids.min() <= ids.max() < len(blocks) * num_lanes:
+            raise SavedFrontError("its heads' pages are not in its blocks")
+    others = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    for name, tensor in others.items():
+        wanted = shapes.get(name, ())
+        if len(wanted) != tensor.ndim or any(b not in (None, a) for a, b in zip(tensor.shape, wanted, strict=True)):
+            raise SavedFrontError(f"its {name} do not fit this model")
     index = sent(torch.tensor(blocks), layers[0].device)
     for number, cache in enumerate(layers):
         cache.content.index_copy_(0, index, tensors[f"content.{number}"].to(index.device))
@@ -119,10 +138,9 @@ def restore_front(
             plane.index_copy_(0, index, saved.view(plane.dtype))
     pages = None
     if "pages.ids" in tensors:
-        num_lanes = len(layers) * layers[0].num_kv_heads
         places, lanes = tensors["pages.ids"] // num_lanes, tensors["pages.ids"] % num_lanes
         pages = HeadPages(layers, torch.tensor(blocks)[places] * num_lanes + lanes, tensors["pages.fronts"])
-    return pages, {name: tensor for name, tensor in tensors.items() if "." not in name}
+    return pages, others
 
 
 def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
