@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from vllm_kvmerge.engine.arguments import PluginConfig
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, AskedContext, call_contexts
@@ -289,7 +289,7 @@ async def _save(engine_client: "EngineClient", folder: Path, context_id: str, sa
 
 
 async def with_context(
-    route: str, data: dict[str, Any], engine_client: "EngineClient", tokenize: Tokenize
+    route: str, data: dict[str, Any], scope: Scope, tokenize: Tokenize
 ) -> tuple[dict[str, Any], list[int]] | None:
     """The body of an ordinary request that begins with the context which this one names, and the context's tokens;
     None if its field names none.
@@ -304,6 +304,7 @@ async def with_context(
     context_id = field[KEPT_CONTEXT]
     if not isinstance(context_id, str):
         raise CompressionError(NAMED, f"must be a string, got {type(context_id).__name__}", "wrong_type")
+    engine_client = scope["app"].state.engine_client
     kept = await call_contexts(engine_client, "get", id=context_id, salt=data.get("cache_salt"))
     model = None if kept is None else kept["info"]["model"]
     if kept is None or data.get("model") not in (None, model):

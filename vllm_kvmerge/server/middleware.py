@@ -116,8 +116,8 @@ class _Exchange:
         if route in FEED_ROUTES and USAGE_KEY.encode() in body:
             self._feed = UsageFeed()
             FEED.set(self._feed)
-        is_checked = _may_name(FIELD, body) or _may_name(CONTEXT_KEY, body) or (self._has_default and route in CARRIERS)
-        if is_checked and route != CONTEXTS_ROUTE:
+        is_named = _may_name(FIELD, body) or _may_name(CONTEXT_KEY, body)
+        if (is_named or (self._has_default and route in CARRIERS)) and route != CONTEXTS_ROUTE:
             self._verdict = Verdict()
             VERDICT.set(self._verdict)
         return {**message, "body": body}
@@ -130,10 +130,9 @@ class _Exchange:
             raise
         except ValueError:
             return body
-        engine_client = self._scope["app"].state.engine_client
         tokenize = tokenizer_of(self._app, self._scope)
         try:
-            found = await with_context(route, data, engine_client, tokenize) if isinstance(data, dict) else None
+            found = await with_context(route, data, self._scope, tokenize) if isinstance(data, dict) else None
         except RuntimeError as error:
             raise Refusal(500, f"the engine does not answer: {error}") from error
         if found is None:
