@@ -167,7 +167,8 @@ def documents_row(
 def documents(arguments: argparse.Namespace, shape: ModelShape) -> list[DocumentsRow]:
     num_bytes = arguments.fit * arguments.tokens * FLOAT32 * shape.bytes_per_token
     settings = {"budget": arguments.budget, "context_tokens": arguments.tokens}
-    compressions = {STOCK: None, PLAIN: None} | {name: {"policy": name} | settings for name in arguments.policies}
+    compressions: dict[str, dict[str, Any] | None] = {STOCK: None}
+    compressions |= {name: None if name == PLAIN else {"policy": name} | settings for name in arguments.sides}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cases = [
@@ -270,7 +271,7 @@ def main() -> None:
     parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law")
     parser.add_argument("--fit", type=int, default=12, help="documents that the pool holds")
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--policies", nargs="*", default=["snapkv", "kvzip"])
+    parser.add_argument("--sides", nargs="+", default=[PLAIN, "snapkv", "kvzip"], help="plain: without a policy")
     parser.add_argument("--part", type=int, default=25, help="questions that a side answers before the next one does")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--turns", type=int, default=12)

@@ -209,6 +209,10 @@ class CompressionSchedulerMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._end_failed()
         self._put_repetitions_first()
+        # A step takes blocks for new tokens, and the last of each request that is not full.
+        self._manager.evict_superseded_first(
+            cdiv(self.max_num_scheduled_tokens, self.block_size) + self.max_num_running_reqs
+        )
         output = super().schedule(*args, **kwargs)
         self._end_orphans()
         if self._kept_bytes or self._external_bytes:
@@ -549,10 +553,13 @@ class CompressionSchedulerMixin(Scheduler):
         compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
         is_refresh = compression.is_refresh(segments, num_computed)
         num_tokens = compression.covered(segments, num_computed)
+        computed = self._manager.computed_blocks(request_id)
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
         key, copies = (None, []) if segments.are_compressed else self._plan_to_share(request, relocation.blocks)
+        if key is not None:
+            self._manager.supersede(computed)
         plan = CompressionPlan(
             request_id=request_id,
             compression=compression.config.text,
