@@ -229,10 +229,11 @@ def chat(arguments: argparse.Namespace, shape: ModelShape) -> list[ChatRow]:
         chats: dict[str, list[list[Run]]] = {case.name: [] for case in cases}
         for number in range(arguments.chats + 1):
             runs = {case.name: turns(case, arguments, number) for case in cases}
-            done = take_turns(cases, arguments.turns, f"chat {number}", lambda case, runs=runs: next(runs[case.name]))
+            # The first chat is short and not counted: what is loaded at first use is loaded then.
+            num_turns = arguments.turns if number else 2
+            done = take_turns(cases, num_turns, f"chat {number}", lambda case, runs=runs: next(runs[case.name]))
             for name, own in done.items():
                 chats[name].append(own)
-    # The first chat is not counted: what is loaded at first use is loaded then.
     rows = [chat_row(name, own[1:], arguments) for name, own in chats.items()]
     shown = sorted({1, 2, arguments.turns // 2, arguments.turns})
     print_table(
@@ -281,13 +282,15 @@ def main() -> None:
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: for a machine that is shared")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--intermediate", type=int, help="default: 4 x width")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/contexts.json"))
     arguments = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's metrics are read in its own process
-    shape = ModelShape(arguments.layers, arguments.width, arguments.heads, arguments.kv_heads)
+    heads = arguments.heads, arguments.kv_heads
+    shape = ModelShape(arguments.layers, arguments.width, *heads, intermediate=arguments.intermediate)
     rows: list[DocumentsRow | ChatRow] = []
     if "documents" in arguments.parts:
         # A context may be followed by its repetition, which is asked for in some tokens more.

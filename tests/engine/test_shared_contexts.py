@@ -177,11 +177,22 @@ def test_what_several_contexts_begin_with_is_evicted_in_its_turn(engine, fronts)
     some = params("snapkv", 2, 640)
     assert [engine.generate([prompt], some)[0].num_cached_tokens for prompt in prompts[:2]] == [0, 320]
     with engine.with_blocks(70):
-        engine.generate(
-            [random_prompt(rng, 960)], params(None, 2)
-        )  # takes 30 blocks, of which 20 are what fronts stand for
+        # 30 blocks, of which 20 are what fronts stand for.
+        engine.generate([random_prompt(rng, 960)], params(None, 2))
         assert engine.generate(prompts[:1], params(None, 2))[0].num_cached_tokens == 320
         assert engine.generate(prompts[2:], some)[0].num_cached_tokens == 320
+    engine.assert_empty()
+
+
+def test_a_prompt_without_a_question_keeps_its_blocks(engine, fronts):
+    """The next turn of a chat begins with it."""
+    rng = np.random.default_rng(79)
+    first = random_prompt(rng, 640)
+    engine.generate([first], params("keydiff", 2, None))
+    with engine.with_blocks(70):
+        engine.generate([random_prompt(rng, 960)], params(None, 2))
+        second = first + random_prompt(rng, 50)
+        assert engine.generate([second], params("keydiff", 2, None))[0].num_cached_tokens == 640
     engine.assert_empty()
 
 

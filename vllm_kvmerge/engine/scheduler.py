@@ -558,7 +558,8 @@ class CompressionSchedulerMixin(Scheduler):
         if relocation is None:
             return False
         key, copies = (None, []) if segments.are_compressed else self._plan_to_share(request, relocation.blocks)
-        if key is not None:
+        # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
+        if key is not None and compression.context < request.num_prompt_tokens:
             self._manager.supersede(computed)
         plan = CompressionPlan(
             request_id=request_id,
