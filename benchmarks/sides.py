@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -75,14 +75,26 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Run:
-    """When each request's tokens came, in seconds after the requests were sent.
+    """When each request's tokens came, in seconds after the first requests were sent.
 
-    peak_usage: largest share of the KV cache pool in use, None where there is no pool. preemptions: how many.
+    peak_usage: largest share of the KV cache pool in use, None where there is no pool. preemptions: how many. sent:
+    when each request was, in the same seconds; empty: all at once. answers: ids of the tokens of each. cached_tokens:
+    of each prompt, found in the prefix cache. metrics: the plugin's, after the run, if its engine is in the side's
+    first process.
     """
 
     token_times: list[list[float]]
     peak_usage: float | None = None
     preemptions: int = 0
+    sent: list[float] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def times_to_first_token(self) -> list[float]:
+        """Of each request, since it was sent."""
+        return [times[0] - sent for times, sent in zip(self.token_times, self.sent, strict=True)]
 
     @property
     def time_to_first_token(self) -> float:
@@ -171,11 +183,13 @@ class Side:
         max_tokens: int,
         compression: dict[str, Any] | None = None,
         cold: bool = True,
+        **options: Any,
     ) -> Run:
-        """Sends all prompts (token ids) at once and waits for the last token. cold: forget cached prompts before."""
+        """Sends all prompts (token ids) at once and waits for the last token. cold: forget cached prompts before.
+        options: further arguments of its engine's ``run``."""
         self.wait()
         self._signal(signal.SIGCONT)
-        command = {"prompts": prompts, "max_tokens": max_tokens, "compression": compression, "cold": cold}
+        command = {"prompts": prompts, "max_tokens": max_tokens, "compression": compression, "cold": cold} | options
         assert self._process.stdin is not None
         # Where it has ended, its log says more than that a pipe is broken.
         with suppress(BrokenPipeError):

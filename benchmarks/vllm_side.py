@@ -3,12 +3,16 @@
 import json
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
+from prometheus_client.metrics import MetricWrapperBase
 from sides import ModelShape, Run, Side, answers, serve
 
 BLOCK_SIZE = 32
+CLOCKS = {"wall": perf_counter, "processor": process_time}
+"""Clocks of runs. processor: counts the processor's time for the side's first process, all threads: what others take of
+a machine that is shared does not count. The engine must be in that process, and have one thread."""
 
 
 def vllm_side(
@@ -19,11 +23,12 @@ def vllm_side(
     plugin: bool,
     log: Path | None = None,
     package: Path | None = None,
+    clock: str = "wall",
     **arguments: Any,
 ) -> Side:
     """vLLM with a pool of ``pool_tokens`` tokens; what the plugin's metadata takes comes on top of that.
 
-    log, package: see ``Side``.
+    log, package: see ``Side``. clock: one of ``CLOCKS``.
     """
     bytes_per_token = shape.bytes_per_token + (shape.metadata_bytes_per_token if plugin else 0)
     settings = {
@@ -38,20 +43,29 @@ def vllm_side(
         # One block is never given out.
         "kv_cache_memory_bytes": (pool_tokens + BLOCK_SIZE) * bytes_per_token,
     }
-    return Side(name, "vllm_side.py", {"plugin": plugin, "engine": settings | arguments}, log=log, package=package)
+    engine = {"plugin": plugin, "engine": settings | arguments, "clock": clock}
+    return Side(name, "vllm_side.py", engine, log=log, package=package)
 
 
 class Engine:
-    def __init__(self, plugin: bool, engine: dict[str, Any]) -> None:
+    def __init__(self, plugin: bool, engine: dict[str, Any], clock: str) -> None:
         from vllm import LLM
 
         if plugin:
             from vllm_kvmerge import kvmerge_engine_args
 
             engine = kvmerge_engine_args(**engine)
-        self.llm = LLM(**engine)
+        self.llm, self.is_ours, self.clock = LLM(**engine), plugin, CLOCKS[clock]
 
-    def run(self, prompts: list[list[int]], max_tokens: int, compression: dict[str, Any] | None, cold: bool) -> Run:
+    def run(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        compression: dict[str, Any] | None,
+        cold: bool,
+        at_once: int | None = None,
+    ) -> Run:
+        """at_once: requests that are unanswered at any time (default: all)."""
         from vllm import SamplingParams
 
         extra = None if compression is None else {"kv_compression": json.dumps(compression)}
@@ -62,19 +76,25 @@ class Engine:
             assert self.llm.reset_prefix_cache()
         engine = self.llm.llm_engine
         times: list[list[float]] = [[] for _ in prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
+        cached, sent = [0] * len(prompts), list[float]()
         preemptions = _metric("vllm:num_preemptions")
         peak = 0.0
-        started = perf_counter()
-        for index, prompt in enumerate(prompts):
-            engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
+        started = self.clock()
+        while len(sent) < len(prompts) or engine.has_unfinished_requests():
+            num_free = (at_once or len(prompts)) - engine.get_num_unfinished_requests()
+            for index, prompt in enumerate(prompts[len(sent) :][:num_free], len(sent)):
+                sent.append(self.clock() - started)
+                engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
             outputs = engine.step()
-            now = perf_counter() - started
+            now = self.clock() - started
             for output in outputs:
-                own = times[int(output.request_id.split("-")[0])]
-                own += [now] * (len(output.outputs[0].token_ids) - len(own))
+                index = int(output.request_id.split("-")[0])
+                answers[index], cached[index] = list(output.outputs[0].token_ids), output.num_cached_tokens or 0
+                times[index] += [now] * (len(answers[index]) - len(times[index]))
             peak = max(peak, _metric("vllm:kv_cache_usage_perc"))
-        return Run(times, peak, int(_metric("vllm:num_preemptions") - preemptions))
+        num_preemptions = int(_metric("vllm:num_preemptions") - preemptions)
+        return Run(times, peak, num_preemptions, sent, answers, cached, _own_metrics() if self.is_ours else {})
 
 
 def _metric(name: str) -> float:
@@ -82,6 +102,19 @@ def _metric(name: str) -> float:
 
     samples = [s for m in REGISTRY.restricted_registry([name, name + "_total"]).collect() for s in m.samples]
     return sum(sample.value for sample in samples if not sample.name.endswith("_created"))
+
+
+def _own_metrics() -> dict[str, float]:
+    """Sums over the labels of each of the plugin's metrics, if its engine is in this process: there vLLM takes them out
+    of the registry."""
+    from vllm_kvmerge.engine import metrics
+
+    values: dict[str, float] = {}
+    for collector in vars(metrics).values():
+        if isinstance(collector, MetricWrapperBase):
+            for sample in (sample for family in collector.collect() for sample in family.samples):
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
 
 
 if __name__ == "__main__":

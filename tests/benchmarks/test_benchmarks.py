@@ -96,3 +96,31 @@ def test_longrun(tmp_path, cases):
     some = rows(tmp_path / "l.json", "longrun.py", *sizes)
     assert [(row["case"], row["length"]) for row in some] == [(case, length) for case in cases for length in (100, 200)]
     assert all(row["latency_ms"]["median"] > 0 for row in some)
+
+
+@pytest.mark.benchmarks
+def test_contexts(tmp_path):
+    sizes = (
+        "--documents",
+        "2",
+        "--questions",
+        "6",
+        "--part",
+        "3",
+        "--tokens",
+        "256",
+        "--fit",
+        "4",
+        "--sides",
+        "snapkv",
+    )
+    chat = ("--turns", "3", "--turn-tokens", "80", "--chats", "1", "--chat-policies", "keydiff", "--clock", "processor")
+    some = rows(tmp_path / "c.json", "contexts.py", *sizes, *chat)
+    assert [row["case"] for row in some] == ["stock vLLM", "snapkv", "stock vLLM", "keydiff", "keydiff, reuse"]
+    stock, snapkv, _, alone, again = some
+    assert stock["ratio"]["median"] == 1 and snapkv["requests_per_minute"]["median"] > 0
+    # Of six contexts two are the first of their kind, or three, where two clients ask about one at once.
+    assert 0.5 <= snapkv["context_hits"]["median"] < 1 and stock["context_hits"] is None
+    # All but the last question, and the last token of the answer before it; without reuse, no answer is found.
+    assert again["tokens_found"]["median"] == pytest.approx((2 * 80 - 1) / (3 * 80 - 16))
+    assert again["tokens_found"]["median"] > alone["tokens_found"]["median"]

@@ -145,7 +145,8 @@ def test_a_front_goes_with_its_first_block(engine, fronts):
     assert len(fronts) == 6 == len(engine.compression._fronts)
     assert fronts.num_blocks == 6 * 10
     engine.generate(prompts[:1], some)  # now the second is the oldest
-    engine.generate([random_prompt(rng, 3500)], params(None, 2))
+    for num_tokens in (3500, 2600):  # with the fronts, these would take 252 of 229 blocks
+        engine.generate([random_prompt(rng, num_tokens)], params(None, 2))
     cached = [output.num_cached_tokens for output in engine.generate(prompts, some)]
     assert cached[0] == 640 and cached[1] < 640
     engine.generate([random_prompt(rng, 4000)], params(None, 2))
@@ -153,6 +154,45 @@ def test_a_front_goes_with_its_first_block(engine, fronts):
     assert len(fronts) == 0
     engine.generate(prompts[:1], params(None, 1))
     assert engine.compression._fronts == {}
+    engine.assert_empty()
+
+
+def test_what_a_front_stands_for_is_evicted_before_fronts(engine, fronts):
+    """Contexts fill the pool three times over. Their fronts fill less than half of it."""
+    rng = np.random.default_rng(77)
+    prompts = [random_prompt(rng, 660) for _ in range(10)]
+    some = params("snapkv", 2, 640)
+    with engine.with_blocks(70):
+        for prompt in prompts:
+            engine.generate([prompt], some)
+        assert len(fronts) == 10
+        assert [engine.generate([prompt], some)[0].num_cached_tokens for prompt in prompts] == [640] * 10
+    engine.assert_empty()
+
+
+def test_what_several_contexts_begin_with_is_evicted_in_its_turn(engine, fronts):
+    rng = np.random.default_rng(78)
+    common = random_prompt(rng, 320)
+    prompts = [common + random_prompt(rng, 340)[1:] for _ in range(3)]
+    some = params("snapkv", 2, 640)
+    assert [engine.generate([prompt], some)[0].num_cached_tokens for prompt in prompts[:2]] == [0, 320]
+    with engine.with_blocks(70):
+        # 30 blocks, of which 20 are what fronts stand for.
+        engine.generate([random_prompt(rng, 960)], params(None, 2))
+        assert engine.generate(prompts[:1], params(None, 2))[0].num_cached_tokens == 320
+        assert engine.generate(prompts[2:], some)[0].num_cached_tokens == 320
+    engine.assert_empty()
+
+
+def test_a_prompt_without_a_question_keeps_its_blocks(engine, fronts):
+    """The next turn of a chat begins with it."""
+    rng = np.random.default_rng(79)
+    first = random_prompt(rng, 640)
+    engine.generate([first], params("keydiff", 2, None))
+    with engine.with_blocks(70):
+        engine.generate([random_prompt(rng, 960)], params(None, 2))
+        second = first + random_prompt(rng, 50)
+        assert engine.generate([second], params("keydiff", 2, None))[0].num_cached_tokens == 640
     engine.assert_empty()
 
 

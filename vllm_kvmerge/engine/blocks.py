@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.request import Request
@@ -72,6 +73,10 @@ class MergeableAttentionManager(FullAttentionManager):
         self._unclean: set[int] = set()
         self._offers: dict[str, Offer] = {}
         self._taken_over: dict[str, Takeover] = {}
+        self._num_found: dict[str, int] = {}
+        """Blocks that a request found in the prefix cache when it was admitted."""
+        self._superseded: dict[int, BlockHashWithGroupId] = {}
+        """Hashes, by block, of what was computed for a context that is shared compressed, and not found since."""
 
     def segments_of(self, request_id: str) -> Segments:
         """The request's segments; of one that waits to begin with a front, those that it will have then."""
@@ -129,6 +134,36 @@ class MergeableAttentionManager(FullAttentionManager):
         # Its contents are not what a model computed.
         self._unclean |= {block.block_id for block in front.blocks}
         self.fronts.add(front)
+
+    def computed_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """The request's blocks without those that it found in the prefix cache."""
+        return self.req_to_blocks[request_id][self._num_found.get(request_id, 0) :]
+
+    def supersede(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Notes blocks in the prefix cache that a front takes the place of: those who ask for its context find it."""
+        # A prefix's tail is evicted before its head.
+        self._superseded |= {
+            block.block_id: block.block_hash for block in reversed(blocks) if block.block_hash is not None
+        }
+
+    def evict_superseded_first(self, num_blocks: int) -> None:
+        """Makes superseded blocks the first to be evicted, if the next ``num_blocks`` might evict any.
+
+        They are several times a front's size: in the order of their use they would evict the fronts themselves.
+        """
+        queue = self.block_pool.free_block_queue
+        if not self._superseded or all(
+            block.block_hash is None for block in islice(queue.iter_blocks_after(None), num_blocks)
+        ):
+            return
+        superseded = []
+        for block_id, block_hash in self._superseded.items():
+            block = self.block_pool.blocks[block_id]
+            if block.ref_cnt == 0 and block.block_hash == block_hash:
+                queue.remove(block)
+                superseded.append(block)
+        queue.prepend_n(superseded)
+        self._superseded.clear()
 
     def relocate(
         self, request_id: str, num_tokens: int, new_front: FrontSize, num_computed: int | None = None
@@ -237,6 +272,9 @@ class MergeableAttentionManager(FullAttentionManager):
         if (offer := self._offers.pop(request_id, None)) is not None:
             self._begin_with_front(request_id, len(new_computed_blocks), offer)
             return
+        self._num_found[request_id] = len(new_computed_blocks)
+        for block in new_computed_blocks:
+            self._superseded.pop(block.block_id, None)
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
             return
@@ -248,6 +286,7 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._offers.pop(request_id, None)
+        self._num_found.pop(request_id, None)
         blocks = super().pop_blocks_for_free(request_id)
         if self.segments.pop(request_id, None) is not None:
             self._note_unclean(blocks)

@@ -224,6 +224,10 @@ class CompressionSchedulerMixin(Scheduler):
         self._end_failed()
         self._contexts.expire()
         self._put_repetitions_first()
+        # A step takes blocks for new tokens, and the last of each request that is not full.
+        self._manager.evict_superseded_first(
+            cdiv(self.max_num_scheduled_tokens, self.block_size) + self.max_num_running_reqs
+        )
         output = super().schedule(*args, **kwargs)
         self._end_orphans()
         if self._kept_bytes or self._external_bytes:
@@ -626,10 +630,14 @@ class CompressionSchedulerMixin(Scheduler):
         compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
         is_refresh = compression.is_refresh(segments, num_computed)
         num_tokens = compression.covered(segments, num_computed)
+        computed = self._manager.computed_blocks(request_id)
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
         key, copies = (None, []) if segments.are_compressed else self._plan_to_share(request, relocation.blocks)
+        # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
+        if key is not None and compression.context < request.num_prompt_tokens:
+            self._manager.supersede(computed)
         plan = CompressionPlan(
             request_id=request_id,
             compression=compression.config.text,
