@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import examples, vllm_library
+from tests import examples, preloaded, vllm_library
 from vllm_kvmerge.ops import cpu
 
 INNER_LOOP = "not engine"
@@ -48,6 +48,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("markexpr") == INNER_LOOP:
         examples.share = 4
+    # What tests start is of this checkout, and finds the modules of tests.
+    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     library = config.getoption("--native-library", default=None)
     if library is not None:
         cpu.LIBRARY = library.resolve()
@@ -59,6 +62,7 @@ def pytest_configure(config):
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         config.add_cleanup(folder.cleanup)
+    preloaded.initial = dict(os.environ)
 
 
 def pytest_report_header(config):

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import preloaded
 from tests.processes import end_with_tests
 
 
@@ -77,11 +78,12 @@ ONE_PROCESS_PER_ENGINE = ("--distributed-executor-backend", "vllm.v1.executor.un
 
 @contextmanager
 def running(
-    *options: str, prefix: Sequence[str] = (), **variables: str
+    *options: str, prefix: Sequence[str] = (), from_scratch: bool = False, **variables: str
 ) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
     """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
 
-    prefix: a command that it is run by. variables: more of its environment.
+    prefix: a command that it is run by. from_scratch: whether its processes import vLLM themselves, as a user's do.
+    variables: more of its environment.
     """
     command = [*prefix, sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", *OPTIONS, *options]
     # Several of them share this machine's cores.
@@ -90,7 +92,8 @@ def running(
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "PROMETHEUS_MULTIPROC_DIR"):
         environment.pop(name, None)
     environment |= variables
-    process = subprocess.Popen(
+    start = subprocess.Popen if from_scratch else preloaded.Popen
+    process = start(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=end_with_tests
     )
     log: list[str] = []
@@ -119,5 +122,6 @@ def serving(*options: str, **more: Any) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    with serving() as ready:
+    """The server of most files: the command that users run, each of its processes started from scratch."""
+    with serving(from_scratch=True) as ready:
         yield ready
