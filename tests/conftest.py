@@ -3,12 +3,15 @@
 import gc
 import os
 import re
+import subprocess
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
+from execnet.gateway_base import ThreadExecModel
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import examples, preloaded, vllm_library
@@ -49,8 +52,9 @@ def pytest_configure(config):
     if config.getoption("markexpr") == INNER_LOOP:
         examples.share = 4
     # What tests start is of this checkout, and finds the modules of tests.
-    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    root, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
+    if not path.startswith(root):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, path]))
     library = config.getoption("--native-library", default=None)
     if library is not None:
         cpu.LIBRARY = library.resolve()
@@ -136,6 +140,13 @@ class FilesThatShare(LoadScopeScheduling):
     def _split_scope(self, nodeid):
         path = nodeid.partition("::")[0]
         return shared_fixture(path) or path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config):
+    """Workers begin with vLLM imported if they run all tests. Of few, most need no vLLM or start nothing with it."""
+    if config.args_source is config.ArgsSource.TESTPATHS and config.getoption("markexpr") != INNER_LOOP:
+        ThreadExecModel.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=preloaded.Popen)
 
 
 def pytest_xdist_make_scheduler(config, log):

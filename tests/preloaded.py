@@ -15,6 +15,8 @@ own children, which tests of crashes would notice. So:
 - What is read from the environment while modules are imported was read once. Where a process would have read other
   values, ``Popen`` refuses, and ``spawn`` starts it from scratch.
 
+Where all tests run, pytest-xdist's workers are such processes too, so that imports happen once.
+
 Tests of how processes start use ``subprocess``; so do the fixture ``server``, which most tests of ``tests/server``
 share, and servers with packages of others.
 """
@@ -24,6 +26,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import itertools
 import os
 import pickle
 import runpy
@@ -276,7 +279,7 @@ def _enter(source: socket.socket, descriptors: dict[int, int], environment: dict
 
 def _run(words: Sequence[str]) -> Any:
     """Does what ``python *words`` does; what it exits with."""
-    kind, *more = words[1:] if words[0] == "-u" else words
+    kind, *more = itertools.dropwhile(lambda word: word in ("-B", "-u"), words)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         if kind == "-c":
