@@ -131,15 +131,19 @@ def starts_processes(path):
     """Whether a file's tests start servers or engines of their own. These begin first: one that began last would run
     alone for a minute or two."""
     text = (Path(__file__).parents[1] / path).read_text()
-    return re.search(r"\b(serving|running|Popen|kvmerge_engine_args)\(|subprocess\.run\(", text) is not None
+    return re.search(r"\b(serving|running|Popen|kvmerge_engine_args)\(|(subprocess|preloaded)\.run\(", text) is not None
 
 
 class FilesThatShare(LoadScopeScheduling):
-    """Files that use one engine or server run in one process, one after the other; any other file by itself."""
+    """Files that use one engine or server run in one process, one after the other; any other file by itself.
+
+    Those that wait for processes beside the engine use another: it costs less than all would wait for them.
+    """
 
     def _split_scope(self, nodeid):
         path = nodeid.partition("::")[0]
-        return shared_fixture(path) or path
+        fixture = shared_fixture(path)
+        return "engine beside processes" if fixture == "engine" and starts_processes(path) else fixture or path
 
 
 @pytest.hookimpl(optionalhook=True)
