@@ -46,6 +46,8 @@ import setproctitle
 from tests.processes import end_with_tests
 
 MODULES = (
+    # Before the CPU's worker, which replaces a function of vLLM's by its own: tests of the backend need vLLM's.
+    "vllm_kvmerge.engine.attention.cuda",
     "vllm.entrypoints.cli.serve",
     "vllm.v1.worker.cpu_worker",
     "vllm_kvmerge.server.endpoint",
@@ -56,9 +58,14 @@ MODULES = (
 OWN = {"OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
 """The first source's variables. OpenBLAS has threads without the one; vLLM gives the other to engines and workers."""
 
-INDIFFERENT = {"PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir", "VLLM_PLUGINS", *OWN}
-"""Variables that may have been read. For the metrics' folder see ``_first_value``; VLLM_PLUGINS selects among packages
-with a platform, and there are none."""
+INDIFFERENT = {
+    "PROMETHEUS_MULTIPROC_DIR",  # see _first_value
+    "prometheus_multiproc_dir",
+    "VLLM_PLUGINS",  # selects among packages with a platform: there are none
+    "VLLM_CPU_OMP_THREADS_BIND",  # read with all that are set, where modules copy the environment
+    *OWN,
+}
+"""Variables that may have been read with another value."""
 
 NATIVE = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH"}
 """Variables that libraries and Python read when they are loaded, beside those that bind threads to cores."""
