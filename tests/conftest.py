@@ -3,15 +3,18 @@
 import gc
 import os
 import re
+import subprocess
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
+from execnet.gateway_base import ThreadExecModel
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import examples, vllm_library
+from tests import examples, preloaded, vllm_library
 from vllm_kvmerge.ops import cpu
 
 INNER_LOOP = "not engine"
@@ -48,6 +51,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("markexpr") == INNER_LOOP:
         examples.share = 4
+    # What tests start is of this checkout, and finds the modules of tests.
+    root, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
+    if not path.startswith(root):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, path]))
     library = config.getoption("--native-library", default=None)
     if library is not None:
         cpu.LIBRARY = library.resolve()
@@ -59,6 +66,7 @@ def pytest_configure(config):
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         config.add_cleanup(folder.cleanup)
+    preloaded.initial = dict(os.environ)
 
 
 def pytest_report_header(config):
@@ -123,15 +131,26 @@ def starts_processes(path):
     """Whether a file's tests start servers or engines of their own. These begin first: one that began last would run
     alone for a minute or two."""
     text = (Path(__file__).parents[1] / path).read_text()
-    return re.search(r"\b(serving|running|Popen|kvmerge_engine_args)\(|subprocess\.run\(", text) is not None
+    return re.search(r"\b(serving|running|Popen|kvmerge_engine_args)\(|(subprocess|preloaded)\.run\(", text) is not None
 
 
 class FilesThatShare(LoadScopeScheduling):
-    """Files that use one engine or server run in one process, one after the other; any other file by itself."""
+    """Files that use one engine or server run in one process, one after the other; any other file by itself.
+
+    Those that wait for processes beside the engine use another: it costs less than all would wait for them.
+    """
 
     def _split_scope(self, nodeid):
         path = nodeid.partition("::")[0]
-        return shared_fixture(path) or path
+        fixture = shared_fixture(path)
+        return "engine beside processes" if fixture == "engine" and starts_processes(path) else fixture or path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config):
+    """Workers begin with vLLM imported if they run all tests. Of few, most need no vLLM or start nothing with it."""
+    if config.args_source is config.ArgsSource.TESTPATHS and config.getoption("markexpr") != INNER_LOOP:
+        ThreadExecModel.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=preloaded.Popen)
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import preloaded
 from tests.processes import end_with_tests
 
 pytestmark = pytest.mark.engine
@@ -34,9 +35,7 @@ for script in sorted(Path(sys.argv[1]).glob("*.py")):
 
 
 def test_every_benchmark_can_be_imported_and_explains_itself():
-    done = subprocess.run(
-        [sys.executable, "-c", HELP, str(FOLDER)], capture_output=True, text=True, preexec_fn=end_with_tests
-    )
+    done = preloaded.run([sys.executable, "-c", HELP, str(FOLDER)])
     assert done.returncode == 0, done.stderr[-4000:]
     assert {"serving.py", "compaction.py", "gpu_serving.py"} <= set(done.stdout.split())
 

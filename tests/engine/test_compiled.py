@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from tests import preloaded
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
-from tests.processes import end_with_tests
 from vllm_kvmerge import compression
 
 pytestmark = pytest.mark.engine
@@ -38,15 +37,7 @@ def test_a_compiled_model_gives_the_tokens_of_an_eager_one(engine):
     arguments = engine_arguments() | {"enforce_eager": False, "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK}
     job = json.dumps([arguments, prompts, extras, MAX_TOKENS])
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        input=job,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=500,
-        preexec_fn=end_with_tests,
-    )
+    done = preloaded.run([sys.executable, "-c", COMPILED], input=job, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout.split("TOKENS", 1)[1])
     params = [

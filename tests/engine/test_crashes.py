@@ -34,7 +34,7 @@ import psutil
 from tests.server.conftest import free_port, running
 
 def test_with_a_server():
-    with running("--port", str(free_port())) as (process, *_):
+    with running("--port", str(free_port()), from_scratch=True) as (process, *_):
         server = psutil.Process(process.pid)
         while len(server.children()) < 2:  # its engine is starting
             time.sleep(0.1)

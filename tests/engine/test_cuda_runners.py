@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -10,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import engine_arguments, random_prompt
 from tests.engine.full_graphs import SIZES
 from tests.gpu.compare import NUM_CANDIDATES, Generated
 from tests.gpu.setting import Setting
 from tests.gpu.test_serving import check
-from tests.processes import end_with_tests
 from vllm_kvmerge import compression, demo
 
 pytestmark = pytest.mark.engine
@@ -93,13 +92,11 @@ def test_tokens_of_the_cpu_runner(is_v2, expected):
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": "1"}
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
         input=json.dumps([arguments, jobs()]),
         env=environment,
-        text=True,
-        capture_output=True,
-        preexec_fn=end_with_tests,
+        from_scratch=is_v2,  # Triton's interpreter is chosen before anything imports Triton
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.split("RESULT", 1)[1])
@@ -130,7 +127,7 @@ def test_the_checks_of_gpus(engine, tmp_path):
         found[name] = [asdict(Generated.of(output.outputs[0])) for output in outputs]
     path = tmp_path / "expected.json"
     path.write_text(json.dumps(found))
-    check(replace(setting, expected=str(path)), tmp_path, "-k", CHECKS_OF_GPUS)
+    check(replace(setting, expected=str(path)), tmp_path, "-k", CHECKS_OF_GPUS, start=preloaded.Popen)
 
 
 def greedy(extra, num_tokens, logprobs=0):

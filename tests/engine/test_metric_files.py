@@ -42,7 +42,7 @@ def fill(count=3000):
 
 def count(folder: Path, code: str, *prefix: str) -> tuple[dict[tuple[str, str], float], str]:
     """Samples by name and label ``number`` or ``policy`` that a process shows at the end, and what it logs."""
-    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
     done = subprocess.run(
         [*prefix, sys.executable, "-c", PREAMBLE + code], env=environment, capture_output=True, text=True
     )

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from tests import preloaded
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
-from tests.processes import end_with_tests
 from vllm_kvmerge import compression
 
 STOCK = """
@@ -33,19 +32,14 @@ def prompts_of_many_lengths() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def stock_tokens() -> list[list[int]]:
-    """Tokens from stock vLLM, in a process of its own into which no plugin is loaded."""
+    """Tokens from stock vLLM, in a process of its own into which no plugin is loaded.
+
+    Our modules may have been imported there: ``test_compat`` shows that it changes nothing.
+    """
     arguments = engine_arguments() | {"kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK}
     job = json.dumps([arguments, prompts_of_many_lengths(), MAX_TOKENS])
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", STOCK],
-        input=job,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=500,
-        preexec_fn=end_with_tests,
-    )
+    done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.split("TOKENS", 1)[1])
 

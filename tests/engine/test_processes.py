@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import preloaded
 from tests.processes import end_with_tests
 from vllm_kvmerge.engine.processes import METRICS_DIR, METRICS_PREFIX
 
@@ -56,12 +57,11 @@ def killed(
     """The processes of which a program has printed the ids, after it has been killed; printed: what it has before."""
     script = tmp_path / "program.py"
     script.write_text(code)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path} | variables
+    environment = os.environ | variables
     command = [sys.executable, str(script), *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=end_with_tests
-    ) as program:
+    # The quickstart's starts an engine; of the others the start is what is tested.
+    start = preloaded.Popen if printed is not None else subprocess.Popen
+    with start(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=end_with_tests) as program:
         assert program.stdout is not None
         lines = [] if printed is None else printed
         for line in program.stdout:

@@ -2,16 +2,15 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 from vllm import SamplingParams
 
+from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import NUM_BLOCKS, engine_arguments, random_prompt
-from tests.processes import end_with_tests
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, parse_compression
@@ -44,14 +43,9 @@ def generate(script: Path, jobs: list) -> list:
         additional_config={"kvmerge": {"kvzap": demo.kvzap_path()}},
         tensor_parallel_size=2,
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps([arguments, jobs, NUM_TOKENS]),
-        env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        text=True,
-        capture_output=True,
-        timeout=500,
-        preexec_fn=end_with_tests,
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = preloaded.run(
+        [sys.executable, str(script)], input=json.dumps([arguments, jobs, NUM_TOKENS]), env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("TOKENS", 1)[1].splitlines()[0])

@@ -1,7 +1,6 @@
 """The command line, and whole evaluations with the engine in a process of their own."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import preloaded
 from tests.evaluation.runs import Forced, Refused, assert_measured, write_config
 from tests.processes import end_with_tests
 from vllm_kvmerge import demo
@@ -24,6 +24,7 @@ from vllm_kvmerge.evaluation.tasks.base import TASKS
 
 COMMAND = """
 import sys
+from tests import preloaded
 from tests.evaluation.runs import Forced, Refused
 from vllm_kvmerge.evaluation.tasks.base import register
 from vllm_kvmerge.cli import main
@@ -87,11 +88,9 @@ def test_attention_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(script: Path, *argv: object) -> subprocess.Popen:
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(script), *map(str, argv)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=end_with_tests
+    return preloaded.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=end_with_tests
     )
 
 

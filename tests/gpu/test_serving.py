@@ -76,12 +76,12 @@ def with_expected(tmp_path_factory) -> Callable[[Setting], Setting]:
     return add
 
 
-def check(setting: Setting, folder: Path, *options: str) -> None:
+def check(setting: Setting, folder: Path, *options: str, start: Callable = subprocess.Popen) -> None:
     """Runs ``serving_checks``, some of which must pass and none fail. Passes on what it prints as it comes."""
     path = setting.write(folder / "setting.json")
     command = ["-m", "pytest", "-v", "--durations=20", "-p", "no:cacheprovider", str(CHECKS), "--setting", str(path)]
     some_passed = False
-    with subprocess.Popen(
+    with start(
         [sys.executable, *command, *options], cwd=ROOT, text=True, stdout=subprocess.PIPE, preexec_fn=end_with_tests
     ) as process:
         assert process.stdout is not None

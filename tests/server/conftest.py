@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import preloaded
 from tests.processes import end_with_tests
 
 
@@ -78,11 +79,12 @@ ONE_PROCESS_PER_ENGINE = ("--distributed-executor-backend", "vllm.v1.executor.un
 
 @contextmanager
 def running(
-    *options: str, prefix: Sequence[str] = (), **variables: str
+    *options: str, prefix: Sequence[str] = (), from_scratch: bool = False, **variables: str
 ) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
     """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
 
-    prefix: a command that it is run by. variables: more of its environment.
+    prefix: a command that it is run by. from_scratch: whether its processes import vLLM themselves, as a user's do.
+    variables: more of its environment.
     """
     command = [*prefix, sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", *OPTIONS, *options]
     # Several of them share this machine's cores.
@@ -91,7 +93,8 @@ def running(
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "PROMETHEUS_MULTIPROC_DIR"):
         environment.pop(name, None)
     environment |= variables
-    process = subprocess.Popen(
+    start = subprocess.Popen if from_scratch else preloaded.Popen
+    process = start(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=end_with_tests
     )
     log: list[str] = []
@@ -126,5 +129,7 @@ def contexts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(contexts_dir: Path) -> Iterator[Server]:
-    with serving("--enable-prompt-tokens-details", "--kvmerge-contexts", str(contexts_dir)) as ready:
+    """The server of most files: the command that users run, each of its processes started from scratch."""
+    options = "--enable-prompt-tokens-details", "--kvmerge-contexts", str(contexts_dir)
+    with serving(*options, from_scratch=True) as ready:
         yield ready

@@ -44,14 +44,13 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of this machine's own, which clients here trust."""
+    """Of this machine's own."""
     folder = tmp_path_factory.mktemp("tls")
     path = folder / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     files = ["-keyout", str(folder / "key.pem"), "-out", str(path)]
     names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     subprocess.run([*command, *names, *files], check=True, capture_output=True)
-    os.environ["SSL_CERT_FILE"] = str(path)
     return path
 
 
@@ -62,6 +61,7 @@ def guarded(certificate: Path) -> Iterator[Server]:
     options += "--ssl-keyfile", str(certificate.with_name("key.pem")), "--ssl-certfile", str(certificate)
     options += "--logging-config.formatter", "json", "--enable-log-requests", "--shutdown-timeout", "120"
     with serving(*options, *ONE_PROCESS_PER_ENGINE) as ready:
+        os.environ["SSL_CERT_FILE"] = str(certificate)  # for clients here
         yield ready
 
 

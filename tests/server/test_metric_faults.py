@@ -24,7 +24,9 @@ def server(folder):
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=192k tmpfs "$0" && exec "$@"', str(folder)]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
-    with serving(*ONE_PROCESS_PER_ENGINE, prefix=mount, PROMETHEUS_MULTIPROC_DIR=str(folder)) as ready:
+    with serving(
+        *ONE_PROCESS_PER_ENGINE, prefix=mount, from_scratch=True, PROMETHEUS_MULTIPROC_DIR=str(folder)
+    ) as ready:
         yield ready
 
 

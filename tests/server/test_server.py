@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,8 @@ import numpy as np
 import openai
 import pytest
 
+from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK, HEADS_TIMES_LAYERS
-from tests.processes import end_with_tests
 from tests.server.conftest import wait_until
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
@@ -313,7 +312,7 @@ def test_vllms_own_serving_benchmark(server):
         "--extra-body": json.dumps({"kv_compression": {"policy": "keepkv", "budget": 64}}),
     }
     command = [sys.executable, str(script), *(word for option in options.items() for word in option), "--ignore-eos"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
+    done = preloaded.run(command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"Successful requests: +4\s", done.stdout), done.stdout[-3000:]
     assert re.search(r"Total generated tokens: +80\s", done.stdout)
