@@ -275,3 +275,73 @@ def test_what_could_not_be_saved_leaves_nothing(engine, client, tmp_path, monkey
     asyncio.run(load_all(client, tmp_path))
     assert client.call("list") == []
     remove(tmp_path, "one")  # which is not there
+
+
+def test_the_longest_request_finds_room_beside_all_contexts(engine, client):
+    rng = np.random.default_rng(88)
+    for index in range(20):
+        ask(engine, random_prompt(rng, 700), params("snapkv", 2, {"id": str(index)}, context=700, budget=320))
+    kept = client.call("list")
+    assert 0 < len(kept) < 20
+    prompt = random_prompt(rng, 4000)
+    assert len(engine.tokens([prompt], SamplingParams(max_tokens=90, ignore_eos=True))[0]) == 90
+    assert client.call("list") == kept
+
+
+@pytest.mark.parametrize(
+    "asked", ['{"id": ".."}', '{"id": 7}', '{"id": "a", "ttl": "soon"}', '{"id": "a", "ttl": Infinity}', "[]", "{"]
+)
+def test_what_is_asked_is_checked(engine, client, asked):
+    some = params("snapkv", 2)
+    some.extra_args[CONTEXT_KEY] = asked
+    output = engine.generate([random_prompt(np.random.default_rng(89), CONTEXT)], some)[0]
+    assert output.outputs[0].finish_reason == "error"
+    assert client.call("list") == []
+    engine.assert_empty()
+
+
+def test_an_id_is_given_once(engine, client):
+    rng = np.random.default_rng(90)
+    prompts = [random_prompt(rng, CONTEXT) for _ in range(2)]
+    outputs = engine.generate(prompts, params("snapkv", 2, {"id": "one"}))
+    assert sorted(output.outputs[0].finish_reason for output in outputs) == ["error", "length"]
+    client.call("delete", id="one")
+    engine.assert_empty()
+    assert engine.llm.reset_prefix_cache()
+
+
+class Meanwhile(Client):
+    """A client whose engine does something before workers load a front; raises instead of loading if told so."""
+
+    def __init__(self, engine, do, fails: bool = False) -> None:
+        super().__init__(engine)
+        self._do, self._fails = do, fails
+
+    async def collective_rpc(self, method: str, args=()):
+        self._do()
+        if self._fails:
+            raise RuntimeError("no worker")
+        return await super().collective_rpc(method, args)
+
+
+@pytest.mark.parametrize("how", ["whole", "torn", "raises"])
+def test_a_context_is_asked_for_while_it_is_loaded(engine, client, saved, tmp_path, how, monkeypatch):
+    folder, asked = saved
+    monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda *_: None)
+    shutil.copytree(folder / "snapkv", tmp_path / "snapkv")
+    if how == "torn":
+        damage(tmp_path / "snapkv", "a bit")
+    prompts, expected = asked["snapkv"]
+    answers = []
+    meanwhile = Meanwhile(
+        engine, lambda: answers.append(ask(engine, prompts[0], params("snapkv"))[0]), fails=how == "raises"
+    )
+    asyncio.run(load_all(meanwhile, tmp_path))
+    assert answers == expected[:1]
+    assert [one["id"] for one in client.call("list")] == (["snapkv"] if how == "whole" else [])
+    for _ in range(2):
+        assert ask(engine, prompts[0], params("snapkv"))[0] == expected[0]
+    client.call("delete", id="snapkv")
+    engine.generate([random_prompt(np.random.default_rng(91), 3900)], SamplingParams(max_tokens=2))
+    engine.assert_empty()
+    assert engine.llm.reset_prefix_cache()

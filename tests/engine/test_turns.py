@@ -138,3 +138,57 @@ def test_a_turn_outlives_the_one_that_it_goes_on_from(engine, fronts):
     assert ask(engine, third, params("snapkv"))[1] == len(second) + ANSWER - 1
     assert run(engine) == {}
     engine.assert_empty()
+
+
+def test_a_turn_shorter_than_a_block_is_computed_again(engine, fronts):
+    """vLLM takes a hit without a full block for none."""
+    rng = np.random.default_rng(77)
+    first = random_prompt(rng, 20)
+    some = params("streaming_llm", 4, budget=10, interval=4)
+    answer = ask(engine, first, some)[0]
+    again = ask(engine, first + answer + random_prompt(rng, 5)[1:], params("streaming_llm", 4, budget=10, interval=4))
+    assert again[1] == 0 and len(again[0]) == 4
+    assert [front for front in fronts._fronts.values() if front.turn] == []
+    engine.assert_empty()
+
+
+def test_a_turn_that_does_not_fit_twice_is_computed_again(engine, fronts):
+    """A request that writes to it needs as many blocks again, which an empty pool may not have."""
+    rng = np.random.default_rng(78)
+    some = params("h2o", 4, budget=3800, interval=300)
+    first = random_prompt(rng, 3900)
+    second = first + ask(engine, first, some)[0] + random_prompt(rng, 5)[1:]
+    assert ask(engine, second, some)[1] < len(first)
+    engine.assert_empty()
+
+
+def test_turns_that_are_not_compressed_again_keep_no_queries(engine, fronts):
+    rng = np.random.default_rng(79)
+    for policy in ("morphkv", "grkv", "expected_attention"):
+        ask(engine, random_prompt(rng, FIRST), grown(policy))
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
+    assert len(fronts) == 6 and all(kept.queries is None for kept in engine.compression._fronts.values())
+    assert sum(front.kept_bytes for front in fronts._fronts.values()) == 0
+
+
+def grown(policy: str) -> SamplingParams:
+    extra = compression(policy, budget=96, decode="grow", reuse="turns")
+    return SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, extra_args=extra)
+
+
+def test_a_turn_that_is_lost_and_left_again_is_not_forgotten(engine, fronts, monkeypatch):
+    """Within one step: another one takes its room, and a request that ends with the same tokens leaves it anew."""
+    rng = np.random.default_rng(80)
+    x, y = (random_prompt(rng, FIRST) for _ in range(2))
+    answer = ask(engine, x, params("morphkv", 6))[0]
+    most = max(front.kept_bytes for front in fronts._fronts.values())
+    monkeypatch.setattr(fronts, "_max_kept_bytes", 3 * most)
+    core = engine.llm.llm_engine
+    core.add_request("y", {"prompt_token_ids": y}, params("morphkv", 7))
+    core.step()
+    core.add_request("x", {"prompt_token_ids": x}, params("morphkv", 6))
+    run(engine)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
+    assert set(engine.compression._fronts) == set(fronts._fronts)
+    assert len(ask(engine, x + answer + random_prompt(rng, 5)[1:], params("morphkv", 6))[0]) == 6
+    engine.assert_empty()
