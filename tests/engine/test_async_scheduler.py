@@ -161,11 +161,14 @@ def test_repetitions_end_whatever_happens(engine, cls, depth, prefix_caching):
             for name, chunk in step.repetitions.items():
                 assert name in output.num_scheduled_tokens and chunk.parent in scheduler.requests
                 repeated[chunk.parent] = chunk.end
-            kept |= set(step.kept.values())
-            assert set(step.recalled.values()) <= kept and set(step.forgotten) <= kept
-            kept -= set(step.forgotten)
-            recalled |= set(step.recalled)
-            num_recalled, num_forgotten = num_recalled + len(step.recalled), num_forgotten + len(step.forgotten)
+            kept |= set(step.kept_scores.values())
+            assert set(step.recalled_scores.values()) <= kept and set(step.forgotten_scores) <= kept
+            kept -= set(step.forgotten_scores)
+            recalled |= set(step.recalled_scores)
+            num_recalled, num_forgotten = (
+                num_recalled + len(step.recalled_scores),
+                num_forgotten + len(step.forgotten_scores),
+            )
             for plan in step.plans:
                 if plan.request_id not in recalled:
                     assert repeated.pop(plan.request_id) == plan.num_tokens  # to the context's end

@@ -243,8 +243,8 @@ def test_clients_keep_contexts_by_their_route_alone(server, stream):
 def test_contexts_have_a_share_of_the_pool_and_a_time(server, contexts_dir):
     """What is held, and by what, is said to those whose own it is."""
     large = {"kv_compression": {"policy": "knorm", "budget": 0.9}}
-    kept = keep(server, prompt=[2, *[5] * 1600], **large)["id"]
-    body = {"model": "demo", "prompt": [2, *[9] * 1600], **large}
+    kept = keep(server, prompt=[2, *[5] * 640], **large)["id"]
+    body = {"model": "demo", "prompt": [2, *[9] * 640], **large}
     error = server.post(ROUTE, body | {"cache_salt": "mine"})
     assert error.status_code == 409 and kept not in error.text and "1 contexts hold" in error.text
     error = server.post(ROUTE, body).json()["error"]

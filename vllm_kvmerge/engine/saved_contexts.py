@@ -9,12 +9,12 @@ import json
 import os
 import shutil
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_kvmerge import __version__
 from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.contexts import call_contexts
 from vllm_kvmerge.engine.support import SUPPORTED_RANGE
@@ -42,7 +42,7 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
     settings = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
     return {
         "format": FORMAT,
-        "version": __version__,
+        "version": metadata.version("vllm-kvmerge"),
         "vllm": SUPPORTED_RANGE,
         "model": Path(model.model).name,
         "revision": model.revision,
