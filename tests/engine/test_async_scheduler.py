@@ -165,10 +165,8 @@ def test_repetitions_end_whatever_happens(engine, cls, depth, prefix_caching):
             assert set(step.recalled_scores.values()) <= kept and set(step.forgotten_scores) <= kept
             kept -= set(step.forgotten_scores)
             recalled |= set(step.recalled_scores)
-            num_recalled, num_forgotten = (
-                num_recalled + len(step.recalled_scores),
-                num_forgotten + len(step.forgotten_scores),
-            )
+            num_recalled += len(step.recalled_scores)
+            num_forgotten += len(step.forgotten_scores)
             for plan in step.plans:
                 if plan.request_id not in recalled:
                     assert repeated.pop(plan.request_id) == plan.num_tokens  # to the context's end

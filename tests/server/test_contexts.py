@@ -264,7 +264,8 @@ def test_a_context_that_cannot_be_saved_is_not_kept(server, contexts_dir):
     response = server.post(ROUTE, {"model": "demo", "prompt": FACTS, "kv_compression": FIELD})
     contexts_dir.unlink()
     aside.rename(contexts_dir)
-    assert response.status_code == 507 and "the context cannot be saved: " in response.json()["error"]["message"]
+    assert response.status_code == 507, response.text
+    assert "the context cannot be saved: " in response.json()["error"]["message"]
     assert httpx.get(server.url + ROUTE).json()["data"] == []
 
 

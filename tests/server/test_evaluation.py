@@ -28,6 +28,9 @@ def config(tmp_path: Path) -> str:
 def test_the_real_server(server, config: str, tmp_path: Path, options: list[str]) -> None:
     before = server.metric("vllm:kvmerge_requests_total", policy="snapkv")
     out = tmp_path / "out"
+    if options:  # other prompts: those of the first run are there compressed
+        text = Path(config).read_text()
+        Path(config).write_text(text + "seed: 7\n")
     assert main(["eval", config, "--endpoint", f"{server.url}/v1", "--output", str(out), *options]) == 0
     assert server.metric("vllm:kvmerge_requests_total", policy="snapkv") == before + SAMPLES
     results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]

@@ -117,6 +117,12 @@ class MergeableAttentionManager(FullAttentionManager):
         taken, self._taken_over = self._taken_over, {}
         return taken
 
+    def retire(self, request_id: str, index: int) -> None:
+        """Retires a block in the request's hole that this step writes to, and none reads."""
+        row = self.req_to_blocks[request_id]
+        self._retired.append(row[index])
+        row[index] = self._null_block
+
     def copy_of(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Blocks for a copy of a front; None: there are hardly any free, which running requests need."""
         if 2 * num_blocks > self.block_pool.get_num_free_blocks():

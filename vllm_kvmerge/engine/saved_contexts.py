@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_kvmerge.engine.arguments import plugin_config
+from vllm_kvmerge.engine.arguments import CONFIG_KEY
 from vllm_kvmerge.engine.contexts import call_contexts
 from vllm_kvmerge.engine.support import SUPPORTED_RANGE
 from vllm_kvmerge.engine.worker.saved_fronts import SavedFrontError, file_of, read_manifest
@@ -38,7 +38,8 @@ ABANDONED = 3600.0
 
 def identity(config: "VllmConfig") -> dict[str, Any]:
     """What a server must have in common with the one that wrote a file, by the name that a refusal gives."""
-    model, options = config.model_config, plugin_config(config)
+    model = config.model_config
+    options = (config.additional_config or {}).get(CONFIG_KEY) or {}  # not checked again: the folder may be gone
     settings = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
     return {
         "format": FORMAT,
@@ -52,8 +53,8 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "device": config.device_config.device_type,
-        "kvzap": options.kvzap,
-        "head_pages": options.head_pages,
+        "kvzap": options.get("kvzap"),
+        "head_pages": options.get("head_pages", True),
     }
 
 

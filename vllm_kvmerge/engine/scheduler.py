@@ -474,6 +474,8 @@ class CompressionSchedulerMixin(Scheduler):
                 blocks=taken.blocks,
                 restores_output=front.num_tokens == self.requests[request_id].num_tokens,
             )
+            if step.adoptions[request_id].restores_output and front.num_tokens % self.block_size == 0:
+                self._manager.retire(request_id, front.num_tokens // self.block_size - 1)
             self._kept_bytes.shrink(request_id, compression.ring_bytes)
             self._reported.pop(request_id, None)  # of a course that it has left
             count_context(compression.config.name, self._engine, front.num_tokens)
