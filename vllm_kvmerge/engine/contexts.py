@@ -82,7 +82,7 @@ class ContextStore:
     """Contexts kept in one engine.
 
     bytes_per_block: over all workers. max_blocks: of the pool that contexts may hold. hash_function: of the prefix
-    cache. is_made: whether a step in flight makes a front of this key.
+    cache.
     """
 
     def __init__(
@@ -91,10 +91,8 @@ class ContextStore:
         bytes_per_block: int,
         max_blocks: int,
         hash_function: Callable[[object], bytes],
-        is_made: Callable[[BlockHash], bool],
     ) -> None:
         self._manager, self._bytes_per_block, self._max_blocks = manager, bytes_per_block, max_blocks
-        self._is_made = is_made
         self._hasher = get_request_block_hasher(manager.block_size, hash_function)
         self._kept: dict[str, KeptContext] = {}
         self._asked: dict[str, tuple[AskedContext, int]] = {}
@@ -109,10 +107,6 @@ class ContextStore:
     def is_asked(self, request_id: str) -> bool:
         """Whether the request creates a context."""
         return request_id in self._asked
-
-    def is_restored(self, key: BlockHash) -> bool:
-        """Whether workers read a front of this key from files just now."""
-        return any(one.front.key == key for one in self._restored.values())
 
     @property
     def num_blocks(self) -> int:
@@ -281,11 +275,10 @@ class ContextStore:
         if key is not None and (there := fronts.find(key)) is not None:  # of another id with the same tokens and policy
             self.keep(KeptContext(asked, there, tokens, salt, policy, *times))
             return None
-        is_made = key is not None and (self.is_restored(key) or self._is_made(key))
-        blocks = None if key is None or is_made else self._manager.copy_of(num_blocks)
+        blocks = None if key is None or fronts.is_known(key) else self._manager.copy_of(num_blocks)
         if key is None or blocks is None:
             raise ContextRefused(409, "there is no room for it")
-        fronts.remember(key)
+        fronts.expect(key)
         front = SharedFront(key, segments, segments.tail, tuple(range(num_blocks)), tuple(blocks), saved["kept_bytes"])
         self._restored[saved["id"]] = KeptContext(asked, front, tokens, salt, policy, *times)
         return {"key": key.hex(), "blocks": [block.block_id for block in blocks]}
