@@ -77,6 +77,9 @@ class CompressionPlan:
     external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
     so far, if a refresh leaves the tail as it is; None: ``num_tokens``.
 
+    is_partial: more of the context follows, which is compressed again then. is_rescored: of a context's later part: its
+    statistics are made anew from the newest queries.
+
     key: that the worker keeps the front's state under, for requests that take it over; None: it is not shared. copies:
     ids of the blocks that the front is copied to for them, because this request goes on writing to its own.
     """
@@ -96,6 +99,8 @@ class CompressionPlan:
     is_refresh: bool = False
     external_tokens: int = 0
     num_computed: int | None = None
+    is_partial: bool = False
+    is_rescored: bool = False
     key: bytes | None = None
     copies: list[int] = field(default_factory=list)
 

@@ -479,7 +479,9 @@ class CompressionSchedulerMixin(Scheduler):
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
-        key, copies = (None, []) if segments.are_compressed else self._sharing.plan(request, relocation.blocks)
+        is_of_context = compression.is_in_context(segments)
+        is_partial = is_of_context and num_computed < compression.context
+        key, copies = (None, []) if not is_of_context or is_partial else self._sharing.plan(request, relocation.blocks)
         # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
         if key is not None and compression.context < request.num_prompt_tokens:
             self._manager.supersede(computed)
@@ -499,6 +501,8 @@ class CompressionSchedulerMixin(Scheduler):
             is_refresh=is_refresh,
             external_tokens=compression.total if compression.external_bytes else 0,
             num_computed=num_computed,
+            is_partial=is_partial,
+            is_rescored=compression.is_rescored(segments),
             key=key,
             copies=copies,
         )

@@ -101,7 +101,7 @@ class ContextSharing:
             for request_id in request_ids
             if (compression := self._compressions.get(request_id)) is not None
             and requests[request_id].num_computed_tokens == compression.context
-            and not self._manager.segments_of(request_id).are_compressed
+            and compression.is_in_context(self._manager.segments_of(request_id))
             and self.key(requests[request_id]) is not None
         ]
 

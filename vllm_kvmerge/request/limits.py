@@ -8,7 +8,7 @@ from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import Part, Tracker
-from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, gathering
+from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, attending, gathering
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
@@ -34,13 +34,15 @@ class ModelShape:
 class Compression:
     """A future compression of a request. num_entries: per KV head, before it. budget: mean per KV head, after it.
     interval: tokens from one to the next; None: the only one of its kind. num_scored: tokens of a complete cache that
-    newest queries score first, for a refresh; 0: it is none."""
+    newest queries score first, for a refresh; 0: it is none. num_rescored: entries that they score first, of a context
+    that is compressed while it is computed; 0: they do not."""
 
     num_entries: int
     budget: int
     at_prompt_end: bool
     interval: int | None = None
     num_scored: int = 0
+    num_rescored: int = 0
 
 
 def compressions(
@@ -52,8 +54,15 @@ def compressions(
     budget, interval = config.resolve_budget(context), config.interval or block_size
     capacity = config.resolve_capacity(context)
     most = total if capacity is None else capacity
-    if context > budget:
+    if context > budget and config.prefill is None:
         yield Compression(context, budget, at_prompt_end=True)
+    elif context > budget and config.prefill is not None:
+        chunk = config.prefill.chunk
+        yield Compression(min(context, budget + chunk), budget, at_prompt_end=True)
+        if context > budget + chunk:
+            largest = min(context, most + chunk)
+            num_rescored = largest if config.rescoring_window else 0
+            yield Compression(largest, budget, at_prompt_end=False, interval=chunk, num_rescored=num_rescored)
     if config.decode == "bounded":
         # A question is read as a whole before any of it is dropped.
         question = min(context, most) + num_prompt_tokens - context
@@ -213,6 +222,11 @@ class Limits:
     def cost(self, config: CompressionConfig, compression: Compression) -> Cost:
         """Cost of one KV head of one layer."""
         cost = config.policy.cost(self._cost_shape(compression))
+        if compression.num_rescored:
+            keys = compression.num_rescored * self.shape.head_size
+            held = attending(compression.num_rescored, config.rescoring_window, self.shape.group_size)
+            scores = config.rescoring_window * self.shape.group_size * compression.num_rescored
+            cost += Cost(keys + held, scores * self.shape.head_size, gathering(keys) + 8 * scores)
         if not compression.num_scored:
             return cost
         # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.

@@ -37,7 +37,7 @@ from vllm_kvmerge.engine.attention.rows import (
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionStep, RepeatedChunk, attached_step
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Rescoring
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
@@ -251,10 +251,12 @@ class Compression:
             state.ring.fill(front.queries, adoption.num_tokens)
         return state
 
-    def _track(self, state: RequestState, config: CompressionConfig) -> None:
-        """Has attention go on with a compressed request's scores as its policy asks."""
-        state.update = score_update(config) if config.tracks_decode else NO_UPDATE
-        state.predicts = config.tracks_decode and config.policy.tracker.predicts_scores
+    def _track(self, state: RequestState, config: CompressionConfig, is_partial: bool = False) -> None:
+        """Has attention go on with a compressed request's scores as its policy asks. is_partial: until its context ends
+        it does so for trackers of all queries, and of none."""
+        tracks = config.prompt_window == "all" if is_partial else config.tracks_decode
+        state.update = score_update(config) if tracks else NO_UPDATE
+        state.predicts = tracks and config.policy.tracker.predicts_scores
 
     def row(self, request_id: str, num_scheduled: int, num_computed: int) -> BatchRow:
         """The batch row of a request with ``num_scheduled`` new tokens after ``num_computed``."""
@@ -413,8 +415,10 @@ class Compression:
         compactions, lost = [], {}
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             blocks = blocks_of(plan.request_id)
-            ring = state.ring if config.policy.query_window else None
-            compaction = Compaction(plan, config.policy, blocks, state.prompt_scores, ring, pages=state.pages)
+            ring = state.ring if config.policy.query_window or plan.is_rescored else None
+            rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
+            sources = blocks, state.prompt_scores, ring, rescoring
+            compaction = Compaction(plan, config.policy, *sources, pages=state.pages)
             if plan.external_tokens:
                 try:
                     compaction = self._with_complete(compaction, config, state)
@@ -426,7 +430,7 @@ class Compression:
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
             state.table = None if state.pages is None else self._table(state.pages)
-            self._track(state, config)
+            self._track(state, config, plan.is_partial)
             state.prompt_scores = None
             if plan.key is not None:
                 self._fronts[plan.key] = self._kept(plan, config, state)
