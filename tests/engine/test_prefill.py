@@ -10,7 +10,9 @@ from tests.demo_model import BLOCK_SIZE
 from tests.engine.conftest import random_prompt, run
 from tests.presets import SMALL
 from vllm_kvmerge import compression
+from vllm_kvmerge.engine.worker import compactor
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies.rescoring import newest_scores
 
 BUDGET, CHUNK, PROMPT, ANSWER = 96, 128, 700, 20
 POLICIES = [name for name in sorted(PRESETS) if name != "kvzip"]
@@ -62,6 +64,25 @@ def test_no_more_than_budget_and_chunk_is_held(engine, prompt):
         assert most[policy] <= (budget + chunk) / BLOCK_SIZE + 3, policy
         first = {224, 352, 480, 608, 700}
         assert {tail for tail in compressed[policy] if 0 < tail <= PROMPT} == first, policy
+
+
+def test_later_chunks_are_scored_by_the_newest_queries(engine, prompt, monkeypatch):
+    """For trackers of a window: of each layer, by so many queries up to the chunk's end."""
+    seen = []
+
+    def watched(entries, queries, *others):
+        seen.append((len(entries), queries.positions[0].tolist()))
+        return newest_scores(entries, queries, *others)
+
+    monkeypatch.setattr(compactor, "newest_scores", watched)
+    engine.tokens([prompt], params("snapkv", score_window=20))
+    expected = [(BUDGET + CHUNK, list(range(end - 20, end))) for end in (352, 480, 608)]
+    assert sorted({(count, tuple(where)) for count, where in seen}) == sorted(
+        (count, tuple(where)) for count, where in [*expected, (BUDGET + 92, list(range(680, 700)))]
+    )
+    seen.clear()
+    engine.tokens([prompt], params("h2o", score_window="all"))
+    assert not seen
 
 
 def test_company_changes_nothing(engine, prompt, alone):

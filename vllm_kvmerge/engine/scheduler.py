@@ -77,7 +77,8 @@ class CompressionSchedulerMixin(Scheduler):
             )
         self._manager = managers[0]
         self._default = plugin_config(self.vllm_config).default
-        self._limits = request_limits(self.vllm_config)
+        num_slots = (self.kv_cache_config.num_blocks - 1) * self.block_size
+        self._limits = replace(request_limits(self.vllm_config), pool_tokens=num_slots)
         self._model = EngineModel(self.vllm_config.model_config)
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
@@ -146,16 +147,28 @@ class CompressionSchedulerMixin(Scheduler):
     def _resolve(self, request: Request, config: CompressionConfig | None) -> RequestCompression | None:
         """The request's compression in numbers of tokens, None for none."""
         if config is None:
+            self._limit_to_pool(request, None)
             return None
         # A server's front end has checked this; offline there is none.
         config.check_prompt(request.num_prompt_tokens)
         self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
         if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
+            self._limit_to_pool(request, None)
             return None  # plain attention is exact and cheaper
+        self._limit_to_pool(request, config)
         compression = RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
         if compression.repeats_context:
             self._check_repetition(request, compression)
+        if compression.chunk is not None:
+            self._manager.most_tokens[request.request_id] = self._limits.slots(config, request.num_prompt_tokens)
         return compression
+
+    def _limit_to_pool(self, request: Request, config: CompressionConfig | None) -> None:
+        """Has a request end with what fits into the pool, as vLLM has it end with what the model can read. Raises
+        CompressionError if its prompt does not fit."""
+        if request.pooling_params is None:
+            self._limits.check_room(config, request.num_prompt_tokens)
+            request.max_tokens = min(request.max_tokens, self._limits.most_generated(config, request.num_prompt_tokens))
 
     def _check_repetition(self, request: Request, compression: RequestCompression) -> None:
         """Raises CompressionError if the request's context cannot be repeated, whatever else runs."""
@@ -202,6 +215,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._contexts.end(request, front, self._compressions.get(request.request_id))
         self._sharing.end(request)
         self._compressions.pop(request.request_id, None)
+        self._manager.most_tokens.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)

@@ -138,6 +138,11 @@ class Compression:
         """The model's attention layers by name."""
         return get_layers_from_vllm_config(self._config, Attention)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block included."""
+        return len(self.compactor.layers[0].log_votes)
+
     def known_rates(self) -> dict[str, float]:
         """The worker's ``Rates``, once there is a KV cache."""
         assert self.rates is not None, "there is no KV cache yet"
