@@ -154,10 +154,36 @@ def test_what_is_known_is_shared_once_the_context_ends(engine, prompt, alone):
                 (output,) = engine.generate([prompt], params(policy))
                 assert list(output.outputs[0].token_ids) == alone[policy]
             assert output.num_cached_tokens == PROMPT - 1
-        assert len(fronts) == 3
+        assert len(fronts) == 3 * 5  # four parts, and the whole
         other = params("snapkv", prefill={"chunk": CHUNK - 1})
         assert engine.generate([prompt], other)[0].num_cached_tokens < BUDGET + CHUNK
-        assert len(fronts) == 4
+        assert len(fronts) == 4 * 5
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv", "adakv", "kvzap", "morphkv", "streaming_llm", "rkv"])
+def test_parts_of_a_context_are_shared(engine, prompt, policy):
+    """Another request goes on from the longest part of its context that is there, as if it had computed it."""
+    fields = {"score_window": "all"} if policy == "h2o" else {}
+    rng = np.random.default_rng(97)
+    others = [prompt[:500] + random_prompt(rng, length)[1:] for length in (10, 300)]
+    alone = [engine.tokens([other], params(policy, **fields))[0] for other in others]
+    assert engine.llm.reset_prefix_cache()
+    with engine.sharing_contexts() as fronts:
+        engine.tokens([prompt], params(policy, **fields))
+        assert len(fronts) == 5
+        outputs = engine.generate(others, params(policy, **fields))
+        assert [list(output.outputs[0].token_ids) for output in outputs] == alone
+        assert [output.num_cached_tokens for output in outputs] == [480, 480]
+        share = params(policy, **fields, budget=0.2)
+        assert engine.generate([prompt], share)[0].num_cached_tokens <= BUDGET + CHUNK
+    engine.assert_empty()
+
+
+def test_parts_are_not_shared_where_blocks_are_few(engine, prompt):
+    assert engine.llm.reset_prefix_cache()
+    with engine.sharing_contexts() as fronts, engine.with_blocks(11):
+        assert len(engine.tokens([prompt], params("snapkv"))[0]) == ANSWER
+        assert len(fronts) <= 2
 
 
 def test_plain_requests_find_only_what_the_model_computed(engine, prompt):

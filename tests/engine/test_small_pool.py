@@ -58,6 +58,10 @@ def test_prompts_longer_than_the_pool_are_served(small, engine, prompts, policy)
     tokens = run(small, watch)
     assert [tokens[str(index)] for index in range(len(prompts))] == expected
     small.assert_empty()
+    with small.sharing_contexts():  # of parts too, where blocks are free
+        for _ in range(2):
+            assert small.tokens(prompts, sampling) == expected
+    small.assert_empty()
 
 
 REFUSED = [

@@ -148,7 +148,8 @@ class Adoption:
     """A request's begin with a front that another one has left, instead of computing what it stands for.
 
     key: of the front. compression: the request's ``kv_compression`` as JSON text. front, tail: its segments.
-    num_tokens: that are computed with it. query_window: number of the newest queries to keep. sources, blocks: ids of
+    num_tokens: that are computed with it. is_partial: more of its context follows. query_window: number of the newest
+    queries to keep. sources, blocks: ids of
     some of the front's blocks and of the request's own, to which they are copied before the step. restores_output: the
     prompt ends with the front. Its last token is computed again, and what comes out replaced by what came out then.
     """
@@ -159,6 +160,7 @@ class Adoption:
     tail: int
     num_tokens: int
     query_window: int
+    is_partial: bool = False
     sources: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     restores_output: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_kvmerge.engine.plan import FrontReport, FrontSize, Segments
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
 from vllm_kvmerge.request.limits import Compression, Limits
 from vllm_kvmerge.request.parameters import CompressionConfig
 
@@ -93,10 +93,9 @@ class RequestCompression:
         """True if its compressed context may serve other requests: nothing else is needed to go on from there."""
         return self.context > self.budget and self.config.refresh is None
 
-    @property
-    def shared_bytes(self) -> int:
-        """Memory outside the pool that workers keep for its compressed context while others may need it."""
-        return self.ring_bytes if self.config.decode == "bounded" else 0
+    def shared_bytes(self, num_tokens: int) -> int:
+        """Memory outside the pool that workers keep for its first tokens, compressed, while others may need them."""
+        return self.ring_bytes if self.config.decode == "bounded" or num_tokens < self.context else 0
 
     @property
     def repeats_context(self) -> bool:
@@ -115,6 +114,17 @@ class RequestCompression:
         """True if the next compression takes its statistics from the newest queries alone: those of a context's entries
         that have been compressed before."""
         return segments.are_compressed and self.is_in_context(segments) and self.config.rescoring_window > 0
+
+    def parts_of_context(self) -> list[int]:
+        """Numbers of computed tokens at which the context is compressed before its end. Raises PartError."""
+        counts, segments = list[int](), UNCOMPRESSED
+        while self.chunk is not None and self.is_in_context(segments):
+            count = self.next_compression(segments)
+            if count is None or count >= self.context:
+                break
+            counts.append(count)
+            segments = Segments(self.new_front(segments, count).entries, count, count)
+        return counts
 
     def next_compression(self, segments: Segments) -> int | None:
         """Number of computed tokens at which a cache of these segments is compressed next; None: never."""

@@ -376,7 +376,8 @@ class CompressionSchedulerMixin(Scheduler):
         if (front := self._sharing.first_front(request)) is not None:
             # The last token of all is computed in any case: what comes after it is not part of a front.
             num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
-            writes = self._compressions[request.request_id].config.tracks_decode
+            compression = self._compressions[request.request_id]
+            writes = compression.config.tracks(is_partial=compression.is_in_context(front.segments))
             own = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
             needed = self._manager.num_to_begin(front, writes, request.num_tokens)
             # With nothing else running, a front that does not fit would be waited for for ever.
@@ -495,9 +496,9 @@ class CompressionSchedulerMixin(Scheduler):
             return False
         is_of_context = compression.is_in_context(segments)
         is_partial = is_of_context and num_computed < compression.context
-        key, copies = (None, []) if not is_of_context or is_partial else self._sharing.plan(request, relocation.blocks)
+        key, copies = self._sharing.plan(request, relocation.blocks, num_computed) if is_of_context else (None, [])
         # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
-        if key is not None and compression.context < request.num_prompt_tokens:
+        if key is not None and not is_partial and compression.context < request.num_prompt_tokens:
             self._manager.supersede(computed)
         plan = CompressionPlan(
             request_id=request_id,

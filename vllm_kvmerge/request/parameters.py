@@ -127,6 +127,11 @@ class CompressionConfig(CommonFields):
         """True if scores change, or are added, while the request generates."""
         return self.decode == "bounded" and self.policy.scores_tokens
 
+    def tracks(self, is_partial: bool) -> bool:
+        """True if attention writes scores into the compressed cache. is_partial: while more of the context is computed,
+        when trackers of a window score nothing yet."""
+        return self.prompt_window == "all" if is_partial else self.tracks_decode
+
     @property
     def prompt_window(self) -> int | Literal["all"]:
         """Number of the context's last tokens that must be scored as queries; 0 if the policy needs no scores."""

@@ -247,7 +247,7 @@ class Compression:
         """The state of a request that begins with a front."""
         config, front = parse_known(adoption.compression), self._fronts[adoption.key]
         state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table)
-        self._track(state, config)
+        self._track(state, config, adoption.is_partial)
         if front.pages is not None and adoption.blocks:
             state.pages = moved(front.pages, adoption.sources, adoption.blocks)
             state.table = self._table(state.pages)
@@ -257,9 +257,8 @@ class Compression:
         return state
 
     def _track(self, state: RequestState, config: CompressionConfig, is_partial: bool = False) -> None:
-        """Has attention go on with a compressed request's scores as its policy asks. is_partial: until its context ends
-        it does so for trackers of all queries, and of none."""
-        tracks = config.prompt_window == "all" if is_partial else config.tracks_decode
+        """Has attention go on with a compressed request's scores as its policy asks (``CompressionConfig.tracks``)."""
+        tracks = config.tracks(is_partial)
         state.update = score_update(config) if tracks else NO_UPDATE
         state.predicts = tracks and config.policy.tracker.predicts_scores
 
@@ -338,7 +337,8 @@ class Compression:
         of what such a front's last token has come to since. hidden_states: the model's, ``[tokens, hidden]``."""
         places, self._last_tokens = self._last_tokens, {}
         for request_id, place in places.items():
-            if (adoption := self.step.adoptions.get(request_id)) is not None:
+            adoption = self.step.adoptions.get(request_id)
+            if adoption is not None and adoption.restores_output:
                 output = self._fronts[adoption.key].output
                 assert output is not None
                 hidden_states[place] = output
@@ -460,7 +460,7 @@ class Compression:
         if pages is not None and plan.copies:
             pages = moved(pages, plan.blocks, plan.copies)
             table = self._table(pages)
-        if config.decode == "bounded" and state.ring is not None:
+        if (config.decode == "bounded" or plan.is_partial) and state.ring is not None:
             queries = state.ring.queries(plan.seq_len)
         return KeptFront(pages, table, queries, state.output)
 
