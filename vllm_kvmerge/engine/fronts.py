@@ -46,8 +46,9 @@ class SharedFront:
         return tuple(block for row, block in zip(self.rows, self.blocks, strict=True) if row >= full)
 
 
-TURN = "turn"
-"""What distinguishes the key of a turn from that of a context with the same tokens and policy."""
+TURN, PART = "turn", "part"
+"""What distinguishes the keys of a turn, and of a part of a longer context, from that of a context with the same tokens
+and policy."""
 
 
 class FrontCache:

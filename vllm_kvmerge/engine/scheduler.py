@@ -77,7 +77,8 @@ class CompressionSchedulerMixin(Scheduler):
             )
         self._manager = managers[0]
         self._default = plugin_config(self.vllm_config).default
-        self._limits = request_limits(self.vllm_config)
+        num_slots = (self.kv_cache_config.num_blocks - 1) * self.block_size
+        self._limits = replace(request_limits(self.vllm_config), pool_tokens=num_slots)
         self._model = EngineModel(self.vllm_config.model_config)
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
@@ -146,16 +147,28 @@ class CompressionSchedulerMixin(Scheduler):
     def _resolve(self, request: Request, config: CompressionConfig | None) -> RequestCompression | None:
         """The request's compression in numbers of tokens, None for none."""
         if config is None:
+            self._limit_to_pool(request, None)
             return None
         # A server's front end has checked this; offline there is none.
         config.check_prompt(request.num_prompt_tokens)
         self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
         if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
+            self._limit_to_pool(request, None)
             return None  # plain attention is exact and cheaper
+        self._limit_to_pool(request, config)
         compression = RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
         if compression.repeats_context:
             self._check_repetition(request, compression)
+        if compression.chunk is not None:
+            self._manager.most_tokens[request.request_id] = self._limits.slots(config, request.num_prompt_tokens)
         return compression
+
+    def _limit_to_pool(self, request: Request, config: CompressionConfig | None) -> None:
+        """Has a request end with what fits into the pool, as vLLM has it end with what the model can read. Raises
+        CompressionError if its prompt does not fit."""
+        if request.pooling_params is None:
+            self._limits.check_room(config, request.num_prompt_tokens)
+            request.max_tokens = min(request.max_tokens, self._limits.most_generated(config, request.num_prompt_tokens))
 
     def _check_repetition(self, request: Request, compression: RequestCompression) -> None:
         """Raises CompressionError if the request's context cannot be repeated, whatever else runs."""
@@ -202,6 +215,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._contexts.end(request, front, self._compressions.get(request.request_id))
         self._sharing.end(request)
         self._compressions.pop(request.request_id, None)
+        self._manager.most_tokens.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
@@ -362,7 +376,8 @@ class CompressionSchedulerMixin(Scheduler):
         if (front := self._sharing.first_front(request)) is not None:
             # The last token of all is computed in any case: what comes after it is not part of a front.
             num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
-            writes = self._compressions[request.request_id].config.tracks_decode
+            compression = self._compressions[request.request_id]
+            writes = compression.config.tracks(is_partial=compression.is_in_context(front.segments))
             own = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
             needed = self._manager.num_to_begin(front, writes, request.num_tokens)
             # With nothing else running, a front that does not fit would be waited for for ever.
@@ -479,9 +494,11 @@ class CompressionSchedulerMixin(Scheduler):
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
-        key, copies = (None, []) if segments.are_compressed else self._sharing.plan(request, relocation.blocks)
+        is_of_context = compression.is_in_context(segments)
+        is_partial = is_of_context and num_computed < compression.context
+        key, copies = self._sharing.plan(request, relocation.blocks, num_computed) if is_of_context else (None, [])
         # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
-        if key is not None and compression.context < request.num_prompt_tokens:
+        if key is not None and not is_partial and compression.context < request.num_prompt_tokens:
             self._manager.supersede(computed)
         plan = CompressionPlan(
             request_id=request_id,
@@ -499,6 +516,8 @@ class CompressionSchedulerMixin(Scheduler):
             is_refresh=is_refresh,
             external_tokens=compression.total if compression.external_bytes else 0,
             num_computed=num_computed,
+            is_partial=is_partial,
+            is_rescored=compression.is_rescored(segments),
             key=key,
             copies=copies,
         )

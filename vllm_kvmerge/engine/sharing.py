@@ -7,10 +7,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
-from vllm_kvmerge.engine.fronts import TURN, SharedFront
+from vllm_kvmerge.engine.fronts import PART, TURN, SharedFront
 from vllm_kvmerge.engine.metrics import count_context
 from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn, Segments
 from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
+from vllm_kvmerge.policies.errors import PartError
 
 
 class ContextSharing:
@@ -27,6 +28,8 @@ class ContextSharing:
     ) -> None:
         self._manager, self._compressions, self._engine = manager, compressions, engine
         self._keys: dict[str, BlockHash | None] = {}
+        self._parts: dict[str, dict[int, BlockHash]] = {}
+        """Keys of a context's parts, longest first, by the number of their tokens."""
         self._unshared: dict[BlockHash, SharedFront | None] = {}
         """Fronts that steps in flight make: the copies that they are in, or None where their requests hold them."""
         self._turns: dict[str, KeptTurn] = {}
@@ -34,7 +37,7 @@ class ContextSharing:
 
     def __len__(self) -> int:
         """Number of requests and of steps in flight that it knows."""
-        return len(self._keys) + len(self._unshared)
+        return len(self._keys) + len(self._parts) + len(self._unshared)
 
     def key(self, request: Request) -> BlockHash | None:
         """The key of the request's compressed context; None: it is not shared."""
@@ -51,8 +54,25 @@ class ContextSharing:
         key, fronts = self.key(request), self._manager.fronts
         return None if key is None or fronts is None else fronts.find(key)
 
+    def _keys_of_parts(self, request: Request) -> dict[int, BlockHash]:
+        """Keys of the context's parts that are compressed before its end, longest first, by their numbers of tokens."""
+        fronts, compression = self._manager.fronts, self._compressions[request.request_id]
+        if fronts is None or compression.chunk is None or not compression.shares_context:
+            return {}
+        if request.request_id not in self._parts:
+            try:
+                counts = compression.parts_of_context()
+            except PartError:  # it is told when the compression is due
+                counts = []
+            # A share of a longer context is another budget.
+            policy = compression.config.front_policy, PART, str(compression.budget)
+            keys = {count: fronts.key(request, count, *policy) for count in reversed(counts)}
+            self._parts[request.request_id] = {count: key for count, key in keys.items() if key is not None}
+        return self._parts[request.request_id]
+
     def first_front(self, request: Request) -> SharedFront | None:
-        """What the request can begin with in the prefix cache: the longest turn, otherwise its context's front."""
+        """What the request can begin with in the prefix cache: the longest turn, otherwise its context's front, or that
+        of the longest part of it."""
         fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
         if fronts is None or compression is None or request.skip_reading_prefix_cache:
             return None
@@ -69,8 +89,11 @@ class ContextSharing:
                 return turn
         front = self.front_of(request)
         # The last token's slot must not be one of the front's.
-        fits = front is not None and len(front.blocks) <= (request.num_tokens - 1) // self._manager.block_size
-        return front if fits else turn
+        if front is not None and len(front.blocks) <= (request.num_tokens - 1) // self._manager.block_size:
+            return front
+        parts = self._keys_of_parts(request).values()
+        part = next((found for key in parts if (found := fronts.find(key)) is not None), None)
+        return max((one for one in (turn, part) if one is not None), key=lambda one: one.num_tokens, default=None)
 
     def adoptions(self, requests: Mapping[str, Request]) -> dict[str, Adoption]:
         """Of the requests that vLLM has just given fronts."""
@@ -84,6 +107,7 @@ class ContextSharing:
                 front=front.segments.num_places,
                 tail=front.segments.tail,
                 num_tokens=front.num_tokens,
+                is_partial=compression.is_in_context(front.segments),
                 query_window=compression.query_window,
                 sources=taken.sources,
                 blocks=taken.blocks,
@@ -101,22 +125,29 @@ class ContextSharing:
             for request_id in request_ids
             if (compression := self._compressions.get(request_id)) is not None
             and requests[request_id].num_computed_tokens == compression.context
-            and not self._manager.segments_of(request_id).are_compressed
+            and compression.is_in_context(self._manager.segments_of(request_id))
             and self.key(requests[request_id]) is not None
         ]
 
-    def plan(self, request: Request, blocks: list[int]) -> tuple[BlockHash | None, list[int]]:
-        """Key of the front that the request's first compression makes in ``blocks`` (ids), None if it is not shared;
-        and ids of the blocks that it is to be copied to, none if it can be shared where it is."""
-        key, fronts, compression = self.key(request), self._manager.fronts, self._compressions[request.request_id]
+    def plan(self, request: Request, blocks: list[int], num_tokens: int) -> tuple[BlockHash | None, list[int]]:
+        """Key of the front of the request's first ``num_tokens``, its context or a part of it, that a compression makes
+        in ``blocks`` (ids), None if it is not shared; and ids of the blocks that it is to be copied to, none if it can
+        be shared where it is."""
+        fronts, compression = self._manager.fronts, self._compressions[request.request_id]
+        is_whole = num_tokens >= compression.context
+        key = self.key(request) if is_whole else self._keys_of_parts(request).get(num_tokens)
         if key is None or fronts is None:
             return None, []
-        count_context(compression.config.name, self._engine, 0)
+        if is_whole:
+            count_context(compression.config.name, self._engine, 0)
         # New tokens may go to the last block of a front that saves none.
-        if fronts.is_known(key) or len(blocks) > compression.context // self._manager.block_size:
+        if fronts.is_known(key) or len(blocks) > num_tokens // self._manager.block_size:
+            return None, []
+        # The next compression cannot write to the blocks of a part that is shared.
+        if not is_whole and 2 * len(blocks) > self._manager.block_pool.get_num_free_blocks():
             return None, []
         front, copies = None, list[KVCacheBlock]()
-        if compression.config.tracks_decode:
+        if compression.config.tracks(is_partial=not is_whole):
             taken = self._manager.copy_of(len(blocks))
             if taken is None:
                 return None, []
@@ -159,6 +190,7 @@ class ContextSharing:
         """Forgets a request that ends, which still has its blocks; its turn is kept if it asked for that."""
         self._keep_turn(request)
         self._keys.pop(request.request_id, None)
+        self._parts.pop(request.request_id, None)
 
     def _keep_turn(self, request: Request) -> None:
         """Leaves what a request holds that ends as it should in the prefix cache, if it asked for that."""
@@ -181,9 +213,9 @@ class ContextSharing:
         table = self._manager.req_to_blocks[request.request_id][: cdiv(num_tokens, self._manager.block_size)]
         rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
         self._manager.block_pool.touch(blocks)
-        turn = fronts.turn(request, num_tokens, policy)
-        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, compression.shared_bytes, turn))
-        self._turns[request.request_id] = KeptTurn(key, num_tokens, compression.shared_bytes > 0)
+        turn, num_bytes = fronts.turn(request, num_tokens, policy), compression.shared_bytes(num_tokens)
+        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn))
+        self._turns[request.request_id] = KeptTurn(key, num_tokens, num_bytes > 0)
 
     def take_turns(self) -> dict[str, KeptTurn]:
         """Turns kept since the last call, by request."""
@@ -194,5 +226,5 @@ class ContextSharing:
 def _front_of_context(
     key: BlockHash, segments: Segments, blocks: list[KVCacheBlock], compression: RequestCompression
 ) -> SharedFront:
-    rows, num_bytes = tuple(range(len(blocks))), compression.shared_bytes
+    rows, num_bytes = tuple(range(len(blocks))), compression.shared_bytes(segments.tail)
     return SharedFront(key, segments, segments.tail, rows, tuple(blocks), num_bytes)
