@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.engine.conftest import random_prompt, run
+from tests.engine.test_fronts import make_request
 from tests.engine.test_repetition import add, internal, params
-from vllm_kvmerge.engine.known_scores import KnownScores
+from vllm_kvmerge.engine.known_scores import KnownScores, context_key
+from vllm_kvmerge.request.parameters import parse_compression
 
 CONTEXT = 500
 FIELDS = {"budget": 0.25, "chunk_size": 200, "context_tokens": CONTEXT}
@@ -87,6 +90,18 @@ def test_what_scores_depend_on_is_not_shared(engine, questions, others):
     run(engine, lambda: seen.update(one.request_id for one in internal(engine)))
     assert seen
     engine.assert_empty()
+
+
+def test_scores_are_told_apart_by_their_adapter():
+    """By its name and its path: one that is loaded in the place of another has its number."""
+    config = parse_compression({"policy": "kvzip"})
+    assert config is not None
+    tracker = config.policy.tracker
+    adapters = [None, LoRARequest("a", 1, "/one"), LoRARequest("b", 2, "/one"), LoRARequest("a", 1, "/two")]
+    requests = [make_request(lora_request=one) for one in adapters]
+    assert len({context_key(one, 80, tracker) for one in requests}) == len(adapters)
+    again = make_request(lora_request=LoRARequest("a", 7, "/one"))
+    assert context_key(again, 80, tracker) == context_key(requests[1], 80, tracker)
 
 
 def test_who_waits_for_scores_takes_over_when_the_other_ends(engine, questions):

@@ -15,7 +15,8 @@ from vllm_kvmerge.policies.base import Tracker
 def context_key(request: Request, context: int, tracker: Tracker) -> bytes:
     """What the scores of the request's first ``context`` tokens depend on, and the salt that keeps users apart."""
     assert request.prompt_token_ids is not None
-    lora = None if request.lora_request is None else request.lora_request.lora_int_id
+    # As in vLLM's prefix cache: an adapter that is loaded in another's place keeps its number.
+    lora = None if request.lora_request is None else (request.lora_request.lora_name, request.lora_request.lora_path)
     text = f"{tracker.name} {tracker.model_dump_json()} {lora!r} {request.cache_salt!r} "
     return hashlib.sha256(text.encode() + array("q", request.prompt_token_ids[:context]).tobytes()).digest()
 
