@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 CONTEXT_KEY = "kvmerge_context"
 """Key in ``SamplingParams.extra_args`` of a request that creates a context: JSON text of ``AskedContext``."""
 
+WAIT = "wait"
+"""``ContextStore.call``'s answer to a server whose context another one has workers read just now."""
+
 MAX_REFUSALS = 1000
 """Refusals that are remembered until somebody asks for them."""
 
@@ -211,8 +214,8 @@ class ContextStore:
         created: the context, once its request has ended, or ``{"refused": [status, message]}``. get: the context with
         its tokens and content; null if there is none of this id and salt. list: all of this salt. delete: the context,
         which is gone. front: all of it, with the place of its front, to be saved; without a key if its tokens do not
-        say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null if it is there.
-        restored: workers have read it, or have ``failed``.
+        say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null if it is there,
+        ``WAIT`` while it is about to be. restored: workers have read it, or have ``failed``.
         """
         self.expire()
         asked = json.loads(text)
@@ -257,10 +260,12 @@ class ContextStore:
         )
         return self._manager.fronts.key(request, len(tokens), policy)
 
-    def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | None:
+    def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | str | None:
         """Takes blocks for a saved context; None if it is there already. Raises ContextRefused."""
         fronts, num_blocks = self._manager.fronts, len(saved["blocks"])
-        if saved["id"] in self._kept or saved["id"] in self._restored:
+        if saved["id"] in self._restored:
+            return WAIT
+        if saved["id"] in self._kept:
             return None
         if saved["expires_at"] is not None and saved["expires_at"] <= time.time():
             raise ContextRefused(404, "its time is up")

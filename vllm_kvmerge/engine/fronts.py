@@ -65,8 +65,8 @@ class FrontCache:
         """In the order of their last use."""
         self._of_block: dict[int, dict[BlockHash, BlockHashWithGroupId]] = {}
         """By block: the fronts that it belongs to, and its hash as a part of each."""
-        self._turns: dict[tuple[BlockHash | None, str], dict[BlockHash, int]] = {}
-        """By the hash of their last full block and their policy: keys of turns, and numbers of their tokens."""
+        self._turns: dict[str, dict[int, dict[BlockHash, BlockHash | None]]] = {}
+        """By policy and number of tokens: keys of turns, and hashes of their last full blocks."""
         self._expected: set[BlockHash] = set()
         self._forgotten: list[BlockHash] = []
         self._pinned: Counter[BlockHash] = Counter()
@@ -99,14 +99,16 @@ class FrontCache:
 
     def find_turn(self, request: Request, policy: str) -> SharedFront | None:
         """The longest turn that the request's prompt begins with, up to its last token but one."""
-        size = self._keys.block_size
-        for num_full in range(len(request.block_hashes), -1, -1):
-            turns = self._turns.get(self.turn(request, num_full * size, policy), {})
-            for num_tokens in sorted(set(turns.values()), reverse=True):
-                if num_tokens < request.num_tokens and num_tokens // size == num_full:
-                    key = self.key(request, num_tokens, policy, TURN)
-                    if key is not None and (front := self.find(key)) is not None:
-                        return front
+        size, turns = self._keys.block_size, self._turns.get(policy, {})
+        # A request that waits looks at every step, so prompts are not gone through block by block.
+        for num_tokens in sorted((one for one in turns if one < request.num_tokens), reverse=True):
+            if num_tokens // size > len(request.block_hashes):
+                continue
+            if self._keys.last_full_block(request, num_tokens) not in turns[num_tokens].values():
+                continue
+            key = self.key(request, num_tokens, policy, TURN)
+            if key is not None and (front := self.find(key)) is not None:
+                return front
         return None
 
     def add(self, front: SharedFront) -> None:
@@ -123,7 +125,8 @@ class FrontCache:
         self._expected.discard(front.key)
         self._remember(front.key)
         if front.turn is not None:
-            self._turns.setdefault(front.turn, {})[front.key] = front.num_tokens
+            parent, policy = front.turn
+            self._turns.setdefault(policy, {}).setdefault(front.num_tokens, {})[front.key] = parent
         # Whoever gets one of them from the pool ends the front.
         self._pool.unpin_blocks(front.blocks, lambda block: self.lose([block]))
         while sum(one.kept_bytes for one in self._fronts.values()) > self._max_kept_bytes:
@@ -193,9 +196,13 @@ class FrontCache:
                 del self._of_block[block.block_id]
                 self._pool._reuse_watchers.pop(block.block_id, None)
         if front.turn is not None:
-            del self._turns[front.turn][key]
-            if not self._turns[front.turn]:
-                del self._turns[front.turn]
+            _, policy = front.turn
+            turns = self._turns[policy]
+            del turns[front.num_tokens][key]
+            if not turns[front.num_tokens]:
+                del turns[front.num_tokens]
+            if not turns:
+                del self._turns[policy]
         self._forgotten.append(key)
 
     def _unhash(self, block: KVCacheBlock, hashed: BlockHashWithGroupId, num_tokens: int) -> None:

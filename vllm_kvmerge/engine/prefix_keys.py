@@ -24,8 +24,6 @@ class PrefixKeys:
         start = num_full * self.block_size
         if request.prompt_token_ids is None or len(request.block_hashes) < num_full:
             return None
-        if any(feature.mm_position.offset + feature.mm_position.length > start for feature in request.mm_features):
-            return None  # which of them lie in the partial block vLLM counts from full blocks alone
         extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
         extra = (*(extra or ()), ("kv_compression", *purpose))
         tokens = request.all_token_ids[start:num_tokens]
