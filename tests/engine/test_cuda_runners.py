@@ -66,6 +66,10 @@ def jobs() -> list:
     # Contexts that internal requests repeat, of which Python sees the queries.
     for length, fields in ((90, {"chunk_size": 60}), (110, {"context_tokens": 80})):
         found.append((random_prompt(rng, length), compression("kvzip", budget=40, **fields), 16))
+    # Contexts that are compressed while they are computed, in several chunks.
+    for policy, fields in (("snapkv", {}), ("h2o", {"score_window": "all"}), ("adakv", {}), ("keepkv", {})):
+        extra = compression(policy, budget=40, interval=8, prefill={"chunk": 20}, **fields)
+        found.append((random_prompt(rng, 110), extra, 12))
     # Contexts that others have compressed, some of them all of the prompt; as many as are not lost to other requests.
     for policy, fields in (("snapkv", {}), ("morphkv", {}), ("adakv", {"decode": "bounded"})):
         context, extra = random_prompt(rng, 97), compression(policy, budget=33, context_tokens=97, **fields)
