@@ -110,10 +110,11 @@ def _own_metrics() -> dict[str, float]:
     from vllm_kvmerge.engine import metrics
 
     values: dict[str, float] = {}
-    for collector in vars(metrics).values():
-        if isinstance(collector, MetricWrapperBase):
-            for sample in (sample for family in collector.collect() for sample in family.samples):
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    for attribute in vars(metrics).values():
+        for collector in attribute if isinstance(attribute, list) else [attribute]:
+            if isinstance(collector, MetricWrapperBase):
+                for sample in (sample for family in collector.collect() for sample in family.samples):
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
     return values
 
 
