@@ -123,3 +123,12 @@ def test_contexts(tmp_path):
     # All but the last question, and the last token of the answer before it; without reuse, no answer is found.
     assert again["tokens_found"]["median"] == pytest.approx((2 * 80 - 1) / (3 * 80 - 16))
     assert again["tokens_found"]["median"] > alone["tokens_found"]["median"]
+
+
+@pytest.mark.benchmarks
+def test_long_prompts(tmp_path):
+    options = ("--lengths", "600", "1200", "--plain", "600", "--pool", "512", "--budget", "128", "--chunk", "128")
+    shape = ("--layers", "1", "--heads", "2", "--kv-heads", "1", "--width", "64", "--policies", "snapkv")
+    some = rows(tmp_path / "l.json", "long_prompts.py", *options, *shape)
+    assert [(row["case"], row["length"]) for row in some] == [("plain", 600), ("snapkv", 600), ("snapkv", 1200)]
+    assert [row["pool"] for row in some] == [664, 512, 512] and some[1]["ratio"]["median"] > 0

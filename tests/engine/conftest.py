@@ -81,7 +81,7 @@ class Engine:
         assert not self.scheduler._repeating and not self.scheduler._orphans
         assert not self.scheduler._reported and not self.scheduler._unreported
         assert not self.scheduler._kept_bytes and not self.scheduler._external_bytes
-        assert not self.scheduler._front_keys and not self.scheduler._unshared
+        assert not len(self.scheduler._sharing)
         assert not self.manager._offers and not self.manager._taken_over
         assert set(self.compression.states) <= self.scheduler.finished_req_ids
 

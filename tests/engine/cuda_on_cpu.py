@@ -1,4 +1,5 @@
-"""vLLM's GPU model runners, V1 and V2, with our parts of them on the CPU: run as ``python -m``, jobs on stdin.
+"""vLLM's GPU model runners, V1 and V2, with our parts of them on the CPU: run as ``python -m``, with jobs and chats on
+stdin.
 
 V2's own Triton kernels run in the interpreter. Attention is the CUDA backend's; its operators are the PyTorch
 reference, since the interpreter would take minutes. Scheduling is asynchronous unless an engine is told otherwise, as
@@ -109,7 +110,7 @@ class CUDAOnCPUWorker(CPUWorker):
 
 
 def main() -> None:
-    arguments, jobs = json.load(sys.stdin)
+    arguments, jobs, chats = json.load(sys.stdin)
     llm = LLM(**kvmerge_engine_args(**arguments, worker_cls=f"{__name__}.CUDAOnCPUWorker"))
     core = llm.llm_engine.engine_core.engine_core
     preempt, preempted = core.scheduler._preempt_request, []
@@ -120,11 +121,17 @@ def main() -> None:
 
     core.scheduler._preempt_request = counted
 
-    def generate(some):
+    def generate(some, **more):
         params = [
-            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0, extra_args=e) for _, e, n in some
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0, extra_args=e, **more)
+            for _, e, n in some
         ]
         return llm.generate([{"prompt_token_ids": prompt} for prompt, _, _ in some], params, use_tqdm=False)
+
+    def ask(prompt, extra, num_tokens, stop):
+        (output,) = generate([(prompt, extra, num_tokens)], stop_token_ids=stop)
+        answer = output.outputs[0]
+        return list(answer.token_ids), answer.cumulative_logprob, output.num_cached_tokens
 
     compression = core.model_executor.driver_worker.worker.model_runner.compression
     adopt, adopted = compression._adopted, []
@@ -135,12 +142,14 @@ def main() -> None:
 
     compression._adopted = noted
     completions = [output.outputs[0] for output in generate(jobs)]
+    turns = [[ask(*turn) for turn in chat] for chat in chats]
     generate([([5, 6, 7], None, 1)])  # a worker hears of finished requests when the next step begins
     worker = core.model_executor.driver_worker.worker
     pool = core.scheduler.kv_cache_manager.block_pool
     result = {
         "tokens": [list(completion.token_ids) for completion in completions],
         "logprobs": [completion.cumulative_logprob for completion in completions],
+        "turns": turns,
         "is_v2": worker.use_v2_model_runner,
         "is_async": core.batch_queue is not None,
         "graphs": dict(full_graphs.done),

@@ -3,14 +3,14 @@
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
 from tests import preloaded
-from tests.demo_model import BYTES_PER_BLOCK
+from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import engine_arguments, random_prompt
 from tests.engine.full_graphs import SIZES
 from tests.gpu.compare import NUM_CANDIDATES, Generated
@@ -25,6 +25,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 NUM_RINGS = 1
 MAX_TOKENS = 100
 CHECKS_OF_GPUS = "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
+CHATS = {"h2o": "bounded", "morphkv": "bounded", "adakv": "bounded", "snapkv": "grow"}
+"""Policies that go on from turn to turn, and how."""
+
 TOLERANCE = 1e-3
 """Of the sum of a request's log-probabilities."""
 
@@ -63,6 +66,10 @@ def jobs() -> list:
     # Contexts that internal requests repeat, of which Python sees the queries.
     for length, fields in ((90, {"chunk_size": 60}), (110, {"context_tokens": 80})):
         found.append((random_prompt(rng, length), compression("kvzip", budget=40, **fields), 16))
+    # Contexts that are compressed while they are computed, in several chunks.
+    for policy, fields in (("snapkv", {}), ("h2o", {"score_window": "all"}), ("adakv", {}), ("keepkv", {})):
+        extra = compression(policy, budget=40, interval=8, prefill={"chunk": 20}, **fields)
+        found.append((random_prompt(rng, 110), extra, 12))
     # Contexts that others have compressed, some of them all of the prompt; as many as are not lost to other requests.
     for policy, fields in (("snapkv", {}), ("morphkv", {}), ("adakv", {"decode": "bounded"})):
         context, extra = random_prompt(rng, 97), compression(policy, budget=33, context_tokens=97, **fields)
@@ -79,8 +86,61 @@ def expected(engine) -> list:
     return [output.outputs[0] for output in outputs]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A turn of a chat, and what the CPU's runner answers. stop: tokens that end it."""
+
+    prompt: list[int]
+    extra: dict
+    num_tokens: int
+    stop: list[int]
+    answer: list[int]
+    logprob: float
+
+    @property
+    def asked(self) -> tuple[list[int], dict, int, list[int]]:
+        return self.prompt, self.extra, self.num_tokens, self.stop
+
+
+def answered(engine, prompt: list[int], extra: dict, num_tokens: int, stop: list[int]) -> Turn:
+    params = greedy(extra, num_tokens)
+    params.stop_token_ids = stop
+    answer = engine.generate([prompt], params)[0].outputs[0]
+    return Turn(prompt, extra, num_tokens, stop, list(answer.token_ids), answer.cumulative_logprob)
+
+
+def stopped(engine, rng: np.random.Generator, extra: dict) -> Turn:
+    """A turn that ends with a stop token, before its last. Its prompt is random."""
+    while True:
+        prompt = random_prompt(rng, 80)
+        tokens = answered(engine, prompt, extra, 12, []).answer
+        for index in range(4, 11):
+            if tokens[index] not in tokens[:index]:
+                return answered(engine, prompt, extra, 12, [tokens[index]])
+
+
+@pytest.fixture(scope="module")
+def chats(engine) -> list[list[Turn]]:
+    """Of three turns, of which the first ends with a stop token; and one of two, of which the first is compressed again
+    by the step that is in flight then."""
+    rng, found = np.random.default_rng(22), []
+    for policy, decode in CHATS.items():
+        extra = compression(policy, budget=40, interval=39, decode=decode, reuse="turns")
+        with engine.sharing_contexts():
+            turns = [stopped(engine, rng, extra)]
+            for _ in range(2):
+                prompt = turns[-1].prompt + turns[-1].answer + random_prompt(rng, 20)[1:]
+                turns.append(answered(engine, prompt, extra, 12, []))
+        found.append(turns)
+    turn = stopped(engine, rng, compression("keepkv", budget=40, interval=39, decode="bounded"))
+    extra = compression("keepkv", budget=40, interval=len(turn.answer), decode="bounded", reuse="turns")
+    prompt = turn.prompt + turn.answer + random_prompt(rng, 20)[1:]
+    found.append([replace(turn, extra=extra), answered(engine, prompt, extra, 12, [])])
+    return found
+
+
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-def test_tokens_of_the_cpu_runner(is_v2, expected):
+def test_tokens_of_the_cpu_runner(is_v2, expected, chats):
     """With asynchronous scheduling and full graphs."""
     arguments = engine_arguments() | {
         "async_scheduling": True,
@@ -94,7 +154,7 @@ def test_tokens_of_the_cpu_runner(is_v2, expected):
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": "1"}
     done = preloaded.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
-        input=json.dumps([arguments, jobs()]),
+        input=json.dumps([arguments, jobs(), [[turn.asked for turn in turns] for turns in chats]]),
         env=environment,
         from_scratch=is_v2,  # Triton's interpreter is chosen before anything imports Triton
     )
@@ -102,6 +162,7 @@ def test_tokens_of_the_cpu_runner(is_v2, expected):
     result = json.loads(done.stdout.split("RESULT", 1)[1])
     assert result.pop("tokens") == [list(one.token_ids) for one in expected]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
+    check_chats(chats, result.pop("turns"))
     assert result.pop("adopted") > 5 and result.pop("restored") > 0
     assert result.pop("preempted") > 0 and result.pop("paged_rows") > 100
     graphs = result.pop("graphs")
@@ -114,6 +175,22 @@ def test_tokens_of_the_cpu_runner(is_v2, expected):
         "states": [],
         "lost_blocks": 0,
     }
+
+
+def check_chats(chats: list[list[Turn]], found: list) -> None:
+    """found: of each turn the tokens, their log-probability, and the number of those that were not computed.
+
+    What a stop token ends has that one too: the step in flight computes it. The last token of others is not computed.
+    """
+    cached = []
+    for turns, answers in zip(chats, found, strict=True):
+        assert [tokens for tokens, *_ in answers] == [turn.answer for turn in turns]
+        logprobs = [logprob for _, logprob, _ in answers]
+        assert logprobs == pytest.approx([turn.logprob for turn in turns], abs=TOLERANCE)
+        ends = [len(turn.prompt) + len(turn.answer) - (not turn.stop) for turn in turns]
+        cached.append([num_cached == end for (*_, num_cached), end in zip(answers[1:], ends[:-1], strict=True)])
+    assert cached == [[True, True]] * len(CHATS) + [[False]]
+    assert found[-1][1][2] % BLOCK_SIZE == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")

@@ -165,6 +165,39 @@ def test_saved_contexts_are_there_again(engine, client, saved):
     engine.assert_empty()
 
 
+class Slow(Client):
+    """A client whose engine's workers read nothing, and fail if told so, until another server has asked for it too."""
+
+    def __init__(self, engine, fails: bool) -> None:
+        super().__init__(engine)
+        self.fails, self.has_asked = fails, asyncio.Event()
+
+    async def collective_rpc(self, method: str, args=()):
+        await self.has_asked.wait()
+        if self.fails:
+            raise RuntimeError("no worker")
+        return await super().collective_rpc(method, args)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_is_ready_when_others_have_loaded(engine, client, saved, monkeypatch, fails):
+    """Or when it has itself what they could not."""
+    folder, _ = saved
+    monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda *_: None)
+
+    async def load_both() -> list[dict]:
+        slow = Slow(engine, fails)
+        loading = asyncio.create_task(load_all(slow, folder))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(slow.has_asked.set)
+        await load_all(client, folder)
+        found = await call_contexts(client, "list")
+        await loading
+        return found
+
+    assert {one["id"] for one in asyncio.run(load_both())} == set(POLICIES)
+
+
 def test_two_ids_of_one_context_are_saved_and_let_go_each_by_itself(engine, client, tmp_path, monkeypatch):
     rng = np.random.default_rng(88)
     prompt = random_prompt(rng, CONTEXT)

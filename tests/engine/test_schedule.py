@@ -67,13 +67,46 @@ def test_where_some_layers_keep_everything_the_others_count():
 def test_cached_tokens_end_where_queries_are_needed():
     one = compression("streaming_llm")
     assert (one.window_start(500), one.longest_prefix(500)) == (None, 499)
-    scored = replace(one, scored_from=468)
+    scored = replace(one, window=32)
     assert (scored.window_start(500), scored.longest_prefix(500)) == (468, 468)
     kept = replace(scored, query_window=48)
     assert (kept.window_start(500), kept.longest_prefix(500)) == (452, 452)
     assert replace(one, query_window=600).longest_prefix(500) == 0
     tracked = compression("h2o")
-    assert tracked.scored_from == 500 - 64 and tracked.score_bytes > 0 and one.score_bytes == 0
+    assert tracked.window_start(500) == 500 - 64 and tracked.score_bytes > 0 and one.score_bytes == 0
+
+
+def compressions(one: RequestCompression, front: int = 96) -> list[int]:
+    """Numbers of tokens at which a cache is compressed until its prompt has been computed."""
+    counts, segments = [], UNCOMPRESSED
+    while (count := one.next_compression(segments)) is not None and count <= one.num_prompt_tokens:
+        assert not counts or count > counts[-1]
+        counts.append(count)
+        segments = Segments(min(front, count), one.covered(segments, count), count)
+    return counts
+
+
+@pytest.mark.parametrize("decode", ["bounded", "grow"])
+def test_a_context_is_compressed_while_it_is_computed(decode):
+    """Whenever budget + chunk entries have gathered, and at its end."""
+    one = compression("snapkv", decode=decode, prefill={"chunk": 100})
+    assert compressions(one) == [196, 296, 396, 496, 500]
+    assert compressions(compression("snapkv", decode=decode, prefill={"chunk": 404})) == [500]
+    assert compressions(compression("snapkv", decode=decode, prefill={"chunk": 1000})) == [500]
+    two = compression("snapkv", decode=decode, prefill={"chunk": 100}, context_tokens=300)
+    assert compressions(two) == [196, 296, 300] + [500] * (decode == "bounded")
+    assert compressions(compression("snapkv", 90, decode=decode, prefill={"chunk": 1})) == [90] * (decode == "bounded")
+
+
+def test_later_chunks_are_scored_by_the_newest_queries():
+    one = compression("snapkv", decode="grow", prefill={"chunk": 100})
+    assert one.window_start(196) == 196 - 32 and one.query_window == 32
+    assert not one.is_rescored(UNCOMPRESSED) and one.is_rescored(Segments(96, 196))
+    assert not one.is_rescored(Segments(96, 500))
+    everything = compression("h2o", decode="grow", score_window="all", prefill={"chunk": 100})
+    assert everything.window_start(196) == 0 and everything.query_window == 0
+    assert not everything.is_rescored(Segments(96, 196))
+    assert one.score_bytes == LIMITS.prompt_score_bytes(196)
 
 
 def test_time_is_that_of_the_entries_there_are():

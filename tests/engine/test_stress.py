@@ -55,11 +55,14 @@ def draw_jobs(
 
 
 def uneven(rng: np.random.Generator, policy: str, budget: int | float, fields: dict) -> dict:
-    """Sometimes with shares that differ by head or layer, or a budget that depends on the scores, where they fit."""
+    """Sometimes with shares that differ by head or layer, a budget that depends on the scores, or a context that is
+    compressed while it is computed, where they fit."""
     fields = SMALL.get(policy, {}) | fields
     threshold = {"threshold": float(10 ** rng.uniform(-3.5, -1.5)), "max": budget}
-    kind = rng.integers(6)
-    for change in ({"budget": threshold}, {"allocator": "adaptive"}, {"allocator": "pyramid"})[kind : kind + 1]:
+    chunks = {"prefill": {"chunk": int(rng.integers(8, 300))}}
+    kind = rng.integers(7)
+    changes = {"budget": threshold}, {"allocator": "adaptive"}, {"allocator": "pyramid"}, chunks
+    for change in changes[kind : kind + 1]:
         with suppress(CompressionError):
             return compression(policy, **{"budget": budget, **fields, **change})
     return compression(policy, budget=budget, **fields)
@@ -107,7 +110,7 @@ def assert_every_kind(jobs: list[Job]) -> None:
     assert {field["policy"] for field in asked} == set(POLICIES) and None in fields
     assert any("context_tokens" in field for field in asked)
     assert {"adaptive", "pyramid"} <= {field.get("allocator") for field in asked}
-    assert any(isinstance(field["budget"], dict) for field in asked)
+    assert any(isinstance(field["budget"], dict) for field in asked) and any("prefill" in field for field in asked)
     assert any(job.abort_after is not None for job in jobs)
     assert len({tuple(job.prompt[:64]) for job in jobs}) < len(jobs)
 

@@ -37,6 +37,8 @@ def draw(rng: np.random.Generator, num_requests: int) -> Setting:
         extra = None
         if rng.random() < 0.9:
             where = {} if whole else {"context_tokens": len(context)}
+            if policy != "kvzip" and rng.random() < 0.3:  # its parts are shared too
+                where |= {"prefill": {"chunk": 96}}
             extra = compression(policy, budget=0.25, interval=16, **fields, **where)
             if rng.random() < 0.05:
                 extra |= {CONTEXT_KEY: json.dumps({"id": str(index)})}

@@ -206,6 +206,11 @@ def test_json_text_is_parsed():
             ["2 messages are given beside context_tokens", "one of them"],
         ),
         ({"policy": "full", "context_messages": 1}, "context_messages", "unknown_field", ["full", "policy"]),
+        ({"policy": "h2o", "prefill": 16}, "prefill", "wrong_type", ["16"]),
+        ({"policy": "h2o", "prefill": {}}, "prefill.chunk", "invalid_value", ["required"]),
+        ({"policy": "h2o", "prefill": {"chunk": 0}}, "prefill.chunk", "invalid_value", ["equal to 1"]),
+        ({"policy": "h2o", "prefill": {"chunk": 9}, "refresh": {"every": 9}}, "prefill", "incompatible_fields", []),
+        ({"policy": "kvzip", "prefill": {"chunk": 9}}, "prefill", "incompatible_fields", ["'reconstruction'"]),
         ({"policy": "h2o", "refresh": 16}, "refresh", "wrong_type", ["16"]),
         ({"policy": "h2o", "refresh": {}}, "refresh.every", "invalid_value", ["required"]),
         ({"policy": "h2o", "refresh": {"every": "9"}}, "refresh.every", "wrong_type", ["'9'", "integer"]),
@@ -374,7 +379,8 @@ def test_request_schema_accepts_what_the_parser_accepts():
     mapping = schema["discriminator"]["mapping"]
     assert schema["discriminator"]["propertyName"] == "policy"
     assert set(mapping) == {FULL, *PRESETS}
-    assert {ref.rpartition("/")[2] for ref in mapping.values()} | {"Protect", "Refresh"} == set(schema["$defs"])
+    objects = {"Prefill", "Protect", "Refresh"}
+    assert {ref.rpartition("/")[2] for ref in mapping.values()} | objects == set(schema["$defs"])
     for name in mapping:
         assert validator.is_valid({"policy": name})
     assert validator.is_valid({"policy": "keepkv", "budget": 64, "score_window": "all", "zip_mode": "votes"})

@@ -69,6 +69,8 @@ class MergeableAttentionManager(FullAttentionManager):
         self.segments: dict[str, Segments] = {}
         self.fronts: FrontCache | None = None
         """Compressed contexts in the prefix cache; None: there are none."""
+        self.most_tokens: dict[str, int] = {}
+        """Of requests that give slots back before their prompts end: most tokens that they have slots for at once."""
         self._retired: list[KVCacheBlock] = []
         self._unclean: set[int] = set()
         self._offers: dict[str, Offer] = {}
@@ -249,8 +251,14 @@ class MergeableAttentionManager(FullAttentionManager):
             new_computed_blocks, num_computed_tokens
         )
 
-    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
-        needed = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *args: Any, apply_admission_cap: bool = False, **kwargs: Any
+    ) -> int:
+        if apply_admission_cap:  # vLLM asks whether the whole prompt finds room
+            num_tokens = min(num_tokens, self.most_tokens.get(request_id, num_tokens))
+        needed = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, *args, apply_admission_cap=apply_admission_cap, **kwargs
+        )
         if (offer := self._offers.get(request_id)) is not None:
             # The copy of a block that is not full is the request's next block, which it needs in any case. The block
             # itself must stay until it has been copied.

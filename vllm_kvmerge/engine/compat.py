@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
 CUDA_BACKEND = "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend"
 
-API_SERVER = "run_api_server_worker_proc"
+API_SERVER, ENGINE_CORE = "run_api_server_worker_proc", "run_engine_core"
 PROCESSES = {
     API_SERVER: "vllm.v1.utils",
-    "run_engine_core": "vllm.v1.engine.core:EngineCoreProc",
+    ENGINE_CORE: "vllm.v1.engine.core:EngineCoreProc",
     "run_coordinator": "vllm.v1.engine.coordinator:DPCoordinatorProc",
 }
 """Functions that vLLM starts processes with, and their modules or classes."""
@@ -50,6 +50,7 @@ def install() -> None:
 def install_worker(vllm_config: "VllmConfig") -> None:
     """Prepares a worker's process, before the worker is initialized."""
     install()
+    start_with_small_pools()  # where the worker is in the core's process
     register_cache_spec()
     register_attention_backend()
     drop_validator(vllm_config)
@@ -107,6 +108,36 @@ def keep_metric_files() -> None:
     )
     if gauge._value._multiprocess:
         MetricFile.write_errors = gauge
+
+
+def start_with_small_pools() -> None:
+    """Makes vLLM start, with a warning, although a request of ``max_model_len`` does not fit into the KV cache.
+
+    Compressed requests of that length may fit, and others are refused (``Limits.check_room``). It has an effect in the
+    process of the engine's core. A setting of vLLM's for that would make this unnecessary.
+    """
+    from vllm.logger import init_logger
+    from vllm.v1.core import kv_cache_utils
+
+    check = kv_cache_utils._check_enough_kv_cache_memory
+    if hasattr(check, "__wrapped__"):
+        return
+
+    @wraps(check)
+    def check_or_warn(
+        available_memory: int, needed_memory: Callable[[], int], max_model_len: int, longest: Callable[[int], int]
+    ) -> None:
+        if 0 < available_memory < needed_memory() and (length := longest(available_memory)) > 0:
+            init_logger(__name__).warning(
+                "The KV cache has room for %d tokens, fewer than max_model_len (%d): longer prompts are served only to "
+                "requests that are compressed while they are computed (prefill.chunk)",
+                length,
+                max_model_len,
+            )
+            return
+        check(available_memory, needed_memory, max_model_len, longest)
+
+    kv_cache_utils._check_enough_kv_cache_memory = check_or_warn
 
 
 def register_cache_spec() -> None:
@@ -241,6 +272,8 @@ def _run_process(name: str, *args: Any, **kwargs: Any) -> None:
     install()
     if name == API_SERVER:
         fail_when_engine_dies()
+    elif name == ENGINE_CORE:
+        start_with_small_pools()
     run = _originals.get(name) or getattr(pkgutil.resolve_name(PROCESSES[name]), name)
     run(*args, **kwargs)
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 CONTEXT_KEY = "kvmerge_context"
 """Key in ``SamplingParams.extra_args`` of a request that creates a context: JSON text of ``AskedContext``."""
 
+WAIT = "wait"
+"""``ContextStore.call``'s answer to a server whose context another one has workers read just now."""
+
 MAX_REFUSALS = 1000
 """Refusals that are remembered until somebody asks for them."""
 
@@ -82,7 +85,7 @@ class ContextStore:
     """Contexts kept in one engine.
 
     bytes_per_block: over all workers. max_blocks: of the pool that contexts may hold. hash_function: of the prefix
-    cache. is_made: whether a step in flight makes a front of this key.
+    cache.
     """
 
     def __init__(
@@ -91,10 +94,8 @@ class ContextStore:
         bytes_per_block: int,
         max_blocks: int,
         hash_function: Callable[[object], bytes],
-        is_made: Callable[[BlockHash], bool],
     ) -> None:
         self._manager, self._bytes_per_block, self._max_blocks = manager, bytes_per_block, max_blocks
-        self._is_made = is_made
         self._hasher = get_request_block_hasher(manager.block_size, hash_function)
         self._kept: dict[str, KeptContext] = {}
         self._asked: dict[str, tuple[AskedContext, int]] = {}
@@ -109,10 +110,6 @@ class ContextStore:
     def is_asked(self, request_id: str) -> bool:
         """Whether the request creates a context."""
         return request_id in self._asked
-
-    def is_restored(self, key: BlockHash) -> bool:
-        """Whether workers read a front of this key from files just now."""
-        return any(one.front.key == key for one in self._restored.values())
 
     @property
     def num_blocks(self) -> int:
@@ -217,8 +214,8 @@ class ContextStore:
         created: the context, once its request has ended, or ``{"refused": [status, message]}``. get: the context with
         its tokens and content; null if there is none of this id and salt. list: all of this salt. delete: the context,
         which is gone. front: all of it, with the place of its front, to be saved; without a key if its tokens do not
-        say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null if it is there.
-        restored: workers have read it, or have ``failed``.
+        say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null if it is there,
+        ``WAIT`` while it is about to be. restored: workers have read it, or have ``failed``.
         """
         self.expire()
         asked = json.loads(text)
@@ -263,10 +260,12 @@ class ContextStore:
         )
         return self._manager.fronts.key(request, len(tokens), policy)
 
-    def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | None:
+    def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | str | None:
         """Takes blocks for a saved context; None if it is there already. Raises ContextRefused."""
         fronts, num_blocks = self._manager.fronts, len(saved["blocks"])
-        if saved["id"] in self._kept or saved["id"] in self._restored:
+        if saved["id"] in self._restored:
+            return WAIT
+        if saved["id"] in self._kept:
             return None
         if saved["expires_at"] is not None and saved["expires_at"] <= time.time():
             raise ContextRefused(404, "its time is up")
@@ -281,11 +280,10 @@ class ContextStore:
         if key is not None and (there := fronts.find(key)) is not None:  # of another id with the same tokens and policy
             self.keep(KeptContext(asked, there, tokens, salt, policy, *times))
             return None
-        is_made = key is not None and (self.is_restored(key) or self._is_made(key))
-        blocks = None if key is None or is_made else self._manager.copy_of(num_blocks)
+        blocks = None if key is None or fronts.is_known(key) else self._manager.copy_of(num_blocks)
         if key is None or blocks is None:
             raise ContextRefused(409, "there is no room for it")
-        fronts.remember(key)
+        fronts.expect(key)
         front = SharedFront(key, segments, segments.tail, tuple(range(num_blocks)), tuple(blocks), saved["kept_bytes"])
         self._restored[saved["id"]] = KeptContext(asked, front, tokens, salt, policy, *times)
         return {"key": key.hex(), "blocks": [block.block_id for block in blocks]}

@@ -5,7 +5,7 @@ cached blocks are. A front whose first block is lost is lost as a whole.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm.distributed.kv_events import BlockStored
@@ -14,14 +14,13 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
-    generate_block_hash_extra_keys,
-    hash_block_tokens,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.plan import Segments
+from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,9 @@ class SharedFront:
         return tuple(block for row, block in zip(self.rows, self.blocks, strict=True) if row >= full)
 
 
-TURN = "turn"
-"""What distinguishes the key of a turn from that of a context with the same tokens and policy."""
+TURN, PART = "turn", "part"
+"""What distinguishes the keys of a turn, and of a part of a longer context, from that of a context with the same tokens
+and policy."""
 
 
 class FrontCache:
@@ -58,17 +58,16 @@ class FrontCache:
     used for longest goes.
     """
 
-    def __init__(
-        self, pool: BlockPool, group_id: int, hash_function: Callable[[object], bytes], max_kept_bytes: int
-    ) -> None:
-        self._pool, self._group_id, self._hash = pool, group_id, hash_function
+    def __init__(self, pool: BlockPool, group_id: int, keys: PrefixKeys, max_kept_bytes: int) -> None:
+        self._pool, self._group_id, self._keys = pool, group_id, keys
         self._max_kept_bytes = max_kept_bytes
         self._fronts: dict[BlockHash, SharedFront] = {}
         """In the order of their last use."""
         self._of_block: dict[int, dict[BlockHash, BlockHashWithGroupId]] = {}
         """By block: the fronts that it belongs to, and its hash as a part of each."""
-        self._turns: dict[tuple[BlockHash | None, str], dict[BlockHash, int]] = {}
-        """By the hash of their last full block and their policy: keys of turns, and numbers of their tokens."""
+        self._turns: dict[str, dict[int, dict[BlockHash, BlockHash | None]]] = {}
+        """By policy and number of tokens: keys of turns, and hashes of their last full blocks."""
+        self._expected: set[BlockHash] = set()
         self._forgotten: list[BlockHash] = []
         self._pinned: Counter[BlockHash] = Counter()
 
@@ -83,30 +82,13 @@ class FrontCache:
         return len(self._of_block)
 
     def key(self, request: Request, num_tokens: int, *policy: str) -> BlockHash | None:
-        """The key of the front that ``policy`` (canonical JSON text) makes of the request's first ``num_tokens``.
-
-        It is vLLM's hash of the tokens' last, usually partial, block, with the policy among what else distinguishes
-        it, such as LoRA adapters, other modalities and a cache salt. None: the prefix cache does not know its tokens.
-        """
-        size = self._pool.hash_block_size
-        num_full = num_tokens // size
-        start = num_full * size
-        if request.prompt_token_ids is None or len(request.block_hashes) < num_full:
-            return None
-        if any(feature.mm_position.offset + feature.mm_position.length > start for feature in request.mm_features):
-            return None  # which of them lie in the partial block vLLM counts from full blocks alone
-        extra, _ = generate_block_hash_extra_keys(request, start, num_tokens, 0)
-        tokens = request.all_token_ids[start:num_tokens]
-        extra = (*(extra or ()), ("kv_compression", *policy))
-        return hash_block_tokens(self._hash, self._parent(request, num_full), tokens, extra)
-
-    @staticmethod
-    def _parent(request: Request, num_full_blocks: int) -> BlockHash | None:
-        return request.block_hashes[num_full_blocks - 1] if num_full_blocks else None
+        """The key of the front that ``policy`` (canonical JSON text) makes of the request's first ``num_tokens``;
+        None: there cannot be one."""
+        return self._keys.of(request, num_tokens, *policy)
 
     def turn(self, request: Request, num_tokens: int, policy: str) -> tuple[BlockHash | None, str]:
         """``SharedFront.turn`` of the request's first ``num_tokens``."""
-        return self._parent(request, num_tokens // self._pool.hash_block_size), policy
+        return self._keys.last_full_block(request, num_tokens), policy
 
     def find(self, key: BlockHash) -> SharedFront | None:
         """The front of this key, if it is there; it then counts as used."""
@@ -117,20 +99,22 @@ class FrontCache:
 
     def find_turn(self, request: Request, policy: str) -> SharedFront | None:
         """The longest turn that the request's prompt begins with, up to its last token but one."""
-        size = self._pool.hash_block_size
-        for num_full in range(len(request.block_hashes), -1, -1):
-            turns = self._turns.get(self.turn(request, num_full * size, policy), {})
-            for num_tokens in sorted(set(turns.values()), reverse=True):
-                if num_tokens < request.num_tokens and num_tokens // size == num_full:
-                    key = self.key(request, num_tokens, policy, TURN)
-                    if key is not None and (front := self.find(key)) is not None:
-                        return front
+        size, turns = self._keys.block_size, self._turns.get(policy, {})
+        # A request that waits looks at every step, so prompts are not gone through block by block.
+        for num_tokens in sorted((one for one in turns if one < request.num_tokens), reverse=True):
+            if num_tokens // size > len(request.block_hashes):
+                continue
+            if self._keys.last_full_block(request, num_tokens) not in turns[num_tokens].values():
+                continue
+            key = self.key(request, num_tokens, policy, TURN)
+            if key is not None and (front := self.find(key)) is not None:
+                return front
         return None
 
     def add(self, front: SharedFront) -> None:
         """Puts a front's blocks, to which the caller holds references, into the prefix cache, and takes over one
         reference to each. There must be no front of this key."""
-        hashes = [hash_block_tokens(self._hash, front.key, [index]) for index in range(len(front.blocks))]
+        hashes = [self._keys.of_part(front.key, index) for index in range(len(front.blocks))]
         for block_hash, block in zip(hashes, front.blocks, strict=True):
             hashed = make_block_hash_with_group_id(block_hash, self._group_id)
             self._pool._insert_block_hash(hashed, block, num_tokens=front.num_tokens)
@@ -138,9 +122,11 @@ class FrontCache:
         if self._pool.enable_kv_cache_events:
             self._pool.kv_event_queue.append(self._stored(front, hashes))
         self._fronts[front.key] = front
-        self.remember(front.key)
+        self._expected.discard(front.key)
+        self._remember(front.key)
         if front.turn is not None:
-            self._turns.setdefault(front.turn, {})[front.key] = front.num_tokens
+            parent, policy = front.turn
+            self._turns.setdefault(policy, {}).setdefault(front.num_tokens, {})[front.key] = parent
         # Whoever gets one of them from the pool ends the front.
         self._pool.unpin_blocks(front.blocks, lambda block: self.lose([block]))
         while sum(one.kept_bytes for one in self._fronts.values()) > self._max_kept_bytes:
@@ -165,7 +151,7 @@ class FrontCache:
             block_hashes=[maybe_convert_block_hash(one) for one in hashes],
             parent_block_hash=maybe_convert_block_hash(front.key),
             token_ids=[],
-            block_size=self._pool.hash_block_size,
+            block_size=self._keys.block_size,
             lora_id=None,
             medium=self._pool.medium,
             lora_name=None,
@@ -178,12 +164,22 @@ class FrontCache:
             for key in list(self._of_block.get(block.block_id, ())):
                 self._drop(key)
 
+    def expect(self, key: BlockHash) -> None:
+        """Notes that workers make a front of this key just now; ``add`` or ``forget`` follows."""
+        self._expected.add(key)
+        self._remember(key)
+
+    def is_known(self, key: BlockHash) -> bool:
+        """Whether a front of this key is there, or is being made."""
+        return key in self._fronts or key in self._expected
+
     def forget(self, key: BlockHash) -> None:
         """Has workers forget a front that did not come to be."""
+        self._expected.discard(key)
         self._forgotten.append(key)
 
-    def remember(self, key: BlockHash) -> None:
-        """Takes back that workers shall forget a front, which they are about to be given anew outside of a step."""
+    def _remember(self, key: BlockHash) -> None:
+        """Takes back that workers shall forget a front, which they are given anew."""
         self._forgotten = [one for one in self._forgotten if one != key]
 
     def take_forgotten(self) -> list[BlockHash]:
@@ -200,9 +196,13 @@ class FrontCache:
                 del self._of_block[block.block_id]
                 self._pool._reuse_watchers.pop(block.block_id, None)
         if front.turn is not None:
-            del self._turns[front.turn][key]
-            if not self._turns[front.turn]:
-                del self._turns[front.turn]
+            _, policy = front.turn
+            turns = self._turns[policy]
+            del turns[front.num_tokens][key]
+            if not turns[front.num_tokens]:
+                del turns[front.num_tokens]
+            if not turns:
+                del self._turns[policy]
         self._forgotten.append(key)
 
     def _unhash(self, block: KVCacheBlock, hashed: BlockHashWithGroupId, num_tokens: int) -> None:

@@ -3,25 +3,11 @@
 The scheduler decides what is kept, because it alone knows which requests read the same context; workers obey.
 """
 
-import hashlib
-from array import array
 from collections import OrderedDict
-
-from vllm.v1.request import Request
-
-from vllm_kvmerge.policies.base import Tracker
-
-
-def context_key(request: Request, context: int, tracker: Tracker) -> bytes:
-    """What the scores of the request's first ``context`` tokens depend on, and the salt that keeps users apart."""
-    assert request.prompt_token_ids is not None
-    lora = None if request.lora_request is None else request.lora_request.lora_int_id
-    text = f"{tracker.name} {tracker.model_dump_json()} {lora!r} {request.cache_salt!r} "
-    return hashlib.sha256(text.encode() + array("q", request.prompt_token_ids[:context]).tobytes()).digest()
 
 
 class KnownScores:
-    """The contexts whose scores workers keep, by ``context_key``; those used least recently make room for others.
+    """The contexts whose scores workers keep, by ``PrefixKeys.of``; those used least recently make room for others.
 
     max_bytes: of a worker's memory outside the pool; 0: none are kept. Numbers name scores in messages to workers.
     """

@@ -77,6 +77,9 @@ class CompressionPlan:
     external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
     so far, if a refresh leaves the tail as it is; None: ``num_tokens``.
 
+    is_partial: more of the context follows, which is compressed again then. is_rescored: of a context's later part: its
+    statistics are made anew from the newest queries.
+
     key: that the worker keeps the front's state under, for requests that take it over; None: it is not shared. copies:
     ids of the blocks that the front is copied to for them, because this request goes on writing to its own.
     """
@@ -96,6 +99,8 @@ class CompressionPlan:
     is_refresh: bool = False
     external_tokens: int = 0
     num_computed: int | None = None
+    is_partial: bool = False
+    is_rescored: bool = False
     key: bytes | None = None
     copies: list[int] = field(default_factory=list)
 
@@ -143,7 +148,8 @@ class Adoption:
     """A request's begin with a front that another one has left, instead of computing what it stands for.
 
     key: of the front. compression: the request's ``kv_compression`` as JSON text. front, tail: its segments.
-    num_tokens: that are computed with it. query_window: number of the newest queries to keep. sources, blocks: ids of
+    num_tokens: that are computed with it. is_partial: more of its context follows. query_window: number of the newest
+    queries to keep. sources, blocks: ids of
     some of the front's blocks and of the request's own, to which they are copied before the step. restores_output: the
     prompt ends with the front. Its last token is computed again, and what comes out replaced by what came out then.
     """
@@ -154,6 +160,7 @@ class Adoption:
     tail: int
     num_tokens: int
     query_window: int
+    is_partial: bool = False
     sources: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     restores_output: bool = False

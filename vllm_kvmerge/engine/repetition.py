@@ -19,7 +19,7 @@ class RepeatingRequest(Request):
     """
 
     def __init__(
-        self, parent: Request, key: bytes, context: int, chunk: RepeatedChunk, index: int, tokens: list[int]
+        self, parent: Request, key: bytes | None, context: int, chunk: RepeatedChunk, index: int, tokens: list[int]
     ) -> None:
         # Of several runs through the same chunks, the worker may still know an earlier one that has been preempted.
         name = f"{parent.request_id}/repetition-{parent.num_preemptions}-{index}"
@@ -37,10 +37,12 @@ class RepeatingRequest(Request):
         self.parent, self.key, self.context, self.chunk, self.index = parent, key, context, chunk, index
 
     @classmethod
-    def of(cls, parent: Request, tracker: Tracker, key: bytes, context: int, index: int) -> "RepeatingRequest | None":
+    def of(
+        cls, parent: Request, tracker: Tracker, key: bytes | None, context: int, index: int
+    ) -> "RepeatingRequest | None":
         """The request for chunk ``index`` of the parent's first ``context`` tokens; None: there is no such chunk.
 
-        key: of the parent's context (``context_key``).
+        key: of the scores of the parent's context; None: they are not kept.
         """
         assert parent.prompt_token_ids is not None
         tokens = parent.prompt_token_ids[:context]

@@ -4,6 +4,7 @@ A context is a folder with a file of each tensor-parallel worker (``worker/saved
 and renamed when all of them are there. Files carry a manifest that says what they are good for.
 """
 
+import asyncio
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_kvmerge.engine.arguments import CONFIG_KEY
-from vllm_kvmerge.engine.contexts import call_contexts
+from vllm_kvmerge.engine.contexts import WAIT, call_contexts
 from vllm_kvmerge.engine.support import SUPPORTED_RANGE
 from vllm_kvmerge.engine.worker.saved_fronts import SavedFrontError, file_of, read_manifest
 
@@ -34,6 +35,9 @@ UNFINISHED = ".unfinished-"
 
 ABANDONED = 3600.0
 """Seconds after which nobody writes to such a folder any more."""
+
+WAIT_SECONDS = 0.1
+"""Between two looks at whether another server has loaded a context."""
 
 
 def identity(config: "VllmConfig") -> dict[str, Any]:
@@ -114,9 +118,11 @@ async def _load(engine_client: "EngineClient", folder: Path) -> None:
     context = manifest["context"]
     if context["id"] != folder.name:
         raise SavedFrontError(f"it is of the context {context['id']}")
-    place = await call_contexts(engine_client, "restore", id=context["id"], context=context)
+    while (place := await call_contexts(engine_client, "restore", id=context["id"], context=context)) == WAIT:
+        # Another server of this engine has it read. Until then this one is not ready either.
+        await asyncio.sleep(WAIT_SECONDS)
     if place is None:
-        return  # it is there: another server of this engine has loaded it
+        return  # it is there
     order, failed = json.dumps({"folder": str(folder), **_place(place)}), True
     try:
         errors = await engine_client.collective_rpc("load_front", args=(order,))

@@ -7,8 +7,9 @@ return blocks, and to repeat a compression, but never to decide when. This modul
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import Literal
 
-from vllm_kvmerge.engine.plan import FrontReport, FrontSize, Segments
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
 from vllm_kvmerge.request.limits import Compression, Limits
 from vllm_kvmerge.request.parameters import CompressionConfig
 
@@ -21,10 +22,11 @@ def cdiv(number: int, unit: int) -> int:
 class RequestCompression:
     """The compression of one request.
 
-    context: tokens of its prompt that are compressed before the rest is computed, usually all of them. budget: live
+    context: tokens of its prompt that are compressed before the rest is computed, usually all of them. chunk: entries
+    beyond the budget at which the context is compressed while it is being computed; None: it is not. budget: live
     entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all. interval: live
-    entries beyond those that trigger a compression. scored_from, query_window: queries that its first compression
-    needs, from a position of the context on (None: none), and a number of the newest. ring_bytes, score_bytes: memory
+    entries beyond those that trigger a compression. window, query_window: of the newest queries, how many its first
+    compression scores (0: none), and how many are kept. ring_bytes, score_bytes: memory
     outside the pool for the newest queries and, up to the first compression, for the context's scores. total: tokens
     that the request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is
     kept. num_layers: of the model. block_size: in tokens. is_uneven: heads have different budgets. has_pages: and pages
@@ -36,10 +38,11 @@ class RequestCompression:
     config: CompressionConfig
     num_prompt_tokens: int
     context: int
+    chunk: int | None
     budget: int
     capacity: int | None
     interval: int
-    scored_from: int | None
+    window: int | Literal["all"]
     query_window: int
     ring_bytes: int
     score_bytes: int
@@ -57,23 +60,25 @@ class RequestCompression:
     ) -> "RequestCompression":
         context, window = config.resolve_context(num_prompt_tokens), config.prompt_window
         max_tokens = limits.possible_tokens(num_prompt_tokens, max_tokens)
-        scored_from = 0 if window == "all" else max(0, context - window)
         total = num_prompt_tokens + max_tokens
         query_window = min(config.query_window, total)
         budget, capacity = config.resolve_budget(context), config.resolve_capacity(context)
         fills_budget = config.policy.allocator.fills_budget
+        chunk = None if config.prefill is None else config.prefill.chunk
+        num_scored = context if chunk is None else min(context, budget + chunk)
         is_uneven = capacity != budget or not fills_budget
         return cls(
             config=config,
             num_prompt_tokens=num_prompt_tokens,
             context=context,
+            chunk=chunk,
             budget=budget,
             capacity=capacity,
             interval=config.interval or limits.block_size,
-            scored_from=scored_from if window else None,
+            window=window,
             query_window=query_window,
             ring_bytes=limits.ring_bytes(query_window, total),
-            score_bytes=limits.prompt_score_bytes(context) if window or config.policy.tracker.repeats_context else 0,
+            score_bytes=limits.prompt_score_bytes(num_scored) if window or config.policy.tracker.repeats_context else 0,
             total=total,
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
             num_layers=limits.shape.num_layers,
@@ -88,22 +93,45 @@ class RequestCompression:
         """True if its compressed context may serve other requests: nothing else is needed to go on from there."""
         return self.context > self.budget and self.config.refresh is None
 
-    @property
-    def shared_bytes(self) -> int:
-        """Memory outside the pool that workers keep for its compressed context while others may need it."""
-        return self.ring_bytes if self.config.decode == "bounded" else 0
+    def shared_bytes(self, num_tokens: int) -> int:
+        """Memory outside the pool that workers keep for its first tokens, compressed, while others may need them."""
+        return self.ring_bytes if self.config.decode == "bounded" or num_tokens < self.context else 0
 
     @property
     def repeats_context(self) -> bool:
         """True if the context is repeated by internal requests before it is compressed."""
         return self.config.policy.tracker.repeats_context
 
+    def is_in_context(self, segments: Segments) -> bool:
+        """True if the next compression is one of the context, or of a part of it."""
+        # Attention writes scores into the blocks it reads, so a request whose policy tracks them moves to blocks of its
+        # own at the end of the context, even if it is within its budget.
+        if self.context <= self.budget and not self.config.tracks_decode:
+            return False
+        return not segments.are_compressed if self.chunk is None else segments.tail < self.context
+
+    def is_rescored(self, segments: Segments) -> bool:
+        """True if the next compression takes its statistics from the newest queries alone: those of a context's entries
+        that have been compressed before."""
+        return segments.are_compressed and self.is_in_context(segments) and self.config.rescoring_window > 0
+
+    def parts_of_context(self) -> list[int]:
+        """Numbers of computed tokens at which the context is compressed before its end. Raises PartError."""
+        counts, segments = list[int](), UNCOMPRESSED
+        while self.chunk is not None and self.is_in_context(segments):
+            count = self.next_compression(segments)
+            if count is None or count >= self.context:
+                break
+            counts.append(count)
+            segments = Segments(self.new_front(segments, count).entries, count, count)
+        return counts
+
     def next_compression(self, segments: Segments) -> int | None:
         """Number of computed tokens at which a cache of these segments is compressed next; None: never."""
-        if not segments.are_compressed and (self.context > self.budget or self.config.tracks_decode):
-            # Attention writes scores into the blocks it reads, so a request whose policy tracks them moves to blocks of
-            # its own at the end of the context, even if it is within its budget.
-            return self.context
+        if self.is_in_context(segments):
+            if self.chunk is None:
+                return self.context
+            return min(self.context, self._count_at(segments, self.budget + self.chunk))
         counts = self._next_over_budget(segments), self._next_refresh(segments)
         return min((count for count in counts if count is not None), default=None)
 
@@ -111,10 +139,16 @@ class RequestCompression:
         """Number of computed tokens at which the cache exceeds the budget by the interval; None: never."""
         if self.config.decode != "bounded":
             return None
-        # If some layers keep everything, the others decide.
-        front = self.budget if self.may_shrink else min(segments.front, self.budget)
         # What follows the context stays whole until the prompt has been computed.
-        return max(self.budget + self.interval + segments.tail - front, self.num_prompt_tokens)
+        return max(self._count_at(segments, self.budget + self.interval), self.num_prompt_tokens)
+
+    def _count_at(self, segments: Segments, num_entries: int) -> int:
+        """Number of computed tokens at which the cache comes to so many entries, more than the budget."""
+        front = segments.front
+        if segments.are_compressed:
+            # If some layers keep everything, the others decide.
+            front = self.budget if self.may_shrink else min(front, self.budget)
+        return num_entries + segments.tail - front
 
     def _next_refresh(self, segments: Segments) -> int | None:
         """Number of computed tokens at which the front is made anew from the complete cache; None: never."""
@@ -132,14 +166,14 @@ class RequestCompression:
     def covered(self, segments: Segments, num_tokens: int) -> int:
         """Tokens that the front stands for after a compression at ``num_tokens``: all, but those that a refresh leaves
         where generated tokens are kept whole."""
-        return num_tokens if self.config.decode == "bounded" or not segments.are_compressed else segments.tail
+        return num_tokens if self.config.decode == "bounded" or self.is_in_context(segments) else segments.tail
 
     def window_start(self, compression: int) -> int | None:
         """Position of the first query needed for a first compression at ``compression`` tokens; None: none is."""
-        starts = [] if self.scored_from is None else [self.scored_from]
-        if self.query_window:
-            starts.append(max(0, compression - self.query_window))
-        return min(starts, default=None)
+        if self.window == "all":
+            return 0
+        newest = max(self.window, self.query_window)
+        return max(0, compression - newest) if newest else None
 
     def longest_prefix(self, compression: int) -> int:
         """Tokens of the prefix cache that may be used before a compression at ``compression`` tokens, which follows a
@@ -180,7 +214,9 @@ class RequestCompression:
         is_refresh = self.is_refresh(segments, num_tokens)
         at_prompt_end = is_refresh or not segments.are_compressed
         num_scored = num_tokens if is_refresh else 0
-        one = Compression(self._num_entries(segments, num_tokens), self.budget, at_prompt_end, num_scored=num_scored)
+        num_entries = self._num_entries(segments, num_tokens)
+        num_rescored = num_entries if self.is_rescored(segments) else 0
+        one = Compression(num_entries, self.budget, at_prompt_end, num_scored=num_scored, num_rescored=num_rescored)
         return limits.seconds(self.config, one)
 
     def _num_entries(self, segments: Segments, num_tokens: int) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,34 +20,31 @@ from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests
-from vllm_kvmerge.engine.fronts import TURN, FrontCache, SharedFront
-from vllm_kvmerge.engine.known_scores import KnownScores, context_key
+from vllm_kvmerge.engine.fronts import FrontCache
+from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.metrics import (
     GENERATED,
     CacheGauges,
     count_compression,
-    count_context,
     count_freed,
     count_refresh,
     count_request,
 )
 from vllm_kvmerge.engine.plan import (
-    Adoption,
     CompressionPlan,
-    CompressionReport,
     CompressionStep,
     FrontReport,
     FrontSize,
-    KeptTurn,
     PromptWindow,
-    Segments,
     attach,
     attached_report,
     attached_step,
 )
+from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression, cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
+from vllm_kvmerge.engine.sharing import ContextSharing
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
 from vllm_kvmerge.policies.errors import PartError
@@ -81,7 +77,8 @@ class CompressionSchedulerMixin(Scheduler):
             )
         self._manager = managers[0]
         self._default = plugin_config(self.vllm_config).default
-        self._limits = request_limits(self.vllm_config)
+        num_slots = (self.kv_cache_config.num_blocks - 1) * self.block_size
+        self._limits = replace(request_limits(self.vllm_config), pool_tokens=num_slots)
         self._model = EngineModel(self.vllm_config.model_config)
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
@@ -102,20 +99,15 @@ class CompressionSchedulerMixin(Scheduler):
         """Blocks that compressions freed whose workers have not reported yet, by request; negative: that they took."""
         options = plugin_config(self.vllm_config)
         hash_function = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
+        self._keys = PrefixKeys(hash_function, self._manager.block_pool.hash_block_size)
         if options.shared_contexts and self.cache_config.enable_prefix_caching:
             pool, group, max_bytes = self._manager.block_pool, self._manager.kv_cache_group_id, self._limits.max_bytes
-            self._manager.fronts = FrontCache(pool, group, hash_function, KEPT_SHARE * max_bytes)
+            self._manager.fronts = FrontCache(pool, group, self._keys, KEPT_SHARE * max_bytes)
         # Beside them there is room for the longest request, which would otherwise wait for ever.
         others = cache.num_blocks - 1 - cdiv(self.max_model_len, self.block_size)
         most = max(0, min(int(options.contexts_share * (cache.num_blocks - 1)), others))
-        self._contexts = ContextStore(
-            self._manager, self._bytes_per_block, most, hash_function, lambda key: key in self._unshared
-        )
-        self._front_keys: dict[str, BlockHash | None] = {}
-        self._turns: dict[str, KeptTurn] = {}
-        """By request that has ended since the last step."""
-        self._unshared: dict[BlockHash, SharedFront | None] = {}
-        """Fronts that steps in flight make: the copies that they are in, or None where their requests hold them."""
+        self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
+        self._sharing = ContextSharing(self._manager, self._compressions, self._engine)
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
@@ -155,16 +147,28 @@ class CompressionSchedulerMixin(Scheduler):
     def _resolve(self, request: Request, config: CompressionConfig | None) -> RequestCompression | None:
         """The request's compression in numbers of tokens, None for none."""
         if config is None:
+            self._limit_to_pool(request, None)
             return None
         # A server's front end has checked this; offline there is none.
         config.check_prompt(request.num_prompt_tokens)
         self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
         if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
+            self._limit_to_pool(request, None)
             return None  # plain attention is exact and cheaper
+        self._limit_to_pool(request, config)
         compression = RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
         if compression.repeats_context:
             self._check_repetition(request, compression)
+        if compression.chunk is not None:
+            self._manager.most_tokens[request.request_id] = self._limits.slots(config, request.num_prompt_tokens)
         return compression
+
+    def _limit_to_pool(self, request: Request, config: CompressionConfig | None) -> None:
+        """Has a request end with what fits into the pool, as vLLM has it end with what the model can read. Raises
+        CompressionError if its prompt does not fit."""
+        if request.pooling_params is None:
+            self._limits.check_room(config, request.num_prompt_tokens)
+            request.max_tokens = min(request.max_tokens, self._limits.most_generated(config, request.num_prompt_tokens))
 
     def _check_repetition(self, request: Request, compression: RequestCompression) -> None:
         """Raises CompressionError if the request's context cannot be repeated, whatever else runs."""
@@ -206,13 +210,12 @@ class CompressionSchedulerMixin(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._release_kept(request)
         self._stop_repeating(request)
-        self._keep_turn(request)
         if self._contexts.is_asked(request.request_id):
-            key = self._front_key(request)
-            front = self._manager.fronts.find(key) if key is not None and self._manager.fronts is not None else None
+            front = self._sharing.front_of(request)
             self._contexts.end(request, front, self._compressions.get(request.request_id))
+        self._sharing.end(request)
         self._compressions.pop(request.request_id, None)
-        self._front_keys.pop(request.request_id, None)
+        self._manager.most_tokens.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
@@ -237,9 +240,12 @@ class CompressionSchedulerMixin(Scheduler):
                 kept.keep(running)
         self._usage.before_compressions(self.running, self._size)
         step = CompressionStep()
-        self._begin_with_fronts(step)
+        step.adoptions = self._sharing.adoptions(self.requests)
+        for request_id in step.adoptions:
+            self._kept_bytes.shrink(request_id, self._compressions[request_id].ring_bytes)
+            self._reported.pop(request_id, None)  # of a course that it has left
         stuck = self._repeat_contexts(output, step)
-        self._keep_outputs(output, step)
+        step.outputs = self._sharing.new_contexts(output.num_scheduled_tokens, self.requests)
         step.forgotten_scores = self._known_scores.take_forgotten()
         waiting = self._plan_due(step)
         while waiting and not output.num_scheduled_tokens and not step.plans:
@@ -253,7 +259,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._preempt_request(stuck[-1], time.monotonic())
         self._end_orphans()
         self._manager.release_retired()
-        step.turns, self._turns = self._turns, {}
+        step.turns = self._sharing.take_turns()
         if self._manager.fronts is not None:
             step.forgotten = self._manager.fronts.take_forgotten()
         compressed = {plan.request_id: plan.is_refresh for plan in step.plans}
@@ -321,7 +327,7 @@ class CompressionSchedulerMixin(Scheduler):
                 # Its blocks are free for what this step's compressions write, after its forward pass.
                 super().finish_requests(internal.request_id, RequestStatus.FINISHED_ABORTED)
                 self._repeat(request, compression, internal.key, internal.index + 1)
-                if self._repeating[request.request_id] is None:
+                if self._repeating[request.request_id] is None and internal.key is not None:
                     number = self._known_scores.keep(internal.key, compression.score_bytes)
                     if number is not None:
                         step.kept_scores[request.request_id] = number
@@ -332,13 +338,14 @@ class CompressionSchedulerMixin(Scheduler):
 
         False if another request has the same context repeated just now, for which this one waits.
         """
-        key = context_key(request, compression.context, compression.config.policy.tracker)
-        number = None if request.skip_reading_prefix_cache else self._known_scores.find(key)
+        tracker, reads = compression.config.policy.tracker, not request.skip_reading_prefix_cache
+        key = self._keys.of(request, compression.context, "repetition", tracker.name, tracker.model_dump_json())
+        number = self._known_scores.find(key) if reads and key is not None else None
         if number is not None:
             step.recalled_scores[request.request_id] = number
             self._repeating[request.request_id] = None
             return True
-        if not request.skip_reading_prefix_cache and self._will_be_known(key, compression.score_bytes):
+        if reads and key is not None and self._will_be_known(key, compression.score_bytes):
             return False
         self._repeat(request, compression, key, 0)
         return True
@@ -347,7 +354,7 @@ class CompressionSchedulerMixin(Scheduler):
         is_repeated = any(internal is not None and internal.key == key for internal in self._repeating.values())
         return is_repeated and self._known_scores.has_room(num_bytes)
 
-    def _repeat(self, request: Request, compression: RequestCompression, key: bytes, index: int) -> None:
+    def _repeat(self, request: Request, compression: RequestCompression, key: bytes | None, index: int) -> None:
         """Queues the internal request that repeats a chunk of the request's context, if there is such a chunk."""
         internal = RepeatingRequest.of(request, compression.config.policy.tracker, key, compression.context, index)
         self._repeating[request.request_id] = internal
@@ -366,10 +373,11 @@ class CompressionSchedulerMixin(Scheduler):
         if isinstance(request, RepeatingRequest):
             shared = self._manager.req_to_blocks[request.parent.request_id][: request.context // self.block_size]
             return self.kv_cache_manager.create_kv_cache_blocks((shared,)), len(shared) * self.block_size, 0, False
-        if (front := self._shared_front(request)) is not None:
+        if (front := self._sharing.first_front(request)) is not None:
             # The last token of all is computed in any case: what comes after it is not part of a front.
             num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
-            writes = self._compressions[request.request_id].config.tracks_decode
+            compression = self._compressions[request.request_id]
+            writes = compression.config.tracks(is_partial=compression.is_in_context(front.segments))
             own = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
             needed = self._manager.num_to_begin(front, writes, request.num_tokens)
             # With nothing else running, a front that does not fit would be waited for for ever.
@@ -424,156 +432,6 @@ class CompressionSchedulerMixin(Scheduler):
         return self._external_bytes.reserve(
             request_id, compression.external_bytes, limits.max_external_bytes
         ) and self._kept_bytes.reserve(request_id, num_bytes, KEPT_SHARE * limits.max_bytes)
-
-    # Contexts that requests share.
-
-    def _front_key(self, request: Request) -> BlockHash | None:
-        """The key of the request's compressed context; None: it is not shared."""
-        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
-        if fronts is None or compression is None or not compression.shares_context:
-            return None
-        if request.request_id not in self._front_keys:
-            key = fronts.key(request, compression.context, compression.config.front_policy)
-            self._front_keys[request.request_id] = key
-        return self._front_keys[request.request_id]
-
-    def _shared_front(self, request: Request) -> SharedFront | None:
-        """What the request can begin with in the prefix cache: the longest turn, otherwise its context's front."""
-        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
-        if fronts is None or compression is None or request.skip_reading_prefix_cache:
-            return None
-        turn = None
-        if compression.config.reuse == "turns":
-            turn = fronts.find_turn(request, compression.config.front_policy)
-            due_at = None if turn is None else compression.next_compression(turn.segments)
-            if turn is not None and due_at is not None and due_at <= turn.num_tokens:
-                turn = None  # it is left over from a larger budget
-            # A front of the whole prompt is of somebody who has asked the same, but not of this session.
-            if turn is not None and (
-                compression.context < turn.num_tokens or compression.context == request.num_prompt_tokens
-            ):
-                return turn
-        key = self._front_key(request)
-        front = None if key is None else fronts.find(key)
-        # The last token's slot must not be one of the front's.
-        fits = front is not None and len(front.blocks) <= (request.num_tokens - 1) // self.block_size
-        return front if fits else turn
-
-    def _begin_with_fronts(self, step: CompressionStep) -> None:
-        """Adds to ``step`` the requests that vLLM has just given fronts."""
-        for request_id, taken in self._manager.take_takeovers().items():
-            compression, front = self._compressions[request_id], taken.front
-            step.adoptions[request_id] = Adoption(
-                key=front.key,
-                compression=compression.config.text,
-                front=front.segments.num_places,
-                tail=front.segments.tail,
-                num_tokens=front.num_tokens,
-                query_window=compression.query_window,
-                sources=taken.sources,
-                blocks=taken.blocks,
-                restores_output=front.num_tokens == self.requests[request_id].num_tokens,
-            )
-            if step.adoptions[request_id].restores_output and front.num_tokens % self.block_size == 0:
-                self._manager.retire(request_id, front.num_tokens // self.block_size - 1)
-            self._kept_bytes.shrink(request_id, compression.ring_bytes)
-            self._reported.pop(request_id, None)  # of a course that it has left
-            count_context(compression.config.name, self._engine, front.num_tokens)
-
-    def _keep_turn(self, request: Request) -> None:
-        """Leaves what a request holds that ends as it should in the prefix cache, if it asked for that."""
-        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
-        if fronts is None or compression is None or compression.config.reuse != "turns":
-            return
-        # A step in flight has computed the last token too, and has counted its query.
-        segments, num_tokens = self._manager.segments_of(request.request_id), request.num_tokens - 1
-        if request.num_in_flight_tokens and segments.tail <= num_tokens:
-            num_tokens = min(request.num_tokens, request.num_computed_tokens)
-        # vLLM takes a hit without a full block for none.
-        is_whole = segments.are_compressed and segments.tail <= num_tokens <= request.num_computed_tokens
-        is_whole = is_whole and num_tokens >= self.block_size
-        if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED) or not is_whole:
-            return
-        policy = compression.config.front_policy
-        key = fronts.key(request, num_tokens, policy, TURN)
-        if key is None or key in fronts:
-            return
-        table = self._manager.req_to_blocks[request.request_id][: cdiv(num_tokens, self.block_size)]
-        rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
-        self._manager.block_pool.touch(blocks)
-        turn = fronts.turn(request, num_tokens, policy)
-        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, compression.shared_bytes, turn))
-        self._turns[request.request_id] = KeptTurn(key, num_tokens, compression.shared_bytes > 0)
-
-    def _keep_outputs(self, output: SchedulerOutput, step: CompressionStep) -> None:
-        """Adds to ``step`` the requests whose contexts end with it, and are shared."""
-        if self._manager.fronts is None or not self._compressions:
-            return
-        for request_id in output.num_scheduled_tokens:
-            compression = self._compressions.get(request_id)
-            if compression is None or self._manager.segments_of(request_id).are_compressed:
-                continue
-            request = self.requests[request_id]
-            if request.num_computed_tokens == compression.context and self._front_key(request) is not None:
-                step.outputs.append(request_id)
-
-    def _plan_to_share(self, request: Request, blocks: list[int]) -> tuple[BlockHash | None, list[int]]:
-        """Key of the front that the request's first compression makes in ``blocks`` (ids), None if it is not shared;
-        and ids of the blocks that it is to be copied to, none if it can be shared where it is."""
-        key, fronts = self._front_key(request), self._manager.fronts
-        compression, copies = self._compressions[request.request_id], list[KVCacheBlock]()
-        if key is None or fronts is None:
-            return None, []
-        count_context(compression.config.name, self._engine, 0)
-        # New tokens may go to the last block of a front that saves none.
-        is_made = key in fronts or key in self._unshared or self._contexts.is_restored(key)
-        if is_made or len(blocks) > compression.context // self.block_size:
-            return None, []
-        front = None
-        if compression.config.tracks_decode:
-            taken = self._manager.copy_of(len(blocks))
-            if taken is None:
-                return None, []
-            copies, segments = taken, self._manager.segments_of(request.request_id)
-            front = self._front_of_context(key, segments, taken, compression)
-        self._unshared[key] = front
-        return key, [block.block_id for block in copies]
-
-    @staticmethod
-    def _front_of_context(
-        key: BlockHash, segments: Segments, blocks: list[KVCacheBlock], compression: RequestCompression
-    ) -> SharedFront:
-        rows, num_bytes = tuple(range(len(blocks))), compression.shared_bytes
-        return SharedFront(key, segments, segments.tail, rows, tuple(blocks), num_bytes)
-
-    def _share(self, plan: CompressionPlan, report: CompressionReport) -> None:
-        """Puts the front of a plan that has been carried out into the prefix cache, unless that failed."""
-        fronts = self._manager.fronts
-        if plan.key is None or fronts is None:
-            return
-        key = BlockHash(plan.key)
-        front, segments = self._unshared.pop(key), self._manager.segments_of(plan.request_id)
-        reported = report.fronts.get(plan.request_id)
-        if front is None and segments.changed_at == plan.seq_len:
-            blocks = self._manager.req_to_blocks[plan.request_id][
-                : reported.num_blocks if reported else len(plan.blocks)
-            ]
-            self._manager.block_pool.touch(blocks)
-            front = self._front_of_context(key, segments, blocks, self._compressions[plan.request_id])
-        elif front is not None and reported is not None:
-            self._manager.discard(front.blocks[reported.num_blocks :])
-            front = replace(
-                front,
-                segments=replace(front.segments, front=reported.entries),
-                rows=front.rows[: reported.num_blocks],
-                blocks=front.blocks[: reported.num_blocks],
-            )
-        if front is not None and plan.request_id not in report.failures:
-            self._manager.share(front)
-            return
-        if front is not None:
-            self._manager.discard(front.blocks)
-        fronts.forget(key)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         return self.kv_cache_manager.take_new_block_ids() or None
@@ -636,9 +494,11 @@ class CompressionSchedulerMixin(Scheduler):
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
-        key, copies = (None, []) if segments.are_compressed else self._plan_to_share(request, relocation.blocks)
+        is_of_context = compression.is_in_context(segments)
+        is_partial = is_of_context and num_computed < compression.context
+        key, copies = self._sharing.plan(request, relocation.blocks, num_computed) if is_of_context else (None, [])
         # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
-        if key is not None and compression.context < request.num_prompt_tokens:
+        if key is not None and not is_partial and compression.context < request.num_prompt_tokens:
             self._manager.supersede(computed)
         plan = CompressionPlan(
             request_id=request_id,
@@ -656,6 +516,8 @@ class CompressionSchedulerMixin(Scheduler):
             is_refresh=is_refresh,
             external_tokens=compression.total if compression.external_bytes else 0,
             num_computed=num_computed,
+            is_partial=is_partial,
+            is_rescored=compression.is_rescored(segments),
             key=key,
             copies=copies,
         )
@@ -690,7 +552,7 @@ class CompressionSchedulerMixin(Scheduler):
                 num_freed = self._manager.shrink_front(request_id, front)
                 self._count_freed(request_id, num_freed + self._unreported.pop(request_id, 0))
         for plan in attached_step(scheduler_output).plans:
-            self._share(plan, report)
+            self._sharing.share(plan, report)
         self._failed.update(report.failures)
         # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
         self._end_failed()

@@ -105,7 +105,9 @@ async def enforce_limits(engine_client: "EngineClient") -> None:
         touches_per_second=min(rates.touches_per_second for rates in workers),
     )
     _model = EngineModel(config.model_config)
-    _limits, _default = replace(request_limits(config), rates=slowest), plugin_config(config).default
+    limits, num_blocks = request_limits(config), min(await engine_client.collective_rpc("num_kv_blocks"))
+    _limits = replace(limits, rates=slowest, pool_tokens=(num_blocks - 1) * limits.block_size)
+    _default = plugin_config(config).default
 
 
 class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
@@ -152,8 +154,15 @@ def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | Pool
         return
     try:
         _check_key(params)
-        if (config := _requested(params)) is not None:
-            _check_config(config, processed_inputs, params)
+        config = _requested(params)
+        _, prompt = split_enc_dec_input(processed_inputs)
+        token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+        num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
+        if config is not None:
+            _check_config(config, token_ids, num_tokens, params)
+        if _limits is not None:
+            is_plain = config is None or config.never_compresses(num_tokens, params.max_tokens or 1)
+            _limits.check_room(None if is_plain else config, num_tokens)
     except CompressionError as error:
         verdict.error = error
         count_rejection(error.reason)
@@ -167,10 +176,9 @@ def _check_key(params: SamplingParams) -> None:
         raise CompressionError(CONTEXT_KEY, message, "wrong_place")
 
 
-def _check_config(config: CompressionConfig, processed_inputs: "EngineInput", params: SamplingParams) -> None:
-    _, prompt = split_enc_dec_input(processed_inputs)
-    token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
-    num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
+def _check_config(
+    config: CompressionConfig, token_ids: list[int] | None, num_tokens: int, params: SamplingParams
+) -> None:
     if (prefix := PREFIX.get()) is not None:
         prefix.check(token_ids)
     config.check_prompt(num_tokens)

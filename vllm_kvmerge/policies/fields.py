@@ -73,6 +73,14 @@ class Refresh(BaseModel):
     )
 
 
+class Prefill(BaseModel):
+    """Compression of the context while it is being computed, so that it need not fit into the cache."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    chunk: int = Field(ge=1, le=MAX_TOKENS, description="Tokens beyond the budget that trigger a compression.")
+
+
 def _check_range(tokens: tuple[int, int]) -> tuple[int, int]:
     if tokens[0] < tokens[1]:
         return tokens
@@ -133,6 +141,11 @@ class CommonFields(BaseModel):
         None,
         description="turns: when the request ends, its cache stays in the prefix cache, and a request with the same "
         "policy whose prompt begins with its tokens goes on from there, as in one session. Default: never.",
+    )
+    prefill: Prefill | None = Field(
+        None,
+        description="Compress the context while it is being computed, whenever budget + chunk entries have gathered, "
+        "for the newest queries by then. Default: once, at its end.",
     )
     refresh: Refresh | None = Field(
         None,

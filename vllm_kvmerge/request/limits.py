@@ -8,7 +8,7 @@ from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import Part, Tracker
-from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, gathering
+from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, attending, gathering
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
@@ -34,13 +34,15 @@ class ModelShape:
 class Compression:
     """A future compression of a request. num_entries: per KV head, before it. budget: mean per KV head, after it.
     interval: tokens from one to the next; None: the only one of its kind. num_scored: tokens of a complete cache that
-    newest queries score first, for a refresh; 0: it is none."""
+    newest queries score first, for a refresh; 0: it is none. num_rescored: entries that they score first, of a context
+    that is compressed while it is computed; 0: they do not."""
 
     num_entries: int
     budget: int
     at_prompt_end: bool
     interval: int | None = None
     num_scored: int = 0
+    num_rescored: int = 0
 
 
 def compressions(
@@ -52,8 +54,15 @@ def compressions(
     budget, interval = config.resolve_budget(context), config.interval or block_size
     capacity = config.resolve_capacity(context)
     most = total if capacity is None else capacity
-    if context > budget:
+    if context > budget and config.prefill is None:
         yield Compression(context, budget, at_prompt_end=True)
+    elif context > budget and config.prefill is not None:
+        chunk = config.prefill.chunk
+        yield Compression(min(context, budget + chunk), budget, at_prompt_end=True)
+        if context > budget + chunk:
+            largest = min(context, most + chunk)
+            num_rescored = largest if config.rescoring_window else 0
+            yield Compression(largest, budget, at_prompt_end=False, interval=chunk, num_rescored=num_rescored)
     if config.decode == "bounded":
         # A question is read as a whole before any of it is dropped.
         question = min(context, most) + num_prompt_tokens - context
@@ -75,7 +84,8 @@ class Limits:
     of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
     num_token_ids: of the model. max_num_seqs: requests that run at once. shares_contexts: what has been compressed
-    stays in the prefix cache. rates: speed of the workers; None: not known yet, so time is not limited.
+    stays in the prefix cache. pool_tokens: that the pool has slots for; None: not known yet. rates: speed of the
+    workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -89,6 +99,7 @@ class Limits:
     num_token_ids: int = 1 << 31
     max_num_seqs: int = 2
     shares_contexts: bool = True
+    pool_tokens: int | None = None
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
@@ -115,6 +126,60 @@ class Limits:
         if excess is not None:
             remedies = list(self._remedies(config, num_prompt_tokens, max_tokens))
             raise CompressionError(EXTRA_ARGS_KEY, f"{excess}; allowed: {' or '.join(remedies)}", "too_expensive")
+
+    def check_room(self, config: CompressionConfig | None, num_prompt_tokens: int) -> None:
+        """Refuses a request whose prompt, however little else runs, would never fit into the pool; None: a request
+        that is not compressed.
+
+        Raises:
+            CompressionError: says what would fit.
+        """
+        if self.pool_tokens is None or self.slots(config, num_prompt_tokens) < self.pool_tokens:
+            return
+        pool, needed = self.pool_tokens, self.slots(config, num_prompt_tokens)
+        longest = _most(1, num_prompt_tokens, lambda length: self.slots(config, length) < pool)
+        field = "prompt" if config is None else f"{EXTRA_ARGS_KEY}.prefill"
+        what = "without compression" if config is None else f"with {config.name!r}"
+        raise CompressionError(
+            field,
+            f"{num_prompt_tokens} tokens take {needed} slots of the KV cache {what}, and it has {pool}; allowed: up to "
+            f"{longest or 0} tokens, or {EXTRA_ARGS_KEY} with a budget and prefill.chunk that fit",
+            "too_long_for_pool",
+        )
+
+    def slots(self, config: CompressionConfig | None, num_prompt_tokens: int) -> int:
+        """Most slots that a request takes, alone, until it generates."""
+        if config is None:
+            return num_prompt_tokens
+        context = config.resolve_context(num_prompt_tokens)
+        front = self._front(config, context)
+        if context <= config.resolve_budget(context) or config.prefill is None:
+            return max(num_prompt_tokens, front)
+        # A front may end within a block, and a tail may begin within one.
+        followed = max(min(context - front, config.prefill.chunk), num_prompt_tokens - context)
+        return min(front + followed + 2 * self.block_size, num_prompt_tokens)
+
+    def _front(self, config: CompressionConfig, context: int) -> int:
+        """Most slots of a compressed context."""
+        budget, capacity = config.resolve_budget(context), config.resolve_capacity(context)
+        if self.head_pages and capacity is not None:
+            capacity = budget
+        return context if capacity is None else min(context, capacity)
+
+    def most_generated(self, config: CompressionConfig | None, num_prompt_tokens: int) -> int:
+        """New tokens that the pool has room for if the request runs alone, up to those that the model can read."""
+        most = max(0, self.max_model_len - num_prompt_tokens)
+        if self.pool_tokens is None or self.pool_tokens >= self.max_model_len:
+            return most
+        held = num_prompt_tokens
+        if config is not None:
+            context = config.resolve_context(num_prompt_tokens)
+            budget, interval = config.resolve_budget(context), config.interval or self.block_size
+            if config.decode == "bounded" and budget + interval + 2 * self.block_size <= self.pool_tokens:
+                return most
+            if context > budget:
+                held = self._front(config, context) + num_prompt_tokens - context + 2 * self.block_size
+        return min(most, max(1, self.pool_tokens - held))
 
     def possible_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """New tokens that a request can come to. max_tokens: that it asks for; None: as many as the model can."""
@@ -213,6 +278,11 @@ class Limits:
     def cost(self, config: CompressionConfig, compression: Compression) -> Cost:
         """Cost of one KV head of one layer."""
         cost = config.policy.cost(self._cost_shape(compression))
+        if compression.num_rescored:
+            keys = compression.num_rescored * self.shape.head_size
+            held = attending(compression.num_rescored, config.rescoring_window, self.shape.group_size)
+            scores = config.rescoring_window * self.shape.group_size * compression.num_rescored
+            cost += Cost(keys + held, scores * self.shape.head_size, gathering(keys) + 8 * scores)
         if not compression.num_scored:
             return cost
         # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.

@@ -14,7 +14,7 @@ from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.choice import PartNames, choose
 from vllm_kvmerge.policies.errors import PartError, blamed_on
-from vllm_kvmerge.policies.fields import Budget, CommonFields, Protect, Refresh, ThresholdBudget
+from vllm_kvmerge.policies.fields import Budget, CommonFields, Prefill, Protect, Refresh, ThresholdBudget
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 from vllm_kvmerge.request.recommended import with_policy
 
@@ -52,7 +52,7 @@ def unlocated(field: str, why: str) -> CompressionError:
     return CompressionError(f"{EXTRA_ARGS_KEY}.{field}", f"{why}; allowed: {IN_TOKENS[field]}", "unknown_messages")
 
 
-OBJECTS: Mapping[str, type[BaseModel]] = {"refresh": Refresh, "protect": Protect}
+OBJECTS: Mapping[str, type[BaseModel]] = {"prefill": Prefill, "refresh": Refresh, "protect": Protect}
 """Common fields that are objects themselves."""
 
 MAX_SHOWN = 80
@@ -127,6 +127,11 @@ class CompressionConfig(CommonFields):
         """True if scores change, or are added, while the request generates."""
         return self.decode == "bounded" and self.policy.scores_tokens
 
+    def tracks(self, is_partial: bool) -> bool:
+        """True if attention writes scores into the compressed cache. is_partial: while more of the context is computed,
+        when trackers of a window score nothing yet."""
+        return self.prompt_window == "all" if is_partial else self.tracks_decode
+
     @property
     def prompt_window(self) -> int | Literal["all"]:
         """Number of the context's last tokens that must be scored as queries; 0 if the policy needs no scores."""
@@ -134,9 +139,14 @@ class CompressionConfig(CommonFields):
 
     @property
     def query_window(self) -> int:
-        """Number of the newest queries to keep, for the policy and for refreshes."""
-        window = self.policy.query_window
-        return window if self.refresh is None else max(window, self.refresh_window)
+        """Number of the newest queries to keep, for the policy, for refreshes, and for a context's later chunks."""
+        return max(self.policy.query_window, self.refresh_window, self.rescoring_window)
+
+    @property
+    def rescoring_window(self) -> int:
+        """Number of the newest queries that score a context's entries anew at each compression but the first; 0 if
+        there are none, or attention goes on scoring all queries."""
+        return self.prompt_window if self.prefill is not None and isinstance(self.prompt_window, int) else 0
 
     @property
     def refresh_window(self) -> int:
@@ -301,6 +311,10 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         config.check_protected(config.budget)
     if policy.tracker.repeats_context or policy.tracker.predicts_scores:
         _check_scored_once(config)
+    if config.prefill is not None and (config.refresh is not None or policy.tracker.repeats_context):
+        other = "a refresh" if config.refresh is not None else f"tracker {policy.tracker.name!r}"
+        message = f"chunks with {other}, which needs the whole context; allowed: null"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.prefill", message, "incompatible_fields")
     if config.reuse is not None and config.refresh is not None:
         message = f"{config.reuse!r} with a refresh, whose complete cache ends with the request; allowed: null"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.reuse", message, "incompatible_fields")

@@ -163,7 +163,7 @@ def test_the_same_outputs_as_with_dead_entries(fields, decode):
     counts = set()
     for side in (paged, masked):
         side.write(0, keys[:, :PROMPT], values[:, :PROMPT])
-        window = one.scored_from if one.scored_from is not None else PROMPT
+        window = 0 if one.window == "all" else PROMPT - one.window
         for layer, cache in enumerate(side.layers):
             side.ring.write(layer, queries[layer, PROMPT - side.ring.window : PROMPT], PROMPT)
             if window < PROMPT:

@@ -17,7 +17,7 @@ from vllm_kvmerge.engine.plan import CompressionPlan, FrontReport
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
-from vllm_kvmerge.ops import HeadPages, PagedKVCache, Rows, SequenceLayers
+from vllm_kvmerge.ops import HeadPages, PagedKVCache, Rows, ScoreUpdate, SequenceLayers
 from vllm_kvmerge.ops.types import Destination, sent
 from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionPolicy, CompressionResult, Heads, Queries
 from vllm_kvmerge.policies.checks import is_foreign
@@ -25,6 +25,7 @@ from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
 from vllm_kvmerge.policies.deadline import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
+from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.shares import fitted_budgets
 
@@ -37,13 +38,21 @@ SLACK = 4
 
 
 @dataclass(frozen=True)
+class Rescoring:
+    """Statistics made anew by the newest ``window`` queries."""
+
+    update: ScoreUpdate
+    window: int
+
+
+@dataclass(frozen=True)
 class Compaction:
     """A plan, with the state of its request.
 
     source_blocks: ids of the request's blocks before the plan. prompt_scores: statistics of its tokens, for a first
-    compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them.
-    complete: the complete cache that a refresh starts from. pages: of the request's heads, one row per layer, if its
-    front is not an ordinary one.
+    compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them, or
+    they score its entries anew (rescoring). complete: the complete cache that a refresh starts from. pages: of the
+    request's heads, one row per layer, if its front is not an ordinary one.
     """
 
     plan: CompressionPlan
@@ -51,6 +60,7 @@ class Compaction:
     source_blocks: Tensor
     prompt_scores: PromptScores | None = None
     ring: QueryRing | None = None
+    rescoring: Rescoring | None = None
     complete: ExternalCache | None = None
     pages: HeadPages | None = None
 
@@ -73,13 +83,16 @@ class Compaction:
 
     @property
     def num_queries(self) -> int:
-        """Number of the newest queries in ``ring`` that the policy reads."""
-        return 0 if self.ring is None else len(self.ring.positions(self.plan.seq_len, self.policy.query_window))
+        """Number of the newest queries in ``ring`` that are read."""
+        if self.ring is None:
+            return 0
+        window = max(self.policy.query_window, 0 if self.rescoring is None else self.rescoring.window)
+        return len(self.ring.positions(self.plan.seq_len, window))
 
-    def newest_queries(self, layers: list[int]) -> tuple[Tensor, Tensor]:
+    def newest_queries(self, layers: list[int], window: int) -> tuple[Tensor, Tensor]:
         """Queries, ``[layers, w, H * G, d]`` in the model's dtype, and their positions, ``[w]`` int64."""
         assert self.ring is not None
-        end, window = self.plan.seq_len, self.policy.query_window
+        end = self.plan.seq_len
         return self.ring.queries(end, layers, window), self.ring.positions(end, window)
 
 
@@ -190,7 +203,7 @@ class Compactor:
             sizes = compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries
             # Each complete cache is an allocation of its own, so refreshes go one by one.
             source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
-            layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink
+            layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
             # By the policy's text: parameters of another package's policy may not be hashable.
             batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source, *layout), []).append(index)
         counts, failures, pages, fronts = [], {}, {}, {}
@@ -419,6 +432,8 @@ class Compactor:
         is_copied = batch.complete is not None and self.device.type != "cpu"
         if not batch.policy.needs_output_weights and not is_copied and isinstance(batch.cost, Cost):
             restored = 0 if batch.complete is None else 2 * batch.plan.new_front * self.layers[0].head_size
+            if batch.compactions[0].rescoring is not None:
+                restored += batch.compactions[0].num_entries * self.layers[0].head_size
             size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * (batch.cost.numbers + restored)))
         for start in range(0, len(seq_layers), size):
             yield seq_layers[start : start + size]
@@ -449,6 +464,7 @@ class Compactor:
         shares = self._shares_of(seq_layers, batch) if batch.shares else None
         if shares is not None and batch.deals:  # other places have no room
             capacity = max(shares)
+        window = batch.policy.query_window
         return CompressionContext(
             budget=batch.plan.budget,
             capacity=capacity,
@@ -456,7 +472,7 @@ class Compactor:
             at_prompt_end=batch.is_of_tokens,
             heads=Heads.of(layers, self.head_indices, len(self.layers), self.all_heads),
             scale=self.scale,
-            queries=self._queries(seq_layers, batch) if batch.compactions[0].ring is not None else None,
+            queries=self._queries(seq_layers, batch, window) if batch.compactions[0].ring and window else None,
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
             rotation=self.rotation,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
@@ -468,11 +484,11 @@ class Compactor:
         size = self.num_kv_heads
         return [share for one in seq_layers for share in batch.shares[one.request][one.layer * size :][:size]]
 
-    def _queries(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Queries:
+    def _queries(self, seq_layers: list[_SequenceLayer], batch: _Batch, window: int) -> Queries:
         vectors, positions = [], []
         for index, some in groupby(seq_layers, key=lambda one: one.request):
             layers = [one.layer for one in some]
-            newest, where = batch.compactions[index].newest_queries(layers)
+            newest, where = batch.compactions[index].newest_queries(layers, window)
             vectors.append(newest)
             positions += [where] * len(layers) * self.num_kv_heads
         # [sequence layers, w, H * G, d]
@@ -494,6 +510,9 @@ class Compactor:
                     heads = slice(row * self.num_kv_heads, (row + 1) * self.num_kv_heads)
                     entries.scores[heads] = scores.scores[layer, :, : len(entries)]
                     entries.aux[heads] = scores.aux[layer, :, : len(entries)]
+        if (rescoring := batch.compactions[0].rescoring) is not None:
+            queries = self._queries(seq_layers, batch, rescoring.window)
+            entries.scores, entries.aux = newest_scores(entries, queries, rescoring.update, self.scale)
         return entries
 
     def _located(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> SequenceLayers:

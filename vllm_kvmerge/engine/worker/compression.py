@@ -37,7 +37,7 @@ from vllm_kvmerge.engine.attention.rows import (
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionStep, RepeatedChunk, attached_step
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Rescoring
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
@@ -137,6 +137,11 @@ class Compression:
     def layers(self) -> dict[str, Attention]:
         """The model's attention layers by name."""
         return get_layers_from_vllm_config(self._config, Attention)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block included."""
+        return len(self.compactor.layers[0].log_votes)
 
     def known_rates(self) -> dict[str, float]:
         """The worker's ``Rates``, once there is a KV cache."""
@@ -242,7 +247,7 @@ class Compression:
         """The state of a request that begins with a front."""
         config, front = parse_known(adoption.compression), self._fronts[adoption.key]
         state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table)
-        self._track(state, config)
+        self._track(state, config, adoption.is_partial)
         if front.pages is not None and adoption.blocks:
             state.pages = moved(front.pages, adoption.sources, adoption.blocks)
             state.table = self._table(state.pages)
@@ -251,10 +256,11 @@ class Compression:
             state.ring.fill(front.queries, adoption.num_tokens)
         return state
 
-    def _track(self, state: RequestState, config: CompressionConfig) -> None:
-        """Has attention go on with a compressed request's scores as its policy asks."""
-        state.update = score_update(config) if config.tracks_decode else NO_UPDATE
-        state.predicts = config.tracks_decode and config.policy.tracker.predicts_scores
+    def _track(self, state: RequestState, config: CompressionConfig, is_partial: bool = False) -> None:
+        """Has attention go on with a compressed request's scores as its policy asks (``CompressionConfig.tracks``)."""
+        tracks = config.tracks(is_partial)
+        state.update = score_update(config) if tracks else NO_UPDATE
+        state.predicts = tracks and config.policy.tracker.predicts_scores
 
     def row(self, request_id: str, num_scheduled: int, num_computed: int) -> BatchRow:
         """The batch row of a request with ``num_scheduled`` new tokens after ``num_computed``."""
@@ -331,7 +337,8 @@ class Compression:
         of what such a front's last token has come to since. hidden_states: the model's, ``[tokens, hidden]``."""
         places, self._last_tokens = self._last_tokens, {}
         for request_id, place in places.items():
-            if (adoption := self.step.adoptions.get(request_id)) is not None:
+            adoption = self.step.adoptions.get(request_id)
+            if adoption is not None and adoption.restores_output:
                 output = self._fronts[adoption.key].output
                 assert output is not None
                 hidden_states[place] = output
@@ -413,8 +420,10 @@ class Compression:
         compactions, lost = [], {}
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             blocks = blocks_of(plan.request_id)
-            ring = state.ring if config.policy.query_window else None
-            compaction = Compaction(plan, config.policy, blocks, state.prompt_scores, ring, pages=state.pages)
+            ring = state.ring if config.policy.query_window or plan.is_rescored else None
+            rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
+            sources = blocks, state.prompt_scores, ring, rescoring
+            compaction = Compaction(plan, config.policy, *sources, pages=state.pages)
             if plan.external_tokens:
                 try:
                     compaction = self._with_complete(compaction, config, state)
@@ -426,7 +435,7 @@ class Compression:
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
             state.table = None if state.pages is None else self._table(state.pages)
-            self._track(state, config)
+            self._track(state, config, plan.is_partial)
             state.prompt_scores = None
             if plan.key is not None:
                 self._fronts[plan.key] = self._kept(plan, config, state)
@@ -451,7 +460,7 @@ class Compression:
         if pages is not None and plan.copies:
             pages = moved(pages, plan.blocks, plan.copies)
             table = self._table(pages)
-        if config.decode == "bounded" and state.ring is not None:
+        if (config.decode == "bounded" or plan.is_partial) and state.ring is not None:
             queries = state.ring.queries(plan.seq_len)
         return KeptFront(pages, table, queries, state.output)
 

@@ -30,6 +30,10 @@ class KVMergeWorker(CPUWorker):
         """The worker's ``policies.cost.Rates``, for API servers."""
         return self.model_runner.compression.known_rates()
 
+    def num_kv_blocks(self) -> int:
+        """``Compression.num_blocks``, for API servers."""
+        return self.model_runner.compression.num_blocks
+
     def save_front(self, order: str) -> str | None:
         """``Compression.save_front``, for API servers."""
         return self.model_runner.compression.save_front(order)

@@ -36,6 +36,8 @@ def fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         sample = parameter.detach().flatten()[:SAMPLE].float().cpu()
+        # Modules that may have LoRA adapters hold those that the model has without.
+        name = name.replace(".base_layer.", ".")
         digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()
 

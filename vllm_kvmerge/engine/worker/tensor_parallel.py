@@ -36,7 +36,11 @@ class HeadShare:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """``[H, ...]`` of all KV heads, each once, from the tensors of the workers' own heads."""
-        gathered = get_tp_group().all_gather(tensor.contiguous(), dim=0)
+        # Where workers share memory, vLLM's operator takes floating-point numbers alone. It copies them bit by bit.
+        bits = tensor.contiguous().unsqueeze(-1)
+        if not tensor.is_floating_point():
+            bits = bits.view(torch.float32)
+        gathered = get_tp_group().all_gather(bits, dim=0).view(tensor.dtype).squeeze(-1)
         return gathered.unflatten(0, (-1, tensor.shape[0]))[:: self.num_replicas].flatten(0, 1)
 
     def failed_anywhere(self, failed: list[bool]) -> list[bool]:

@@ -1,0 +1,153 @@
+"""One engine behind two API servers, with LoRA adapters: contexts are the engine's, and those of an adapter its own."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.server.conftest import ONE_PROCESS_PER_ENGINE, Server, serving
+from tests.server.test_contexts import FACTS, FIELD, QUESTION, ROUTE, ask, assert_said, cached, keep, said, tokens_of
+from tests.server.test_several_processes import from_both
+from vllm_kvmerge import demo
+
+pytestmark = pytest.mark.engine
+
+RANK = 4
+MODELS = ("demo", "a", "b")
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """A random LoRA adapter of queries and values, in PEFT's format."""
+    config = json.loads((Path(demo.model_path()) / "config.json").read_text())
+    widths = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, num_heads in widths.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            shapes = {"A": (RANK, config["hidden_size"]), "B": (num_heads * config["head_dim"], RANK)}
+            for matrix, shape in shapes.items():
+                tensors[f"{prefix}.lora_{matrix}.weight"] = 0.3 * torch.randn(shape, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(widths), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    adapters = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(MODELS[1:]):
+        write_adapter(adapters / name, seed)
+    modules = (f"{name}={adapters / name}" for name in MODELS[1:])
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules)
+    with serving(*with_contexts(folder), *options) as ready:
+        yield ready
+
+
+def with_contexts(folder: Path) -> tuple[str, ...]:
+    options = ("--api-server-count", "2", "--enable-prompt-tokens-details", "--kvmerge-contexts", str(folder))
+    return *options, *ONE_PROCESS_PER_ENGINE
+
+
+def listed(server: Server) -> list[list[str]]:
+    """Ids of the contexts that either API server knows."""
+    return [[one["id"] for one in answer.json()["data"]] for answer in from_both(server, "GET", ROUTE)]
+
+
+def completion(**body) -> dict:
+    return {"model": "demo", "max_tokens": 6, "temperature": 0, "logprobs": 1, "prompt": QUESTION} | body
+
+
+def test_each_knows_what_the_other_keeps(both, folder, tmp_path):
+    tokens = tokens_of(both, prompt=FACTS)
+    question = tokens_of(both, prompt=QUESTION, add_special_tokens=False)
+    whole = {"kv_compression": FIELD | {"context_tokens": len(tokens)}, "cache_salt": "other"}
+    expected = said(ask(both, prompt=tokens + question, **whole))
+    body = {"model": "demo", "prompt": FACTS, "kv_compression": FIELD}
+    made = [answer.json() for answer in from_both(both, "POST", ROUTE, json=body)]
+    ids = [one["id"] for one in made]
+    assert len({*ids}) == len(ids) >= 2 and all(one["saved"] for one in made)
+    assert all(found == ids for found in listed(both))
+    for one in made:
+        for answer in from_both(both, "GET", f"{ROUTE}/{one['id']}"):
+            assert answer.json() == one | {"seconds": None}
+        asked = completion(kv_compression={"context": one["id"]})
+        for answer in from_both(both, "POST", "/v1/completions", json=asked):
+            assert_said(answer, expected)
+            assert cached(answer) == len(tokens)
+    deleted, *left = ids
+    assert httpx.delete(f"{both.url}{ROUTE}/{deleted}").status_code == 200
+    assert {answer.status_code for answer in from_both(both, "GET", f"{ROUTE}/{deleted}")} == {404}
+    asked = completion(kv_compression={"context": deleted})
+    assert {answer.status_code for answer in from_both(both, "POST", "/v1/completions", json=asked)} == {404}
+    # A server that starts has them too, without the adapters as well.
+    shutil.copytree(folder, tmp_path / "saved")
+    with serving(*with_contexts(tmp_path / "saved")) as later:
+        assert all(sorted(found) == sorted(left) for found in listed(later))
+        asked = completion(kv_compression={"context": left[0]})
+        for answer in from_both(later, "POST", "/v1/completions", json=asked):
+            assert_said(answer, expected)
+            assert cached(answer) == len(tokens)
+        assert later.metric("vllm:kvmerge_kept_contexts") == len(left)
+        assert not any("is not used" in line for line in later.log)
+    for one in left:
+        assert httpx.delete(f"{both.url}{ROUTE}/{one}").status_code == 200
+    assert not any(listed(both)) and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "kvzip"])
+def test_each_adapter_has_a_front_of_its_own(both, policy):
+    """What it answers alone is asked first, under salts that share nothing."""
+    asked = {
+        model: completion(model=model, prompt=FACTS + QUESTION, kv_compression=FIELD | {"policy": policy})
+        for model in MODELS
+    }
+    for body in asked.values():
+        body["kv_compression"]["context_tokens"] = 500
+    expected = {model: said(ask(both, **body, cache_salt=model)) for model, body in asked.items()}
+    assert len({tuple(texts) for texts, *_ in expected.values()}) == len(MODELS)
+    misses = both.metric("vllm:kvmerge_context_misses_total", policy=policy)
+    hits = both.metric("vllm:kvmerge_context_hits_total", policy=policy)
+    for _ in range(2):
+        for model, body in asked.items():
+            answer = ask(both, **body)
+            assert_said(answer, expected[model])
+    assert cached(answer) == 500
+    assert both.metric("vllm:kvmerge_context_misses_total", policy=policy) == misses + len(MODELS)
+    assert both.metric("vllm:kvmerge_context_hits_total", policy=policy) == hits + len(MODELS)
+
+
+def test_turns_of_an_adapter_are_its_own(both):
+    field = {"policy": "snapkv", "budget": 96, "reuse": "turns"}
+    session = tokens_of(both, prompt=FACTS)[:300]
+    for model in MODELS:
+        first = ask(both, model=model, prompt=session, kv_compression=field, return_token_ids=True)
+        second = session + first.json()["choices"][0]["token_ids"] + session[1:20]
+        found = {other: cached(ask(both, model=other, prompt=second, kv_compression=field)) for other in MODELS}
+        assert found.pop(model) == 305
+        assert all(num_tokens % 32 == 0 for num_tokens in found.values())
+
+
+def test_contexts_of_an_adapter_are_kept_for_it_alone(both, folder):
+    kept = keep(both, model="a")
+    whole = {"model": "a", "prompt": FACTS + QUESTION, "cache_salt": "other"}
+    expected = said(ask(both, **whole, kv_compression=FIELD | {"context_tokens": kept["tokens"]}))
+    body = completion(model="a", kv_compression={"context": kept["id"]})
+    for answer in from_both(both, "POST", "/v1/completions", json=body):
+        assert_said(answer, expected)
+        assert cached(answer) == kept["tokens"]
+    for other in ("demo", "b"):
+        assert ask(both, **body | {"model": other}).status_code == 404
+    # Its tokens do not say all of it.
+    assert not kept["saved"] and not list(folder.iterdir())
+    assert httpx.delete(f"{both.url}{ROUTE}/{kept['id']}").status_code == 200

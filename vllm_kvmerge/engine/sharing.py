@@ -1,0 +1,230 @@
+"""Contexts that requests share: who leaves compressed fronts in the prefix cache, and who begins with one."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.fronts import PART, TURN, SharedFront
+from vllm_kvmerge.engine.metrics import count_context
+from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn, Segments
+from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
+from vllm_kvmerge.policies.errors import PartError
+
+
+class ContextSharing:
+    """The scheduler's side of shared contexts. Without a ``FrontCache`` of its ``manager`` none are shared.
+
+    compressions: of the scheduler's requests. engine: its index.
+    """
+
+    def __init__(
+        self,
+        manager: MergeableAttentionManager,
+        compressions: Mapping[str, RequestCompression],
+        engine: int,
+    ) -> None:
+        self._manager, self._compressions, self._engine = manager, compressions, engine
+        self._keys: dict[str, BlockHash | None] = {}
+        self._parts: dict[str, dict[int, BlockHash]] = {}
+        """Keys of a context's parts, longest first, by the number of their tokens."""
+        self._unshared: dict[BlockHash, SharedFront | None] = {}
+        """Fronts that steps in flight make: the copies that they are in, or None where their requests hold them."""
+        self._turns: dict[str, KeptTurn] = {}
+        """By request that has ended since the last step."""
+
+    def __len__(self) -> int:
+        """Number of requests and of steps in flight that it knows."""
+        return len(self._keys) + len(self._parts) + len(self._unshared)
+
+    def key(self, request: Request) -> BlockHash | None:
+        """The key of the request's compressed context; None: it is not shared."""
+        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
+        if fronts is None or compression is None or not compression.shares_context:
+            return None
+        if request.request_id not in self._keys:
+            key = fronts.key(request, compression.context, compression.config.front_policy)
+            self._keys[request.request_id] = key
+        return self._keys[request.request_id]
+
+    def front_of(self, request: Request) -> SharedFront | None:
+        """The front of the request's context, if it is in the prefix cache."""
+        key, fronts = self.key(request), self._manager.fronts
+        return None if key is None or fronts is None else fronts.find(key)
+
+    def _keys_of_parts(self, request: Request) -> dict[int, BlockHash]:
+        """Keys of the context's parts that are compressed before its end, longest first, by their numbers of tokens."""
+        fronts, compression = self._manager.fronts, self._compressions[request.request_id]
+        if fronts is None or compression.chunk is None or not compression.shares_context:
+            return {}
+        if request.request_id not in self._parts:
+            try:
+                counts = compression.parts_of_context()
+            except PartError:  # it is told when the compression is due
+                counts = []
+            # A share of a longer context is another budget.
+            policy = compression.config.front_policy, PART, str(compression.budget)
+            keys = {count: fronts.key(request, count, *policy) for count in reversed(counts)}
+            self._parts[request.request_id] = {count: key for count, key in keys.items() if key is not None}
+        return self._parts[request.request_id]
+
+    def first_front(self, request: Request) -> SharedFront | None:
+        """What the request can begin with in the prefix cache: the longest turn, otherwise its context's front, or that
+        of the longest part of it."""
+        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
+        if fronts is None or compression is None or request.skip_reading_prefix_cache:
+            return None
+        turn = None
+        if compression.config.reuse == "turns":
+            turn = fronts.find_turn(request, compression.config.front_policy)
+            due_at = None if turn is None else compression.next_compression(turn.segments)
+            if turn is not None and due_at is not None and due_at <= turn.num_tokens:
+                turn = None  # it is left over from a larger budget
+            # A front of the whole prompt is of somebody who has asked the same, but not of this session.
+            if turn is not None and (
+                compression.context < turn.num_tokens or compression.context == request.num_prompt_tokens
+            ):
+                return turn
+        front = self.front_of(request)
+        # The last token's slot must not be one of the front's.
+        if front is not None and len(front.blocks) <= (request.num_tokens - 1) // self._manager.block_size:
+            return front
+        parts = self._keys_of_parts(request).values()
+        part = next((found for key in parts if (found := fronts.find(key)) is not None), None)
+        return max((one for one in (turn, part) if one is not None), key=lambda one: one.num_tokens, default=None)
+
+    def adoptions(self, requests: Mapping[str, Request]) -> dict[str, Adoption]:
+        """Of the requests that vLLM has just given fronts."""
+        adoptions, block_size = dict[str, Adoption](), self._manager.block_size
+        for request_id, taken in self._manager.take_takeovers().items():
+            compression, front = self._compressions[request_id], taken.front
+            restores_output = front.num_tokens == requests[request_id].num_tokens
+            adoptions[request_id] = Adoption(
+                key=front.key,
+                compression=compression.config.text,
+                front=front.segments.num_places,
+                tail=front.segments.tail,
+                num_tokens=front.num_tokens,
+                is_partial=compression.is_in_context(front.segments),
+                query_window=compression.query_window,
+                sources=taken.sources,
+                blocks=taken.blocks,
+                restores_output=restores_output,
+            )
+            if restores_output and front.num_tokens % block_size == 0:
+                self._manager.retire(request_id, front.num_tokens // block_size - 1)
+            count_context(compression.config.name, self._engine, front.num_tokens)
+        return adoptions
+
+    def new_contexts(self, request_ids: Iterable[str], requests: Mapping[str, Request]) -> list[str]:
+        """Those of a step's requests whose contexts end with it, and are shared."""
+        return [
+            request_id
+            for request_id in request_ids
+            if (compression := self._compressions.get(request_id)) is not None
+            and requests[request_id].num_computed_tokens == compression.context
+            and compression.is_in_context(self._manager.segments_of(request_id))
+            and self.key(requests[request_id]) is not None
+        ]
+
+    def plan(self, request: Request, blocks: list[int], num_tokens: int) -> tuple[BlockHash | None, list[int]]:
+        """Key of the front of the request's first ``num_tokens``, its context or a part of it, that a compression makes
+        in ``blocks`` (ids), None if it is not shared; and ids of the blocks that it is to be copied to, none if it can
+        be shared where it is."""
+        fronts, compression = self._manager.fronts, self._compressions[request.request_id]
+        is_whole = num_tokens >= compression.context
+        key = self.key(request) if is_whole else self._keys_of_parts(request).get(num_tokens)
+        if key is None or fronts is None:
+            return None, []
+        if is_whole:
+            count_context(compression.config.name, self._engine, 0)
+        # New tokens may go to the last block of a front that saves none.
+        if fronts.is_known(key) or len(blocks) > num_tokens // self._manager.block_size:
+            return None, []
+        # The next compression cannot write to the blocks of a part that is shared.
+        if not is_whole and 2 * len(blocks) > self._manager.block_pool.get_num_free_blocks():
+            return None, []
+        front, copies = None, list[KVCacheBlock]()
+        if compression.config.tracks(is_partial=not is_whole):
+            taken = self._manager.copy_of(len(blocks))
+            if taken is None:
+                return None, []
+            copies, segments = taken, self._manager.segments_of(request.request_id)
+            front = _front_of_context(key, segments, taken, compression)
+        self._unshared[key] = front
+        fronts.expect(key)
+        return key, [block.block_id for block in copies]
+
+    def share(self, plan: CompressionPlan, report: CompressionReport) -> None:
+        """Puts the front of a plan that has been carried out into the prefix cache, unless that failed."""
+        fronts = self._manager.fronts
+        if plan.key is None or fronts is None:
+            return
+        key = BlockHash(plan.key)
+        front, segments = self._unshared.pop(key), self._manager.segments_of(plan.request_id)
+        reported = report.fronts.get(plan.request_id)
+        if front is None and segments.changed_at == plan.seq_len:
+            blocks = self._manager.req_to_blocks[plan.request_id][
+                : reported.num_blocks if reported else len(plan.blocks)
+            ]
+            self._manager.block_pool.touch(blocks)
+            front = _front_of_context(key, segments, blocks, self._compressions[plan.request_id])
+        elif front is not None and reported is not None:
+            self._manager.discard(front.blocks[reported.num_blocks :])
+            front = replace(
+                front,
+                segments=replace(front.segments, front=reported.entries),
+                rows=front.rows[: reported.num_blocks],
+                blocks=front.blocks[: reported.num_blocks],
+            )
+        if front is not None and plan.request_id not in report.failures:
+            self._manager.share(front)
+            return
+        if front is not None:
+            self._manager.discard(front.blocks)
+        fronts.forget(key)
+
+    def end(self, request: Request) -> None:
+        """Forgets a request that ends, which still has its blocks; its turn is kept if it asked for that."""
+        self._keep_turn(request)
+        self._keys.pop(request.request_id, None)
+        self._parts.pop(request.request_id, None)
+
+    def _keep_turn(self, request: Request) -> None:
+        """Leaves what a request holds that ends as it should in the prefix cache, if it asked for that."""
+        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
+        if fronts is None or compression is None or compression.config.reuse != "turns":
+            return
+        # A step in flight has computed the last token too, and has counted its query.
+        segments, num_tokens = self._manager.segments_of(request.request_id), request.num_tokens - 1
+        if request.num_in_flight_tokens and segments.tail <= num_tokens:
+            num_tokens = min(request.num_tokens, request.num_computed_tokens)
+        # vLLM takes a hit without a full block for none.
+        is_whole = segments.are_compressed and segments.tail <= num_tokens <= request.num_computed_tokens
+        is_whole = is_whole and num_tokens >= self._manager.block_size
+        if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED) or not is_whole:
+            return
+        policy = compression.config.front_policy
+        key = fronts.key(request, num_tokens, policy, TURN)
+        if key is None or key in fronts:
+            return
+        table = self._manager.req_to_blocks[request.request_id][: cdiv(num_tokens, self._manager.block_size)]
+        rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
+        self._manager.block_pool.touch(blocks)
+        turn, num_bytes = fronts.turn(request, num_tokens, policy), compression.shared_bytes(num_tokens)
+        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn))
+        self._turns[request.request_id] = KeptTurn(key, num_tokens, num_bytes > 0)
+
+    def take_turns(self) -> dict[str, KeptTurn]:
+        """Turns kept since the last call, by request."""
+        turns, self._turns = self._turns, {}
+        return turns
+
+
+def _front_of_context(
+    key: BlockHash, segments: Segments, blocks: list[KVCacheBlock], compression: RequestCompression
+) -> SharedFront:
+    rows, num_bytes = tuple(range(len(blocks))), compression.shared_bytes(segments.tail)
+    return SharedFront(key, segments, segments.tail, rows, tuple(blocks), num_bytes)
