@@ -17,14 +17,15 @@ own children, which tests of crashes would notice. So:
 
 Where all tests run, pytest-xdist's workers are such processes too, so that imports happen once.
 
-Tests of how processes start use ``subprocess``; so do the fixture ``server``, which most tests of ``tests/server``
-share, and servers with packages of others.
+Tests of how processes start use ``subprocess``; so does the fixture ``server``, which most tests of ``tests/server``
+share.
 """
 
 import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import itertools
 import os
@@ -67,8 +68,12 @@ INDIFFERENT = {
 }
 """Variables that may have been read with another value."""
 
-NATIVE = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH"}
-"""Variables that libraries and Python read when they are loaded, beside those that bind threads to cores."""
+NATIVE = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+"""Variables that libraries read when they are loaded, beside those that bind threads to cores."""
+
+IDLE = 0.01
+"""Seconds for which vLLM's workers, and engines that wait for them, ask for news without rest before they sleep. It is
+one second otherwise, for which they take a core from whoever else is tested."""
 
 PR_SET_CHILD_SUBREAPER = 36
 MAX_BYTES = 1 << 17
@@ -152,7 +157,8 @@ def _start_first_source() -> None:
 def _start(words: Sequence[str], descriptors: dict[int, int], environment: dict, cwd: str, first: Any = None) -> int:
     """Starts ``python *words`` as a child of this process; its id.
 
-    descriptors: this process's, by their number in the new one. first: called there before anything else.
+    descriptors: this process's, by their number in the new one. first: called there before anything else, and before
+    its own source is made, which is where it says, for instance in its file system.
     """
     request = pickle.dumps((list(map(str, words)), list(descriptors), environment, cwd, first))
     with _lock:
@@ -179,7 +185,7 @@ def _main(descriptor: int) -> None:
     """The first source, and in its forks the processes that are asked for: imports, waits, and does what one asks."""
     setproctitle.getproctitle()  # finds where the title is by the environment, which is still next to it
     before = dict(os.environ)
-    names = _import() - INDIFFERENT
+    names = _import() - INDIFFERENT - {"PYTHONPATH"}  # see _enter
     after = dict(os.environ)
     _read.update({name: {before.get(name), after.get(name)} for name in names})
     assert len(os.listdir("/proc/self/task")) == 1, "a process of several threads must not be forked"
@@ -188,6 +194,8 @@ def _main(descriptor: int) -> None:
     source.send(pickle.dumps(_read))
     while True:
         (words, numbers, environment, cwd, first), received = _next(source)
+        if first:
+            first()
         own, source = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork():
             break
@@ -199,8 +207,6 @@ def _main(descriptor: int) -> None:
         if before.get(name) != after.get(name) and environment.get(name) == before.get(name):
             environment[name] = after[name]  # as imports would have done
     _enter(own, dict(zip(numbers, received, strict=True)), environment, cwd)
-    if first:
-        first()
     _leave(_run(words))
 
 
@@ -218,8 +224,10 @@ def _import() -> set[str]:
         __import__(module)
     os.environ.__class__ = os._Environ
     from prometheus_client import values
+    from vllm.distributed.device_communicators import shm_broadcast
 
     values.ValueClass = _first_value
+    shm_broadcast.SpinCondition = functools.partial(shm_broadcast.SpinCondition, busy_loop_s=IDLE)
     return {name for name in names if isinstance(name, str)}
 
 
@@ -270,6 +278,8 @@ def _enter(source: socket.socket, descriptors: dict[int, int], environment: dict
     for fd, received in kept.items():
         os.dup2(received, fd)
     _close(kept.values())
+    # Behind the folder of what is run, where Python puts it.
+    sys.path[1 : 1 + len(_entries(os.environ))] = _entries(environment)
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
@@ -282,6 +292,12 @@ def _enter(source: socket.socket, descriptors: dict[int, int], environment: dict
         return _start(args[args.index("-c") :], {fd: fd for fd in (0, 1, 2, *passed)}, dict(os.environ), os.getcwd())
 
     util.spawnv_passfds = spawn
+
+
+def _entries(environment: Mapping[str, str]) -> list[str]:
+    """What Python puts on its path for ``PYTHONPATH``."""
+    entries = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    return list(dict.fromkeys(map(os.path.abspath, entries)))
 
 
 def _run(words: Sequence[str]) -> Any:

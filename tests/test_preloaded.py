@@ -79,6 +79,16 @@ def test_what_it_spawns_is_its_child_without_its_state(tmp_path, variables, is_f
     assert [status for _, status in ends] == [0, 1]
 
 
+def test_it_finds_the_packages_of_its_own_path(tmp_path):
+    """In front of what is installed. Another process does not find them."""
+    (tmp_path / "planted.py").write_text("import sys\nfound = sys.path[1]\n")
+    code = "import planted; print(planted.found)"
+    path = os.pathsep.join([str(tmp_path), str(tmp_path), os.environ["PYTHONPATH"]])
+    done = python("-c", code, env=os.environ | {"PYTHONPATH": path})
+    assert (done.stdout, done.stderr) == (f"{tmp_path}\n", "")
+    assert "No module named 'planted'" in python("-c", code).stderr
+
+
 def test_variables_that_were_read_cannot_be_others():
     with pytest.raises(ValueError, match=r"\['VLLM_LOGGING_LEVEL'\] were read"):
         python("-c", "", env=os.environ | {"VLLM_LOGGING_LEVEL": "DEBUG"})

@@ -25,6 +25,12 @@ LLAMA = random_model.LLAMA | {"dtype": "bfloat16"}
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
 
 
+@pytest.fixture(autouse=True)
+def classes_of_models_are_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads those that it has not met on this machine in a process of its own, lest CUDA be initialised."""
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda read: read())
+
+
 def vllm_config(folder: Path, model: dict[str, Any], **engine_args: Any) -> Any:
     """The configuration that vLLM builds for a model of which only ``config.json`` exists."""
     from vllm.engine.arg_utils import EngineArgs

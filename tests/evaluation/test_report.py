@@ -59,3 +59,7 @@ def test_plots_as_files(tmp_path: Path) -> None:
         assert svg.startswith("<svg") and 'xmlns="http://www.w3.org/2000/svg"' in svg
         assert f"(plots/{name})" in summary
     assert "share of the prompt" in (tmp_path / "out" / "plots" / "score-0.svg").read_text()
+    # A finished run gives the same report.
+    page = (tmp_path / "out" / "report.html").read_bytes()
+    go(config, tmp_path / "out", constant)
+    assert (tmp_path / "out" / "report.html").read_bytes() == page

@@ -22,6 +22,9 @@ from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, cell_byt
 from vllm_kvmerge.ops.types import NO_UPDATE
 from vllm_kvmerge.policies.base import DEAD, Entries
 
+NUM_BLOCKS = 128
+"""Of a cache."""
+
 
 @dataclass
 class Sequence:
@@ -42,11 +45,10 @@ class CacheMaker:
     def __init__(self, seed: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.num_kv_heads, self.head_size, self.block_size, self.dtype = num_kv_heads, head_size, block_size, dtype
-        num_blocks = 256
         elements = cell_bytes(head_size, dtype) // dtype.itemsize
-        self.cache = torch.full((num_blocks, num_kv_heads, block_size, elements), torch.nan, dtype=dtype)
+        self.cache = torch.full((NUM_BLOCKS, num_kv_heads, block_size, elements), torch.nan, dtype=dtype)
         self.pages = PagedKVCache.of(self.cache, head_size)
-        self._free = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
+        self._free = (torch.randperm(NUM_BLOCKS - 1, generator=self.generator) + 1).tolist()
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)

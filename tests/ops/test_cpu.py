@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.ops.conftest import CacheMaker, batch_of
+from tests.ops.conftest import NUM_BLOCKS, CacheMaker, batch_of
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cpu, dispatch, reference
 
@@ -41,14 +41,17 @@ def used_blocks(sequences):
     return set(torch.cat([s.blocks for s in sequences]).tolist())
 
 
-def check_against_reference(module, maker, sequences, lens, updates, groups):
-    scale = maker.head_size**-0.5
-    query = maker.randn(sum(lens), maker.num_kv_heads * groups, maker.head_size).to(maker.dtype)
-    expected = attend(reference, maker, query, sequences, lens, updates, scale)
-    actual = attend(module, maker, query, sequences, lens, updates, scale)
-    assert relative_error(actual[0], expected[0]) < TOLERANCE[maker.dtype]
+def assert_equal_enough(actual, expected, dtype):
+    """actual, expected: as ``attend`` returns them."""
+    assert relative_error(actual[0], expected[0]) < TOLERANCE[dtype]
     assert relative_error(actual[1], expected[1]) < 1e-4
     assert torch.equal(actual[2], expected[2])
+
+
+def check_against_reference(module, maker, sequences, lens, updates, groups):
+    query = maker.randn(sum(lens), maker.num_kv_heads * groups, maker.head_size).to(maker.dtype)
+    case = maker, query, sequences, lens, updates, maker.head_size**-0.5
+    assert_equal_enough(attend(module, *case), attend(reference, *case), maker.dtype)
 
 
 SIZES = [(32, 128), (64, 64), (80, 48), (128, 128), (256, 16)]
@@ -89,16 +92,19 @@ def test_any_segments(block_size, data):
     check_against_reference(ops, maker, sequences, lens, updates, data.draw(st.sampled_from([1, 3, 4])))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("update", UPDATES, ids=lambda update: update and update.mode)
 @pytest.mark.parametrize("lens", [[1, 1], [1, 70], [70, 1]])
-def test_long_sequences_are_split_over_threads(threads, lens):
+def test_long_sequences_are_split_over_threads(lens, update):
     maker = CacheMaker(5, 1, 64, 32, torch.bfloat16)
     sequences = [maker.sequence(900, 1000, 3300, num_dead=2), maker.sequence(5, 40, 160)]
+    query = maker.randn(sum(lens), 4, 64).bfloat16()
+    case = maker, query, sequences, lens, [update, UPDATES[1]], 0.125
+    expected = attend(reference, *case)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     try:
-        for update in UPDATES:
-            check_against_reference(ops, maker, sequences, lens, [update, UPDATES[1]], 4)
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert_equal_enough(attend(ops, *case), expected, torch.bfloat16)
     finally:
         torch.set_num_threads(before)
 
@@ -131,7 +137,8 @@ def test_queries_and_outputs_may_be_strided_and_of_other_types(operators):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_tokens_are_written_as_the_reference_does(operators, dtype):
     maker = CacheMaker(3, 2, 48, 32, dtype)
-    slots = torch.randperm(256 * 32, generator=maker.generator)[:700].masked_fill_(torch.arange(700) % 9 == 0, -1)
+    slots = torch.randperm(NUM_BLOCKS * 32, generator=maker.generator)[:700]
+    slots[::9] = -1
     key, value = (100 * maker.randn(700, 2, 48)).to(dtype), maker.randn(700, 3, 48).to(dtype)[:, 1:]
     ours, theirs = maker.cache.clone(), maker.cache.clone()
     operators.write_tokens(PagedKVCache.of(ours, 48), slots, key, value)
@@ -174,7 +181,7 @@ def test_float32_is_rounded_as_pytorch_does(operators):
         ({"query_starts": torch.tensor([-1])}, ValueError, "not in the query"),
         ({"score_modes": torch.tensor([4])}, ValueError, "mode 4"),
         ({"score_decays": torch.tensor([1.0], dtype=torch.float64)}, TypeError, "score_decays must be float32"),
-        ({"block_table": torch.full((1, 4), 256)}, ValueError, "block 256"),
+        ({"block_table": torch.full((1, 4), NUM_BLOCKS)}, ValueError, f"block {NUM_BLOCKS}"),
         ({"block_table": torch.full((1, 4), 1 << 40)}, ValueError, "block -1"),
         ({"block_table": torch.zeros(4, dtype=torch.int32)}, ValueError, "block_table must have shape"),
     ],
@@ -209,8 +216,8 @@ def test_bad_entries_and_slots_raise():
         cpu.most_similar(seq_layers, index - 1, index, torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):
         cpu.write_metadata(seq_layers, blocks[None], *(torch.zeros(2, 65) for _ in range(3)), torch.zeros(2, 65).long())
-    with pytest.raises(ValueError, match="block 256"):
-        cpu.gather_metadata(SequenceLayers.of(pages, torch.tensor([3, 256]), 0, 0, 64))
+    with pytest.raises(ValueError, match=f"block {NUM_BLOCKS}"):
+        cpu.gather_metadata(SequenceLayers.of(pages, torch.tensor([3, NUM_BLOCKS]), 0, 0, 64))
     with pytest.raises(ValueError, match="not in order"):
         cpu.gather_metadata(SequenceLayers.of(pages, blocks, 9, 7, 64))
     with pytest.raises(IndexError, match="no layer 1"):
@@ -221,8 +228,8 @@ def test_bad_entries_and_slots_raise():
         )
     with pytest.raises(ValueError, match="layers differ"):
         cpu.gather_metadata(replace(seq_layers, layers=[pages, CacheMaker(0, 2, 64, 32, torch.float32).pages]))
-    with pytest.raises(IndexError, match="slot 8192"):
-        cpu.write_tokens(pages, torch.tensor([8192]), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32))
+    with pytest.raises(IndexError, match=f"slot {NUM_BLOCKS * 32}"):
+        cpu.write_tokens(pages, torch.tensor([NUM_BLOCKS * 32]), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32))
     with pytest.raises(TypeError, match="index must hold integers"):
         cpu.gather_rows(seq_layers, "keys", index.int())
     with pytest.raises(ValueError, match="keys must have shape"):

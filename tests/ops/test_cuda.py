@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.entries import gather_entries
 from tests.examples import examples
-from tests.ops.conftest import CacheMaker, Watch, batch_of, cuda_builder, cuda_on_gpu, padded
+from tests.ops.conftest import NUM_BLOCKS, CacheMaker, Watch, batch_of, cuda_builder, cuda_on_gpu, padded
 from tests.ops.test_cpu import (
     UPDATES,
     check_against_reference,
@@ -236,7 +236,7 @@ def test_a_workspace_that_was_reserved_does_not_grow(strict):
     work = Workspace(torch.device("cpu"))
     work.reserve(maker.pages, 8, [(rows, 1) for rows in range(1, 10)], max_blocks=64)
     before = work.num_bytes
-    assert before >= 256 * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot"
+    assert before >= NUM_BLOCKS * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot"
     for rows in (1, 2, 9):
         query = maker.randn(rows, 8, 64).bfloat16()
         numbers, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)

@@ -12,7 +12,7 @@ import torch
 
 from tests import vllm_library
 from tests.entries import gather_entries, write_front
-from tests.ops.conftest import CacheMaker, batch_of
+from tests.ops.conftest import NUM_BLOCKS, CacheMaker, batch_of
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, write_tokens
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -187,7 +187,7 @@ def test_write_front_leaves_other_slots_alone():
     second = int(sequence.blocks[1])
     assert torch.equal(maker.pages.keys[second, ..., 8:], old.keys[second, ..., 8:])
     assert torch.equal(maker.pages.values[second, :, 8:], old.values[second, :, 8:])
-    untouched = [b for b in range(256) if b not in sequence.blocks[:2].tolist()]
+    untouched = [b for b in range(NUM_BLOCKS) if b not in sequence.blocks[:2].tolist()]
     for field in fields(PagedKVCache):
         new, was = (getattr(pages, field.name)[untouched] for pages in (maker.pages, old))
         assert torch.equal(new.nan_to_num(7.0), was.nan_to_num(7.0))

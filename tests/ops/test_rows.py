@@ -49,6 +49,11 @@ def by_index(tensor: Tensor, index: Tensor) -> Tensor:
     return torch.stack([torch.stack(row) for row in rows])
 
 
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal everywhere, or both NaN."""
+    return torch.equal(*(tensor.nan_to_num(7.0, torch.inf, -torch.inf) for tensor in (one, other)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_metadata_and_rows_are_those_of_the_dense_sequence(operators, dtype, shape):
@@ -146,10 +151,9 @@ def test_moves_are_as_if_everything_had_been_read_first(operators, dtype, shape,
             block, offset = int(s.blocks[slot // 32]), slot % 32
             expected_keys[to[0], head, :, to[1]] = old.keys[block, head, :, offset]
             expected_values[to[0], head, to[1]] = old.values[block, head, offset]
-    for actual, expected in ((after.keys, expected_keys), (after.values, expected_values)):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert same(after.keys, expected_keys) and same(after.values, expected_values)
     for name in ("log_votes", "scores", "aux", "positions"):
-        torch.testing.assert_close(getattr(after, name), getattr(old, name), rtol=0, atol=0, equal_nan=True)
+        assert same(getattr(after, name), getattr(old, name)), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -249,7 +253,7 @@ def test_units_together_are_as_each_alone(operators, dtype):
         operators.write_rows(unit, destination[[number]], places[part], rows[part, :9], None)
         operators.write_metadata(unit, destination[[number]], *(plane[part] for plane in metadata))
     for maker, cache in zip(makers, after, strict=True):
-        torch.testing.assert_close(maker.cache, cache, rtol=0, atol=0, equal_nan=True)
+        assert same(maker.cache, cache)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import preloaded
+
 PIP = ["install", "-q", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation", "--target"]
 
 
@@ -16,9 +18,12 @@ def install(source: Path, target: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", *PIP, str(target), str(copy)], check=True)
 
 
-def run(*arguments: str, packages: Path) -> subprocess.CompletedProcess[str]:
-    """A Python process that finds what is installed in ``packages``."""
+def run(*arguments: str, packages: Path, from_scratch: bool = False) -> subprocess.CompletedProcess[str]:
+    """A Python process that finds what is installed in ``packages``.
+
+    from_scratch: whether it has imported nothing yet; otherwise it has, but no package of other people's.
+    """
     # This package is the one under test here, wherever another may be installed.
     paths = [str(packages), str(Path(__file__).parents[2])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    return preloaded.run([sys.executable, *arguments], env=environment, from_scratch=from_scratch)

@@ -1,6 +1,7 @@
 """Parts and presets that other packages bring: real packages, really installed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def with_broken_ones(packages: Path) -> Path:
     target = packages.with_name("all")
-    install(DATA / "plugin", target)
+    shutil.copytree(packages, target)
     install(DATA / "broken_plugins", target)
     return target
 
@@ -84,14 +85,14 @@ def test_plugins_that_fail_are_named_and_the_others_work(with_broken_ones: Path)
 def test_a_plugin_may_call_operators_when_it_is_imported(packages: Path, first: str) -> None:
     """In a process that has imported nothing but what serving does: the package is complete before it loads plugins."""
     request_ = json.dumps({"policy": "h2o", "merger": "halving"})
-    done = run("-c", first + PARSE, request_, packages=packages)
+    done = run("-c", first + PARSE, request_, packages=packages, from_scratch=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "'kvmerge_halving'" in done.stdout
 
 
 def test_importing_policies_loads_no_plugin(packages: Path) -> None:
     code = "import sys, vllm_kvmerge.policies as p; print('kvmerge_oldest' in sys.modules, 'oldest' in p.PRESETS)"
-    assert run("-c", code, packages=packages).stdout == "False False\n"
+    assert run("-c", code, packages=packages, from_scratch=True).stdout == "False False\n"
 
 
 def test_a_server_may_allow_a_plugins_policy(packages: Path) -> None:
@@ -102,5 +103,5 @@ def test_a_server_may_allow_a_plugins_policy(packages: Path) -> None:
 
 def test_a_plugin_may_be_imported_first(packages: Path) -> None:
     code = "import kvmerge_oldest; from vllm_kvmerge.policies import PRESETS; print(PRESETS['oldest'].selector)"
-    done = run("-c", code, packages=packages)
+    done = run("-c", code, packages=packages, from_scratch=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "oldest\n", "")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,14 +79,14 @@ ONE_PROCESS_PER_ENGINE = ("--distributed-executor-backend", "vllm.v1.executor.un
 
 @contextmanager
 def running(
-    *options: str, prefix: Sequence[str] = (), from_scratch: bool = False, **variables: str
+    *options: str, first: Callable[[], None] = end_with_tests, from_scratch: bool = False, **variables: str
 ) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
     """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
 
-    prefix: a command that it is run by. from_scratch: whether its processes import vLLM themselves, as a user's do.
-    variables: more of its environment.
+    first: what it does before anything else. from_scratch: whether its processes import vLLM themselves, as a user's
+    do. variables: more of its environment.
     """
-    command = [*prefix, sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", *OPTIONS, *options]
+    command = [sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", *OPTIONS, *options]
     # Several of them share this machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
     # What an engine inside this process, or a command tried in it, has left: servers would count in one folder.
@@ -95,7 +95,7 @@ def running(
     environment |= variables
     start = subprocess.Popen if from_scratch else preloaded.Popen
     process = start(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=end_with_tests
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=first
     )
     log: list[str] = []
     assert process.stdout is not None

@@ -49,8 +49,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory, saved: SimpleNamespace) -> 
     options = ("--max-compaction-seconds", "0.5", "--max-compaction-bytes", str(48 << 20))
     options += "--external-cache-bytes", str(12 << 20), "--external-cache-dir", str(tmp_path_factory.mktemp("external"))
     options += "--kvmerge-contexts", str(saved.folder)
-    # From scratch: what is installed has been found before in processes that begin with vLLM imported.
-    with serving(*options, "--allowed-policies", *ALLOWED, from_scratch=True, **variables) as server:
+    with serving(*options, "--allowed-policies", *ALLOWED, **variables) as server:
         yield server
 
 

@@ -2,9 +2,11 @@
 
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 
+from tests.processes import end_with_tests_on_a_disk
 from tests.server.conftest import ONE_PROCESS_PER_ENGINE, serving, wait_until
 
 pytestmark = pytest.mark.engine
@@ -21,12 +23,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """A server that counts on a disk of 192 KB, which are three files; it has more, in two processes."""
-    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=192k tmpfs "$0" && exec "$@"', str(folder)]
-    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+    mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", str(folder)]
+    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
-    with serving(
-        *ONE_PROCESS_PER_ENGINE, prefix=mount, from_scratch=True, PROMETHEUS_MULTIPROC_DIR=str(folder)
-    ) as ready:
+    begin = partial(end_with_tests_on_a_disk, str(folder), "192k")
+    with serving(*ONE_PROCESS_PER_ENGINE, first=begin, PROMETHEUS_MULTIPROC_DIR=str(folder)) as ready:
         yield ready
 
 

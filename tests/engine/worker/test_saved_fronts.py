@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from tests import preloaded
 from tests.processes import end_with_tests
 from vllm_kvmerge.engine.saved_contexts import UNFINISHED
 from vllm_kvmerge.engine.worker.saved_fronts import (
@@ -107,13 +108,14 @@ for number in itertools.count():
 """
 
 
+@pytest.mark.engine
 def test_a_writer_that_is_killed_leaves_nothing_that_is_torn(tmp_path):
     """Whenever it is killed: folders under their own names are whole."""
     rng, unfinished = random.Random(3), 0
     for run in range(3):
         base = tmp_path / str(run)
         base.mkdir()
-        process = subprocess.Popen(
+        process = preloaded.Popen(
             [sys.executable, "-c", WRITE, str(base)], stdout=subprocess.PIPE, preexec_fn=end_with_tests
         )
         assert process.stdout is not None
