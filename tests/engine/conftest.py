@@ -3,13 +3,16 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from vllm_kvmerge import demo
-from vllm_kvmerge.engine.fronts import FrontCache
+
+if TYPE_CHECKING:  # vLLM must not be imported before it is known which of its libraries is asked for
+    from vllm_kvmerge.engine.fronts import FrontCache
 
 NUM_BLOCKS = 230
 MAX_MODEL_LEN = 4096
@@ -56,7 +59,7 @@ class Engine:
             self.pool.free_blocks(taken)
 
     @contextmanager
-    def sharing_contexts(self) -> Iterator[FrontCache]:
+    def sharing_contexts(self) -> "Iterator[FrontCache]":
         """Meanwhile compressed contexts stay in the prefix cache; tests that repeat a prompt want it computed again."""
         self.manager.fronts = self._fronts
         try:
