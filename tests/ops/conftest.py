@@ -22,7 +22,7 @@ from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, cell_byt
 from vllm_kvmerge.ops.types import NO_UPDATE
 from vllm_kvmerge.policies.base import DEAD, Entries
 
-NUM_BLOCKS = 128
+NUM_BLOCKS = 256
 """Of a cache."""
 
 

@@ -60,9 +60,9 @@ class Compaction:
     source_blocks: Tensor
     prompt_scores: PromptScores | None = None
     ring: QueryRing | None = None
-    rescoring: Rescoring | None = None
     complete: ExternalCache | None = None
     pages: HeadPages | None = None
+    rescoring: Rescoring | None = None
 
     @property
     def segments(self) -> tuple[int, int, int]:

@@ -422,8 +422,8 @@ class Compression:
             blocks = blocks_of(plan.request_id)
             ring = state.ring if config.policy.query_window or plan.is_rescored else None
             rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
-            sources = blocks, state.prompt_scores, ring, rescoring
-            compaction = Compaction(plan, config.policy, *sources, pages=state.pages)
+            sources = blocks, state.prompt_scores, ring
+            compaction = Compaction(plan, config.policy, *sources, pages=state.pages, rescoring=rescoring)
             if plan.external_tokens:
                 try:
                     compaction = self._with_complete(compaction, config, state)
