@@ -8,6 +8,7 @@ from vllm_kvmerge.policies.base import MAX_QUERIES, MAX_TOKENS
 from vllm_kvmerge.policies.protection import TokenRanges, disjoint
 
 DecodeMode = Literal["bounded", "grow"]
+Trigger = Literal["budget", "pressure"]
 
 
 def _check_budget(budget: int | float) -> int | float:
@@ -126,6 +127,11 @@ class CommonFields(BaseModel):
         "bounded",
         description="bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's "
         "(or context's) end only.",
+    )
+    trigger: Trigger = Field(
+        "budget",
+        description="budget: compress when the cache exceeds the budget. pressure: keep all entries until the pool of "
+        "blocks is short, and compress then, for the newest queries, and again when the cache has grown by the budget.",
     )
     context_tokens: Count | None = Field(
         None,

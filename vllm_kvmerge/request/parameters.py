@@ -33,6 +33,11 @@ IN_TOKENS = {"context_messages": "context_tokens", "protect.messages": "tokens"}
 """Fields that name messages of a chat, and those that say the same in tokens."""
 
 
+PRESSURE_QUERIES = 32
+"""How many of the newest queries score the entries of a request that is compressed under pressure, where its tracker
+would have scored all."""
+
+
 class CompressionError(ValueError):
     """A request's ``kv_compression`` cannot be honoured.
 
@@ -125,7 +130,12 @@ class CompressionConfig(CommonFields):
     @property
     def tracks_decode(self) -> bool:
         """True if scores change, or are added, while the request generates."""
-        return self.decode == "bounded" and self.policy.scores_tokens
+        return self.decode == "bounded" and self.policy.scores_tokens and not self.awaits_pressure
+
+    @property
+    def awaits_pressure(self) -> bool:
+        """True if nothing is compressed until the pool is short."""
+        return self.trigger == "pressure"
 
     def tracks(self, is_partial: bool) -> bool:
         """True if attention writes scores into the compressed cache. is_partial: while more of the context is computed,
@@ -144,8 +154,10 @@ class CompressionConfig(CommonFields):
 
     @property
     def rescoring_window(self) -> int:
-        """Number of the newest queries that score a context's entries anew at each compression but the first; 0 if
-        there are none, or attention goes on scoring all queries."""
+        """Number of the newest queries that score a context's entries anew at each compression but the first, or all
+        entries at each compression under pressure; 0 if there are none, or attention goes on scoring all queries."""
+        if self.awaits_pressure:
+            return PRESSURE_QUERIES if self.prompt_window == "all" else self.prompt_window
         return self.prompt_window if self.prefill is not None and isinstance(self.prompt_window, int) else 0
 
     @property
@@ -315,6 +327,8 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         other = "a refresh" if config.refresh is not None else f"tracker {policy.tracker.name!r}"
         message = f"chunks with {other}, which needs the whole context; allowed: null"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.prefill", message, "incompatible_fields")
+    if config.awaits_pressure:
+        _check_pressure(config)
     if config.reuse is not None and config.refresh is not None:
         message = f"{config.reuse!r} with a refresh, whose complete cache ends with the request; allowed: null"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.reuse", message, "incompatible_fields")
@@ -330,6 +344,18 @@ def _front_policy(text: str) -> str:
     for field in ("context_tokens", "context_messages", "reuse"):
         del parameters[field]
     return json.dumps(parameters, sort_keys=True)
+
+
+def _check_pressure(config: CompressionConfig) -> None:
+    """Refuses what needs to know when the request is compressed."""
+    for field in ("context_tokens", "context_messages", "prefill", "refresh", "reuse"):
+        if getattr(config, field) is not None:
+            message = "a request with trigger 'pressure' may be compressed at any time, or never; allowed: null"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.{field}", message, "incompatible_fields")
+    tracker = config.policy.tracker
+    if tracker.repeats_context or tracker.predicts_scores:
+        message = f"trigger 'pressure' with tracker {tracker.name!r}, which has no scores then; allowed: 'budget'"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.trigger", message, "incompatible_parts")
 
 
 def _check_scored_once(config: CompressionConfig) -> None:
