@@ -37,6 +37,14 @@ class Pressure:
         self._manager, self._compressions = manager, compressions
         self._step_tokens, self._watermark = step_tokens, watermark
 
+    def fitting(self, request: Request, num_computed: int, num_new: int, pool_tokens: int) -> int:
+        """How many of the ``num_new`` tokens find room if the request runs alone; all, if none does. One that is
+        computed again may have been compressed before it came to as many. pool_tokens: that the pool has slots for."""
+        block_size = self._manager.block_size
+        held = self._manager.num_held_blocks(request.request_id) * block_size
+        room = pool_tokens - held + -num_computed % block_size
+        return min(num_new, room) if room > 0 else num_new
+
     def reliefs(
         self,
         running: Sequence[Request],

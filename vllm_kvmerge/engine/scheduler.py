@@ -418,7 +418,8 @@ class CompressionSchedulerMixin(Scheduler):
         if not self._reserve_kept(request.request_id, compression):
             return 0
         if due_at is None:
-            return num_new_tokens
+            most = self._limits.pool_tokens or self.max_model_len
+            return self._pressure.fitting(request, num_computed_tokens, num_new_tokens, most)
         # A request whose compression is due but found no room computes nothing until it has been compressed.
         return min(num_new_tokens, max(0, due_at - num_computed_tokens))
 
