@@ -87,7 +87,9 @@ def test_without_room_requests_are_compressed_and_none_is_preempted(engine, prom
     reports = [output.kv_transfer_params[REPORT_KEY] for output in outputs]
     assert sum(report["compressions"] for report in reports) == sum(map(len, compressed.values()))
     for counts in compressed.values():
-        assert all(after - before >= BUDGET for before, after in zip(counts, counts[1:], strict=False))
+        assert all(
+            after - before >= max(BLOCK_SIZE, BUDGET // 4) for before, after in zip(counts, counts[1:], strict=False)
+        )
 
 
 def test_plain_requests_are_preempted_there(engine, prompts, watched):
@@ -133,14 +135,14 @@ def test_one_alone_outgrows_the_pool(engine, prompts, watched):
             preempt_all(engine)
 
     with small_pool(engine):
-        add(engine, "long", prompts[0], params("keepkv", 1500))
+        add(engine, "long", prompts[0], params("keepkv", 1500, interval=BUDGET))
         tokens = run(engine, preempt)
     assert len(tokens["long"]) == 1500 and len(preempted) == 1
     # From 96 entries on the pool fills again with 672 tokens.
     assert compressed["long"] == [768, 768, 1440]
 
 
-@pytest.mark.parametrize("fields", [{"decode": "grow"}, {"budget": 500}])
+@pytest.mark.parametrize("fields", [{"decode": "grow"}, {"budget": 500, "interval": 400}])
 def test_one_that_cannot_shrink_again_ends_with_the_pool(engine, prompts, watched, fields):
     with small_pool(engine):
         (output,) = engine.generate(prompts[:1], params("keepkv", 3000, **fields))

@@ -75,7 +75,7 @@ class RequestCompression:
             chunk=chunk,
             budget=budget,
             capacity=capacity,
-            interval=config.interval or limits.block_size,
+            interval=config.resolve_interval(budget, limits.block_size),
             window=window,
             query_window=query_window,
             ring_bytes=limits.ring_bytes(query_window, total),
@@ -164,12 +164,12 @@ class RequestCompression:
 
     def may_relieve(self, segments: Segments, num_tokens: int) -> bool:
         """True if a request that waits for pressure may be compressed at ``num_tokens``: its prompt has been computed,
-        and it exceeds its budget or, once compressed, has grown by it."""
+        and it exceeds its budget or, once compressed, has grown by the interval since."""
         if not self.config.awaits_pressure or num_tokens < self.num_prompt_tokens:
             return False
         if not segments.are_compressed:
             return num_tokens > self.budget
-        return self.config.decode == "bounded" and num_tokens - segments.tail >= self.budget
+        return self.config.decode == "bounded" and num_tokens - segments.tail >= self.interval
 
     def is_refresh(self, segments: Segments, num_tokens: int) -> bool:
         """True if the compression at ``num_tokens`` is a refresh."""

@@ -121,7 +121,9 @@ class CommonFields(BaseModel):
 
     budget: Budget = 0.2
     interval: Count | None = Field(
-        None, description="Live entries above the budget that trigger a compression; default: one block."
+        None,
+        description="Live entries above the budget that trigger a compression; default: one block. Under pressure: "
+        "entries by which the cache has to grow before it is compressed again; default: a quarter of the budget.",
     )
     decode: DecodeMode = Field(
         "bounded",
@@ -131,7 +133,7 @@ class CommonFields(BaseModel):
     trigger: Trigger = Field(
         "budget",
         description="budget: compress when the cache exceeds the budget. pressure: keep all entries until the pool of "
-        "blocks is short, and compress then, for the newest queries, and again when the cache has grown by the budget.",
+        "blocks is short, and compress then, for the newest queries.",
     )
     context_tokens: Count | None = Field(
         None,

@@ -38,6 +38,10 @@ PRESSURE_QUERIES = 32
 would have scored all."""
 
 
+PRESSURE_INTERVAL = 4
+"""Part of the budget by which a request grows at least before it is compressed again under pressure."""
+
+
 class CompressionError(ValueError):
     """A request's ``kv_compression`` cannot be honoured.
 
@@ -251,6 +255,11 @@ class CompressionConfig(CommonFields):
             return self.budget
         # The small term undoes float noise: 0.7 * 10 is 7 entries, not 8.
         return max(math.ceil(self.budget * num_context_tokens - 1e-9), self.policy.min_unprotected)
+
+    def resolve_interval(self, budget: int, block_size: int) -> int:
+        """Entries per KV head by which the cache grows from one compression to the next, at least so under pressure."""
+        least = budget // PRESSURE_INTERVAL if self.awaits_pressure else 0
+        return self.interval or max(block_size, least)
 
     def never_compresses(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """True if the cache can never hold more entries than the budget, so that plain attention is exact."""
