@@ -9,6 +9,8 @@ def take_step(usage: CacheUsage, tokens: int, before: int, after: int) -> None:
     """A step of a cache of ``before`` entries, compressed to ``after`` if that is less; one entry per block."""
     usage.note_peak(CacheSize(before, tokens, before))
     usage.count_step(CacheSize(after, tokens, after))
+    if after < before:
+        usage.count_change(CacheSize(after, tokens, after), is_refresh=False)
     step = usage.begin_step(CacheSize(after, tokens, after), compressed=after < before)
     if step is not None:
         usage.end_step(step)
@@ -28,7 +30,13 @@ def test_steps_say_what_a_compression_changed():
     assert [step.get("before") for step in steps] == [None, {"entries": 11, "bytes": 11 * KIB}, None]
     times = [time for step in steps for time in (step["start"], step["end"])]
     assert times == sorted(times) and times[0] >= 0
-    report = {"mean_entries": 19 / 3, "mean_bytes": 19 * KIB / 3, "peak_entries": 11, "peak_bytes": 11 * KIB}
+    report = {
+        "mean_entries": 19 / 3,
+        "mean_bytes": 19 * KIB / 3,
+        "peak_entries": 11,
+        "peak_bytes": 11 * KIB,
+        "compressions": 1,
+    }
     assert usage.report() == report | {"kv_compression": {"policy": "full"}, "steps": steps}
 
 
@@ -62,5 +70,5 @@ def test_who_asks_for_the_end_alone_gets_no_steps():
     usage = CacheUsage(KIB)
     usage.note_peak(CacheSize(3, 3, 3))
     usage.count_step(CacheSize(3, 3, 3))
-    figures = {"mean_entries", "mean_bytes", "peak_entries", "peak_bytes"}
+    figures = {"mean_entries", "mean_bytes", "peak_entries", "peak_bytes", "compressions"}
     assert set(usage.report()) == figures | {"kv_compression"}
