@@ -110,7 +110,7 @@ def test_identity_has_every_option_and_survives_yaml(tmp_path: Path) -> None:
     identity = small_config(tmp_path, tasks=[{"task": "demo_recall", "length": 128}]).identity()
     (task,) = identity["tasks"]
     ways = {"question_agnostic": False, "chat_template": False}
-    assert task == {"task": "demo_recall", "length": 128, "facts": 16, "samples": 4, **ways}
+    assert task == {"task": "demo_recall", "length": 128, "facts": 16, "asked_in": 1.0, "samples": 4, **ways}
     assert identity["budgets"] == BASE["budgets"] and identity["model"] == "demo"
     assert yaml.safe_load(yaml.safe_dump(identity)) == identity
 

@@ -116,3 +116,11 @@ def test_options_that_leave_no_room(task, message):
     else:
         with pytest.raises(ValueError, match=message):
             samples(task, count=1)
+
+
+def test_the_fact_asked_for_is_near_the_end():
+    for sample in samples(demo.DemoRecall(length=400, facts=12, asked_in=0.2), count=20):
+        words = sample.prompt.split()
+        assert words.index(words[-1]) >= 320 and words.count(words[-1]) == 2
+    with pytest.raises(ValueError, match="asked_in: no fact begins in the last 0.1 of 40 tokens"):
+        list(samples(demo.DemoRecall(length=40, facts=1, asked_in=0.1), count=1))

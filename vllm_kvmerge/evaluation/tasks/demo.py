@@ -44,9 +44,15 @@ class DemoRecall(DemoTask):
     name = "demo_recall"
     metric = "exact match"
     facts: Annotated[int, Field(ge=1, le=NUM_KEYS, description="Facts per prompt.")] = 16
+    asked_in: Annotated[float, Field(ge=0.1, le=1, description="Last share of the prompt that the fact is in.")] = 1.0
 
     def draw(self, rng: np.random.Generator) -> documents.Prompt:
-        return documents.draw_prompt(rng, "recall", self.length, self.facts)
+        for _ in range(1000):
+            prompt = documents.draw_prompt(rng, "recall", self.length, self.facts)
+            words = prompt.text.split()
+            if words.index(words[-1]) >= (1 - self.asked_in) * len(words):
+                return prompt
+        raise ValueError(f"asked_in: no fact begins in the last {self.asked_in} of {self.length} tokens")
 
 
 @register
