@@ -32,6 +32,12 @@ class Rotation:
         size = cos.square() + sin.square()  # 1, but for rounding and the attention factor
         return self._apply(vectors, cos / size, -sin / size)
 
+    def moved(self, vectors: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Vectors that the model has turned at positions ``before`` as it turns them at ``after``."""
+        (cos, sin), (new_cos, new_sin) = self._at(before, vectors.dtype), self._at(after, vectors.dtype)
+        size = cos.square() + sin.square()
+        return self._apply(vectors, (new_cos * cos + new_sin * sin) / size, (new_sin * cos - new_cos * sin) / size)
+
     def turned_ahead(self, vectors: Tensor, starts: Tensor, count: int) -> Tensor:
         """The mean of vectors turned at ``count`` positions from each start on.
 

@@ -8,7 +8,7 @@ from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import Part, Tracker
-from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, attending, gathering
+from vllm_kvmerge.policies.cost import MOVED_NUMBERS, Cost, CostShape, Rates, attending, gathering
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
@@ -208,9 +208,12 @@ class Limits:
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
 
     def _check_rotation(self, config: CompressionConfig) -> None:
-        """Refuses parts that need the keys before RoPE of a model that cannot give them."""
+        """Refuses what needs RoPE undone, for a model whose RoPE cannot be."""
         if self.shape.rotation_obstacle is None:
             return
+        if config.positions == "cache":
+            message = f"{config.positions!r} needs keys turned, but the model {self.shape.rotation_obstacle}"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", f"{message}; allowed: 'text'", "unsupported_model")
         for kind in PARTS:
             part = getattr(config.policy, kind)
             if part.needs_rotation:
@@ -283,6 +286,10 @@ class Limits:
             held = attending(compression.num_rescored, config.rescoring_window, self.shape.group_size)
             scores = config.rescoring_window * self.shape.group_size * compression.num_rescored
             cost += Cost(keys + held, scores * self.shape.head_size, gathering(keys) + 8 * scores)
+        if config.positions == "cache":
+            places = config.policy.capacity(compression.budget) or compression.num_entries
+            keys = min(compression.num_entries, places) * self.shape.head_size
+            cost += Cost(MOVED_NUMBERS * keys, 0, 2 * gathering(keys) + 3 * MOVED_NUMBERS * keys)
         if not compression.num_scored:
             return cost
         # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.
