@@ -1,5 +1,7 @@
 """``positions: cache``: RoPE counts the entries of the cache, so that a request may outlast the trained length."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -9,14 +11,19 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import rotate_half
 from vllm import SamplingParams
 
-from tests.engine.conftest import random_prompt
+from tests.engine.conftest import random_prompt, run
+from tests.presets import SMALL
 from vllm_kvmerge import compression, demo
+from vllm_kvmerge.policies import PARTS, PRESETS
 
 PROMPT, BUDGET, ANSWER, SINKS = 300, 96, 150, 4
+POLICIES = [
+    name for name, preset in sorted(PRESETS.items()) if not PARTS["selector"][preset.selector].needs_rotation
+]
 
 
 def params(policy: str, max_tokens: int = ANSWER, **fields) -> SamplingParams:
-    extra = compression(policy, **{"budget": BUDGET, "positions": "cache"} | fields)
+    extra = compression(policy, **{"budget": BUDGET, "positions": "cache"} | SMALL.get(policy, {}) | fields)
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
@@ -92,3 +99,49 @@ def test_streaming_llm_with_positions_shifted(engine, prompt, interval, chunk):
     expected = StreamingLLM(BUDGET).generate(prompt, ANSWER, interval, chunk)
     assert engine.tokens([prompt], params("streaming_llm", **fields)) == [expected]
     assert engine.tokens([prompt], params("streaming_llm", **fields, positions="text")) != [expected]
+
+
+def short(policy: str, **fields) -> SamplingParams:
+    """A prompt in chunks, where it may be, and several compressions of the answer, where there are any."""
+    chunk = None if policy == "kvzip" else {"chunk": 90}
+    return params(policy, 30, **{"interval": 7, "prefill": chunk} | fields)
+
+
+@pytest.fixture(scope="module")
+def alone(engine, prompt):
+    """What each policy generates without company."""
+    assert engine.llm.reset_prefix_cache()
+    return {policy: engine.tokens([prompt], short(policy))[0] for policy in POLICIES}
+
+
+@pytest.mark.parametrize("when", [None, 2, 5, 20])
+def test_neither_company_nor_preemption_changes_anything(engine, prompt, alone, when):
+    """Plain requests in the same batches are as they were, too."""
+    rng = np.random.default_rng(32)
+    plain = [random_prompt(rng, length) for length in (40, 350)]
+    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = alone | {f"plain {len(some)}": engine.tokens([some], sampling)[0] for some in plain}
+    assert engine.llm.reset_prefix_cache()
+    for policy in POLICIES:
+        engine.llm.llm_engine.add_request(policy, {"prompt_token_ids": prompt}, short(policy))
+    for some in plain:
+        engine.llm.llm_engine.add_request(f"plain {len(some)}", {"prompt_token_ids": some}, sampling)
+    steps = 0
+
+    def watch() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == when:
+            for request in list(engine.scheduler.running):
+                engine.scheduler.running.remove(request)
+                engine.scheduler._preempt_request(request, time.monotonic())
+
+    assert run(engine, watch) == expected
+    engine.assert_empty()
+
+
+def test_distances_are_those_of_the_cache(engine, prompt, alone):
+    """In a window of tokens that follow one another they are those of the text, and with anything else they are not."""
+    for policy in POLICIES:
+        in_text = engine.tokens([prompt], short(policy, positions="text"))[0]
+        assert (in_text == alone[policy]) == (policy == "local"), policy

@@ -430,6 +430,8 @@ class Compactor:
         places = result.update.positions.contiguous()
         num_places = places.shape[1]
         pages = destination if isinstance(destination, HeadPages) else None
+        if pages is not None:  # no block is read, but a sequence is no longer than its blocks
+            blocks = blocks.new_zeros(len(blocks), -(-num_places // self.block_size))
         segments = torch.tensor([[num_places] * 3] * len(seq_layers))
         target = replace(self._layers_of(seq_layers, blocks, segments), pages=pages)
         where = moves(result.source.positions, places, front)
