@@ -17,9 +17,7 @@ from vllm_kvmerge import compression, demo
 from vllm_kvmerge.policies import PARTS, PRESETS
 
 PROMPT, BUDGET, ANSWER, SINKS = 300, 96, 150, 4
-POLICIES = [
-    name for name, preset in sorted(PRESETS.items()) if not PARTS["selector"][preset.selector].needs_rotation
-]
+POLICIES = [name for name, preset in sorted(PRESETS.items()) if not PARTS["selector"][preset.selector].needs_rotation]
 
 
 def params(policy: str, max_tokens: int = ANSWER, **fields) -> SamplingParams:
@@ -69,7 +67,9 @@ class StreamingLLM:
     def evict(self) -> None:
         """All but the first entries and the newest."""
         for index, held in enumerate(self.cache):
-            first, newest = ([plane[:, :, part] for plane in held] for part in (slice(SINKS), slice(SINKS - self.budget, None)))
+            first, newest = (
+                [plane[:, :, part] for plane in held] for part in (slice(SINKS), slice(SINKS - self.budget, None))
+            )
             self.cache[index] = tuple(torch.cat(pair, 2) for pair in zip(first, newest, strict=True))
 
     @torch.no_grad()

@@ -83,6 +83,15 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
     return None
 
 
+def num_positions(model: "ModelConfig") -> int | None:
+    """Positions that the model's configuration declares, however long vLLM lets requests be; None: it does not."""
+    length, _ = model.model_arch_config.derived_max_model_len_and_key
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    # Of other types that scale, the declared number has been scaled.
+    scales = parameters.get("rope_type") in ("linear", "dynamic", "ntk")
+    return None if length == float("inf") else int(length * (scales and parameters.get("factor") or 1.0))
+
+
 def hidden_states_obstacle(vllm_config: "VllmConfig") -> str | None:
     """Says why the hidden states that attention layers read cannot be seen; None if they can."""
     from vllm.config import CompilationMode

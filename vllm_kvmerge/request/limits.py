@@ -17,7 +17,8 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionCon
 class ModelShape:
     """Sizes of one worker's part of the model. item_size: bytes of a number in the cache. rotation_obstacle: why keys
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
-    that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states."""
+    that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
+    num_positions: that RoPE has a turn for; None: not known."""
 
     num_layers: int
     num_kv_heads: int
@@ -28,6 +29,7 @@ class ModelShape:
     rotation_obstacle: str | None = None
     hidden_states_obstacle: str | None = None
     has_surrogate: bool = False
+    num_positions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,20 @@ def compressions(
         yield Compression(covered, budget, at_prompt_end=True, interval=config.refresh.every, num_scored=total)
 
 
+def most_positions(config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+    """Positions that a request takes if RoPE counts the entries of its cache."""
+    total, context = num_prompt_tokens + max_tokens, config.resolve_context(num_prompt_tokens)
+    if config.never_compresses(num_prompt_tokens, max_tokens):
+        return total
+    places = config.resolve_capacity(context) or total
+    before = places + config.prefill.chunk if config.prefill else context
+    question = min(places, context) + num_prompt_tokens - context
+    after = question + max_tokens
+    if config.decode == "bounded":
+        after = min(after, places + (config.interval or block_size))
+    return min(total, max(min(before, context), question, after))
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits that requests are held to.
@@ -116,6 +132,7 @@ class Limits:
             message = f"{config.reuse!r} on a server that keeps no compressed cache; allowed: null"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.reuse", message, "not_kept")
         max_tokens = self.possible_tokens(num_prompt_tokens, max_tokens)
+        self._check_positions(config, num_prompt_tokens, max_tokens)
         if config.never_compresses(num_prompt_tokens, max_tokens):
             return
         if config.policy.tracker.repeats_context:
@@ -223,6 +240,18 @@ class Limits:
                 raise CompressionError(
                     f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: another {kind}", "unsupported_model"
                 )
+
+    def _check_positions(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuses requests that would outlast the model's positions although they count entries."""
+        most = self.shape.num_positions
+        if config.positions == "text" or most is None:
+            return
+        if (count := most_positions(config, num_prompt_tokens, max_tokens, self.block_size)) > most:
+            message = (
+                f"{config.positions!r} comes to {count} positions at once, and the model has {most}; allowed: prefill "
+                "in chunks, decode 'bounded', or a smaller budget, chunk, interval or number of tokens"
+            )
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", message, "too_many_positions")
 
     def _check_hidden_states(self, tracker: Tracker) -> None:
         """Refuses trackers that need hidden states, or predictions from them, where there are none."""
