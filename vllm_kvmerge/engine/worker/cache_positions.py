@@ -9,34 +9,18 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import SequenceLayers
-from vllm_kvmerge.ops.types import Destination
 from vllm_kvmerge.policies.entries import DEAD
 from vllm_kvmerge.policies.indexing import inverse
-from vllm_kvmerge.policies.rotation import Rotation
 
 
 def moves(source: Tensor, places: Tensor, front: int) -> tuple[Tensor, Tensor]:
-    """Positions in the cache of the keys of a new front: before the compression, and after it, ``[H, C]`` int64 each.
+    """Positions in the cache of the keys of a new front: before the compression, and after it, ``[H, C]`` int64 each;
+    ``DEAD`` after it where a place is empty.
 
     source: ``[H, n]`` int64, the positions in the text of the entries before the compression, and places: ``[H, C]``,
     those of the new front's. A merged key moves as the newest token in it does. front: places of the new front.
     """
-    in_order = source.gather(1, ops.by_position(source))
+    in_order, num_places = source.gather(1, ops.by_position(source)), places.shape[1]
     before = torch.searchsorted(in_order, places)
-    num_places = places.shape[1]
-    return before, inverse(ops.by_position(places), num_places) + front - num_places
-
-
-def move_keys(
-    target: SequenceLayers, destination: Destination, rotation: Rotation, places: Tensor, before: Tensor, after: Tensor
-) -> None:
-    """Turns the keys of a new front from their positions in the cache before the compression to those after it.
-
-    target: the new front as live entries. destination: the same as for ``ops.move_entries``. places: ``[H, C]`` int64,
-    positions in the text, ``DEAD`` where a place is empty. before, after: of ``moves``.
-    """
-    index = torch.arange(places.shape[1], device=places.device).expand_as(places)
-    index = index.masked_fill((places == DEAD) | (before == after), DEAD)
-    keys = rotation.moved(ops.gather_rows(target, "keys", index), before, after)
-    ops.write_rows(target, destination, index, keys, None)
+    after = inverse(ops.by_position(places), num_places) + front - num_places
+    return before, after.masked_fill(places == DEAD, DEAD)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan, FrontReport
-from vllm_kvmerge.engine.worker.cache_positions import move_keys, moves
+from vllm_kvmerge.engine.worker.cache_positions import moves
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
@@ -294,7 +294,10 @@ class Compactor:
                 else:
                     self._restore(source, self._layers_of(seq_layers, blocks), destination, update, rows)
                 if batch.moves_keys and self.rotation is not None:
-                    self._move_keys(seq_layers, blocks, destination, result, batch.plan.new_front)
+                    places = update.positions.contiguous()
+                    where = moves(result.source.positions, places, batch.plan.new_front)
+                    layers = self._layers_of(seq_layers, blocks)
+                    ops.turn_keys(layers, destination, *where, self.rotation.table, self.rotation.is_neox)
 
         parts = list(self._parts(batch))
         needs_passes = len(parts) > 1 and any(deal.needs_passes for deal in batch.deals)
@@ -416,26 +419,6 @@ class Compactor:
         ops.write_metadata(pool, destination, *update.metadata)
         if rows.keys is not None or rows.values is not None:
             ops.write_rows(pool, destination, rows.places, rows.keys, rows.values)
-
-    def _move_keys(
-        self,
-        seq_layers: list[_SequenceLayer],
-        blocks: Tensor,
-        destination: Destination,
-        result: CompressionResult,
-        front: int,
-    ) -> None:
-        """Turns the keys of a new front, which has been written, to their positions in the cache."""
-        assert self.rotation is not None
-        places = result.update.positions.contiguous()
-        num_places = places.shape[1]
-        pages = destination if isinstance(destination, HeadPages) else None
-        if pages is not None:  # no block is read, but a sequence is no longer than its blocks
-            blocks = blocks.new_zeros(len(blocks), -(-num_places // self.block_size))
-        segments = torch.tensor([[num_places] * 3] * len(seq_layers))
-        target = replace(self._layers_of(seq_layers, blocks, segments), pages=pages)
-        where = moves(result.source.positions, places, front)
-        move_keys(target, destination, self.rotation, places, *where)
 
     def move_queries(self, ring: QueryRing, seq_len: int, before: int, after: int) -> None:
         """Turns a request's newest queries with the keys of its tail, as if these went on in front of it (see
