@@ -24,6 +24,7 @@ from rich.progress import track
 
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import documents
+from vllm_kvmerge.demo.language import BOS, plain_text
 from vllm_kvmerge.evaluation.options import print_table
 from vllm_kvmerge.ops import SequenceLayers, gather_metadata, gather_rows
 
@@ -57,12 +58,14 @@ class Held:
     position: int
 
 
-def text(spans: int, trained: int, document: int, seed: int) -> list[int]:
-    parts = range(spans * trained // document)
-    # Without <s>, but for the first.
-    drawn = [documents.training_sample(np.random.default_rng((seed, part)), document + 1)[0] for part in parts]
-    tokens = [token for sample in drawn for token in sample[1:].tolist()]
-    return [int(drawn[0][0]), *tokens[:-1]]
+def text(arguments: argparse.Namespace, spans: int) -> list[int]:
+    size, tokens, part = arguments.document, [BOS], 0
+    while len(tokens) < spans * arguments.trained:
+        rng = np.random.default_rng((arguments.seed, part))
+        # Of a document without <s>.
+        tokens += documents.training_sample(rng, size + 1)[0][1:].tolist() if size else plain_text(rng, 512)
+        part += 1
+    return tokens[: spans * arguments.trained]
 
 
 def engine(arguments: argparse.Namespace, pool: int, longest: int, **options: Any) -> Any:
@@ -101,7 +104,7 @@ def losses(llm: Any, prompts: list[list[int]], fields: dict[str, Any] | None) ->
 
 
 def read(arguments: argparse.Namespace) -> list[Span]:
-    tokens = text(arguments.spans, arguments.trained, arguments.document, arguments.seed)
+    tokens = text(arguments, arguments.spans)
     length, size = len(tokens), arguments.trained
     longest, few = length + ROOM, 2 * (arguments.budget + arguments.chunk) + ROOM
     common = {"budget": arguments.budget, "prefill": {"chunk": arguments.chunk}}
@@ -130,7 +133,7 @@ def generate(arguments: argparse.Namespace) -> list[Held]:
 
     from vllm_kvmerge import compression
 
-    prompt = text(1, arguments.trained, arguments.document, arguments.seed)[: arguments.budget]
+    prompt = text(arguments, 1)[: arguments.budget]
     longest = len(prompt) + arguments.generate + ROOM
     llm = engine(arguments, len(arguments.policies) * (2 * arguments.budget + ROOM), longest)
     for policy in arguments.policies:
@@ -175,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spans", type=int, default=20)
     parser.add_argument("--trained", type=int, default=4096, help="tokens of a span")
-    parser.add_argument("--document", type=int, default=512)
+    parser.add_argument("--document", type=int, default=512, help="0: plain text without statements and questions")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--policies", nargs="+", default=["streaming_llm", "h2o", "keepkv", "zsmerge"])

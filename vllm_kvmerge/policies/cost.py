@@ -15,7 +15,7 @@ from vllm_kvmerge.policies.entries import PART_ENTRIES
 MEASURING_SECONDS = 0.025
 
 MOVED_NUMBERS = 6
-"""Numbers held for each number of keys that are turned to other positions."""
+"""Numbers held for each number of keys that are turned to other positions where that is not done in place."""
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ class Limits:
         if config.positions == "cache":
             places = config.policy.capacity(compression.budget) or compression.num_entries
             keys = min(compression.num_entries, places) * self.shape.head_size
-            cost += Cost(MOVED_NUMBERS * keys, 0, 2 * gathering(keys) + 3 * MOVED_NUMBERS * keys)
+            cost += Cost(MOVED_NUMBERS * keys, 0, 2 * gathering(keys))
         if not compression.num_scored:
             return cost
         # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.
