@@ -9,6 +9,7 @@ from vllm_kvmerge.policies.protection import TokenRanges, disjoint
 
 DecodeMode = Literal["bounded", "grow"]
 Positions = Literal["text", "cache"]
+Trigger = Literal["budget", "pressure"]
 
 
 def _check_budget(budget: int | float) -> int | float:
@@ -121,7 +122,9 @@ class CommonFields(BaseModel):
 
     budget: Budget = 0.2
     interval: Count | None = Field(
-        None, description="Live entries above the budget that trigger a compression; default: one block."
+        None,
+        description="Live entries above the budget that trigger a compression; default: one block. Under pressure: "
+        "entries by which the cache has to grow before it is compressed again; default: a quarter of the budget.",
     )
     decode: DecodeMode = Field(
         "bounded",
@@ -132,6 +135,11 @@ class CommonFields(BaseModel):
         "text",
         description="What RoPE counts. text: tokens. cache: entries, so that a request may outlast the length that the "
         "model was trained on; what stays is turned to its new place at each compression.",
+    )
+    trigger: Trigger = Field(
+        "budget",
+        description="budget: compress when the cache exceeds the budget. pressure: keep all entries until the pool of "
+        "blocks is short, and compress then, for the newest queries.",
     )
     context_tokens: Count | None = Field(
         None,
