@@ -500,6 +500,58 @@ void write_metadata(const SequenceLayers& seq_layers, int64_t count, const float
              });
 }
 
+// Turns the keys of each one's places [0, count) as if RoPE had counted positions `after` instead of `before` ([rows,
+// count] each): by the angle between the table's rows, [num_positions, 2 * num_pairs]: cosines, then sines. A key where
+// both are equal, or `after` is negative, stays.
+void turn_keys(const SequenceLayers& seq_layers, int64_t count, const int64_t* before, const int64_t* after,
+               const float* table, int64_t num_positions, int64_t num_pairs, bool is_neox) {
+  if (seq_layers.empty()) return;
+  const auto row_of = [&](int64_t position) {
+    return table + std::clamp<int64_t>(position, 0, num_positions - 1) * 2 * num_pairs;
+  };
+  with_type(seq_layers[0].cache.dtype, [&](auto* type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    for_ranges(seq_layers, count, kEntriesPerTask,
+               [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
+                 const int64_t bs = one.cache.block_size;
+                 const Segments s = one.of_head(head);
+                 last = std::min(last, places_of(one, head, count));
+                 // A block's turns, slots next to each other as in its keys.
+                 std::vector<float> cos(num_pairs * bs), sin(num_pairs * bs);
+                 std::vector<uint8_t> moves(bs);
+                 for (int64_t slot = first; slot < last;) {
+                   const int64_t offset = slot % bs, some = std::min(bs - offset, last - slot);
+                   for (int64_t k = 0; k < some; ++k) {
+                     const int64_t from = before[row * count + slot + k], to = after[row * count + slot + k];
+                     moves[k] = to >= 0 && to != from;
+                     if (!moves[k]) {
+                       for (int64_t i = 0; i < num_pairs; ++i) cos[i * bs + k] = sin[i * bs + k] = 0.0f;
+                       continue;
+                     }
+                     const float *a = row_of(from), *b = row_of(to);
+                     for (int64_t i = 0; i < num_pairs; ++i) {
+                       const float c = a[i], d = a[num_pairs + i], size = c * c + d * d;
+                       cos[i * bs + k] = (b[i] * c + b[num_pairs + i] * d) / size;
+                       sin[i * bs + k] = (b[num_pairs + i] * c - b[i] * d) / size;
+                     }
+                   }
+                   T* keys = key_at<T>(place_of_slot(one.cache, s, head, slot, true));
+                   for (int64_t i = 0; i < num_pairs; ++i) {
+                     T *x = keys + (is_neox ? i : 2 * i) * bs, *y = keys + (is_neox ? i + num_pairs : 2 * i + 1) * bs;
+                     const float *c = cos.data() + i * bs, *d = sin.data() + i * bs;
+                     for (int64_t k = 0; k < some; ++k) {
+                       const float p = to_float(x[k]), q = to_float(y[k]);
+                       const T turned_x = from_float<T>(p * c[k] - q * d[k]), turned_y = from_float<T>(q * c[k] + p * d[k]);
+                       x[k] = moves[k] ? turned_x : x[k];
+                       y[k] = moves[k] ? turned_y : y[k];
+                     }
+                   }
+                   slot += some;
+                 }
+               });
+  });
+}
+
 // slots: block * block_size + offset, negative: none.
 void write_tokens(const PagedKVCache& cache, const std::vector<int64_t>& slots, const Rows& keys, const Rows& values) {
   with_type(cache.dtype, [&](auto* type) {
@@ -687,6 +739,19 @@ void call_write_metadata(Tensors layers, TensorView layer, TensorView blocks, Op
                  Argument("positions", positions).contiguous(shape).i64());
 }
 
+void call_turn_keys(Tensors layers, TensorView layer, TensorView blocks, OptionalTensor pages, OptionalTensor fronts,
+                    TensorView before, TensorView after, TensorView table, bool is_neox) {
+  const Batch batch(layers, layer, blocks, pages, fronts);
+  const int64_t* from = Argument("before", before).contiguous({batch.num_rows, -1}).i64();
+  const int64_t count = before.size(1);
+  batch.check_places(count);
+  const int64_t* to = Argument("after", after).contiguous({batch.num_rows, count}).i64();
+  const float* rows = Argument("table", table).contiguous({-1, -1}).f32();
+  KVM_CHECK(table.size(0) > 0 && table.size(1) % 2 == 0 && table.size(1) <= batch.head_size, ValueError)
+      << "table of " << table.size(0) << " positions and " << table.size(1) << " numbers";
+  turn_keys(batch.seq_layers, count, from, to, rows, table.size(0), table.size(1) / 2, is_neox);
+}
+
 void call_write_tokens(TensorView cache_keys, TensorView slot_mapping, TensorView key, TensorView value) {
   const PagedKVCache cache = cache_of(cache_keys);
   KVM_CHECK(slot_mapping.ndim() == 1, ValueError) << "slot_mapping must have one dimension";
@@ -711,4 +776,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_attention, kvmerge::call_fused_attention);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_entries, kvmerge::call_move_entries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, kvmerge::call_write_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_metadata, kvmerge::call_write_metadata);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(turn_keys, kvmerge::call_turn_keys);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_tokens, kvmerge::call_write_tokens);

@@ -40,9 +40,9 @@ def test_every_benchmark_can_be_imported_and_explains_itself():
     assert {"serving.py", "compaction.py", "gpu_serving.py"} <= set(done.stdout.split())
 
 
-def rows(path: Path, script: str, *arguments: str) -> list[dict]:
-    """The rows of the JSON file that the benchmark writes."""
-    command = [sys.executable, str(FOLDER / script), "--output", str(path), "--repeats", "1", *arguments]
+def rows(path: Path, script: str, *arguments: str, repeats: tuple[str, ...] = ("--repeats", "1")) -> list[dict]:
+    """The rows of the JSON file that the benchmark writes. repeats: its option for that, if it has one."""
+    command = [sys.executable, str(FOLDER / script), "--output", str(path), *repeats, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = json.loads(path.read_text())
@@ -132,3 +132,23 @@ def test_long_prompts(tmp_path):
     some = rows(tmp_path / "l.json", "long_prompts.py", *options, *shape)
     assert [(row["case"], row["length"]) for row in some] == [("plain", 600), ("snapkv", 600), ("snapkv", 1200)]
     assert [row["pool"] for row in some] == [664, 512, 512] and some[1]["ratio"]["median"] > 0
+
+
+@pytest.mark.benchmarks
+def test_endless(tmp_path):
+    """Beyond the demo model's positions, and what the cache holds after many tokens is as it should be."""
+    sizes = ("--trained", "3000", "--document", "500", "--budget", "96", "--chunk", "128", "--policies", "keepkv")
+    some = rows(tmp_path / "r.json", "endless.py", *sizes, "--spans", "3", repeats=())
+    cases = [f"keepkv, positions of the {name}" for name in ("text", "cache")]
+    assert [row["case"] for row in some[::3]] == ["each span alone", "full", *cases]
+    assert all(1 < row["perplexity"] < 200 for row in some)
+    policies = {"streaming_llm", "h2o", "keepkv", "zsmerge"}
+    some = rows(
+        tmp_path / "g.json", "endless.py", "--trained", "256", "--budget", "96", "--generate", "600", repeats=()
+    )
+    assert {row["case"] for row in some} == policies
+    for row in some:
+        assert row["is_finite"] and row["tokens"] == 96 + 599 and row["position"] < 96 + 32
+        least, most = row["votes"]
+        exact = row["case"] in ("streaming_llm", "h2o")
+        assert least == most == row["position"] + 1 if exact else row["position"] < least <= most <= row["tokens"] + 1

@@ -33,6 +33,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
 from tests import page_tables  # noqa: E402
 from tests.engine import full_graphs  # noqa: E402
+from vllm_kvmerge import compression as compression_of  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
 from vllm_kvmerge.engine.attention import cuda as backend  # noqa: E402
 from vllm_kvmerge.engine.compat import CUDA_BACKEND, drop_validator, register_cache_spec  # noqa: E402
@@ -122,10 +123,8 @@ def main() -> None:
     core.scheduler._preempt_request = counted
 
     def generate(some, **more):
-        params = [
-            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0, extra_args=e, **more)
-            for _, e, n in some
-        ]
+        more = {"temperature": 0} | more
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, logprobs=0, extra_args=e, **more) for _, e, n in some]
         return llm.generate([{"prompt_token_ids": prompt} for prompt, _, _ in some], params, use_tqdm=False)
 
     def ask(prompt, extra, num_tokens, stop):
@@ -143,6 +142,8 @@ def main() -> None:
     compression._adopted = noted
     completions = [output.outputs[0] for output in generate(jobs)]
     turns = [[ask(*turn) for turn in chat] for chat in chats]
+    windows = [compression_of("local", budget=40, interval=8, positions=one) for one in ("text", "cache")]
+    sampled = [generate([(list(range(20, 80)), extra, 12)], temperature=1.0, seed=7)[0].outputs[0] for extra in windows]
     outputs = [output for some in pressed for output in generate(some)]
     under_pressure = [
         [list(output.outputs[0].token_ids), output.kv_transfer_params["kvmerge"]["compressions"]] for output in outputs
@@ -154,6 +155,7 @@ def main() -> None:
         "tokens": [list(completion.token_ids) for completion in completions],
         "logprobs": [completion.cumulative_logprob for completion in completions],
         "turns": turns,
+        "sampled": [list(one.token_ids) for one in sampled],
         "under_pressure": under_pressure,
         "is_v2": worker.use_v2_model_runner,
         "is_async": core.batch_queue is not None,

@@ -72,6 +72,15 @@ def jobs() -> list:
     for policy, fields in (("snapkv", {}), ("h2o", {"score_window": "all"}), ("adakv", {}), ("keepkv", {})):
         extra = compression(policy, budget=40, interval=8, prefill={"chunk": 20}, **fields)
         found.append((random_prompt(rng, 110), extra, 12))
+    # Positions that count the entries of the cache, beside others in batches and graphs.
+    for policy, fields in (
+        ("streaming_llm", {}),
+        ("morphkv", {}),
+        ("adakv", {"prefill": {"chunk": 20}}),
+        ("keepkv", {}),
+    ):
+        extra = compression(policy, budget=40, interval=8, decode="bounded", positions="cache", **fields)
+        found.append((random_prompt(rng, 90), extra, 30))
     # Contexts that others have compressed, some of them all of the prompt; as many as are not lost to other requests.
     for policy, fields in (("snapkv", {}), ("morphkv", {}), ("adakv", {"decode": "bounded"})):
         context, extra = random_prompt(rng, 97), compression(policy, budget=33, context_tokens=97, **fields)
@@ -187,6 +196,9 @@ def test_tokens_of_the_cpu_runner(is_v2, expected, chats, under_pressure):
     assert result.pop("tokens") == [list(one.token_ids) for one in expected]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
     check_chats(chats, result.pop("turns"))
+    # In a window the model sees the same distances either way, and random numbers depend on the tokens' positions.
+    in_text, in_cache = result.pop("sampled")
+    assert in_text == in_cache and len(set(in_text)) > 5
     assert result.pop("under_pressure") == under_pressure
     assert all(num_compressions for _, num_compressions in under_pressure[::2])
     assert result.pop("adopted") > 5 and result.pop("restored") > 0

@@ -46,6 +46,8 @@ FIELDS = {
     "bounded adakv": ("adakv", {"decode": "bounded"}),
     "matching": ("keydiff", {"merger": "attention_matching"}),
     "protect": ("keepkv", {"protect": {"tokens": [[10, 40]]}}),
+    "positions": ("morphkv", {"positions": "cache"}),
+    "positions of uneven heads": ("adakv", {"positions": "cache", "decode": "bounded"}),
 }
 CASES = {policy: (policy, {}) for policy in sorted(PRESETS)} | FIELDS
 

@@ -86,6 +86,20 @@ def test_models_whose_keys_cannot_be_turned_back(tmp_path: Path, change: dict[st
     assert found is None if obstacle is None else str(found).startswith(obstacle)
 
 
+@pytest.mark.parametrize("rope_type", support.PLAIN_ROPE)
+def test_positions_are_those_of_the_table(tmp_path: Path, rope_type: str) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    parameters = {"rope_type": rope_type, "rope_theta": 1e4, "original_max_position_embeddings": 1024}
+    parameters |= {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = vllm_config(tmp_path, LLAMA | {"rope_parameters": parameters}, **kvmerge_engine_args())
+    declared = config.model_config.hf_text_config
+    with set_current_vllm_config(config):
+        rope = get_rope(32, declared.max_position_embeddings, rope_parameters=declared.rope_parameters)
+    assert request_limits(config).shape.num_positions == len(rope.cos_sin_cache)
+
+
 @pytest.mark.parametrize(
     ("fields", "obstacle"),
     [

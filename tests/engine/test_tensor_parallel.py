@@ -72,6 +72,8 @@ def test_two_workers_equal_one(engine, tmp_path):
         jobs.append((random_prompt(rng, 600), compression("snapkv", budget=budget, decode="bounded")))
     for policy, fields in (("kvzap", {"window_size": 32}), ("kvzip", {"normalized": True, "chunk_size": 250})):
         jobs.append((random_prompt(rng, 500), compression(policy, budget=96, allocator="uniform", **fields)))
+    for policy in ("streaming_llm", "morphkv", "keepkv"):
+        jobs.append((random_prompt(rng, 300), compression(policy, budget=96, interval=8, positions="cache")))
     for policy in ("snapkv", "h2o", "keepkv", "morphkv"):
         fields = {"score_window": "all"} if policy == "h2o" else {}
         jobs.append((random_prompt(rng, 600), compression(policy, budget=96, prefill={"chunk": 100}, **fields)))

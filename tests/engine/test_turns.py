@@ -14,7 +14,7 @@ FIRST, QUESTION, ANSWER = 300, 24, 20
 POLICIES = {
     "streaming_llm": "bounded", "keydiff": "bounded", "h2o": "bounded", "keepkv": "bounded", "morphkv": "bounded",
     "zsmerge": "bounded", "adakv": "bounded", "kvzap": "bounded", "snapkv": "grow", "kvzip": "grow",
-    "adakv grow": "grow",
+    "adakv grow": "grow", "morphkv cache": "bounded", "adakv cache": "bounded",
 }  # fmt: skip
 
 
@@ -27,7 +27,10 @@ def fronts(engine):
 
 def params(name: str, max_tokens: int = ANSWER, forced: list[int] | None = None, **fields) -> SamplingParams:
     policy = name.split()[0]
-    fields = {"budget": 96, "interval": 95, "decode": POLICIES[name], "reuse": "turns"} | SMALL.get(policy, {}) | fields
+    common = {"budget": 96, "interval": 95, "decode": POLICIES[name], "reuse": "turns"}
+    if name.endswith("cache"):
+        common["positions"] = "cache"
+    fields = common | SMALL.get(policy, {}) | fields
     extra = compression(policy, **fields) | ({} if forced is None else {CONTINUATION: forced})
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, extra_args=extra)
 

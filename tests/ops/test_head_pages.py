@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.policies.sampling import rope
 from vllm_kvmerge.ops import (
     AttentionBatch,
     HeadPages,
@@ -248,6 +249,15 @@ def test_compaction(operators, scene, dtype):
         assert torch.equal(reference.gather_rows(after, plane, places)[exists], values[exists])
     for actual, values in zip(reference.gather_metadata(after), metadata, strict=True):
         assert torch.equal(actual[:, :num_places][exists], values[exists].to(actual.dtype))
+
+    # Of half of the heads, once more, the keys are turned.
+    rotation, half = rope(SIZE, num_positions=99), grows.flatten().unsqueeze(1) & exists
+    origin, target = torch.randint(0, 99, (2, *places.shape), generator=scene.generator)
+    operators.turn_keys(scene.paged, pages.of_heads(grows), origin, target, rotation.table, True)
+    turned = torch.where(half.unsqueeze(-1), rotation.moved(expected[0], origin, target), expected[0])
+    keys = reference.gather_rows(after, "keys", places)
+    assert_close(keys[exists], turned[exists], 1e-5 if dtype == torch.float32 else 3e-2)
+    assert torch.equal(keys[exists & ~half], expected[0][exists & ~half])
 
 
 @pytest.mark.parametrize("fault", ["page", "front", "none"])

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from tests.entries import gather_entries, write_front
 from tests.ops.conftest import CacheMaker, Sequence
+from tests.policies.sampling import rope
 from vllm_kvmerge.ops import (
     PagedKVCache,
     SequenceLayers,
 )
 from vllm_kvmerge.policies.base import DEAD, Entries
+from vllm_kvmerge.policies.rotation import Rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0, 0, 77, 0), (37, 200, 231, 5), (32, 64, 96, 0), (50, 50, 91, 3), (1, 130, 160, 1)]
@@ -288,3 +290,35 @@ def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, n
     expected = weights.sum(1) if fusion == "sum" else weights.amax(1)
     assert fused.dtype == torch.float32
     torch.testing.assert_close(fused.double(), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("size", [48, 20], ids=["all", "some"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_are_turned_to_other_positions(operators, dtype, size, is_neox):
+    """By a table with an attention factor, in float64; what does not move, or is not there, is not touched."""
+    maker, s = make(dtype, (70, 130, 160, 4))
+    rotation = rope(size, is_neox, 200, factor=1.3)
+    before, after = torch.randint(0, 200, (2, 3, 70), generator=maker.generator)
+    after[:, :4] = -1
+    after[:, 10:20] = before[:, 10:20]
+    block = s.blocks[torch.arange(70) // 32].long()
+    maker.pages.keys[block[:4], :, :, torch.arange(4)] = torch.nan
+    content = maker.cache.clone()
+    operators.turn_keys(seq_layers(maker, s), s.blocks[None, :3], before, after, rotation.table, is_neox)
+
+    exact = Rotation(rotation.table.double(), is_neox)
+    expected = exact.turned(exact.turned_back(s.keys[:, :70], before), after)
+    found = live(maker, s)
+    moving = after[0, 4:] != before[0, 4:]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(
+        found.keys[:, 4:70][:, moving].double(), expected[:, 4:][:, moving], rtol=0, atol=tolerance
+    )
+    assert not torch.equal(found.keys[:, 20:70].double(), s.keys[:, 20:70])
+    for place in torch.arange(4, 70)[moving].tolist():  # as they were, for what else there is to be compared
+        keys = PagedKVCache.of(content, 48).keys[block[place], :, :, place % 32]
+        maker.pages.keys[block[place], :, :, place % 32] = keys
+    assert torch.equal(maker.cache.view(torch.uint8), content.view(torch.uint8))
+    nothing = before[:, :0]
+    operators.turn_keys(seq_layers(maker, s), s.blocks[None, :0], nothing, nothing, rotation.table, is_neox)

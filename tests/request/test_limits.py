@@ -8,7 +8,7 @@ import pytest
 
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.cost import Rates
-from vllm_kvmerge.request.limits import Compression, Limits, ModelShape, compressions
+from vllm_kvmerge.request.limits import Compression, Limits, ModelShape, compressions, most_positions
 from vllm_kvmerge.request.parameters import CompressionConfig, CompressionError, parse_compression
 
 LLAMA_8B = ModelShape(
@@ -46,6 +46,44 @@ def test_parts_that_turn_keys_back_are_refused_where_they_cannot() -> None:
     limits.check(config("expected_attention", selector="keydiff"), 4000, 100)
     with pytest.raises(CompressionError, match=r"^kv_compression\.selector"):
         limits.check(config("snapkv", selector="compactor"), 4000, 100)
+
+
+def test_positions_of_the_cache_need_keys_that_can_be_turned() -> None:
+    limits = replace(LIMITS, shape=replace(DEMO, rotation_obstacle="has M-RoPE"))
+    with pytest.raises(
+        CompressionError, match="'cache' needs keys turned, but the model has M-RoPE; allowed: 'text'"
+    ) as caught:
+        limits.check(config("h2o", positions="cache"), 4000, 100)
+    assert caught.value.reason == "unsupported_model" and caught.value.param == "kv_compression.positions"
+    limits.check(config("h2o", positions="text"), 4000, 100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "max_tokens", "positions"),
+    [
+        ({}, 1000, 30_000, 1000),  # the prompt at once
+        ({}, 40, 30_000, 128 + 32),
+        ({}, 40, 60, 100),
+        ({"interval": 5}, 40, 30_000, 133),
+        ({"prefill": {"chunk": 64}}, 30_000, 30_000, 128 + 64),
+        ({"prefill": {"chunk": 64}}, 150, 10, 150),
+        ({"prefill": {"chunk": 64}, "context_tokens": 500}, 1000, 30_000, 128 + 500),
+        ({"decode": "grow", "prefill": {"chunk": 64}}, 30_000, 900, 128 + 900),
+        ({"allocator": "adaptive", "prefill": {"chunk": 16}}, 30_000, 900, 2 * 128 + 32),
+        ({"budget": 30_000}, 1000, 900, 1900),
+    ],
+)
+def test_positions_that_are_taken(fields: dict[str, Any], prompt: int, max_tokens: int, positions: int) -> None:
+    """A request is held to those that the model has."""
+    asked = config("snapkv", **{"budget": 128, "decode": "bounded", "positions": "cache"} | fields)
+    assert most_positions(asked, prompt, max_tokens, 32) == positions
+    limits = replace(LIMITS, max_model_len=1 << 20, shape=replace(DEMO, num_positions=positions))
+    limits.check(asked, prompt, max_tokens)
+    limits = replace(limits, shape=replace(DEMO, num_positions=positions - 1))
+    with pytest.raises(CompressionError, match=f"comes to {positions} positions at once, and the model has") as caught:
+        limits.check(asked, prompt, max_tokens)
+    assert caught.value.reason == "too_many_positions" and caught.value.param == "kv_compression.positions"
+    limits.check(asked.model_copy(update={"positions": "text"}), prompt, max_tokens)
 
 
 def test_hidden_states_are_refused_where_none_are_seen() -> None:

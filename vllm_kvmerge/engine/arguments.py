@@ -10,6 +10,7 @@ from vllm_kvmerge.engine.support import (
     UnsupportedConfigError,
     check_options,
     hidden_states_obstacle,
+    num_positions,
     platform_obstacle,
     rotation_obstacle,
 )
@@ -153,6 +154,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             rotation_obstacle=rotation_obstacle(model),
             hidden_states_obstacle=hidden_states_obstacle(vllm_config),
             has_surrogate=options.kvzap is not None,
+            num_positions=num_positions(model),
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,

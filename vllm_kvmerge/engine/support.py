@@ -83,6 +83,16 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
     return None
 
 
+def num_positions(model: "ModelConfig") -> int | None:
+    """Positions in the table of the model's RoPE, one of ``PLAIN_ROPE``, however long vLLM lets requests be; None: the
+    model does not declare them."""
+    length, _ = model.model_arch_config.derived_max_model_len_and_key
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    # Of other types that scale, the declared number has been scaled, or is the table's nevertheless.
+    factor = parameters.get("factor", 1.0) if parameters.get("rope_type") == "linear" else 1.0
+    return None if length == float("inf") else int(length * factor)
+
+
 def hidden_states_obstacle(vllm_config: "VllmConfig") -> str | None:
     """Says why the hidden states that attention layers read cannot be seen; None if they can."""
     from vllm.config import CompilationMode

@@ -79,6 +79,8 @@ def config_of(
         parser.error(f"policy {config.name!r} has a model repeat the context, and none runs while traces are replayed")
     if config.policy.tracker.predicts_scores:
         parser.error(f"policy {config.name!r} reads hidden states, which traces do not have")
+    if config.positions == "cache":
+        parser.error("--set positions: traces have queries and keys that were turned by the text's")
     return config.for_model(ServedModel(model_type_of(arguments.model)))
 
 

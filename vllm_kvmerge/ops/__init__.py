@@ -26,6 +26,7 @@ from vllm_kvmerge.ops.dispatch import score_repetition as score_repetition
 from vllm_kvmerge.ops.dispatch import split_budget as split_budget
 from vllm_kvmerge.ops.dispatch import take as take
 from vllm_kvmerge.ops.dispatch import top as top
+from vllm_kvmerge.ops.dispatch import turn_keys as turn_keys
 from vllm_kvmerge.ops.dispatch import write_metadata as write_metadata
 from vllm_kvmerge.ops.dispatch import write_rows as write_rows
 from vllm_kvmerge.ops.dispatch import write_tokens as write_tokens

@@ -214,6 +214,17 @@ def write_metadata(
     _function("write_metadata")(*where, *planes)
 
 
+def turn_keys(
+    seq_layers: SequenceLayers, destination: Destination, before: Tensor, after: Tensor, table: Tensor, is_neox: bool
+) -> None:
+    if after.numel() == 0:
+        return
+    # In float32, and no more of it than is read.
+    rows = table[: int(max(before.max(), after.max())) + 1].float().contiguous()
+    where = _keys(seq_layers.layers), seq_layers.layer, *_destination(seq_layers, destination)
+    _function("turn_keys")(*where, before.contiguous(), after.contiguous(), rows, is_neox)
+
+
 merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__])
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import attention, similarity
+from vllm_kvmerge.ops import attention, similarity, turns
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
 from vllm_kvmerge.ops.types import (
     AttentionBatch,
@@ -423,6 +423,34 @@ def merge_entries(
     operators.write_metadata(seq_layers, destination, *metadata)
     if rows.keys is not None or rows.values is not None:
         operators.write_rows(seq_layers, destination, rows.places, rows.keys, rows.values)
+
+
+def turn_keys(
+    seq_layers: SequenceLayers,
+    destination: Destination,
+    before: Tensor,
+    after: Tensor,
+    table: Tensor,
+    is_neox: bool,
+    operators: Any = sys.modules[__name__],
+) -> None:
+    """Turns the keys of places ``[0, C)`` as if RoPE had counted other positions (``turns``).
+
+    destination: as for ``move_entries``. before, after: ``[H, C]`` int64, positions at which keys are turned, and are
+    to be; where both are equal, or ``after`` is negative, they stay. table, is_neox: the model's. operators: the module
+    whose operators do the parts.
+    """
+    count = after.shape[1]
+    place = torch.arange(count, device=after.device).expand_as(after)
+    place = place.masked_fill((after < 0) | (before == after), -1)
+    pages = destination if isinstance(destination, HeadPages) else None
+    # With pages no block is read, but a sequence is no longer than its blocks.
+    width = -(-count // seq_layers.layers[0].block_size)
+    blocks = after.new_zeros(len(seq_layers.layer), width) if isinstance(destination, HeadPages) else destination
+    segments = torch.tensor([[count] * 3] * len(seq_layers.layer))
+    held = SequenceLayers(seq_layers.layers, seq_layers.layer, blocks, segments, pages)
+    keys = turns.moved(operators.gather_rows(held, "keys", place), table, is_neox, before, after)
+    operators.write_rows(seq_layers, destination, place, keys, None)
 
 
 def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:

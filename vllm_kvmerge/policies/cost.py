@@ -14,6 +14,9 @@ from vllm_kvmerge.policies.entries import PART_ENTRIES
 
 MEASURING_SECONDS = 0.025
 
+MOVED_NUMBERS = 6
+"""Numbers held for each number of keys that are turned to other positions where that is not done in place."""
+
 
 @dataclass(frozen=True)
 class CostShape:

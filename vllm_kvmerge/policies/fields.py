@@ -8,6 +8,7 @@ from vllm_kvmerge.policies.base import MAX_QUERIES, MAX_TOKENS
 from vllm_kvmerge.policies.protection import TokenRanges, disjoint
 
 DecodeMode = Literal["bounded", "grow"]
+Positions = Literal["text", "cache"]
 Trigger = Literal["budget", "pressure"]
 
 
@@ -129,6 +130,11 @@ class CommonFields(BaseModel):
         "bounded",
         description="bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's "
         "(or context's) end only.",
+    )
+    positions: Positions = Field(
+        "text",
+        description="What RoPE counts. text: tokens. cache: entries, so that a request may outlast the length that the "
+        "model was trained on; what stays is turned to its new place at each compression.",
     )
     trigger: Trigger = Field(
         "budget",

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_kvmerge.ops import turns
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -32,6 +34,10 @@ class Rotation:
         size = cos.square() + sin.square()  # 1, but for rounding and the attention factor
         return self._apply(vectors, cos / size, -sin / size)
 
+    def moved(self, vectors: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Vectors that the model has turned at positions ``before`` as it turns them at ``after``."""
+        return turns.moved(vectors, self.table, self.is_neox, before, after)
+
     def turned_ahead(self, vectors: Tensor, starts: Tensor, count: int) -> Tensor:
         """The mean of vectors turned at ``count`` positions from each start on.
 
@@ -49,16 +55,7 @@ class Rotation:
 
     def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, ``[..., r/2]`` each."""
-        rows = self.table[positions.clamp(0, len(self.table) - 1)].to(dtype)
-        return rows[..., : self._num_pairs], rows[..., self._num_pairs :]
+        return turns.rows_at(self.table, positions, dtype)
 
     def _apply(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        size = 2 * self._num_pairs
-        pairs = (
-            (slice(0, size // 2), slice(size // 2, size)) if self.is_neox else (slice(0, size, 2), slice(1, size, 2))
-        )
-        one, other = (vectors[..., pair] for pair in pairs)
-        turned = vectors.clone()
-        turned[..., pairs[0]] = one * cos - other * sin
-        turned[..., pairs[1]] = other * cos + one * sin
-        return turned
+        return turns.turn(vectors, cos, sin, self.is_neox)

@@ -8,7 +8,7 @@ from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import Part, Tracker
-from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, attending, gathering
+from vllm_kvmerge.policies.cost import MOVED_NUMBERS, Cost, CostShape, Rates, attending, gathering
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
@@ -17,7 +17,8 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionCon
 class ModelShape:
     """Sizes of one worker's part of the model. item_size: bytes of a number in the cache. rotation_obstacle: why keys
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
-    that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states."""
+    that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
+    num_positions: that RoPE has a turn for; None: not known."""
 
     num_layers: int
     num_kv_heads: int
@@ -28,6 +29,7 @@ class ModelShape:
     rotation_obstacle: str | None = None
     hidden_states_obstacle: str | None = None
     has_surrogate: bool = False
+    num_positions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,20 @@ def compressions(
         yield Compression(covered, budget, at_prompt_end=True, interval=config.refresh.every, num_scored=total)
 
 
+def most_positions(config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+    """Positions that a request takes if RoPE counts the entries of its cache."""
+    total, context = num_prompt_tokens + max_tokens, config.resolve_context(num_prompt_tokens)
+    if config.never_compresses(num_prompt_tokens, max_tokens) or config.awaits_pressure:
+        return total
+    places = config.resolve_capacity(context) or total
+    before = places + config.prefill.chunk if config.prefill else context
+    question = min(places, context) + num_prompt_tokens - context
+    after = question + max_tokens
+    if config.decode == "bounded":
+        after = min(after, places + config.resolve_interval(config.resolve_budget(context), block_size))
+    return min(total, max(min(before, context), question, after))
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits that requests are held to.
@@ -121,6 +137,7 @@ class Limits:
             message = f"{config.reuse!r} on a server that keeps no compressed cache; allowed: null"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.reuse", message, "not_kept")
         max_tokens = self.possible_tokens(num_prompt_tokens, max_tokens)
+        self._check_positions(config, num_prompt_tokens, max_tokens)
         if config.never_compresses(num_prompt_tokens, max_tokens):
             return
         if config.policy.tracker.repeats_context:
@@ -223,9 +240,12 @@ class Limits:
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
 
     def _check_rotation(self, config: CompressionConfig) -> None:
-        """Refuses parts that need the keys before RoPE of a model that cannot give them."""
+        """Refuses what needs RoPE undone, for a model whose RoPE cannot be."""
         if self.shape.rotation_obstacle is None:
             return
+        if config.positions == "cache":
+            message = f"{config.positions!r} needs keys turned, but the model {self.shape.rotation_obstacle}"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", f"{message}; allowed: 'text'", "unsupported_model")
         for kind in PARTS:
             part = getattr(config.policy, kind)
             if part.needs_rotation:
@@ -235,6 +255,18 @@ class Limits:
                 raise CompressionError(
                     f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: another {kind}", "unsupported_model"
                 )
+
+    def _check_positions(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuses requests that would outlast the model's positions although they count entries."""
+        most = self.shape.num_positions
+        if config.positions == "text" or most is None:
+            return
+        if (count := most_positions(config, num_prompt_tokens, max_tokens, self.block_size)) > most:
+            message = (
+                f"{config.positions!r} comes to {count} positions at once, and the model has {most}; allowed: prefill "
+                "in chunks, decode 'bounded', or a smaller budget, chunk, interval or number of tokens"
+            )
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", message, "too_many_positions")
 
     def _check_hidden_states(self, tracker: Tracker) -> None:
         """Refuses trackers that need hidden states, or predictions from them, where there are none."""
@@ -298,6 +330,10 @@ class Limits:
             held = attending(compression.num_rescored, config.rescoring_window, self.shape.group_size)
             scores = config.rescoring_window * self.shape.group_size * compression.num_rescored
             cost += Cost(keys + held, scores * self.shape.head_size, gathering(keys) + 8 * scores)
+        if config.positions == "cache":
+            places = config.policy.capacity(compression.budget) or compression.num_entries
+            keys = min(compression.num_entries, places) * self.shape.head_size
+            cost += Cost(MOVED_NUMBERS * keys, 0, 2 * gathering(keys))
         if not compression.num_scored:
             return cost
         # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.

@@ -336,6 +336,8 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         other = "a refresh" if config.refresh is not None else f"tracker {policy.tracker.name!r}"
         message = f"chunks with {other}, which needs the whole context; allowed: null"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.prefill", message, "incompatible_fields")
+    if config.positions == "cache":
+        _check_positions(config)
     if config.awaits_pressure:
         _check_pressure(config)
     if config.reuse is not None and config.refresh is not None:
@@ -377,6 +379,23 @@ def _check_scored_once(config: CompressionConfig) -> None:
         raise CompressionError(f"{EXTRA_ARGS_KEY}.decode", message, "incompatible_parts")
     if config.refresh is not None:
         raise CompressionError(f"{EXTRA_ARGS_KEY}.refresh", f"{tracker}; allowed: null", "incompatible_parts")
+
+
+def _check_positions(config: CompressionConfig) -> None:
+    """Refuses positions of the cache where something needs those of the text, or the cache is not bounded."""
+    rotating = next((part for part in config.policy.parts if part.needs_rotation), None)
+    obstacle = None
+    if config.refresh is not None:
+        obstacle = "a refresh, whose complete cache has the text's positions"
+    elif config.awaits_pressure:
+        obstacle = f"trigger {config.trigger!r}, which may keep all entries"
+    elif rotating is not None:
+        obstacle = f"{rotating.name!r}, which turns queries or keys back by the text's positions"
+    elif config.policy.capacity(config.policy.min_budget) is None:
+        obstacle = f"allocator {config.policy.allocator.name!r}, some of whose layers keep all entries"
+    if obstacle is not None:
+        message = f"{config.positions!r} with {obstacle}; allowed: 'text'"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", message, "incompatible_fields")
 
 
 def _with_threshold(data: Mapping[str, Any]) -> dict[str, Any]:

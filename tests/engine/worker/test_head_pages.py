@@ -111,7 +111,9 @@ class Side:
         )  # fmt: skip
         scores = self.scores if front == 0 and self.config.policy.needs_scores else None
         ring = self.ring if self.config.policy.query_window else None
-        done = self.compactor.execute([Compaction(plan, policy, self.blocks, scores, ring, pages=self.pages)])
+        moves_keys = self.config.positions == "cache"
+        compaction = Compaction(plan, policy, self.blocks, scores, ring, pages=self.pages, moves_keys=moves_keys)
+        done = self.compactor.execute([compaction])
         assert not done.failures
         self.pages = done.pages.get(0)
         if size.may_shrink and has_pages:
@@ -143,6 +145,9 @@ POLICIES: list[dict[str, Any]] = [
     {"policy": "snapkv", "kernel_size": 1, "budget": {"threshold": 0.012, "max": 70}},
     {"policy": "zsmerge", "budget": {"threshold": 0.012, "max": 60}},
     {"policy": "snapkv", "allocator": "global", "kernel_size": 1},
+    {"policy": "adakv", "kernel_size": 1, "positions": "cache"},
+    {"policy": "keepkv", "allocator": "pyramid", "positions": "cache"},
+    {"policy": "snapkv", "kernel_size": 1, "budget": {"threshold": 0.012, "max": 70}, "positions": "cache"},
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreUpdate, score_prompt_queries, score_repetition
+from vllm_kvmerge.policies.rotation import Rotation
 
 if TYPE_CHECKING:  # compactions run without vLLM too
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -80,6 +81,14 @@ class QueryRing:
         """Places in its ``QueryRings`` of the queries of tokens ``[start, end)``, int64."""
         assert self.first is not None
         return self.first + np.arange(start, end) % self.window
+
+    def move(self, rotation: Rotation, seq_len: int, before: int, after: int) -> None:
+        """Turns the queries kept after ``seq_len`` tokens from RoPE positions that differ from those of their tokens by
+        ``before`` to some that differ by ``after``."""
+        positions = self.positions(seq_len)
+        shifted = (positions.unsqueeze(1) + shift for shift in (before, after))
+        moved = rotation.moved(self.queries(seq_len).float(), *shifted)
+        self._ring[:, positions % self.window] = moved.to(self._ring.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -219,7 +228,7 @@ class BatchRow:
     the scores in the cache. window: the queries to score into a buffer instead, before its first compression, or before
     that of the request whose context it repeats; or scores of its tokens that come from elsewhere. ring: its newest
     queries, if its policy reads them. pages: of its heads, one row per layer, if the front is not an ordinary one.
-    table: of these pages, on a GPU.
+    table: of these pages, on a GPU. shift: what RoPE adds to the positions of its tokens.
     """
 
     front: int = 0
@@ -229,6 +238,7 @@ class BatchRow:
     ring: QueryRing | None = None
     pages: HeadPages | None = None
     table: Tensor | None = None
+    shift: int = 0
 
     @property
     def needs_hidden_states(self) -> bool:

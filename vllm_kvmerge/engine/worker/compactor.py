@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan, FrontReport
+from vllm_kvmerge.engine.worker.cache_positions import moves
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
@@ -21,7 +22,7 @@ from vllm_kvmerge.ops import HeadPages, PagedKVCache, Rows, ScoreUpdate, Sequenc
 from vllm_kvmerge.ops.types import Destination, sent
 from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionPolicy, CompressionResult, Heads, Queries
 from vllm_kvmerge.policies.checks import is_foreign
-from vllm_kvmerge.policies.cost import Cost, CostShape, Rates
+from vllm_kvmerge.policies.cost import MOVED_NUMBERS, Cost, CostShape, Rates
 from vllm_kvmerge.policies.deadline import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
@@ -52,7 +53,8 @@ class Compaction:
     source_blocks: ids of the request's blocks before the plan. prompt_scores: statistics of its tokens, for a first
     compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them, or
     they score its entries anew (rescoring). complete: the complete cache that a refresh starts from. pages: of the
-    request's heads, one row per layer, if its front is not an ordinary one.
+    request's heads, one row per layer, if its front is not an ordinary one. moves_keys: RoPE counts entries of the
+    cache, so that keys are turned as these move up.
     """
 
     plan: CompressionPlan
@@ -63,6 +65,7 @@ class Compaction:
     complete: ExternalCache | None = None
     pages: HeadPages | None = None
     rescoring: Rescoring | None = None
+    moves_keys: bool = False
 
     @property
     def segments(self) -> tuple[int, int, int]:
@@ -135,6 +138,10 @@ class _Batch:
     @property
     def is_of_tokens(self) -> bool:
         return self.compactions[0].is_of_tokens
+
+    @property
+    def moves_keys(self) -> bool:
+        return self.compactions[0].moves_keys
 
     @property
     def complete(self) -> ExternalCache | None:
@@ -266,9 +273,11 @@ class Compactor:
 
         def compress(seq_layers: list[_SequenceLayer]) -> CompressionResult:
             entries = self._gather(seq_layers, batch)
+            context = self._context(seq_layers, batch, statistics)
+            if batch.moves_keys:
+                context.known_rotation()
             with time_limit(batch.time_left()):
-                result = batch.policy.compress(entries, self._context(seq_layers, batch, statistics))
-                return result.finite(self.dtype)
+                return batch.policy.compress(entries, context).finite(self.dtype)
 
         def write(seq_layers: list[_SequenceLayer], result: CompressionResult, rounds: tuple[bool, ...]) -> None:
             assert isinstance(result.source, PagedEntries)
@@ -284,6 +293,11 @@ class Compactor:
                     ops.merge_entries(source, destination, update.kept, update.metadata, rows)
                 else:
                     self._restore(source, self._layers_of(seq_layers, blocks), destination, update, rows)
+                if batch.moves_keys and self.rotation is not None:
+                    places = update.positions.contiguous()
+                    where = moves(result.source.positions, places, batch.plan.new_front)
+                    layers = self._layers_of(seq_layers, blocks)
+                    ops.turn_keys(layers, destination, *where, self.rotation.table, self.rotation.is_neox)
 
         parts = list(self._parts(batch))
         needs_passes = len(parts) > 1 and any(deal.needs_passes for deal in batch.deals)
@@ -406,6 +420,12 @@ class Compactor:
         if rows.keys is not None or rows.values is not None:
             ops.write_rows(pool, destination, rows.places, rows.keys, rows.values)
 
+    def move_queries(self, ring: QueryRing, seq_len: int, before: int, after: int) -> None:
+        """Turns a request's newest queries with the keys of its tail, as if these went on in front of it (see
+        ``QueryRing.move``)."""
+        if self.rotation is not None:
+            ring.move(self.rotation, seq_len, before, after)
+
     def _layer_statistics(self, batch: _Batch) -> Tensor:
         """The allocator's statistics, ``[plans, layers]`` float32; zeros where it failed."""
 
@@ -434,6 +454,8 @@ class Compactor:
             restored = 0 if batch.complete is None else 2 * batch.plan.new_front * self.layers[0].head_size
             if batch.compactions[0].rescoring is not None:
                 restored += batch.compactions[0].num_entries * self.layers[0].head_size
+            if batch.moves_keys:
+                restored += MOVED_NUMBERS * batch.plan.new_front * self.layers[0].head_size
             size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * (batch.cost.numbers + restored)))
         for start in range(0, len(seq_layers), size):
             yield seq_layers[start : start + size]

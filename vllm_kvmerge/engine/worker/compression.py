@@ -68,7 +68,8 @@ class RequestState:
     its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
     cache, from the first compression on, if it is refreshed. predicts: scores of generated tokens are predicted. pages:
     of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU. output: of
-    its context's last token, until its front is shared."""
+    its context's last token, until its front is shared. shift: what RoPE adds to the positions of its tokens, so that
+    those of its tail follow its front."""
 
     front: int = 0
     tail: int = 0
@@ -80,6 +81,7 @@ class RequestState:
     pages: HeadPages | None = None
     table: Tensor | None = None
     output: Tensor | None = None
+    shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ class KeptFront:
 def score_update(config: CompressionConfig) -> ScoreUpdate:
     tracker = config.policy.tracker
     return ScoreUpdate(ScoreMode(tracker.mode), tracker.update_decay)
+
+
+def position_shift(config: CompressionConfig, state: RequestState) -> int:
+    """``RequestState.shift`` for its front and tail."""
+    return state.front - state.tail if config.positions == "cache" else 0
 
 
 def parse_known(text: str) -> CompressionConfig:
@@ -117,6 +124,8 @@ class Compression:
         """Scores of contexts in host memory, by the scheduler's numbers."""
         self.step = CompressionStep()
         self._fronts: dict[bytes, KeptFront] = {}
+        self._shifts: Tensor | None = None
+        """What RoPE adds to the positions of the batch's tokens; None: nothing."""
         self._last_tokens: dict[str, int] = {}
         """Places in the batch of outputs that are kept or replaced, by request."""
         self.rings: QueryRings | None = None
@@ -247,6 +256,7 @@ class Compression:
         """The state of a request that begins with a front."""
         config, front = parse_known(adoption.compression), self._fronts[adoption.key]
         state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table)
+        state.shift = position_shift(config, state)
         self._track(state, config, adoption.is_partial)
         if front.pages is not None and adoption.blocks:
             state.pages = moved(front.pages, adoption.sources, adoption.blocks)
@@ -272,7 +282,14 @@ class Compression:
                 return BatchRow(state.front, state.tail - 1, pages=state.pages, table=state.table)
             predicted = PredictedScores(self._seen, None) if state.predicts else None
             return BatchRow(
-                state.front, state.tail, state.update, predicted, state.ring, pages=state.pages, table=state.table
+                state.front,
+                state.tail,
+                state.update,
+                predicted,
+                state.ring,
+                pages=state.pages,
+                table=state.table,
+                shift=state.shift,
             )
         window, seq_len = self.step.windows.get(request_id), num_computed + num_scheduled
         if (chunk := self.step.repetitions.get(request_id)) is not None:
@@ -314,14 +331,28 @@ class Compression:
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
         """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
         rows: list[BatchRow] = []
-        self._last_tokens = {}
+        self._last_tokens, self._shifts = {}, None
         if self.states or self.step.windows or self.step.repetitions or self.step.outputs:
             batch = list(order)
             rows = [self.row(*request) for request in batch]
             self._last_tokens = self._watched_outputs(batch)
+            if any(shifts := [row.shift for row in rows]):
+                lengths = torch.tensor([num_scheduled for _, num_scheduled, _ in batch])
+                self._shifts = sent(torch.tensor(shifts).repeat_interleave(lengths), self._device)
         if self._hidden_states is not None:
             self._hidden_states.observe(any(row.needs_hidden_states for row in rows))
         return rows
+
+    def shift_positions(self, positions: Tensor) -> None:
+        """Has RoPE count the entries of the cache where requests ask for that. positions: the model's, ``[tokens]``
+        int64, in place, after everything else that depends on the tokens' own has read them."""
+        if self._shifts is not None:
+            positions[: len(self._shifts)] += self._shifts
+
+    def unshift_positions(self, positions: Tensor) -> None:
+        """Undoes ``shift_positions``."""
+        if self._shifts is not None:
+            positions[: len(self._shifts)] -= self._shifts
 
     def _watched_outputs(self, batch: list[tuple[str, int, int]]) -> dict[str, int]:
         """``_last_tokens`` of a step."""
@@ -425,7 +456,14 @@ class Compression:
             ring = state.ring if config.policy.query_window or plan.is_rescored else None
             rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
             sources = blocks, state.prompt_scores, ring
-            compaction = Compaction(plan, config.policy, *sources, pages=state.pages, rescoring=rescoring)
+            compaction = Compaction(
+                plan,
+                config.policy,
+                *sources,
+                pages=state.pages,
+                rescoring=rescoring,
+                moves_keys=config.positions == "cache",
+            )
             if plan.external_tokens:
                 try:
                     compaction = self._with_complete(compaction, config, state)
@@ -437,6 +475,9 @@ class Compression:
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
             state.table = None if state.pages is None else self._table(state.pages)
+            before, state.shift = state.shift, position_shift(config, state)
+            if state.ring is not None and state.shift != before:
+                self.compactor.move_queries(state.ring, plan.seq_len, before, state.shift)
             self._track(state, config, plan.is_partial)
             state.prompt_scores = None
             if plan.key is not None:

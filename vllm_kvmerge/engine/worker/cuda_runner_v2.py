@@ -51,8 +51,11 @@ class CUDARunnerV2Mixin(GPUModelRunner):
             return super().execute_model(scheduler_output, *args, dummy_run=True, **kwargs)
         self.compression.begin(scheduler_output)
         result = super().execute_model(scheduler_output, *args, **kwargs)
-        if self.execute_model_state is not None and self.execute_model_state.hidden_states is not None:
-            self.compression.exchange_outputs(self.execute_model_state.hidden_states)
+        if self.execute_model_state is not None:
+            # The sampler's random numbers depend on the tokens' own.
+            self.compression.unshift_positions(self.execute_model_state.input_batch.positions)
+            if self.execute_model_state.hidden_states is not None:
+                self.compression.exchange_outputs(self.execute_model_state.hidden_states)
         self._moves = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 
@@ -81,7 +84,9 @@ class CUDARunnerV2Mixin(GPUModelRunner):
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         set_batch_rows(self.attn_groups, self.compression.rows(self._order(input_batch.req_ids, input_batch)))
-        return super().prepare_attn(input_batch)
+        prepared = super().prepare_attn(input_batch)
+        self.compression.shift_positions(input_batch.positions)
+        return prepared
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
         set_batch_rows(self.attn_groups, [])

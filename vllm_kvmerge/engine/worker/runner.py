@@ -36,6 +36,8 @@ class CompressionRunnerMixin(GPUModelRunner):
         return self.compression.reporter.attach_to(result)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        # A part of the buffer that full graphs read; vLLM fills it anew in each step.
+        self.compression.shift_positions(kwargs["positions"])
         output = super()._model_forward(*args, **kwargs)
         self.compression.exchange_outputs(output)
         return output

@@ -19,6 +19,7 @@ from vllm_kvmerge.ops.triton.entries import (
     merge_entries,
     most_similar,
     move_entries,
+    turn_keys,
     write_metadata,
     write_rows,
 )
@@ -27,6 +28,6 @@ from vllm_kvmerge.ops.triton.entries import (
 __all__ = [
     "INTERPRETED", "description", "fused_attention", "gather_metadata", "gather_rows", "join_slots", "merge_entries",
     "most_similar", "move_entries", "obstacle", "paged_attention", "runs_on", "score_prompt_queries",
-    "score_repetition", "write_metadata", "write_rows", "write_tokens",
+    "score_repetition", "turn_keys", "write_metadata", "write_rows", "write_tokens",
 ]
 # fmt: on

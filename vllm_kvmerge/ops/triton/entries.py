@@ -165,6 +165,7 @@ def _move_entries(at: _KernelArguments, destination: Destination, kept: Tensor) 
 
 
 merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__])
+turn_keys = partial(reference.turn_keys, operators=sys.modules[__name__])
 
 
 def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,147 @@
+"""``positions: cache``: RoPE counts the entries of the cache, so that a request may outlast the trained length."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import rotate_half
+from vllm import SamplingParams
+
+from tests.engine.conftest import random_prompt, run
+from tests.presets import SMALL
+from vllm_kvmerge import compression, demo
+from vllm_kvmerge.policies import PARTS, PRESETS
+
+PROMPT, BUDGET, ANSWER, SINKS = 300, 96, 150, 4
+POLICIES = [name for name, preset in sorted(PRESETS.items()) if not PARTS["selector"][preset.selector].needs_rotation]
+
+
+def params(policy: str, max_tokens: int = ANSWER, **fields) -> SamplingParams:
+    extra = compression(policy, **{"budget": BUDGET, "positions": "cache"} | SMALL.get(policy, {}) | fields)
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+
+
+class StreamingLLM:
+    """A transcription of StreamingLLM's attention with positions shifted: the cache holds keys before RoPE, which are
+    turned anew for each query, to positions that count entries."""
+
+    def __init__(self, budget: int) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(demo.model_path(), dtype=torch.float32, local_files_only=True)
+        self.budget = budget
+        self.cache: list[tuple[Tensor, Tensor] | None] = [None] * len(self.model.model.layers)
+
+    def __len__(self) -> int:
+        """Entries of the cache."""
+        return 0 if self.cache[0] is None else self.cache[0][0].shape[2]
+
+    def read(self, tokens: list[int]) -> int:
+        """The next token."""
+        inner, count, start = self.model.model, len(tokens), len(self)
+        hidden = inner.embed_tokens(torch.tensor([tokens]))
+        cos, sin = inner.rotary_emb(hidden, torch.arange(start + count)[None])
+
+        def turned(vectors: Tensor, first: int) -> Tensor:
+            return vectors * cos[:, None, first:] + rotate_half(vectors) * sin[:, None, first:]
+
+        visible = torch.ones(count, start + count, dtype=torch.bool).tril(start)
+        for index, layer in enumerate(inner.layers):
+            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+            query, key, value = (
+                project(normed).view(1, count, -1, attention.head_dim).transpose(1, 2)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if (held := self.cache[index]) is not None:
+                key, value = torch.cat([held[0], key], 2), torch.cat([held[1], value], 2)
+            self.cache[index] = key, value
+            attended = scaled_dot_product_attention(
+                turned(query, start), turned(key, 0), value, attn_mask=visible, enable_gqa=True
+            )
+            hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return int(self.model.lm_head(inner.norm(hidden[:, -1])).argmax())
+
+    def evict(self) -> None:
+        """All but the first entries and the newest."""
+        for index, held in enumerate(self.cache):
+            first, newest = (
+                [plane[:, :, part] for plane in held] for part in (slice(SINKS), slice(SINKS - self.budget, None))
+            )
+            self.cache[index] = tuple(torch.cat(pair, 2) for pair in zip(first, newest, strict=True))
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], num_tokens: int, interval: int, chunk: int | None = None) -> list[int]:
+        while chunk is not None and len(prompt) > (size := self.budget + chunk - len(self)):
+            self.read(prompt[:size])
+            self.evict()
+            prompt = prompt[size:]
+        answer = [self.read(prompt)]
+        self.evict()
+        while len(answer) < num_tokens:
+            answer.append(self.read(answer[-1:]))
+            if len(self) >= self.budget + interval:
+                self.evict()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return random_prompt(np.random.default_rng(31), PROMPT)
+
+
+@pytest.mark.parametrize("chunk", [None, 60])
+@pytest.mark.parametrize("interval", [1, 16])
+def test_streaming_llm_with_positions_shifted(engine, prompt, interval, chunk):
+    fields = {"interval": interval, "num_sink_tokens": SINKS, "prefill": chunk and {"chunk": chunk}}
+    expected = StreamingLLM(BUDGET).generate(prompt, ANSWER, interval, chunk)
+    assert engine.tokens([prompt], params("streaming_llm", **fields)) == [expected]
+    assert engine.tokens([prompt], params("streaming_llm", **fields, positions="text")) != [expected]
+
+
+def short(policy: str, **fields) -> SamplingParams:
+    """A prompt in chunks, where it may be, and several compressions of the answer, where there are any."""
+    chunk = None if policy == "kvzip" else {"chunk": 90}
+    return params(policy, 30, **{"interval": 7, "prefill": chunk} | fields)
+
+
+@pytest.fixture(scope="module")
+def alone(engine, prompt):
+    """What each policy generates without company."""
+    assert engine.llm.reset_prefix_cache()
+    return {policy: engine.tokens([prompt], short(policy))[0] for policy in POLICIES}
+
+
+@pytest.mark.parametrize("when", [None, 2, 5, 20])
+def test_neither_company_nor_preemption_changes_anything(engine, prompt, alone, when):
+    """Plain requests in the same batches are as they were, too."""
+    rng = np.random.default_rng(32)
+    plain = [random_prompt(rng, length) for length in (40, 350)]
+    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = alone | {f"plain {len(some)}": engine.tokens([some], sampling)[0] for some in plain}
+    assert engine.llm.reset_prefix_cache()
+    for policy in POLICIES:
+        engine.llm.llm_engine.add_request(policy, {"prompt_token_ids": prompt}, short(policy))
+    for some in plain:
+        engine.llm.llm_engine.add_request(f"plain {len(some)}", {"prompt_token_ids": some}, sampling)
+    steps = 0
+
+    def watch() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == when:
+            for request in list(engine.scheduler.running):
+                engine.scheduler.running.remove(request)
+                engine.scheduler._preempt_request(request, time.monotonic())
+
+    assert run(engine, watch) == expected
+    engine.assert_empty()
+
+
+def test_distances_are_those_of_the_cache(engine, prompt, alone):
+    """In a window of tokens that follow one another they are those of the text, and with anything else they are not."""
+    for policy in POLICIES:
+        in_text = engine.tokens([prompt], short(policy, positions="text"))[0]
+        assert (in_text == alone[policy]) == (policy == "local"), policy
