@@ -98,15 +98,17 @@ def test_plain_requests_are_preempted_there(engine, prompts, watched):
     assert watched[0] and not watched[1]
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("pyramidinfer",)])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_it_is_compressed_like_a_context(engine, prompts, watched, policy):
     """One that fills the pool alone goes on as one whose prompt is the same tokens, compressed at the same count."""
-    window = {"score_window": 32} if "score_window" in parse_compression(compression(policy)[KEY]).parameters else {}
+    fields = {"decode": "grow"}
+    if "score_window" in parse_compression(compression(policy)[KEY]).parameters:
+        fields["score_window"] = 32
     with engine.with_blocks(15):
-        ((*tokens,),) = engine.tokens(prompts[:1], params(policy, decode="grow", **window))
+        ((*tokens,),) = engine.tokens(prompts[:1], params(policy, **fields))
     assert list(watched[1].values()) == [[15 * BLOCK_SIZE]]
     known = 15 * BLOCK_SIZE + 1 - PROMPT
-    same = params(policy, ANSWER - known, trigger="budget", context_tokens=15 * BLOCK_SIZE, decode="grow", **window)
+    same = params(policy, ANSWER - known, trigger="budget", context_tokens=15 * BLOCK_SIZE, **fields)
     assert engine.tokens([prompts[0] + tokens[:known]], same) == [tokens[known:]]
 
 

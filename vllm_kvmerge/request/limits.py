@@ -85,7 +85,7 @@ def compressions(
 def most_positions(config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
     """Positions that a request takes if RoPE counts the entries of its cache."""
     total, context = num_prompt_tokens + max_tokens, config.resolve_context(num_prompt_tokens)
-    if config.never_compresses(num_prompt_tokens, max_tokens) or config.awaits_pressure:
+    if config.never_compresses(num_prompt_tokens, max_tokens):
         return total
     places = config.resolve_capacity(context) or total
     before = places + config.prefill.chunk if config.prefill else context
