@@ -192,8 +192,7 @@ class KeptTurn:
 class CompressionStep:
     """One step's compressions, prompt windows, and repeated chunks by internal request.
 
-    parts: of plans that are not completed with this step, nor forgotten: those of earlier steps that are neither here
-    nor in ``plans`` are.
+    parts: of plans that are completed by a later step's ``plans``.
 
     adoptions: by request. outputs: requests that compute their context's last token, whose output is kept for fronts.
     turns: by request, of those that have ended. forgotten: keys of fronts that are gone.

@@ -234,8 +234,6 @@ class Compression:
         """Begins a step: forgets requests that have ended or start anew."""
         self._counts.flush()
         self.step = attached_step(scheduler_output)
-        going_on = {plan.request_id for plan in (*self.step.plans, *(part.plan for part in self.step.parts))}
-        self._begun = {request_id: begun for request_id, begun in self._begun.items() if request_id in going_on}
         for request_id, turn in self.step.turns.items():
             ended = self.states[request_id]
             queries = ended.ring.queries(turn.num_tokens) if turn.keeps_queries and ended.ring is not None else None
@@ -245,6 +243,7 @@ class Compression:
             | (scheduler_output.preempted_req_ids or set())
             | scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ):
+            self._begun.pop(request_id, None)
             state = self.states.pop(request_id, None)
             if state is not None and state.ring is not None and self.rings is not None:
                 self.rings.give_back(state.ring)
