@@ -139,8 +139,9 @@ def chats(engine) -> list[list[Turn]]:
     return found
 
 
+@pytest.mark.parametrize("is_spread", [False, True], ids=["at once", "spread"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-def test_tokens_of_the_cpu_runner(is_v2, expected, chats):
+def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats):
     """With asynchronous scheduling and full graphs."""
     arguments = engine_arguments() | {
         "async_scheduling": True,
@@ -152,6 +153,7 @@ def test_tokens_of_the_cpu_runner(is_v2, expected, chats):
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": "1"}
+    environment |= {"SPREAD": str(int(is_spread))}
     done = preloaded.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
         input=json.dumps([arguments, jobs(), [[turn.asked for turn in turns] for turns in chats]]),
@@ -163,6 +165,7 @@ def test_tokens_of_the_cpu_runner(is_v2, expected, chats):
     assert result.pop("tokens") == [list(one.token_ids) for one in expected]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
     check_chats(chats, result.pop("turns"))
+    assert (result.pop("spread") > 10) == is_spread
     assert result.pop("adopted") > 5 and result.pop("restored") > 0
     assert result.pop("preempted") > 0 and result.pop("paged_rows") > 100
     graphs = result.pop("graphs")

@@ -49,6 +49,7 @@ from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, SpreadCom
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
 from vllm_kvmerge.policies.errors import PartError
+from vllm_kvmerge.request.limits import KEPT_SHARE
 from vllm_kvmerge.request.parameters import (
     EXTRA_ARGS_KEY,
     FULL,
@@ -56,9 +57,6 @@ from vllm_kvmerge.request.parameters import (
     CompressionError,
     parse_compression,
 )
-
-KEPT_SHARE = 4
-"""Bound on workers' memory outside the pool for all running requests, as a multiple of ``max_compaction_bytes``."""
 
 
 class CompressionSchedulerMixin(Scheduler):
@@ -449,7 +447,7 @@ class CompressionSchedulerMixin(Scheduler):
         limits, num_bytes = self._limits, compression.ring_bytes + compression.score_bytes
         return self._external_bytes.reserve(
             request_id, compression.external_bytes, limits.max_external_bytes
-        ) and self._kept_bytes.reserve(request_id, num_bytes, KEPT_SHARE * limits.max_bytes)
+        ) and self._kept_bytes.reserve(request_id, num_bytes, limits.kept_bytes)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         return self.kv_cache_manager.take_new_block_ids() or None
