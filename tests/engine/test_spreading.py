@@ -11,6 +11,8 @@ from tests.engine.conftest import Engine, random_prompt, run
 from tests.engine.spread import spread_over
 from tests.presets import SMALL
 from vllm_kvmerge import compression
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionPlan, Progress
+from vllm_kvmerge.engine.spreading import STEP_SECONDS, SpreadCompression
 
 EXPECTED = json.loads(ANSWERS.read_text())
 
@@ -215,3 +217,16 @@ def test_shared_contexts(engine, asked, others, policy):
         assert len(fronts) == 1
     assert [answers[str(index)] for index in range(3)] == expected
     engine.assert_empty()
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_steps_of_an_estimate_that_is_too_high(reports):
+    """Work of a second, estimated at four: without reports it takes the steps of the estimate."""
+    plan = CompressionPlan("a", "{}", 0, 0, 1000, 100, 100, list(range(4)))
+    spread, done, num_steps = SpreadCompression(plan, UNCOMPRESSED, 0, seconds=4.0), 0.0, 1
+    while (part := spread.next_part(STEP_SECONDS)) is not None:
+        assert part.until - done <= STEP_SECONDS + 1e-9, "a step's work is that of its seconds"
+        done, num_steps = part.until, num_steps + 1
+        if reports:
+            spread.learn(Progress(done, 1.0))
+    assert num_steps == pytest.approx((1.0 if reports else 4.0) / STEP_SECONDS, abs=2)
