@@ -40,6 +40,6 @@ class SpreadCompression:
 
     def learn(self, progress: Progress) -> None:
         """Corrects the estimate, which is an upper bound, by what workers report."""
-        self.until = max(self.until, progress.done)
         if progress.seconds is not None:
-            self.seconds = max(progress.seconds, LEAST_SECONDS)
+            # From where they are: what a step leaves for want of a part that is small enough must not add up.
+            self.until, self.seconds = progress.done, max(progress.seconds, LEAST_SECONDS)

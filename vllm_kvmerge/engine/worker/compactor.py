@@ -191,8 +191,11 @@ class Course:
 
     def __init__(self, batch: _Batch, parts: Iterator[None]) -> None:
         self.batch, self._parts = batch, parts
+        self._seconds, self._progress = 0.0, 0.0
+        """Of advances that have begun while entries were being compressed."""
         self.pace: float | None = None
-        """Seconds that all of the work would take at the pace of the last parts; None: not known yet."""
+        """Seconds that all of the work would take at the pace of the last parts, or of all if that was slower; None:
+        not known yet."""
 
     @property
     def progress(self) -> float:
@@ -205,17 +208,22 @@ class Course:
         return self.batch.work.elapsed
 
     def advance(self, until: float) -> None:
-        """Goes on until this share of the work has been done; 1: to the end."""
+        """Goes on up to this share of the work, by one part at least unless it has been done; 1: to the end."""
         work, before, started, was_writing = self.batch.work, self.progress, self.seconds, self.batch.work.is_writing
         work.resume()
-        while until >= 1.0 or self.progress < until:
+        last = 0.0
+        while until >= 1.0 or self.progress + last < until:
+            last = -self.progress
             try:
                 next(self._parts)
             except StopIteration:
                 break
+            last += self.progress
         work.pause()
         if was_writing and self.progress > before:
-            self.pace = (self.seconds - started) / (self.progress - before)
+            seconds, progress = self.seconds - started, self.progress - before
+            self._seconds, self._progress = self._seconds + seconds, self._progress + progress
+            self.pace = max(seconds / progress, self._seconds / self._progress)
 
 
 @dataclass(frozen=True)
@@ -376,7 +384,9 @@ class Compactor:
             for part in parts:
                 before, share = work.done, len(part) / (len(passes) * sum(map(len, parts)))
                 if batch.num_rows:
-                    results = iter((yield from self._compress_heads(part[0], batch, statistics, share)))
+                    # Writing counts as one head.
+                    by_head = share / (self.num_kv_heads + 1)
+                    results = iter((yield from self._compress_heads(part[0], batch, statistics, by_head)))
                 else:
                     results = _contained(part, batch.failed, compress)
                 for some, result in results:
@@ -391,19 +401,21 @@ class Compactor:
     def _compress_heads(
         self, seq_layer: _SequenceLayer, batch: _Batch, statistics: Tensor | None, share: float
     ) -> Generator[None, None, list[tuple[list[_SequenceLayer], CompressionResult]]]:
-        """What ``_contained`` gives for one sequence layer, ``batch.num_rows`` heads at a time. share: of the work."""
+        """What ``_contained`` gives for one sequence layer, ``batch.num_rows`` heads at a time. share: of the work, by
+        head."""
         if seq_layer.request in batch.failed:
             return []
         try:
             entries, context = self._gather([seq_layer], batch), self._context([seq_layer], batch, statistics)
-            parts = batch.policy.compress_in_parts(entries, context, batch.num_rows)
+            parts, left = batch.policy.compress_in_parts(entries, context, batch.num_rows), self.num_kv_heads
             while True:
                 with time_limit(batch.time_left()):
                     try:
                         next(parts)
                     except StopIteration as end:
                         return [([seq_layer], end.value.finite(self.dtype))]
-                batch.work.done += share * batch.num_rows / self.num_kv_heads
+                batch.work.done += share * min(batch.num_rows, left)
+                left = max(0, left - batch.num_rows)
                 yield
         except (Exception, OutOfTime) as error:
             batch.failed[seq_layer.request] = as_part_error(error)
