@@ -1,7 +1,8 @@
 """Many long requests and a small pool of KV cache: ``python benchmarks/memory_pressure.py``.
 
 All requests are sent at once; the pool holds ``--fit`` prompts. What counts is how many requests are completed per
-minute, and how often one had to be preempted. Sides take turns; ratios are to stock vLLM in the same turn.
+minute, and how often one had to be preempted or compressed. "under pressure": policies with ``trigger: pressure``.
+Sides take turns; ratios are to stock vLLM in the same turn.
 A turn of stock vLLM takes four minutes on two cores, where many requests of this length wait for a pool of two.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 from report import Spread, plot_bars, save
 from sides import ModelShape, Run
 from turns import Case, ratios, spread, take_turns
-from vllm_side import vllm_side
+from vllm_side import CLOCKS, vllm_side
 
 from vllm_kvmerge.evaluation.options import print_table
 
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.2)
     parser.add_argument("--policies", nargs="*", default=["h2o", "keepkv"])
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: for a machine that is shared")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/memory_pressure.json"))
     arguments = parser.parse_args()
@@ -49,10 +51,13 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pool = arguments.fit * arguments.length
-        stock = stack.enter_context(vllm_side("stock", folder, shape, pool, plugin=False))
-        ours = stack.enter_context(vllm_side("plugin", folder, shape, pool, plugin=True))
+        stock = stack.enter_context(vllm_side("stock", folder, shape, pool, plugin=False, clock=arguments.clock))
+        ours = stack.enter_context(vllm_side("plugin", folder, shape, pool, plugin=True, clock=arguments.clock))
         cases = [Case("stock vLLM", stock)]
-        cases += [Case(policy, ours, {"policy": policy, "budget": arguments.budget}) for policy in arguments.policies]
+        for policy in arguments.policies:
+            compression = {"policy": policy, "budget": arguments.budget}
+            cases.append(Case(policy, ours, compression))
+            cases.append(Case(f"{policy} under pressure", ours, compression | {"trigger": "pressure"}))
         runs = take_turns(
             cases,
             arguments.repeats,

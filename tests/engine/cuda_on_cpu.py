@@ -113,7 +113,7 @@ class CUDAOnCPUWorker(CPUWorker):
 
 
 def main() -> None:
-    arguments, jobs, chats = json.load(sys.stdin)
+    arguments, jobs, chats, pressed = json.load(sys.stdin)
     llm = LLM(**kvmerge_engine_args(**arguments, worker_cls=f"{__name__}.CUDAOnCPUWorker"))
     core = llm.llm_engine.engine_core.engine_core
     preempt, preempted = core.scheduler._preempt_request, []
@@ -147,6 +147,10 @@ def main() -> None:
     with spread_over(3) if os.environ.get("SPREAD") == "1" else nullcontext(Spread()) as spread:
         completions = [output.outputs[0] for output in generate(jobs)]
     turns = [[ask(*turn) for turn in chat] for chat in chats]
+    outputs = [output for some in pressed for output in generate(some)]
+    under_pressure = [
+        [list(output.outputs[0].token_ids), output.kv_transfer_params["kvmerge"]["compressions"]] for output in outputs
+    ]
     generate([([5, 6, 7], None, 1)])  # a worker hears of finished requests when the next step begins
     worker = core.model_executor.driver_worker.worker
     pool = core.scheduler.kv_cache_manager.block_pool
@@ -154,6 +158,7 @@ def main() -> None:
         "tokens": [list(completion.token_ids) for completion in completions],
         "logprobs": [completion.cumulative_logprob for completion in completions],
         "turns": turns,
+        "under_pressure": under_pressure,
         "is_v2": worker.use_v2_model_runner,
         "is_async": core.batch_queue is not None,
         "graphs": dict(full_graphs.done),

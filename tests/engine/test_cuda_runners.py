@@ -17,6 +17,7 @@ from tests.gpu.compare import NUM_CANDIDATES, Generated
 from tests.gpu.setting import Setting
 from tests.gpu.test_serving import check
 from vllm_kvmerge import compression, demo
+from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 
 pytestmark = pytest.mark.engine
 
@@ -24,6 +25,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 NUM_RINGS = 1
 MAX_TOKENS = 100
+NUM_BLOCKS = 11
 CHECKS_OF_GPUS = "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
 CHATS = {"h2o": "bounded", "morphkv": "bounded", "adakv": "bounded", "snapkv": "grow"}
 """Policies that go on from turn to turn, and how."""
@@ -139,9 +141,31 @@ def chats(engine) -> list[list[Turn]]:
     return found
 
 
+def pressed() -> list[list]:
+    """Pairs of jobs, of whose tokens the pool has no room for all; one step computes the prompts of both."""
+    rng, found = np.random.default_rng(23), []
+    for policy, fields in (("keepkv", {}), ("snapkv", {"decode": "bounded"}), ("adakv", {}), ("streaming_llm", {})):
+        extra = compression(policy, budget=48, trigger="pressure", **fields) | {USAGE_KEY: True}
+        found.append([(random_prompt(rng, MAX_TOKENS // 2), extra, 150) for _ in range(2)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def under_pressure(engine) -> list:
+    """What the CPU's runner generates with as few blocks, and how often each request is compressed."""
+    assert engine.llm.reset_prefix_cache()
+    with engine.with_blocks(NUM_BLOCKS - 1):
+        outputs = [
+            output
+            for some in pressed()
+            for output in engine.generate([prompt for prompt, *_ in some], greedy(some[0][1], some[0][2]))
+        ]
+    return [[list(one.outputs[0].token_ids), one.kv_transfer_params[REPORT_KEY]["compressions"]] for one in outputs]
+
+
 @pytest.mark.parametrize("is_spread", [False, True], ids=["at once", "spread"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats):
+def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_pressure):
     """With asynchronous scheduling and full graphs."""
     arguments = engine_arguments() | {
         "async_scheduling": True,
@@ -149,14 +173,14 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats):
         "max_model_len": 256,
         "max_num_seqs": 4,
         "max_num_batched_tokens": MAX_TOKENS,
-        "kv_cache_memory_bytes": 11 * BYTES_PER_BLOCK,
+        "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": "1"}
     environment |= {"SPREAD": str(int(is_spread))}
     done = preloaded.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
-        input=json.dumps([arguments, jobs(), [[turn.asked for turn in turns] for turns in chats]]),
+        input=json.dumps([arguments, jobs(), [[turn.asked for turn in turns] for turns in chats], pressed()]),
         env=environment,
         from_scratch=is_v2,  # Triton's interpreter is chosen before anything imports Triton
     )
@@ -166,6 +190,8 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats):
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
     check_chats(chats, result.pop("turns"))
     assert (result.pop("spread") > 10) == is_spread
+    assert result.pop("under_pressure") == under_pressure
+    assert all(num_compressions for _, num_compressions in under_pressure[::2])
     assert result.pop("adopted") > 5 and result.pop("restored") > 0
     assert result.pop("preempted") > 0 and result.pop("paged_rows") > 100
     graphs = result.pop("graphs")

@@ -71,6 +71,8 @@ class MergeableAttentionManager(FullAttentionManager):
         """Compressed contexts in the prefix cache; None: there are none."""
         self.most_tokens: dict[str, int] = {}
         """Of requests that give slots back before their prompts end: most tokens that they have slots for at once."""
+        self.last_asked = "", 0
+        """The request that vLLM asked last whether it finds room, and the blocks that it needs."""
         self._retired: list[KVCacheBlock] = []
         self._still_read: dict[str, list[KVCacheBlock]] = {}
         """By request whose compression is under way: blocks that it gives up."""
@@ -234,6 +236,17 @@ class MergeableAttentionManager(FullAttentionManager):
         """Retires what a request's compression gives up, whose last part follows the step."""
         self._retired += self._still_read.pop(request_id)
 
+    @property
+    def num_free_after_step(self) -> int:
+        """Free blocks of the pool once the retired ones have been returned."""
+        return self.block_pool.get_num_free_blocks() + sum(block.ref_cnt == 1 for block in self._retired)
+
+    def num_to_free(self, request_id: str, num_tokens: int, new_front: FrontSize) -> int:
+        """Blocks that the pool gains if the request's first ``num_tokens`` become a front."""
+        row = self.req_to_blocks[request_id]
+        replaced = row[: max(new_front.num_blocks, num_tokens // self.block_size)]
+        return sum(not block.is_null and block.ref_cnt == 1 for block in replaced) - new_front.num_blocks
+
     def release_retired(self) -> None:
         """Returns retired blocks to the pool, after all relocations of a step."""
         # Last blocks first, as vLLM frees a request: a prefix's tail is evicted before its head.
@@ -271,6 +284,9 @@ class MergeableAttentionManager(FullAttentionManager):
             # itself must stay until it has been copied.
             partial = offer.front.partial(self.block_size)
             needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks(partial)
+        # First for all tokens of a request that waits, then for those of the step.
+        name, most = self.last_asked
+        self.last_asked = request_id, max(needed, most) if name == request_id else needed
         return needed
 
     def _begin_with_front(self, request_id: str, num_full: int, offer: Offer) -> None:

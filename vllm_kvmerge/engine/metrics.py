@@ -29,6 +29,11 @@ OVERFLOWS = Counter(
     "Cache entries (per layer and KV head) left as they were because what was to be merged into them is not finite.",
     LABELS,
 )
+RELIEFS = Counter(
+    "vllm:kvmerge_pressure_compressions",
+    "Compressions of requests with trigger pressure, because the pool was short of blocks.",
+    LABELS,
+)
 CONTEXT_HITS = Counter(
     "vllm:kvmerge_context_hits", "Requests that began with a compressed context from the prefix cache.", LABELS
 )
@@ -95,6 +100,10 @@ def count_freed(policy: str, engine: int, num_blocks_freed: int, num_bytes_freed
 
 def count_refresh(policy: str, engine: int) -> None:
     REFRESHES.labels(policy, engine).inc()
+
+
+def count_relief(policy: str, engine: int) -> None:
+    RELIEFS.labels(policy, engine).inc()
 
 
 def count_context(policy: str, engine: int, num_tokens: int) -> None:

@@ -67,6 +67,7 @@ class RequestCompression:
         chunk = None if config.prefill is None else config.prefill.chunk
         num_scored = context if chunk is None else min(context, budget + chunk)
         is_uneven = capacity != budget or not fills_budget
+        scores_prompt = (window or config.policy.tracker.repeats_context) and not config.awaits_pressure
         return cls(
             config=config,
             num_prompt_tokens=num_prompt_tokens,
@@ -74,11 +75,11 @@ class RequestCompression:
             chunk=chunk,
             budget=budget,
             capacity=capacity,
-            interval=config.interval or limits.block_size,
+            interval=config.resolve_interval(budget, limits.block_size),
             window=window,
             query_window=query_window,
             ring_bytes=limits.ring_bytes(query_window, total),
-            score_bytes=limits.prompt_score_bytes(num_scored) if window or config.policy.tracker.repeats_context else 0,
+            score_bytes=limits.prompt_score_bytes(num_scored) if scores_prompt else 0,
             total=total,
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
             num_layers=limits.shape.num_layers,
@@ -91,7 +92,7 @@ class RequestCompression:
     @property
     def shares_context(self) -> bool:
         """True if its compressed context may serve other requests: nothing else is needed to go on from there."""
-        return self.context > self.budget and self.config.refresh is None
+        return self.context > self.budget and self.config.refresh is None and not self.config.awaits_pressure
 
     def shared_bytes(self, num_tokens: int) -> int:
         """Memory outside the pool that workers keep for its first tokens, compressed, while others may need them."""
@@ -104,6 +105,8 @@ class RequestCompression:
 
     def is_in_context(self, segments: Segments) -> bool:
         """True if the next compression is one of the context, or of a part of it."""
+        if self.config.awaits_pressure:
+            return False
         # Attention writes scores into the blocks it reads, so a request whose policy tracks them moves to blocks of its
         # own at the end of the context, even if it is within its budget.
         if self.context <= self.budget and not self.config.tracks_decode:
@@ -112,8 +115,9 @@ class RequestCompression:
 
     def is_rescored(self, segments: Segments) -> bool:
         """True if the next compression takes its statistics from the newest queries alone: those of a context's entries
-        that have been compressed before."""
-        return segments.are_compressed and self.is_in_context(segments) and self.config.rescoring_window > 0
+        that have been compressed before, or of a request that has waited for pressure."""
+        is_late = segments.are_compressed and self.is_in_context(segments)
+        return (is_late or self.config.awaits_pressure) and self.config.rescoring_window > 0
 
     def parts_of_context(self) -> list[int]:
         """Numbers of computed tokens at which the context is compressed before its end. Raises PartError."""
@@ -137,7 +141,7 @@ class RequestCompression:
 
     def _next_over_budget(self, segments: Segments) -> int | None:
         """Number of computed tokens at which the cache exceeds the budget by the interval; None: never."""
-        if self.config.decode != "bounded":
+        if self.config.decode != "bounded" or self.config.awaits_pressure:
             return None
         # What follows the context stays whole until the prompt has been computed.
         return max(self._count_at(segments, self.budget + self.interval), self.num_prompt_tokens)
@@ -158,6 +162,15 @@ class RequestCompression:
         num_refreshes = (segments.changed_at - self.context) // every + 1
         return max(self.context + num_refreshes * every, self.num_prompt_tokens)
 
+    def may_relieve(self, segments: Segments, num_tokens: int) -> bool:
+        """True if a request that waits for pressure may be compressed at ``num_tokens``: its prompt has been computed,
+        and it exceeds its budget or, once compressed, has grown by the interval since."""
+        if not self.config.awaits_pressure or num_tokens < self.num_prompt_tokens:
+            return False
+        if not segments.are_compressed:
+            return num_tokens > self.budget
+        return self.config.decode == "bounded" and num_tokens - segments.tail >= self.interval
+
     def is_refresh(self, segments: Segments, num_tokens: int) -> bool:
         """True if the compression at ``num_tokens`` is a refresh."""
         due_at = self._next_refresh(segments)
@@ -166,7 +179,8 @@ class RequestCompression:
     def covered(self, segments: Segments, num_tokens: int) -> int:
         """Tokens that the front stands for after a compression at ``num_tokens``: all, but those that a refresh leaves
         where generated tokens are kept whole."""
-        return num_tokens if self.config.decode == "bounded" or self.is_in_context(segments) else segments.tail
+        is_whole = self.config.decode == "bounded" or not segments.are_compressed or self.is_in_context(segments)
+        return num_tokens if is_whole else segments.tail
 
     def window_start(self, compression: int) -> int | None:
         """Position of the first query needed for a first compression at ``compression`` tokens; None: none is."""

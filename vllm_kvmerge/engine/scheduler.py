@@ -28,6 +28,7 @@ from vllm_kvmerge.engine.metrics import (
     count_compression,
     count_freed,
     count_refresh,
+    count_relief,
     count_request,
 )
 from vllm_kvmerge.engine.plan import (
@@ -41,6 +42,7 @@ from vllm_kvmerge.engine.plan import (
     attached_step,
 )
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
+from vllm_kvmerge.engine.pressure import Pressure
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression, cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
@@ -106,6 +108,8 @@ class CompressionSchedulerMixin(Scheduler):
         most = max(0, min(int(options.contexts_share * (cache.num_blocks - 1)), others))
         self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
         self._sharing = ContextSharing(self._manager, self._compressions, self._engine)
+        watermark = self.kv_cache_manager.watermark_blocks
+        self._pressure = Pressure(self._manager, self._compressions, self.max_num_scheduled_tokens, watermark)
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
@@ -157,6 +161,9 @@ class CompressionSchedulerMixin(Scheduler):
         compression = RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
         if compression.repeats_context:
             self._check_repetition(request, compression)
+        if compression.config.awaits_pressure:
+            # What it has generated need not fit beside its prompt when it is computed again.
+            self._manager.most_tokens[request.request_id] = self._limits.pool_tokens or self.max_model_len
         if compression.chunk is not None:
             self._manager.most_tokens[request.request_id] = self._limits.slots(config, request.num_prompt_tokens)
         return compression
@@ -184,6 +191,8 @@ class CompressionSchedulerMixin(Scheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._drop_spread(request)
         self._release_kept(request)
+        if self._awaits_pressure(request):
+            self._reported.pop(request.request_id, None)  # it will not go through the same compressions again
         self._stop_repeating(request)
         super()._preempt_request(request, *args, **kwargs)
 
@@ -238,6 +247,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._manager.evict_superseded_first(
             cdiv(self.max_num_scheduled_tokens, self.block_size) + self.max_num_running_reqs
         )
+        self._manager.last_asked = "", 0
         output = super().schedule(*args, **kwargs)
         self._end_orphans()
         if self._kept_bytes or self._external_bytes:
@@ -272,6 +282,7 @@ class CompressionSchedulerMixin(Scheduler):
             self.running.remove(stuck[-1])
             self._preempt_request(stuck[-1], time.monotonic())
         self._end_orphans()
+        self._relieve_pressure(step)
         self._manager.release_retired()
         step.turns = self._sharing.take_turns()
         if self._manager.fronts is not None:
@@ -415,14 +426,16 @@ class CompressionSchedulerMixin(Scheduler):
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if request.request_id in self._spread:
             return 0
-        due_at = self._next_compression(request)
-        if due_at is None:
+        due_at, compression = self._next_compression(request), self._compressions.get(request.request_id)
+        if compression is None or (due_at is None and not compression.config.awaits_pressure):
             return num_new_tokens
-        compression = self._compressions[request.request_id]
         if not self._leaves_room_to_repeat(request, compression):
             return 0
         if not self._reserve_kept(request.request_id, compression):
             return 0
+        if due_at is None:
+            most = self._limits.pool_tokens or self.max_model_len
+            return self._pressure.fitting(request, num_computed_tokens, num_new_tokens, most)
         # A request whose compression is due but found no room computes nothing until it has been compressed.
         return min(num_new_tokens, max(0, due_at - num_computed_tokens))
 
@@ -518,6 +531,36 @@ class CompressionSchedulerMixin(Scheduler):
         if start is not None:
             window = PromptWindow(start, compression.config.text, compression.query_window)
             step.windows[request.request_id] = window
+
+    def _awaits_pressure(self, request: Request) -> bool:
+        compression = self._compressions.get(request.request_id)
+        return compression is not None and compression.config.awaits_pressure
+
+    def _relieve_pressure(self, step: CompressionStep) -> None:
+        """Adds to ``step`` the compressions that end a shortage of blocks: as many as fit into an estimated
+        ``STEP_SECONDS``, and at least one."""
+        asleep = [
+            request
+            for request in self.running
+            if self._awaits_pressure(request) and request.request_id not in self._spread
+        ]
+        if not asleep:
+            return
+        for request in asleep:
+            compression = self._compressions[request.request_id]
+            if compression.query_window and request.request_id not in self._manager.segments:
+                window = PromptWindow(0, compression.config.text, compression.query_window)
+                step.windows[request.request_id] = window
+        first_waiting, seconds = self.waiting.peek_request() if self.waiting else None, 0.0
+        for relief in self._pressure.reliefs(self.running, first_waiting, asleep, self._failed.add):
+            request, compression = relief.request, self._compressions[relief.request.request_id]
+            segments = self._manager.segments_of(request.request_id)
+            seconds += compression.seconds(segments, request.num_computed_tokens, self._limits)
+            if step.plans and seconds > STEP_SECONDS:
+                break
+            # Not spread: blocks are needed at once.
+            if self._plan(request, relief.new_front, step, None):
+                count_relief(compression.config.name, self._engine)
 
     def _plan(
         self, request: Request, new_front: FrontSize, step: CompressionStep, spread_seconds: float | None

@@ -63,6 +63,7 @@ class CacheUsage:
     peak_entries: int = 0
     peak_blocks: int = 0
     peak_external_bytes: int = 0
+    num_compressions: int = 0
     num_refreshes: int = 0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_STEPS))
     changes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_CHANGES))
@@ -84,6 +85,7 @@ class CacheUsage:
     def count_change(self, size: CacheSize, is_refresh: bool) -> None:
         """Takes the ``size`` after a compression."""
         self.peak_external_bytes = max(self.peak_external_bytes, size.external_bytes)
+        self.num_compressions += 1
         self.num_refreshes += is_refresh
 
     def begin_step(self, size: CacheSize, compressed: bool, is_refresh: bool = False) -> dict[str, Any] | None:
@@ -118,6 +120,7 @@ class CacheUsage:
             "mean_bytes": self.total_blocks * self.bytes_per_block / steps if steps else None,
             "peak_entries": self.peak_entries,
             "peak_bytes": self.peak_blocks * self.bytes_per_block,
+            "compressions": self.num_compressions,
             EXTRA_ARGS_KEY: {"policy": FULL} if self.config is None else self.config.parameters,
         }
         if self.peak_external_bytes:

@@ -8,6 +8,7 @@ from vllm_kvmerge.policies.base import MAX_QUERIES, MAX_TOKENS
 from vllm_kvmerge.policies.protection import TokenRanges, disjoint
 
 DecodeMode = Literal["bounded", "grow"]
+Trigger = Literal["budget", "pressure"]
 
 
 def _check_budget(budget: int | float) -> int | float:
@@ -120,12 +121,19 @@ class CommonFields(BaseModel):
 
     budget: Budget = 0.2
     interval: Count | None = Field(
-        None, description="Live entries above the budget that trigger a compression; default: one block."
+        None,
+        description="Live entries above the budget that trigger a compression; default: one block. Under pressure: "
+        "entries by which the cache has to grow before it is compressed again; default: a quarter of the budget.",
     )
     decode: DecodeMode = Field(
         "bounded",
         description="bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's "
         "(or context's) end only.",
+    )
+    trigger: Trigger = Field(
+        "budget",
+        description="budget: compress when the cache exceeds the budget. pressure: keep all entries until the pool of "
+        "blocks is short, and compress then, for the newest queries.",
     )
     context_tokens: Count | None = Field(
         None,

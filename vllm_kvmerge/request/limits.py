@@ -54,7 +54,12 @@ def compressions(
     """The largest compressions of each kind that a request can go through."""
     total = num_prompt_tokens + max_tokens
     context = config.resolve_context(num_prompt_tokens)
-    budget, interval = config.resolve_budget(context), config.interval or block_size
+    budget = config.resolve_budget(context)
+    interval = config.resolve_interval(budget, block_size)
+    if config.awaits_pressure:
+        if total > budget:
+            yield Compression(total, budget, at_prompt_end=True, num_rescored=total if config.rescoring_window else 0)
+        return
     capacity = config.resolve_capacity(context)
     most = total if capacity is None else capacity
     if context > budget and config.prefill is None:
@@ -175,9 +180,19 @@ class Limits:
         if self.pool_tokens is None or self.pool_tokens >= self.max_model_len:
             return most
         held = num_prompt_tokens
-        if config is not None:
+        if config is not None and config.awaits_pressure:
+            budget, capacity = config.resolve_budget(num_prompt_tokens), config.resolve_capacity(num_prompt_tokens)
+            front = budget if self.head_pages and capacity is not None else capacity or self.pool_tokens
+            slack = 3 * self.block_size  # to compress before the pool is full, and where front and tail meet
+            interval = config.resolve_interval(budget, self.block_size)
+            if config.decode == "bounded" and front + interval + slack <= self.pool_tokens:
+                return most
+            # The pool is filled twice, the second time beside the front.
+            held += min(0, front + slack - self.pool_tokens)
+        elif config is not None:
             context = config.resolve_context(num_prompt_tokens)
-            budget, interval = config.resolve_budget(context), config.interval or self.block_size
+            budget = config.resolve_budget(context)
+            interval = config.resolve_interval(budget, self.block_size)
             if config.decode == "bounded" and budget + interval + 2 * self.block_size <= self.pool_tokens:
                 return most
             if context > budget:

@@ -33,6 +33,15 @@ IN_TOKENS = {"context_messages": "context_tokens", "protect.messages": "tokens"}
 """Fields that name messages of a chat, and those that say the same in tokens."""
 
 
+PRESSURE_QUERIES = 32
+"""How many of the newest queries score the entries of a request that is compressed under pressure, where its tracker
+would have scored all."""
+
+
+PRESSURE_INTERVAL = 4
+"""Part of the budget by which a request grows at least before it is compressed again under pressure."""
+
+
 class CompressionError(ValueError):
     """A request's ``kv_compression`` cannot be honoured.
 
@@ -125,7 +134,12 @@ class CompressionConfig(CommonFields):
     @property
     def tracks_decode(self) -> bool:
         """True if scores change, or are added, while the request generates."""
-        return self.decode == "bounded" and self.policy.scores_tokens
+        return self.decode == "bounded" and self.policy.scores_tokens and not self.awaits_pressure
+
+    @property
+    def awaits_pressure(self) -> bool:
+        """True if nothing is compressed until the pool is short."""
+        return self.trigger == "pressure"
 
     def tracks(self, is_partial: bool) -> bool:
         """True if attention writes scores into the compressed cache. is_partial: while more of the context is computed,
@@ -144,8 +158,10 @@ class CompressionConfig(CommonFields):
 
     @property
     def rescoring_window(self) -> int:
-        """Number of the newest queries that score a context's entries anew at each compression but the first; 0 if
-        there are none, or attention goes on scoring all queries."""
+        """Number of the newest queries that score a context's entries anew at each compression but the first, or all
+        entries at each compression under pressure; 0 if there are none, or attention goes on scoring all queries."""
+        if self.awaits_pressure:
+            return PRESSURE_QUERIES if self.prompt_window == "all" else self.prompt_window
         return self.prompt_window if self.prefill is not None and isinstance(self.prompt_window, int) else 0
 
     @property
@@ -240,6 +256,11 @@ class CompressionConfig(CommonFields):
         # The small term undoes float noise: 0.7 * 10 is 7 entries, not 8.
         return max(math.ceil(self.budget * num_context_tokens - 1e-9), self.policy.min_unprotected)
 
+    def resolve_interval(self, budget: int, block_size: int) -> int:
+        """Entries per KV head by which the cache grows from one compression to the next, at least so under pressure."""
+        least = budget // PRESSURE_INTERVAL if self.awaits_pressure else 0
+        return self.interval or max(block_size, least)
+
     def never_compresses(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """True if the cache can never hold more entries than the budget, so that plain attention is exact."""
         budget = self.resolve_budget(self.resolve_context(num_prompt_tokens))
@@ -315,6 +336,8 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
         other = "a refresh" if config.refresh is not None else f"tracker {policy.tracker.name!r}"
         message = f"chunks with {other}, which needs the whole context; allowed: null"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.prefill", message, "incompatible_fields")
+    if config.awaits_pressure:
+        _check_pressure(config)
     if config.reuse is not None and config.refresh is not None:
         message = f"{config.reuse!r} with a refresh, whose complete cache ends with the request; allowed: null"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.reuse", message, "incompatible_fields")
@@ -330,6 +353,18 @@ def _front_policy(text: str) -> str:
     for field in ("context_tokens", "context_messages", "reuse"):
         del parameters[field]
     return json.dumps(parameters, sort_keys=True)
+
+
+def _check_pressure(config: CompressionConfig) -> None:
+    """Refuses what needs to know when the request is compressed."""
+    for field in ("context_tokens", "context_messages", "prefill", "refresh", "reuse"):
+        if getattr(config, field) is not None:
+            message = "a request with trigger 'pressure' may be compressed at any time, or never; allowed: null"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.{field}", message, "incompatible_fields")
+    tracker = config.policy.tracker
+    if tracker.repeats_context or tracker.predicts_scores:
+        message = f"trigger 'pressure' with tracker {tracker.name!r}, which has no scores then; allowed: 'budget'"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.trigger", message, "incompatible_parts")
 
 
 def _check_scored_once(config: CompressionConfig) -> None:

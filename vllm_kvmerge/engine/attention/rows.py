@@ -49,6 +49,8 @@ class QueryRing:
         """``first``: place in the ``QueryRings`` that ``ring`` is a part of; None if it is a part of none."""
         self.window, self.num_heads = ring.shape[1:3]
         self.first = first
+        self.start = 0
+        """Position of the first query that was written."""
         self._ring = ring
 
     @classmethod
@@ -86,7 +88,7 @@ class QueryRing:
     def positions(self, seq_len: int, count: int | None = None) -> Tensor:
         """``[w]`` int64: positions of the queries kept after ``seq_len`` tokens. count: of the newest alone."""
         kept = self.window if count is None else min(count, self.window)
-        return torch.arange(max(0, seq_len - kept), seq_len, device=self.device)
+        return torch.arange(max(self.start, seq_len - kept), seq_len, device=self.device)
 
     def queries(self, seq_len: int, layers: list[int] | slice = slice(None), count: int | None = None) -> Tensor:
         """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""

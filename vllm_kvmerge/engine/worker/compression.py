@@ -300,7 +300,7 @@ class Compression:
             return PLAIN
         config = parse_known(window.compression)
         if state is None:
-            state = self.states[request_id] = self._new_state(config, seq_len, window.query_window)
+            state = self.states[request_id] = self._new_state(config, num_computed, seq_len, window.query_window)
         if state.prompt_scores is None:
             return BatchRow(ring=state.ring)
         state.prompt_scores.grow(seq_len)
@@ -368,13 +368,15 @@ class Compression:
         """True if Python code must see this step's queries, which rules out a captured graph."""
         return any(row.needs_python for row in self.rows(order))
 
-    def _new_state(self, config: CompressionConfig, seq_len: int, query_window: int) -> RequestState:
-        """A state with room for the prompt scores and queries that the policy needs."""
+    def _new_state(self, config: CompressionConfig, num_computed: int, seq_len: int, query_window: int) -> RequestState:
+        """A state with room for the prompt scores and queries, from position ``num_computed`` on, that the policy
+        needs."""
         state, layers = RequestState(), self.compactor.layers
-        if config.policy.scores_tokens:
+        if config.policy.scores_tokens and not config.awaits_pressure:
             state.prompt_scores = PromptScores.empty(len(layers), layers[0].num_kv_heads, seq_len, self._device)
         if query_window:
             state.ring = self._ring(query_window)
+            state.ring.start = num_computed
         return state
 
     def _ring(self, window: int) -> QueryRing:

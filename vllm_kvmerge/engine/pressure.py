@@ -1,0 +1,105 @@
+"""Compression under pressure (``trigger: pressure``): when the pool is short, and which requests give room."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm.v1.request import Request
+
+from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.plan import FrontSize
+from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
+from vllm_kvmerge.policies.errors import PartError
+
+
+@dataclass(frozen=True)
+class Relief:
+    """What the pool gains if a request is compressed: its new front, and blocks."""
+
+    request: Request
+    new_front: FrontSize
+    num_blocks: int
+
+
+class Pressure:
+    """Shortages of blocks, and the requests whose compression ends them.
+
+    compressions: of all requests, by id. step_tokens: most tokens of a step. watermark: blocks that vLLM leaves free
+    when it admits a request.
+    """
+
+    def __init__(
+        self,
+        manager: MergeableAttentionManager,
+        compressions: Mapping[str, RequestCompression],
+        step_tokens: int,
+        watermark: int,
+    ) -> None:
+        self._manager, self._compressions = manager, compressions
+        self._step_tokens, self._watermark = step_tokens, watermark
+
+    def fitting(self, request: Request, num_computed: int, num_new: int, pool_tokens: int) -> int:
+        """How many of the ``num_new`` tokens find room if the request runs alone; all, if none does. One that is
+        computed again may have been compressed before it came to as many. pool_tokens: that the pool has slots for."""
+        block_size = self._manager.block_size
+        held = self._manager.num_held_blocks(request.request_id) * block_size
+        room = pool_tokens - held + -num_computed % block_size
+        return min(num_new, room) if room > 0 else num_new
+
+    def reliefs(
+        self,
+        running: Sequence[Request],
+        first_waiting: Request | None,
+        asleep: Iterable[Request],
+        on_error: Callable[[str, PartError], None],
+    ) -> list[Relief]:
+        """The compressions of requests ``asleep`` that end a shortage, largest gain first; none if there is none.
+
+        Blocks are missing for the next step of the ``running`` requests, for which all is done that can be, or for the
+        first waiting one, for which nothing is done if that would not be enough.
+        """
+        missing = self._needed_next(running) - self._manager.num_free_after_step
+        awaited = 0 if first_waiting is None else self._awaited(first_waiting)
+        if missing <= 0 and (not awaited or missing + awaited <= 0):
+            return []
+        # Between equals the order of requests decides.
+        possible = sorted(self._possible(asleep, on_error), key=lambda one: -one.num_blocks)
+        if awaited and missing + awaited <= sum(one.num_blocks for one in possible):
+            missing += awaited
+        chosen = []
+        for one in possible:
+            if missing <= 0:
+                break
+            chosen.append(one)
+            missing -= one.num_blocks
+        return chosen
+
+    def _needed_next(self, running: Iterable[Request]) -> int:
+        """Blocks that running requests take in another step."""
+        left, needed = self._step_tokens, 0
+        for request in running:
+            computed = request.num_computed_tokens
+            new = max(1, min(request.num_tokens - computed, left))
+            held = len(self._manager.req_to_blocks[request.request_id])
+            needed += max(0, cdiv(computed + new, self._manager.block_size) - held)
+            left -= new
+        return needed
+
+    def _awaited(self, request: Request) -> int:
+        """Blocks that a waiting request needs, if the step found no room for it; otherwise 0."""
+        request_id, needed = self._manager.last_asked
+        return needed + self._watermark if request_id == request.request_id else 0
+
+    def _possible(self, requests: Iterable[Request], on_error: Callable[[str, PartError], None]) -> Iterable[Relief]:
+        for request in requests:
+            request_id, num_computed = request.request_id, request.num_computed_tokens
+            compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
+            if not compression.may_relieve(segments, num_computed):
+                continue
+            try:
+                new_front = compression.new_front(segments, num_computed)
+            except PartError as error:
+                on_error(request_id, error)
+                continue
+            num_blocks = self._manager.num_to_free(request_id, num_computed, new_front)
+            if num_blocks > 0:
+                yield Relief(request, new_front, num_blocks)
