@@ -259,7 +259,9 @@ class CompressionPolicy(BaseModel):
                 yield
         if len(parts) == 1:
             return CompressionResult.of(entries, parts[0])
-        update = CacheUpdate.stack_rows(parts, sources).of_rows([order.index(row) for row in range(len(order))])
+        update = CacheUpdate.stack_rows(parts, sources)
+        if order != sorted(order):
+            update = update.of_rows([order.index(row) for row in range(len(order))])
         return CompressionResult.of(entries, update)
 
     def head_budgets(self, entries: Entries, context: CompressionContext) -> list[int]:

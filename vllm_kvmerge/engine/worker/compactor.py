@@ -384,7 +384,7 @@ class Compactor:
             for part in parts:
                 before, share = work.done, len(part) / (len(passes) * sum(map(len, parts)))
                 if batch.num_rows:
-                    # Writing counts as one head.
+                    # Putting heads together and writing them count as one more.
                     by_head = share / (self.num_kv_heads + 1)
                     results = iter((yield from self._compress_heads(part[0], batch, statistics, by_head)))
                 else:
@@ -413,10 +413,14 @@ class Compactor:
                     try:
                         next(parts)
                     except StopIteration as end:
-                        return [([seq_layer], end.value.finite(self.dtype))]
+                        result = end.value.finite(self.dtype)
+                        break
                 batch.work.done += share * min(batch.num_rows, left)
                 left = max(0, left - batch.num_rows)
                 yield
+            batch.work.done += share / 2
+            yield
+            return [([seq_layer], result)]
         except (Exception, OutOfTime) as error:
             batch.failed[seq_layer.request] = as_part_error(error)
             return []
