@@ -79,9 +79,9 @@ class Engine:
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert [b.block_id for b in self.pool.blocks if b.ref_cnt and not b.is_null] == []
         assert self.manager.segments == {}
-        assert self.manager._retired == []
+        assert self.manager._retired == [] and self.manager._still_read == {}
         assert not self.scheduler._compressions and not self.scheduler._usage
-        assert not self.scheduler._repeating and not self.scheduler._orphans
+        assert not self.scheduler._repeating and not self.scheduler._orphans and not self.scheduler._spread
         assert not self.scheduler._reported and not self.scheduler._unreported
         assert not self.scheduler._kept_bytes and not self.scheduler._external_bytes
         assert not len(self.scheduler._sharing)

@@ -3,12 +3,14 @@ stdin.
 
 V2's own Triton kernels run in the interpreter. Attention is the CUDA backend's; its operators are the PyTorch
 reference, since the interpreter would take minutes. Scheduling is asynchronous unless an engine is told otherwise, as
-it is on CUDA. With FULL_GRAPHS=1 batches that vLLM would decode with a full graph go through what stands for one.
+it is on CUDA. With FULL_GRAPHS=1 batches that vLLM would decode with a full graph go through what stands for one. With
+SPREAD=1 compressions of jobs are spread over steps.
 """
 
 import json
 import os
 import sys
+from contextlib import nullcontext
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 IS_V2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
@@ -33,6 +35,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
 from tests import page_tables  # noqa: E402
 from tests.engine import full_graphs  # noqa: E402
+from tests.engine.spread import Spread, spread_over  # noqa: E402
 from vllm_kvmerge import compression as compression_of  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
 from vllm_kvmerge.engine.attention import cuda as backend  # noqa: E402
@@ -140,7 +143,8 @@ def main() -> None:
         return adopt(adoption)
 
     compression._adopted = noted
-    completions = [output.outputs[0] for output in generate(jobs)]
+    with spread_over(3) if os.environ.get("SPREAD") == "1" else nullcontext(Spread()) as spread:
+        completions = [output.outputs[0] for output in generate(jobs)]
     turns = [[ask(*turn) for turn in chat] for chat in chats]
     windows = [compression_of("local", budget=40, interval=8, positions=one) for one in ("text", "cache")]
     sampled = [generate([(list(range(20, 80)), extra, 12)], temperature=1.0, seed=7)[0].outputs[0] for extra in windows]
@@ -163,6 +167,7 @@ def main() -> None:
         "paged_rows": paged_rows,
         "preempted": len(preempted),
         "adopted": len(adopted),
+        "spread": len(set(spread.parts)),
         "restored": sum(one.restores_output for one in adopted),
         "reserved": worker.reserved,
         "free_rings": len(compression.rings._free),

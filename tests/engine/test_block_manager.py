@@ -68,6 +68,7 @@ def test_private_blocks_are_reused_and_the_hole_is_freed(manager):
     assert row[6] is blocks[6]  # it holds the next token's slot
     assert manager.segments["a"] == Segments(40, tail=6 * BLOCK_SIZE + 5, changed_at=6 * BLOCK_SIZE + 5)
     assert num_free(manager) == NUM_BLOCKS - 7
+    manager.retire_read("a")
     manager.release_retired()
     assert num_free(manager) == NUM_BLOCKS - 3
     assert manager.num_held_blocks("a") == 3
@@ -81,6 +82,7 @@ def test_hashed_blocks_are_copied_and_stay_findable(manager):
     relocation = manager.relocate("a", num_tokens=4 * BLOCK_SIZE, new_front=FrontSize.even(50, BLOCK_SIZE))
     assert not set(relocation.blocks) & {b.block_id for b in blocks}
     assert relocation.num_freed == 2
+    manager.retire_read("a")
     manager.release_retired()
     assert all(b.block_hash is not None and b.ref_cnt == 0 for b in blocks)
     assert num_free(manager) == NUM_BLOCKS - 2
@@ -93,6 +95,7 @@ def test_shared_blocks_are_copied(manager):
     manager.block_pool.touch(blocks)
     manager.req_to_blocks["b"] = list(blocks)
     relocation = manager.relocate("b", num_tokens=3 * BLOCK_SIZE, new_front=FrontSize.even(BLOCK_SIZE, BLOCK_SIZE))
+    manager.retire_read("b")
     manager.release_retired()
     assert relocation.blocks[0] != blocks[0].block_id
     assert [b.ref_cnt for b in blocks] == [1, 1, 1]
@@ -110,6 +113,7 @@ def test_without_free_blocks_hashed_ones_lose_their_hash(manager):
     )
     assert relocation.blocks == [free.block_id, blocks[0].block_id, blocks[1].block_id]
     assert [b.block_hash is None for b in blocks] == [True] * 2 + [False] * (NUM_BLOCKS - 3)
+    manager.retire_read("a")
     manager.release_retired()
     manager.free("a")
     assert num_free(manager) == NUM_BLOCKS
@@ -123,6 +127,7 @@ def test_private_blocks_of_the_hole_replace_shared_ones(manager):
     relocation = manager.relocate("a", num_tokens=6 * BLOCK_SIZE, new_front=FrontSize.even(2 * BLOCK_SIZE, BLOCK_SIZE))
     assert relocation.blocks == [blocks[2].block_id, blocks[3].block_id]
     assert relocation.num_freed == 4  # two of them are still held by "b"
+    manager.retire_read("a")
     manager.release_retired()
     assert num_free(manager) == 2
     assert [b.ref_cnt for b in blocks[:2]] == [1, 1]
@@ -142,9 +147,11 @@ def test_without_room_for_a_copy_of_shared_blocks_nothing_changes(manager):
 def test_a_second_compression_happens_in_place(manager):
     give(manager, "a", 6, hashed=6)
     first = manager.relocate("a", num_tokens=6 * BLOCK_SIZE, new_front=FrontSize.even(40, BLOCK_SIZE))
+    manager.retire_read("a")
     manager.release_retired()
     manager.allocate_new_blocks("a", 8 * BLOCK_SIZE, 8 * BLOCK_SIZE)
     second = manager.relocate("a", num_tokens=8 * BLOCK_SIZE, new_front=FrontSize.even(40, BLOCK_SIZE))
+    manager.retire_read("a")
     manager.release_retired()
     assert second.blocks == first.blocks
     assert second.num_freed == 2
@@ -158,6 +165,7 @@ def test_a_front_as_long_as_the_sequence_is_a_copy(manager):
     assert (relocation.num_freed, relocation.hole) == (0, [])
     assert blocks[2].block_id in relocation.blocks
     assert not {blocks[0].block_id, blocks[1].block_id} & set(relocation.blocks)
+    manager.retire_read("a")
     manager.release_retired()
     assert num_free(manager) == NUM_BLOCKS - 3
 
@@ -197,6 +205,8 @@ def test_no_plan_of_a_step_writes_what_another_reads(data):
             for other in set(lengths) - {one}:
                 held = {block.block_id for block in manager.req_to_blocks[other] if not block.is_null}
                 assert not writes[one] & (reads.get(other, set()) | writes.get(other, set()) | held)
+        for request_id in writes:
+            manager.retire_read(request_id)
         manager.release_retired()
         for request_id in lengths:  # the next tokens, in blocks that a plan may just have given back
             if num_free(manager) < 2:

@@ -172,8 +172,9 @@ def under_pressure(engine) -> list:
     return [[list(one.outputs[0].token_ids), one.kv_transfer_params[REPORT_KEY]["compressions"]] for one in outputs]
 
 
+@pytest.mark.parametrize("is_spread", [False, True], ids=["at once", "spread"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-def test_tokens_of_the_cpu_runner(is_v2, expected, chats, under_pressure):
+def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_pressure):
     """With asynchronous scheduling and full graphs."""
     arguments = engine_arguments() | {
         "async_scheduling": True,
@@ -185,6 +186,7 @@ def test_tokens_of_the_cpu_runner(is_v2, expected, chats, under_pressure):
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": "1"}
+    environment |= {"SPREAD": str(int(is_spread))}
     done = preloaded.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
         input=json.dumps([arguments, jobs(), [[turn.asked for turn in turns] for turns in chats], pressed()]),
@@ -199,6 +201,7 @@ def test_tokens_of_the_cpu_runner(is_v2, expected, chats, under_pressure):
     # In a window the model sees the same distances either way, and random numbers depend on the tokens' positions.
     in_text, in_cache = result.pop("sampled")
     assert in_text == in_cache and len(set(in_text)) > 5
+    assert (result.pop("spread") > 10) == is_spread
     assert result.pop("under_pressure") == under_pressure
     assert all(num_compressions for _, num_compressions in under_pressure[::2])
     assert result.pop("adopted") > 5 and result.pop("restored") > 0

@@ -10,6 +10,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
+from tests.engine.spread import spread_over
 from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.policies import PRESETS
@@ -126,7 +127,22 @@ def test_requests_of_every_kind(engine, num_requests):
         together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()
     assert num_preemptions > 0, "the pool is too large to test preemption"
-    for index in rng.permutation(num_requests)[: num_requests * NUM_ALONE // NUM_REQUESTS]:
+    assert_answers_alone(engine, jobs, together, rng, num_requests * NUM_ALONE // NUM_REQUESTS)
+
+
+def test_compressions_that_are_spread(engine):
+    rng = np.random.default_rng(23)
+    jobs = draw_jobs(rng)
+    with engine.with_blocks(130), spread_over(3) as spread:
+        together, num_preemptions = run_together(engine, jobs, rng)
+    engine.assert_empty()
+    assert num_preemptions > 0 and len(spread.parts) > len(jobs)
+    assert_answers_alone(engine, jobs, together, rng, NUM_ALONE)
+
+
+def assert_answers_alone(engine, jobs: list[Job], together: list[list[int]], rng, num_alone: int) -> None:
+    """Some of the jobs, chosen at random, generate alone what they have ``together``."""
+    for index in rng.permutation(len(jobs))[:num_alone]:
         job, tokens = jobs[index], together[index]
         alone = engine.generate([job.prompt], job.params)[0].outputs[0]
         if job.abort_after is None:

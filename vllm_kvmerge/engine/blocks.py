@@ -56,9 +56,9 @@ class Takeover:
 class MergeableAttentionManager(FullAttentionManager):
     """Full-attention manager whose requests may own a compressed front, a hole and a tail.
 
-    Blocks that a compression makes superfluous are *retired*: they leave the request's block table at once and return
-    to the pool with ``release_retired``, after the last relocation of the step. Their next owner writes to them in a
-    later step than the one whose compaction still reads them.
+    Blocks that a compression makes superfluous leave the request's block table at once. They are *retired* in the step
+    whose compaction reads them last, and return to the pool with ``release_retired``, after the last relocation of that
+    step. So their next owner writes to them in a later one. If the request is freed before, they are freed with it.
 
     Blocks that a compressed request wrote may hold any value, NaN included. vLLM's CPU operators read slots past the
     end of a sequence, where a NaN would spread, so such blocks are zeroed before an uncompressed request gets them.
@@ -74,6 +74,8 @@ class MergeableAttentionManager(FullAttentionManager):
         self.last_asked = "", 0
         """The request that vLLM asked last whether it finds room, and the blocks that it needs."""
         self._retired: list[KVCacheBlock] = []
+        self._still_read: dict[str, list[KVCacheBlock]] = {}
+        """By request whose compression is under way: blocks that it gives up."""
         self._unclean: set[int] = set()
         self._offers: dict[str, Offer] = {}
         self._taken_over: dict[str, Takeover] = {}
@@ -178,7 +180,7 @@ class MergeableAttentionManager(FullAttentionManager):
     def relocate(
         self, request_id: str, num_tokens: int, new_front: FrontSize, num_computed: int | None = None
     ) -> Relocation | None:
-        """Gives a request its own blocks for a front and retires all others before slot ``num_tokens``.
+        """Gives a request its own blocks for a front; all others before slot ``num_tokens`` go with ``retire_read``.
 
         num_computed: tokens computed so far, if they are more.
 
@@ -208,7 +210,7 @@ class MergeableAttentionManager(FullAttentionManager):
         retired = [block for block in held if block.block_id not in taken]
         if request_id in self.segments:
             self._note_unclean(retired)
-        self._retired += retired
+        self._still_read[request_id] = retired
         places = new_front.places if new_front.share_blocks else 0
         self.segments[request_id] = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
         return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
@@ -230,6 +232,10 @@ class MergeableAttentionManager(FullAttentionManager):
         self.segments[request_id] = replace(segments, front=report.entries)
         return len(surplus)
 
+    def retire_read(self, request_id: str) -> None:
+        """Retires what a request's compression gives up, whose last part follows the step."""
+        self._retired += self._still_read.pop(request_id)
+
     @property
     def num_free_after_step(self) -> int:
         """Free blocks of the pool once the retired ones have been returned."""
@@ -249,7 +255,8 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def num_held_blocks(self, request_id: str) -> int:
         """Number of the pool's blocks that the request holds."""
-        return sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
+        held = self.req_to_blocks.get(request_id, ()), self._still_read.get(request_id, ())
+        return sum(not block.is_null for blocks in held for block in blocks)
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         # Compressed keys and values are approximations, which other requests must not find by hash. Nobody would look
@@ -317,7 +324,7 @@ class MergeableAttentionManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._offers.pop(request_id, None)
         self._num_found.pop(request_id, None)
-        blocks = super().pop_blocks_for_free(request_id)
+        blocks = super().pop_blocks_for_free(request_id) + self._still_read.pop(request_id, [])
         if self.segments.pop(request_id, None) is not None:
             self._note_unclean(blocks)
         return blocks

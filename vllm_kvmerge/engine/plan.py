@@ -116,6 +116,18 @@ class CompressionPlan:
 
 
 @dataclass(frozen=True)
+class PartialPlan:
+    """The part of a plan that a step carries out, without the last, which a later step's ``plans`` ask for.
+
+    until: share of the work that has been done then. num_parts: that the work is cut into, about.
+    """
+
+    plan: CompressionPlan
+    until: float
+    num_parts: int
+
+
+@dataclass(frozen=True)
 class PromptWindow:
     """Queries from position ``start`` on that are scored and kept for a request's first compression.
 
@@ -180,6 +192,8 @@ class KeptTurn:
 class CompressionStep:
     """One step's compressions, prompt windows, and repeated chunks by internal request.
 
+    parts: of plans that are completed by a later step's ``plans``.
+
     adoptions: by request. outputs: requests that compute their context's last token, whose output is kept for fronts.
     turns: by request, of those that have ended. forgotten: keys of fronts that are gone.
 
@@ -191,6 +205,7 @@ class CompressionStep:
     """
 
     plans: list[CompressionPlan] = field(default_factory=list)
+    parts: list[PartialPlan] = field(default_factory=list)
     windows: dict[str, PromptWindow] = field(default_factory=dict)
     repetitions: dict[str, RepeatedChunk] = field(default_factory=dict)
     adoptions: dict[str, Adoption] = field(default_factory=dict)
@@ -222,13 +237,23 @@ class FrontReport:
     entries: int
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a worker has come with a plan that is carried out in parts. done: share of the work. seconds: that all of
+    it would take at the pace of the last parts; None: not known."""
+
+    done: float
+    seconds: float | None
+
+
 @dataclass
 class CompressionReport:
-    """A worker's report after a step. failures: by request; the caches of these hold their newest entries. fronts: by
-    request. rates: this worker's speed, with its first output only."""
+    """A worker's report after a step. failures: by request; the caches of these hold their newest entries. fronts,
+    progress: by request. rates: this worker's speed, with its first output only."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
     fronts: dict[str, FrontReport] = field(default_factory=dict)
+    progress: dict[str, Progress] = field(default_factory=dict)
     rates: Rates | None = None
 
 

@@ -47,9 +47,11 @@ from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression, cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.sharing import ContextSharing
+from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, SpreadCompression
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
 from vllm_kvmerge.policies.errors import PartError
+from vllm_kvmerge.request.limits import KEPT_SHARE
 from vllm_kvmerge.request.parameters import (
     EXTRA_ARGS_KEY,
     FULL,
@@ -57,12 +59,6 @@ from vllm_kvmerge.request.parameters import (
     CompressionError,
     parse_compression,
 )
-
-KEPT_SHARE = 4
-"""Bound on workers' memory outside the pool for all running requests, as a multiple of ``max_compaction_bytes``."""
-
-STEP_SECONDS = 0.25
-"""Bound on the estimated time of one step's compressions, in seconds, unless a single one exceeds it."""
 
 
 class CompressionSchedulerMixin(Scheduler):
@@ -89,6 +85,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._bytes_per_block = bytes_per_block * self._num_workers
         self._compressions: dict[str, RequestCompression] = {}
         self._due: dict[str, None] = {}
+        self._spread: dict[str, SpreadCompression] = {}
+        """Compressions that are carried out in several steps, by request: one at a time."""
         self._repeating: dict[str, RepeatingRequest | None] = {}
         """The internal request at work, by the one whose context it repeats; None once the last has been scheduled, or
         scores have been recalled."""
@@ -191,6 +189,7 @@ class CompressionSchedulerMixin(Scheduler):
             raise CompressionError(EXTRA_ARGS_KEY, message, "too_long_to_repeat")
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._drop_spread(request)
         self._release_kept(request)
         if self._awaits_pressure(request):
             self._reported.pop(request.request_id, None)  # it will not go through the same compressions again
@@ -216,13 +215,21 @@ class CompressionSchedulerMixin(Scheduler):
         self._end_orphans()
         return [request for request in finished if not isinstance(request, RepeatingRequest)]
 
+    def _drop_spread(self, request: Request) -> bool:
+        """Drops the request's compression if it is under way; whether it was."""
+        spread = self._spread.pop(request.request_id, None)
+        if spread is not None:
+            self._sharing.drop(spread.plan)
+        return spread is not None
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        was_spread = self._drop_spread(request)
         self._release_kept(request)
         self._stop_repeating(request)
         if self._contexts.is_asked(request.request_id):
             front = self._sharing.front_of(request)
             self._contexts.end(request, front, self._compressions.get(request.request_id))
-        self._sharing.end(request)
+        self._sharing.end(request, is_whole=not was_spread)
         self._compressions.pop(request.request_id, None)
         self._manager.most_tokens.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
@@ -257,12 +264,19 @@ class CompressionSchedulerMixin(Scheduler):
         stuck = self._repeat_contexts(output, step)
         step.outputs = self._sharing.new_contexts(output.num_scheduled_tokens, self.requests)
         step.forgotten_scores = self._known_scores.take_forgotten()
-        waiting = self._plan_due(step)
-        while waiting and not output.num_scheduled_tokens and not step.plans:
+        is_awaited = self._is_awaited(output)
+        waiting, seconds = self._plan_due(step, is_awaited)
+        while waiting and not output.num_scheduled_tokens and not step.plans and not self._spread:
             # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
             self.running.remove(waiting[-1])
             self._preempt_request(waiting[-1], time.monotonic())
-            waiting = self._plan_due(step)
+            waiting, seconds = self._plan_due(step, is_awaited)
+        for spread in list(self._spread.values()):
+            part = spread.next_part(max(LEAST_SECONDS, STEP_SECONDS - seconds)) if is_awaited else None
+            if part is None:
+                self._complete(spread, step)
+            else:
+                step.parts.append(part)
         if stuck and len(stuck) == len(self.running) and self.pause_state != PauseState.PAUSED_ALL:
             # Deadlock: nothing else runs, and what they wait for finds no room, or is behind others that find none.
             self.running.remove(stuck[-1])
@@ -410,6 +424,8 @@ class CompressionSchedulerMixin(Scheduler):
         # preempted request recomputes its prompt and generated tokens, in chunks that end where it was compressed the
         # first time, so that its cache comes out the same.
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if request.request_id in self._spread:
+            return 0
         due_at, compression = self._next_compression(request), self._compressions.get(request.request_id)
         if compression is None or (due_at is None and not compression.config.awaits_pressure):
             return num_new_tokens
@@ -444,16 +460,27 @@ class CompressionSchedulerMixin(Scheduler):
         limits, num_bytes = self._limits, compression.ring_bytes + compression.score_bytes
         return self._external_bytes.reserve(
             request_id, compression.external_bytes, limits.max_external_bytes
-        ) and self._kept_bytes.reserve(request_id, num_bytes, KEPT_SHARE * limits.max_bytes)
+        ) and self._kept_bytes.reserve(request_id, num_bytes, limits.kept_bytes)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         return self.kv_cache_manager.take_new_block_ids() or None
 
-    def _plan_due(self, step: CompressionStep) -> list[Request]:
-        """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs.
+    def _is_awaited(self, output: SchedulerOutput) -> bool:
+        """True if requests are computed in this step whose next tokens wait for compressions of others."""
+        return any(
+            request.request_id in output.num_scheduled_tokens
+            and not isinstance(request, RepeatingRequest)
+            and ((due_at := self._next_compression(request)) is None or request.num_computed_tokens < due_at)
+            for request in self.running
+        )
 
-        A step takes as many as fit into an estimated ``STEP_SECONDS``, and at least one; a refresh alone. The others
-        are deferred to the next steps, longest wait first; until then their requests compute nothing.
+    def _plan_due(self, step: CompressionStep, is_awaited: bool) -> tuple[list[Request], float]:
+        """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs, and the
+        estimated seconds of the others. is_awaited: requests without one wait for their next tokens.
+
+        A step takes as many as fit into an estimated ``STEP_SECONDS``, less what one that is spread gets, and at least
+        one; a refresh alone. A longer one is spread if it is awaited. The others are deferred to the next steps,
+        longest wait first; until then their requests compute nothing.
         """
         due: dict[str, Request] = {}
         for request in self.running:
@@ -476,16 +503,24 @@ class CompressionSchedulerMixin(Scheduler):
                 self._failed.add(request_id, error)
                 del self._due[request_id]
                 continue
+            is_spread = is_awaited and estimate > STEP_SECONDS and not self._ends_now(request)
+            if is_spread and self._spread:
+                continue  # one after the other: together, both would take as long as the longer one
             # A refresh has a step's time to itself: it moves the complete cache too, how fast is not known.
             is_alone = is_refresh or (step.plans and step.plans[0].is_refresh)
-            if step.plans and (seconds + estimate > STEP_SECONDS or is_alone):
+            room = STEP_SECONDS - LEAST_SECONDS if self._spread else STEP_SECONDS
+            if step.plans and (is_alone or (not is_spread and seconds + estimate > room)):
                 break
-            if self._plan(request, new_front, step):
-                seconds += estimate
+            if self._plan(request, new_front, step, estimate if is_spread else None):
+                seconds += 0.0 if is_spread else estimate
                 del self._due[request_id]
             else:
                 waiting.append(request)
-        return waiting
+        return waiting, seconds
+
+    def _ends_now(self, request: Request) -> bool:
+        """True if the request ends with the token of this step, so that its context's front would not come to be."""
+        return request.num_computed_tokens + 1 >= request.num_prompt_tokens + request.max_tokens
 
     def _open_window(self, request: Request, due_at: int, step: CompressionStep) -> None:
         """Adds to ``step`` the queries that the request's first compression, due at ``due_at``, needs."""
@@ -504,7 +539,11 @@ class CompressionSchedulerMixin(Scheduler):
     def _relieve_pressure(self, step: CompressionStep) -> None:
         """Adds to ``step`` the compressions that end a shortage of blocks: as many as fit into an estimated
         ``STEP_SECONDS``, and at least one."""
-        asleep = [request for request in self.running if self._awaits_pressure(request)]
+        asleep = [
+            request
+            for request in self.running
+            if self._awaits_pressure(request) and request.request_id not in self._spread
+        ]
         if not asleep:
             return
         for request in asleep:
@@ -519,11 +558,15 @@ class CompressionSchedulerMixin(Scheduler):
             seconds += compression.seconds(segments, request.num_computed_tokens, self._limits)
             if step.plans and seconds > STEP_SECONDS:
                 break
-            if self._plan(request, relief.new_front, step):
+            # Not spread: blocks are needed at once.
+            if self._plan(request, relief.new_front, step, None):
                 count_relief(compression.config.name, self._engine)
 
-    def _plan(self, request: Request, new_front: FrontSize, step: CompressionStep) -> bool:
-        """Adds the request's compression to ``step``; False if there is no room to copy shared blocks."""
+    def _plan(
+        self, request: Request, new_front: FrontSize, step: CompressionStep, spread_seconds: float | None
+    ) -> bool:
+        """Adds the request's compression to ``step``; False if there is no room to copy shared blocks. spread_seconds:
+        estimate of one that begins with this step and is spread over the next ones; None: it is not."""
         request_id, num_computed = request.request_id, request.num_computed_tokens
         compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
         is_refresh = compression.is_refresh(segments, num_computed)
@@ -536,8 +579,7 @@ class CompressionSchedulerMixin(Scheduler):
         is_partial = is_of_context and num_computed < compression.context
         key, copies = self._sharing.plan(request, relocation.blocks, num_computed) if is_of_context else (None, [])
         # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
-        if key is not None and not is_partial and compression.context < request.num_prompt_tokens:
-            self._manager.supersede(computed)
+        is_superseding = key is not None and not is_partial and compression.context < request.num_prompt_tokens
         plan = CompressionPlan(
             request_id=request_id,
             compression=compression.config.text,
@@ -559,17 +601,30 @@ class CompressionSchedulerMixin(Scheduler):
             key=key,
             copies=copies,
         )
-        step.plans.append(plan)
         self._repeating.pop(request_id, None)
+        superseded = computed if is_superseding else []
+        spread = SpreadCompression(plan, segments, relocation.num_freed, spread_seconds or 0.0, superseded)
+        self._spread[request_id] = spread
+        if spread_seconds is None:
+            self._complete(spread, step)
+        return True
+
+    def _complete(self, spread: SpreadCompression, step: CompressionStep) -> None:
+        """Adds a compression to ``step``, or the rest of it, if it has been under way."""
+        plan, request_id = spread.plan, spread.plan.request_id
+        del self._spread[request_id]
+        step.plans.append(plan)
+        self._manager.retire_read(request_id)
+        self._manager.supersede(spread.superseded)
+        compression = self._compressions[request_id]
         self._kept_bytes.shrink(request_id, compression.ring_bytes)  # the context's scores are no longer needed
         count_compression(compression.config.name, self._engine)
         if plan.may_shrink:
-            self._unreported[request_id] = relocation.num_freed
+            self._unreported[request_id] = spread.num_freed
         else:
-            self._count_freed(request_id, relocation.num_freed)
-        if is_refresh:
+            self._count_freed(request_id, spread.num_freed)
+        if plan.is_refresh:
             count_refresh(compression.config.name, self._engine)
-        return True
 
     def _count_freed(self, request_id: str, num_blocks: int) -> None:
         # Where each head has a page that is not full, a compression may take a block more than it frees.
@@ -589,6 +644,9 @@ class CompressionSchedulerMixin(Scheduler):
                 self._reported.setdefault(request_id, {})[front.num_tokens] = front
                 num_freed = self._manager.shrink_front(request_id, front)
                 self._count_freed(request_id, num_freed + self._unreported.pop(request_id, 0))
+        for request_id, progress in report.progress.items():
+            if request_id in self._spread:
+                self._spread[request_id].learn(progress)
         for plan in attached_step(scheduler_output).plans:
             self._sharing.share(plan, report)
         self._failed.update(report.failures)
@@ -620,6 +678,8 @@ class CompressionSchedulerMixin(Scheduler):
         num_tokens = request.num_computed_tokens
         request_id = request.request_id
         segments, compression = self._manager.segments_of(request_id), self._compressions.get(request_id)
+        if request_id in self._spread:
+            segments = self._spread[request_id].before
         external = 0
         if compression is not None and compression.external_bytes:
             external = self._limits.external_bytes(segments.changed_at) * self._num_workers

@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
-from vllm_kvmerge.engine.fronts import PART, TURN, SharedFront
+from vllm_kvmerge.engine.fronts import PART, TURN, FrontCache, SharedFront
 from vllm_kvmerge.engine.metrics import count_context
 from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn, Segments
 from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
@@ -181,14 +181,25 @@ class ContextSharing:
             )
         if front is not None and plan.request_id not in report.failures:
             self._manager.share(front)
-            return
+        else:
+            self._give_up(fronts, key, front)
+
+    def drop(self, plan: CompressionPlan) -> None:
+        """Forgets the front of a plan that is not carried out to the end."""
+        if plan.key is not None and self._manager.fronts is not None:
+            key = BlockHash(plan.key)
+            self._give_up(self._manager.fronts, key, self._unshared.pop(key))
+
+    def _give_up(self, fronts: FrontCache, key: BlockHash, front: SharedFront | None) -> None:
         if front is not None:
             self._manager.discard(front.blocks)
         fronts.forget(key)
 
-    def end(self, request: Request) -> None:
-        """Forgets a request that ends, which still has its blocks; its turn is kept if it asked for that."""
-        self._keep_turn(request)
+    def end(self, request: Request, is_whole: bool = True) -> None:
+        """Forgets a request that ends, which still has its blocks; its turn is kept if it asked for that. is_whole:
+        no compression of it is under way."""
+        if is_whole:
+            self._keep_turn(request)
         self._keys.pop(request.request_id, None)
         self._parts.pop(request.request_id, None)
 

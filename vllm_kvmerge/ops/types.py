@@ -199,6 +199,11 @@ class PagedKVCache:
             (*self.values.shape[:2], size), (*self.values.stride()[:2], 1), self.values.storage_offset() - size // 2
         )
 
+    @cached_property
+    def by_head(self) -> "PagedKVCache":
+        """The same memory as a cache of one KV head: block ``b`` of head ``h`` is its block ``b * H + h``."""
+        return PagedKVCache(*(getattr(self, field.name).flatten(0, 1).unsqueeze(1) for field in fields(self)))
+
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole blocks, metadata included; ``sources`` and ``targets``: ``[n]`` int64 ids, none in both."""
         for plane in (self.content, *self.metadata):
@@ -251,6 +256,14 @@ class HeadPages:
         """The same with no entries in heads outside ``mask`` (``[rows, H]`` bool), so that nothing is written there."""
         return HeadPages(self.layers, self.ids, self.fronts * mask)
 
+    @property
+    def by_head(self) -> "HeadPages":
+        """The same as pages of ``PagedKVCache.by_head``: a row for each head of a row."""
+        layer, block, head = self.places(self.ids)
+        ids = (block * self.num_kv_heads + head) * len(self.layers) + layer
+        layers = [cache.by_head for cache in self.layers]
+        return HeadPages(layers, ids.flatten(0, 1).unsqueeze(1), self.fronts.flatten().unsqueeze(1))
+
     def table(self) -> Tensor:
         """``[1 + rows * H * (1 + pages)]`` int32 on the CPU: the number of pages that each head's list has room for,
         then, for each row and head, its number of entries and its list."""
@@ -282,6 +295,23 @@ class SequenceLayers:
     def of(cls, cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> "SequenceLayers":
         """One layer of one sequence; ``blocks``: ``[blocks]``."""
         return cls((cache,), torch.zeros(1, dtype=torch.int64), blocks[None], torch.tensor([[front, tail, seq_len]]))
+
+    def of_heads(self, rows: list[int]) -> "SequenceLayers":
+        """Some of the ``H`` heads, each as a sequence layer of its own."""
+        num_heads, chosen = self.layers[0].num_kv_heads, torch.tensor(rows, device="cpu")
+        unit, head = chosen // num_heads, chosen % num_heads
+        blocks = self.blocks[sent(unit, self.blocks.device)] * num_heads
+        pages = None
+        if self.pages is not None:
+            by_head = self.pages.by_head
+            pages = HeadPages(by_head.layers, by_head.ids[chosen], by_head.fronts[chosen])
+        return SequenceLayers(
+            [cache.by_head for cache in self.layers],
+            self.layer[unit],
+            blocks + sent(head, blocks.device).unsqueeze(1),
+            self.segments[unit],
+            pages,
+        )
 
     def __iter__(self) -> Iterator[tuple[PagedKVCache, Tensor, int, int, int]]:
         """Yields each sequence layer's cache, blocks, front, tail and seq_len."""

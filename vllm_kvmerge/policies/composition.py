@@ -1,8 +1,8 @@
 """A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -23,6 +23,17 @@ from vllm_kvmerge.policies.update import CacheUpdate, CompressionResult
 
 CALLS = 40_000
 """Touches that some hundred calls of operators on small tensors cost, per head."""
+
+R = TypeVar("R")
+
+
+def completed(parts: Generator[None, None, R]) -> R:
+    """The result of what is done in parts, with nothing in between."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 class CompressionPolicy(BaseModel):
@@ -190,10 +201,8 @@ class CompressionPolicy(BaseModel):
         if self.protect:  # what is hidden from the parts, and the places of both
             own += Cost(8 * n + 16 * largest, 0, 20 * n + 30 * largest)
         if largest > shape.budget:
-            # Heads with different budgets go one after the other; rows are read for all and taken for some. Keys are
-            # multiplied where they lie only for all heads together.
-            keys = shape.row_numbers if num_queries else 0
-            own += Cost(parts.numbers + 2 * keys + 6 * n + 12 * largest, 0, 40 * (n + largest))
+            # Heads with different budgets go one after the other.
+            own += Cost(parts.numbers + 6 * n + 12 * largest, 0, 40 * (n + largest))
         return own + parts
 
     def part_cost(self, part: Part, shape: CostShape) -> Cost:
@@ -218,29 +227,41 @@ class CompressionPolicy(BaseModel):
             PartError: a part raised, returned something that cannot be used, or ran out of time.
             ValueError: the budget is too small for this policy.
         """
+        return completed(self.compress_in_parts(entries, context))
+
+    def compress_in_parts(
+        self, entries: Entries, context: CompressionContext, num_rows: int | None = None
+    ) -> Generator[None, None, CompressionResult]:
+        """``compress``, which may be left to wait after every ``num_rows`` rows, unless the selector pools heads; None:
+        after all rows that go together."""
         if context.budget >= len(entries):
             return CompressionResult.of(entries, CacheUpdate.unchanged(entries))
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
         context = replace(context, min_budget=self.min_unprotected, tracker_mode=self.tracker.mode)
-        if context.shares is not None and self.takes_shares:
-            counts = torch.tensor(context.shares)
-            together = replace(context, budget=int(counts.max()), row_counts=sent(counts, entries.positions.device))
-            update = self._compress_rows(entries, together).extended(context.capacity)
-            return CompressionResult.of(entries, update)
-        parts, sources, order = [], [], []
+        by_row = context.shares is not None and self.takes_shares
         budgets = self.head_budgets(entries, context) if context.shares is None else context.shares
         groups: dict[int, list[int]] = {}
         for row, budget in enumerate(budgets):
-            groups.setdefault(budget, []).append(row)
-        for budget, rows in groups.items():
-            order += rows
-            sources.append(entries.of_rows(rows) if len(rows) < entries.num_rows else entries)
-            update = self._compress_rows(sources[-1], replace(context.of_rows(rows), budget=budget))
-            parts.append(update if context.shares is None else update.extended(context.capacity))
+            groups.setdefault(0 if by_row else budget, []).append(row)
+        size = entries.num_rows if num_rows is None or self.selector.pools_heads else num_rows
+        parts, sources, order = [], [], []
+        for group in groups.values():
+            for rows in (group[start : start + size] for start in range(0, len(group), size)):
+                order += rows
+                sources.append(entries.of_rows(rows) if len(rows) < entries.num_rows else entries)
+                some = replace(context.of_rows(rows), budget=max(budgets[row] for row in rows))
+                if by_row:
+                    counts = torch.tensor(some.shares, device="cpu")
+                    some = replace(some, row_counts=sent(counts, entries.positions.device))
+                update = self._compress_rows(sources[-1], some)
+                parts.append(update if context.shares is None else update.extended(context.capacity))
+                yield
         if len(parts) == 1:
             return CompressionResult.of(entries, parts[0])
-        update = CacheUpdate.stack_rows(parts, sources).of_rows([order.index(row) for row in range(len(order))])
+        update = CacheUpdate.stack_rows(parts, sources)
+        if order != sorted(order):
+            update = update.of_rows([order.index(row) for row in range(len(order))])
         return CompressionResult.of(entries, update)
 
     def head_budgets(self, entries: Entries, context: CompressionContext) -> list[int]:

@@ -12,6 +12,9 @@ from vllm_kvmerge.policies.cost import MOVED_NUMBERS, Cost, CostShape, Rates, at
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
+KEPT_SHARE = 4
+"""Bound on workers' memory outside the pool for all running requests, as a multiple of ``max_compaction_bytes``."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -382,6 +385,13 @@ class Limits:
         """Bytes of the newest queries, kept from step to step, of a request of ``num_tokens`` tokens."""
         window = min(query_window, num_tokens)
         return window * self._num_heads * self.shape.group_size * self.shape.head_size * self.shape.item_size
+
+    @property
+    def kept_bytes(self) -> int:
+        """Most bytes of the newest queries and prompt scores of all running requests, in one worker."""
+        length = self.max_model_len
+        one = min(self.max_bytes, self.ring_bytes(length, length)) + self.prompt_score_bytes(length)
+        return min(KEPT_SHARE * self.max_bytes, self.max_num_seqs * one)
 
     def external_bytes(self, num_tokens: int) -> int:
         """Bytes of the complete cache of ``num_tokens`` tokens: whole blocks."""

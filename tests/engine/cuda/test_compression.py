@@ -93,7 +93,7 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     config = compression._config
     config.parallel_config.tensor_parallel_size = 4
     config.model_config.get_total_num_kv_heads = lambda: 2
-    compression._compactor.execute = lambda compactions: Execution(torch.tensor([[3, 5, 1]]), {}, {}, {})
+    compression._compactor.execute = lambda compactions, begun: Execution(torch.tensor([[3, 5, 1]]), {}, {}, {})
     monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: None)
     plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])

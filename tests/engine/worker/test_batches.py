@@ -102,6 +102,27 @@ def test_requests_do_not_depend_on_each_other(policy):
     assert all(sum(count) > 0 for count in counts)
 
 
+@pytest.mark.parametrize("num_parts", [3, 1000])
+@pytest.mark.parametrize("policy", PRESETS)
+def test_in_parts_by_turns(policy, num_parts):
+    """By layers or by heads, with another one's parts in between."""
+    at_once, in_parts = (Worker(policy, (150, 190)) for _ in range(2))
+    for step in ("first", "second"):
+        compactions = getattr(in_parts, step)
+        courses = dict(enumerate(in_parts.compactor.begin(one, num_parts) for one in compactions))
+        least = num_parts if num_parts < NUM_LAYERS * NUM_HEADS else NUM_LAYERS
+        for until in (2, 5, 8):
+            for course in courses.values():
+                before = course.progress
+                course.advance(until / 10)
+                assert before < course.progress and abs(course.progress - until / 10) <= 1 / least
+        done = in_parts.compactor.execute(compactions, courses)
+        assert not done.failures and all(course.progress == pytest.approx(1.0) for course in courses.values())
+        counts = at_once.compactor.run(getattr(at_once, step))
+        assert [(merged, evicted) for merged, evicted, _ in done.counts.tolist()] == counts
+        assert torch.equal(in_parts.bytes, at_once.bytes)
+
+
 def test_plans_of_different_shapes_and_policies_in_one_step():
     workers = [Worker("h2o", (150, 170, 150)) for _ in range(2)]
     steps = []

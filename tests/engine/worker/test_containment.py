@@ -54,6 +54,23 @@ def test_others_in_the_step_are_compressed_as_ever(field: str, fault: str, part:
             assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.positions, theirs.positions)
 
 
+@pytest.mark.parametrize(("field", "fault", "part"), [one for one in failing.FAULTS if one[1] != "sleep_a_little"])
+def test_one_that_is_compressed_in_parts_fails_as_at_once(field: str, fault: str, part: str) -> None:
+    at_once, in_parts = (Worker("h2o", (150,)) for _ in range(2))
+    policy = parse_compression({"policy": failing.PRESET, "budget": 50, field: fault}).policy
+    results = []
+    for worker in (at_once, in_parts):
+        compactor = replace(worker.compactor, max_seconds=MAX_SECONDS, rates=Rates(1e12, 1e12))
+        step = [replace(worker.first[0], policy=policy)]
+        begun = {0: compactor.begin(step[0], 1000)} if worker is in_parts else {}
+        for course in begun.values():
+            course.advance(0.3)
+        results.append(compactor.execute(step, begun))
+    assert [str(done.failures[0]) for done in results][1].startswith(part.replace(":", " "))
+    assert results[1].failures[0].part == results[0].failures[0].part == part
+    assert torch.equal(results[0].counts, results[1].counts) and torch.equal(at_once.bytes, in_parts.bytes)
+
+
 def test_a_batch_of_one_policy_is_tried_one_request_at_a_time(monkeypatch) -> None:
     """A part that fails on what one request's cache holds, in a batch of several requests with the same policy."""
     worker, alone = (Worker("keepkv", (150, 150, 150)) for _ in range(2))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
@@ -36,6 +36,9 @@ MAX_COSTS = 64
 
 SLACK = 4
 """Tolerance for a policy's time, as a multiple of its estimate: estimates and machines vary."""
+
+ANALYSIS = 0.25
+"""Work of reading all layers once before they are compressed (budgets, statistics), as a share of compressing them."""
 
 
 @dataclass(frozen=True)
@@ -106,20 +109,46 @@ class _SequenceLayer(NamedTuple):
     layer: int
 
 
+@dataclass
+class _Work:
+    """How far a batch has come. total: passes over all layers, as shares of compressing them. is_writing: entries are
+    being compressed, no longer looked at. seconds: spent on it, up to ``since`` if that is known."""
+
+    total: float = 1.0
+    done: float = 0.0
+    is_writing: bool = False
+    seconds: float = 0.0
+    since: float | None = None
+
+    @property
+    def elapsed(self) -> float:
+        return self.seconds if self.since is None else self.seconds + time.monotonic() - self.since
+
+    def resume(self) -> None:
+        self.since = time.monotonic()
+
+    def pause(self) -> None:
+        self.seconds, self.since = self.elapsed, None
+
+
 @dataclass(frozen=True)
 class _Batch:
     """Plans of one shape, which go through their policy together.
 
     cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
-    may still take; None: no limit. failed: errors of requests, by index. shares: of each request by index, entries of
-    each head, layer by layer, where they are rounded to pages. fronts: what they come to, if that depends on data.
-    deals: new pages of requests, by index, where heads get some of their own. gathered: the entries that were read
-    last, by their sequence layers.
+    may still take; None: no limit. work: how far it has come. counts: ``Execution.counts``. num_rows: heads that are
+    compressed at once, of one layer of the only request; 0: as many layers as memory allows. failed: errors of
+    requests, by index. shares: of each request by index, entries of each head, layer by layer, where they are rounded
+    to pages. fronts: what they come to, if that depends on data. deals: new pages of requests, by index, where heads
+    get some of their own. gathered: the entries that were read last, by their sequence layers.
     """
 
     compactions: list[Compaction]
     cost: Cost | PartError
     time_left: Callable[[], float | None]
+    work: _Work
+    counts: Tensor
+    num_rows: int = 0
     failed: dict[int, PartError] = field(default_factory=dict)
     shares: list[list[int]] = field(default_factory=list)
     fronts: list[FrontReport] = field(default_factory=list)
@@ -164,6 +193,46 @@ class Execution:
     fronts: dict[int, FrontReport]
 
 
+class Course:
+    """A batch under way, which can be left to wait after every part of it."""
+
+    def __init__(self, batch: _Batch, parts: Iterator[None]) -> None:
+        self.batch, self._parts = batch, parts
+        self._seconds, self._progress = 0.0, 0.0
+        """Of advances that have begun while entries were being compressed."""
+        self.pace: float | None = None
+        """Seconds that all of the work would take at the pace of the last parts, or of all if that was slower; None:
+        not known yet."""
+
+    @property
+    def progress(self) -> float:
+        """Share of the work that has been done."""
+        return self.batch.work.done / self.batch.work.total
+
+    @property
+    def seconds(self) -> float:
+        """Time spent so far."""
+        return self.batch.work.elapsed
+
+    def advance(self, until: float) -> None:
+        """Goes on up to this share of the work, by one part at least unless it has been done; 1: to the end."""
+        work, before, started, was_writing = self.batch.work, self.progress, self.seconds, self.batch.work.is_writing
+        work.resume()
+        last = 0.0
+        while until >= 1.0 or self.progress + last < until:
+            last = -self.progress
+            try:
+                next(self._parts)
+            except StopIteration:
+                break
+            last += self.progress
+        work.pause()
+        if was_writing and self.progress > before:
+            seconds, progress = self.seconds - started, self.progress - before
+            self._seconds, self._progress = self._seconds + seconds, self._progress + progress
+            self.pace = max(seconds / progress, self._seconds / self._progress)
+
+
 @dataclass(frozen=True)
 class Compactor:
     """Compresses requests' caches.
@@ -202,10 +271,16 @@ class Compactor:
             raise error
         return [(merged, evicted) for merged, evicted, _ in done.counts.tolist()]
 
-    def execute(self, compactions: Sequence[Compaction]) -> Execution:
-        """Executes a step's plans without waiting for a GPU. A policy that fails affects its own request alone."""
+    def execute(self, compactions: Sequence[Compaction], begun: Mapping[int, Course] | None = None) -> Execution:
+        """Executes a step's plans without waiting for a GPU. A policy that fails affects its own request alone.
+
+        begun: by index, what earlier steps have begun, and is brought to an end.
+        """
         batches: dict[tuple[object, ...], list[int]] = {}
+        courses = [([index], course) for index, course in (begun or {}).items()]
         for index, compaction in enumerate(compactions):
+            if begun is not None and index in begun:
+                continue
             plan = compaction.plan
             sizes = compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries
             # Each complete cache is an allocation of its own, so refreshes go one by one.
@@ -213,19 +288,29 @@ class Compactor:
             layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
             # By the policy's text: parameters of another package's policy may not be hashable.
             batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source, *layout), []).append(index)
+        courses += [(indices, self._course([compactions[index] for index in indices])) for indices in batches.values()]
         counts, failures, pages, fronts = [], {}, {}, {}
-        for indices in batches.values():
-            batch = self._batch([compactions[index] for index in indices])
-            counts.append(self._run_batch(batch))
+        for indices, course in courses:
+            course.advance(1.0)
+            batch = course.batch
+            counts.append(batch.counts)
             failures.update({indices[index]: error for index, error in batch.failed.items()})
             pages.update({indices[index]: deal.pages for index, deal in enumerate(batch.deals)})
             fronts.update({indices[index]: front for index, front in enumerate(batch.fronts)})
-        order = torch.tensor([index for indices in batches.values() for index in indices], dtype=torch.int64)
+        order = torch.tensor([index for indices, _ in courses for index in indices], dtype=torch.int64)
         return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures, pages, fronts)
 
-    def _batch(self, compactions: list[Compaction]) -> _Batch:
-        """Starts the clock. On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
-        first, started, max_seconds = compactions[0], time.monotonic(), self.max_seconds
+    def begin(self, compaction: Compaction, num_parts: int) -> Course:
+        """A compaction that is to be executed in about ``num_parts`` parts, down to one KV head of one layer."""
+        return self._course([compaction], max(1, len(self.layers) * self.num_kv_heads // num_parts))
+
+    def _course(self, compactions: list[Compaction], num_rows: int = 0) -> Course:
+        batch = self._batch(compactions, min(num_rows, self.num_kv_heads))
+        return Course(batch, self._run_batch(batch))
+
+    def _batch(self, compactions: list[Compaction], num_rows: int) -> _Batch:
+        """On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
+        first, work, max_seconds = compactions[0], _Work(), self.max_seconds
         shape = CostShape(
             num_entries=first.num_entries,
             budget=first.plan.budget,
@@ -245,9 +330,12 @@ class Compactor:
                 if isinstance(cost, PartError):
                     raise cost
                 expected = len(compactions) * len(self.layers) * self.num_kv_heads * cost.seconds(self.rates)
-            return max_seconds + SLACK * expected - (time.monotonic() - started)
+            return max_seconds + SLACK * expected - work.elapsed
 
-        return _Batch(compactions, cost, time_left)
+        policy = first.policy
+        work.total += ANALYSIS * (policy.allocator.has_layer_statistic + bool(first.plan.share_blocks))
+        counts = torch.zeros(len(compactions), 3, dtype=torch.int64, device=self.device)
+        return _Batch(compactions, cost, time_left, work, counts, num_rows)
 
     def _cost(self, policy: CompressionPolicy, shape: CostShape) -> Cost | PartError:
         """``_Batch.cost``. A request asks at every compression, most of which are of one shape."""
@@ -260,12 +348,15 @@ class Compactor:
                 return as_part_error(error)
         return self._costs[id(policy), shape][1]
 
-    def _run_batch(self, batch: _Batch) -> Tensor:
-        """Executes the plans; returns their ``Execution.counts``."""
-        counts = torch.zeros(len(batch.compactions), 3, dtype=torch.int64, device=self.device)
-        statistics = self._layer_statistics(batch) if batch.policy.allocator.has_layer_statistic else None
+    def _run_batch(self, batch: _Batch) -> Iterator[None]:
+        """Executes the plans; may be left to wait where it yields."""
+        work, statistics = batch.work, None
+        if batch.policy.allocator.has_layer_statistic:
+            statistics = yield from self._layer_statistics(batch)
         if batch.plan.share_blocks:
-            batch.shares.extend(self._shares(batch, statistics))
+            before = work.done
+            batch.shares.extend((yield from self._shares(batch, statistics)))
+            work.done = before + ANALYSIS
         if batch.plan.may_shrink:
             batch.fronts.extend(self._fronts(batch))
         if batch.plan.has_pages:
@@ -288,7 +379,7 @@ class Compactor:
             index = self._sent([one.request for one in seq_layers]).repeat_interleave(self.num_kv_heads)
             written = self._destinations(seq_layers, batch, rounds) if batch.deals else [(blocks, None)]
             for destination, heads in written:
-                counts.index_add_(0, index, by_head if heads is None else by_head * heads.unsqueeze(1))
+                batch.counts.index_add_(0, index, by_head if heads is None else by_head * heads.unsqueeze(1))
                 if batch.complete is None:
                     ops.merge_entries(source, destination, update.kept, update.metadata, rows)
                 else:
@@ -301,17 +392,54 @@ class Compactor:
 
         parts = list(self._parts(batch))
         needs_passes = len(parts) > 1 and any(deal.needs_passes for deal in batch.deals)
-        for rounds in ((False,), (True,)) if needs_passes else ((False, True),):
+        passes = ((False,), (True,)) if needs_passes else ((False, True),)
+        work.is_writing = True
+        for rounds in passes:
             for part in parts:
-                for some, result in _contained(part, batch.failed, compress):
+                before, share = work.done, len(part) / (len(passes) * sum(map(len, parts)))
+                if batch.num_rows:
+                    # Putting heads together and writing them count as one more.
+                    by_head = share / (self.num_kv_heads + 1)
+                    results = iter((yield from self._compress_heads(part[0], batch, statistics, by_head)))
+                else:
+                    results = _contained(part, batch.failed, compress)
+                for some, result in results:
                     write(some, result, rounds)
                     del result  # before the next one is computed
                 if failed := [one for one in part if one.request in batch.failed]:
                     newest = _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype)
                     write(failed, newest, rounds)
-        return counts
+                work.done = before + share
+                yield
 
-    def _shares(self, batch: _Batch, statistics: Tensor | None) -> list[list[int]]:
+    def _compress_heads(
+        self, seq_layer: _SequenceLayer, batch: _Batch, statistics: Tensor | None, share: float
+    ) -> Generator[None, None, list[tuple[list[_SequenceLayer], CompressionResult]]]:
+        """What ``_contained`` gives for one sequence layer, ``batch.num_rows`` heads at a time. share: of the work, by
+        head."""
+        if seq_layer.request in batch.failed:
+            return []
+        try:
+            entries, context = self._gather([seq_layer], batch), self._context([seq_layer], batch, statistics)
+            parts, left = batch.policy.compress_in_parts(entries, context, batch.num_rows), self.num_kv_heads
+            while True:
+                with time_limit(batch.time_left()):
+                    try:
+                        next(parts)
+                    except StopIteration as end:
+                        result = end.value.finite(self.dtype)
+                        break
+                batch.work.done += share * min(batch.num_rows, left)
+                left = max(0, left - batch.num_rows)
+                yield
+            batch.work.done += share / 2
+            yield
+            return [([seq_layer], result)]
+        except (Exception, OutOfTime) as error:
+            batch.failed[seq_layer.request] = as_part_error(error)
+            return []
+
+    def _shares(self, batch: _Batch, statistics: Tensor | None) -> Generator[None, None, list[list[int]]]:
         """``_Batch.shares`` by the policy's budgets; equal ones where it failed."""
         plan, policy = batch.plan, batch.policy
         num_layers, num_heads = len(self.layers), self.num_kv_heads
@@ -330,18 +458,24 @@ class Compactor:
         if of_layers is not None:
             budgets = [[one for one in of_layers for _ in range(num_heads)]] * len(budgets)
         elif policy.allocator.pools_layers:
-            self._pool_budgets(batch, budgets)
+            yield from self._pool_budgets(batch, budgets)
         else:
             for part in self._parts(batch):
                 for some, found in _contained(part, batch.failed, of_heads):
                     for row, (request, layer) in enumerate(some):
                         heads = slice(layer * num_heads, (layer + 1) * num_heads)
                         budgets[request][heads] = found[row * num_heads : (row + 1) * num_heads]
+                yield from self._analyzed(part, batch)
 
         room = plan.share_blocks, self.block_size, policy.min_budget, plan.new_front
         return [fitted_budgets(policy.allocator, one, num_heads, *room) for one in budgets]
 
-    def _pool_budgets(self, batch: _Batch, budgets: list[list[int]]) -> None:
+    def _analyzed(self, part: list[_SequenceLayer], batch: _Batch) -> Iterator[None]:
+        """Counts a part of a pass over all layers before they are compressed."""
+        batch.work.done += ANALYSIS * len(part) / (len(batch.compactions) * len(self.layers))
+        yield
+
+    def _pool_budgets(self, batch: _Batch, budgets: list[list[int]]) -> Iterator[None]:
         """Replaces the ``budgets`` of requests by those of a policy that compares the heads of all layers."""
         policy, num_heads = batch.policy, self.num_kv_heads
         shape = len(batch.compactions), len(self.layers) * num_heads, batch.compactions[0].num_entries
@@ -362,6 +496,7 @@ class Compactor:
                 for row, (request, layer) in enumerate(some):
                     heads = slice(layer * num_heads, (layer + 1) * num_heads)
                     masses[request, heads] = found[row * num_heads : (row + 1) * num_heads]
+            yield from self._analyzed(part, batch)
         for request in range(len(budgets)):
             layers = [_SequenceLayer(request, layer) for layer in range(len(self.layers))]
             for _, budget in _contained(layers, batch.failed, split):
@@ -426,7 +561,7 @@ class Compactor:
         if self.rotation is not None:
             ring.move(self.rotation, seq_len, before, after)
 
-    def _layer_statistics(self, batch: _Batch) -> Tensor:
+    def _layer_statistics(self, batch: _Batch) -> Generator[None, None, Tensor]:
         """The allocator's statistics, ``[plans, layers]`` float32; zeros where it failed."""
 
         def statistic(seq_layers: list[_SequenceLayer]) -> Tensor:
@@ -439,18 +574,21 @@ class Compactor:
             for some, values in _contained(part, batch.failed, statistic):
                 places = self._sent(some)
                 statistics[places[:, 0], places[:, 1]] = values.float()
+            yield from self._analyzed(part, batch)
         return statistics
 
     def _parts(self, batch: _Batch) -> Iterator[list[_SequenceLayer]]:
         """The layers of all requests, in parts that fit in memory; one at a time for policies that need output
-        projections, which are large, or have no estimate of their cost, and for layers that are copied to a GPU."""
+        projections, which are large, or have no estimate of their cost, for layers that are copied to a GPU, and where
+        other requests would wait for them."""
         num_requests, num_layers = len(batch.compactions), len(self.layers)
         seq_layers = [_SequenceLayer(i, layer) for i in range(num_requests) for layer in range(num_layers)]
         if batch.deals:  # layers that take pages of others go last
             seq_layers.sort(key=lambda one: bool(batch.deals[one.request].grows[one.layer].all()))
         size = 1
         is_copied = batch.complete is not None and self.device.type != "cpu"
-        if not batch.policy.needs_output_weights and not is_copied and isinstance(batch.cost, Cost):
+        is_together = not batch.num_rows and not batch.policy.needs_output_weights and not is_copied
+        if is_together and isinstance(batch.cost, Cost):
             restored = 0 if batch.complete is None else 2 * batch.plan.new_front * self.layers[0].head_size
             if batch.compactions[0].rescoring is not None:
                 restored += batch.compactions[0].num_entries * self.layers[0].head_size

@@ -35,9 +35,17 @@ from vllm_kvmerge.engine.attention.rows import (
     ScoreWindow,
 )
 from vllm_kvmerge.engine.metrics import observe_compaction
-from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionStep, RepeatedChunk, attached_step
+from vllm_kvmerge.engine.plan import (
+    Adoption,
+    CompressionPlan,
+    CompressionStep,
+    PartialPlan,
+    Progress,
+    RepeatedChunk,
+    attached_step,
+)
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Rescoring
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Course, Rescoring
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
@@ -96,6 +104,15 @@ class KeptFront:
     output: Tensor | None
 
 
+@dataclass(frozen=True)
+class BegunPlan:
+    """A plan that is carried out in parts. error: why it cannot be carried out as it should, if that is known."""
+
+    compaction: Compaction
+    course: Course
+    error: PartError | None
+
+
 def score_update(config: CompressionConfig) -> ScoreUpdate:
     tracker = config.policy.tracker
     return ScoreUpdate(ScoreMode(tracker.mode), tracker.update_decay)
@@ -126,6 +143,7 @@ class Compression:
         self._fronts: dict[bytes, KeptFront] = {}
         self._shifts: Tensor | None = None
         """What RoPE adds to the positions of the batch's tokens; None: nothing."""
+        self._begun: dict[str, BegunPlan] = {}
         self._last_tokens: dict[str, int] = {}
         """Places in the batch of outputs that are kept or replaced, by request."""
         self.rings: QueryRings | None = None
@@ -234,6 +252,7 @@ class Compression:
             | (scheduler_output.preempted_req_ids or set())
             | scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ):
+            self._begun.pop(request_id, None)
             state = self.states.pop(request_id, None)
             if state is not None and state.ring is not None and self.rings is not None:
                 self.rings.give_back(state.ring)
@@ -444,33 +463,26 @@ class Compression:
         The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
         """
         self._share_scores()
+        for part in self.step.parts:
+            self._carry_on(part, blocks_of)
         plans = self.step.plans
         if not plans:
             return plans
         started = time.perf_counter()
         configs = [parse_known(plan.compression) for plan in plans]
         states = [self.states.setdefault(plan.request_id, RequestState()) for plan in plans]
-        compactions, lost = [], {}
-        for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
-            blocks = blocks_of(plan.request_id)
-            ring = state.ring if config.policy.query_window or plan.is_rescored else None
-            rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
-            sources = blocks, state.prompt_scores, ring
-            compaction = Compaction(
-                plan,
-                config.policy,
-                *sources,
-                pages=state.pages,
-                rescoring=rescoring,
-                moves_keys=config.positions == "cache",
-            )
-            if plan.external_tokens:
-                try:
-                    compaction = self._with_complete(compaction, config, state)
-                except (OSError, RuntimeError) as error:  # PyTorch's for memory is a RuntimeError
-                    lost[index] = PartError("external_cache", f"no room for the complete cache: {error}")
+        compactions, lost, courses, earlier = [], {}, {}, [0.0] * len(plans)
+        for index, plan in enumerate(plans):
+            begun = self._begun.pop(plan.request_id, None)
+            if begun is None:
+                compaction, error = self._compaction(plan, blocks_of(plan.request_id))
+            else:
+                compaction, error = begun.compaction, begun.error
+                courses[index], earlier[index] = begun.course, begun.course.seconds
             compactions.append(compaction)
-        done = self.compactor.execute(compactions)
+            if error is not None:
+                lost[index] = error
+        done = self.compactor.execute(compactions, courses)
         done.failures.update(lost)
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
@@ -493,9 +505,39 @@ class Compression:
         if heads.rank == 0:
             # Requests are compressed together: each counts an equal share of the time.
             seconds = (time.perf_counter() - started) / len(plans)
-            for policy, plan in zip(policies, plans, strict=True):
-                observe_compaction(policy, self._engine, seconds, is_refresh=plan.is_refresh)
+            for policy, plan, spent in zip(policies, plans, earlier, strict=True):
+                observe_compaction(policy, self._engine, spent + seconds, is_refresh=plan.is_refresh)
         return plans
+
+    def _compaction(self, plan: CompressionPlan, blocks: Tensor) -> tuple[Compaction, PartError | None]:
+        """A plan with its request's state, and why it cannot be carried out as it should. blocks: of the request."""
+        config, state = parse_known(plan.compression), self.states.setdefault(plan.request_id, RequestState())
+        ring = state.ring if config.policy.query_window or plan.is_rescored else None
+        rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
+        sources = blocks, state.prompt_scores, ring
+        moves_keys = config.positions == "cache"
+        compaction = Compaction(
+            plan, config.policy, *sources, pages=state.pages, rescoring=rescoring, moves_keys=moves_keys
+        )
+        if plan.external_tokens:
+            try:
+                compaction = self._with_complete(compaction, config, state)
+            except (OSError, RuntimeError) as error:  # PyTorch's for memory is a RuntimeError
+                return compaction, PartError("external_cache", f"no room for the complete cache: {error}")
+        return compaction, None
+
+    def _carry_on(self, part: PartialPlan, blocks_of: Callable[[str], Tensor]) -> None:
+        """Carries out a part of a plan; until the last one, in ``run_plans``, its request's state stays as it is."""
+        request_id = part.plan.request_id
+        if request_id not in self._begun:
+            # On a GPU the row may get other blocks before the last part.
+            compaction, error = self._compaction(part.plan, blocks_of(request_id).clone())
+            self._begun[request_id] = BegunPlan(compaction, self.compactor.begin(compaction, part.num_parts), error)
+        course = self._begun[request_id].course
+        course.advance(part.until)
+        # A GPU's work is launched, not done.
+        seconds = course.pace if self._device.type == "cpu" else None
+        self.reporter.add_progress(request_id, Progress(course.progress, seconds))
 
     def _kept(self, plan: CompressionPlan, config: CompressionConfig, state: RequestState) -> KeptFront:
         """What is kept of the front that a request has now."""

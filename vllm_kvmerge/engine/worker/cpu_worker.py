@@ -3,11 +3,15 @@
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvmerge.engine import compat
+from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
 from vllm_kvmerge.engine.worker.runner import CompressionCPUModelRunner
+
+logger = init_logger(__name__)
 
 
 class KVMergeWorker(CPUWorker):
@@ -25,6 +29,20 @@ class KVMergeWorker(CPUWorker):
         # vLLM hard-codes its runner class in init_device; replacing the runner before anything is loaded costs a few
         # buffers. A class attribute for it in vLLM would make this unnecessary.
         self.model_runner = CompressionCPUModelRunner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        available, kept = super().determine_available_memory(), request_limits(self.vllm_config).kept_bytes
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            logger.info("Prompt scores and newest queries may take %.0f MiB beside the KV cache", kept / 2**20)
+            return available
+        if kept >= available:
+            raise ValueError(
+                f"{available / 2**20:.0f} MiB are left for the KV cache; requests' prompt scores and newest queries "
+                f"may take {kept / 2**20:.0f}; allowed: more by --gpu-memory-utilization, or less by "
+                "--max-compaction-bytes or --max-num-seqs"
+            )
+        logger.info("The KV cache leaves %.0f MiB for prompt scores and newest queries", kept / 2**20)
+        return available - kept
 
     def compression_rates(self) -> dict[str, float]:
         """The worker's ``policies.cost.Rates``, for API servers."""

@@ -15,7 +15,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.attention.cuda import shortest_chunk
-from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRings
+from vllm_kvmerge.engine.attention.rows import QueryRings
 from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
 from vllm_kvmerge.ops.types import sent
@@ -27,8 +27,6 @@ logger = init_logger(__name__)
 class CUDACompression(Compression):
     """The compressed requests of one worker that has a GPU."""
 
-    _score_shape = (0, 0, 0)
-
     def reserve(self, specs: Mapping[str, Any]) -> None:
         """Allocates the memory that is needed permanently; call it when the model has been loaded.
 
@@ -38,7 +36,6 @@ class CUDACompression(Compression):
         spec = cast(FullAttentionSpec, next(iter(specs.values())))
         impl: Any = next(iter(self.layers.values())).impl
         max_model_len = int(self._config.model_config.max_model_len)
-        self._score_shape = len(specs), spec.num_kv_heads, max_model_len
         options = plugin_config(self._config)
         dtype = self._config.model_config.dtype
         num_rings = min(options.query_rings, self._config.scheduler_config.max_num_seqs)
@@ -80,11 +77,13 @@ class CUDACompression(Compression):
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """Context for vLLM's profiling run: allocates and frees temporary memory of prompt scores and a compaction."""
-        scores = PromptScores.empty(*self._score_shape, self._device)
+        """Context for vLLM's profiling run: allocates and frees the memory that prompt scores and newest queries of
+        running requests, and a compaction, may take."""
+        limits, rings = request_limits(self._config), 0 if self.rings is None else self.rings.queries.nbytes
+        kept = torch.empty(max(0, limits.kept_bytes - rings), dtype=torch.uint8, device=self._device)
         yield
-        torch.empty(request_limits(self._config).max_bytes, dtype=torch.uint8, device=self._device)
-        del scores
+        torch.empty(limits.max_bytes, dtype=torch.uint8, device=self._device)
+        del kept
 
     def prepare_attention(self, attn_groups: list[list[AttentionGroup]], block_table_width: int) -> None:
         """Prepares metadata builders and the workspace, after ``use_cache`` and before graphs are captured."""

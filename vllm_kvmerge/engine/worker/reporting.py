@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvmerge.engine.metrics import count_entries
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, Failure, FrontReport, attach
+from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, Failure, FrontReport, Progress, attach
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.policies.errors import PartError
@@ -47,6 +47,10 @@ class Reporter:
     def add_fronts(self, plans: list[CompressionPlan], fronts: dict[int, FrontReport]) -> None:
         """Adds what fronts came to, by index in ``plans``."""
         self._report.fronts.update({plans[index].request_id: front for index, front in fronts.items()})
+
+    def add_progress(self, request_id: str, progress: Progress) -> None:
+        """Adds how far a plan has come that is carried out in parts."""
+        self._report.progress[request_id] = progress
 
     def attach_to(self, output: Any) -> Any:
         """The model runner's output with the report; without an output, the report waits for the next one."""

@@ -1,0 +1,150 @@
+"""How long running requests wait for another one's compaction: ``python benchmarks/step_latency.py``.
+
+Eight requests generate while the prompt of another one ends, which is compressed then. What counts is the part of each
+step that compactions take, which is how much longer the eight wait for their next tokens than if the prompt were not
+compressed. It is found in the prefix cache if that is allowed, so that little of it is computed for each policy.
+Another checkout of the plugin is measured with ``PYTHONPATH``.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+from report import save, short
+from rich.progress import track
+from sides import ModelShape
+
+from vllm_kvmerge.evaluation.options import print_table
+
+POLICIES = [
+    *("snapkv", "keydiff", "adakv", "pyramidkv", "expected_attention", "zsmerge", "weightedkv", "asymkv", "kvmerger"),
+    *("d2o", "grkv", "compactor", "keepkv", "criticalkv"),
+]
+"""All that differ: the others take as long as snapkv. R-KV takes a minute."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """waits: milliseconds for compactions, in each step that has some."""
+
+    policy: str
+    waits: list[float]
+
+    @property
+    def cells(self) -> list[str]:
+        parts = [*np.percentile(self.waits, [50, 99]), max(self.waits), sum(self.waits)]
+        return [str(len(self.waits)), *map(short, parts)]
+
+
+class Stopwatch:
+    """Measures the compactions of the engine in this process. waits: milliseconds, by step that has some."""
+
+    def __init__(self, llm: Any, clock: Callable[[], float]) -> None:
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._compression, self._run_plans = runner.compression, runner.compression.run_plans
+        self._clock, self.waits = clock, list[float]()
+        self._compression.run_plans = self._timed
+
+    def _timed(self, blocks_of: Callable) -> Any:
+        started, step = self._clock(), self._compression.step
+        done = self._run_plans(blocks_of)
+        if step.plans or getattr(step, "parts", ()):  # earlier versions have none
+            self.waits.append(1e3 * (self._clock() - started))
+        return done
+
+    def stop(self) -> None:
+        self._compression.run_plans = self._run_plans
+
+
+def measure(
+    llm: Any, prompt: list[int], running: list[list[int]], policy: str, budget: int, clock: Callable[[], float]
+) -> Row:
+    from vllm import SamplingParams
+
+    from vllm_kvmerge import compression
+
+    engine, watch = llm.llm_engine, Stopwatch(llm, clock)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100_000, detokenize=False)
+    for index, one in enumerate(running):
+        engine.add_request(f"running {index}", {"prompt_token_ids": one}, params)
+    for _ in range(2):
+        engine.step()
+    asked = SamplingParams(
+        temperature=0, ignore_eos=True, max_tokens=3, detokenize=False, extra_args=compression(policy, budget=budget)
+    )
+    engine.add_request("long", {"prompt_token_ids": prompt}, asked)
+    num_tokens = 0
+    while num_tokens < 2:  # the second comes after the compaction
+        outputs = {output.request_id: output for output in engine.step()}
+        num_tokens = len(outputs["long"].outputs[0].token_ids) if "long" in outputs else num_tokens
+    engine.abort_request([*(f"running {index}" for index in range(len(running))), "long"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    watch.stop()
+    return Row(policy, watch.waits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=16_000, help="tokens of the prompt")
+    parser.add_argument("--running", type=int, default=8, help="requests that generate")
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--clock", choices=["wall", "processor"], default="wall", help="processor: beside other work")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    from vllm_kvmerge import kvmerge_engine_args
+
+    clock = perf_counter if arguments.clock == "wall" else process_time
+    longest, block = arguments.length + 1024, 32
+    heads = arguments.heads, arguments.kv_heads, arguments.head_size
+    shape = ModelShape(arguments.layers, arguments.width, *heads, longest)
+    rng = np.random.default_rng(arguments.seed)
+    prompt = rng.integers(1, 32_000, arguments.length).tolist()
+    running = rng.integers(1, 32_000, (arguments.running, 32)).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            **kvmerge_engine_args(
+                model=shape.write(Path(folder)),
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                max_model_len=longest,
+                max_num_batched_tokens=2048,
+                kv_cache_memory_bytes=(2 * longest // block + 500)
+                * block
+                * (shape.bytes_per_token + shape.metadata_bytes_per_token),
+                additional_config={"kvmerge": {"max_compaction_seconds": 600, "shared_contexts": False}},
+            )
+        )
+        llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        rows = [
+            measure(llm, prompt, running, policy, arguments.budget, clock)
+            for policy in track(arguments.policies, "policies")
+        ]
+    print_table(
+        f"What {arguments.running} requests wait for compactions of {arguments.length:,} tokens, ms",
+        ["steps", "p50", "p99", "most", "together"],
+        {row.policy: row.cells for row in rows},
+    )
+    if arguments.output:
+        save(arguments.output, vars(arguments), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Compressions as they are spread when they take long, whatever they take."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from vllm_kvmerge.engine import scheduler
+from vllm_kvmerge.engine.plan import PartialPlan
+from vllm_kvmerge.engine.spreading import SpreadCompression
+
+NUM_PARTS = 1000
+"""More than models in tests have heads: each is a part."""
+
+
+@dataclass
+class Spread:
+    """What has been spread. parts: policies' requests, one for each part but the last."""
+
+    parts: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def spread_over(num_steps: int) -> Iterator[Spread]:
+    """Meanwhile every compression that other requests would wait for takes so many steps."""
+    done = Spread()
+
+    def next_part(self: SpreadCompression, seconds: float) -> PartialPlan | None:
+        self.until += 1.0 / num_steps
+        if self.until > 1.0 - 1e-6:
+            return None
+        done.parts.append(self.plan.request_id)
+        return PartialPlan(self.plan, self.until, NUM_PARTS)
+
+    with (
+        patch.object(scheduler, "STEP_SECONDS", 0.0),
+        patch.object(SpreadCompression, "next_part", next_part),
+        patch.object(SpreadCompression, "learn", lambda self, progress: None),
+    ):
+        yield done

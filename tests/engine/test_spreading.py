@@ -1,0 +1,232 @@
+"""Compressions that take long are spread over steps, and come to what they come to at once."""
+
+import json
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.answers import ANSWERS, answers, settings
+from tests.engine.conftest import Engine, random_prompt, run
+from tests.engine.spread import spread_over
+from tests.presets import SMALL
+from vllm_kvmerge import compression
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionPlan, Progress
+from vllm_kvmerge.engine.spreading import STEP_SECONDS, SpreadCompression
+
+EXPECTED = json.loads(ANSWERS.read_text())
+
+
+@pytest.fixture(scope="module")
+def found(engine: Engine) -> dict[str, list[list[int]]]:
+    """What all policies answer beside each other; most of their compressions are spread."""
+    with spread_over(3) as spread:
+        found = answers(engine.llm)
+    engine.assert_empty()
+    assert len(set(spread.parts)) > 3 * len(found) // 2
+    return found
+
+
+@pytest.mark.parametrize("name", settings())
+def test_answers_are_those_without(found: dict[str, list[list[int]]], name: str) -> None:
+    for tokens, expected in zip(found[name], EXPECTED[name], strict=True):
+        # An answer ends where two tokens are nearly as likely, which another processor may find earlier or later.
+        length = min(len(tokens), len(expected))
+        assert tokens[:length] == expected[:length]
+
+
+CONTEXT, QUESTION = 430, 25
+CASES = {
+    "keepkv": {"budget": 96},
+    "h2o": {"budget": 96, "interval": 8},
+    "adakv": {"budget": 96},
+    "d2o": {"budget": 96},
+    "kvzip": {"budget": 96},
+    "snapkv": {"budget": {"threshold": 0.005, "max": 0.5}},
+    "morphkv": {"budget": 64, "interval": 4},
+    "grkv": {"budget": 96, "prefill": {"chunk": 100}},
+    "expected_attention": {"budget": 96, "refresh": {"every": 8}},
+}
+"""Policies whose heads have equal and different budgets, with a count that depends on data, repeated contexts, contexts
+that are compressed while they are computed, and refreshes."""
+
+
+def params(policy: str | None, max_tokens: int = 24, **fields) -> SamplingParams:
+    extra = None if policy is None else compression(policy, **CASES[policy], **SMALL.get(policy, {}), **fields)
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+
+
+def add(engine: Engine, name: str, prompt: list[int], some: SamplingParams) -> None:
+    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, some)
+
+
+@pytest.fixture(scope="module")
+def asked(engine: Engine) -> dict[str, tuple[list[int], list[int]]]:
+    """By policy: a prompt, and what a request alone answers."""
+    rng, found = np.random.default_rng(7), {}
+    for policy in CASES:
+        prompt = random_prompt(rng, CONTEXT)
+        found[policy] = prompt, engine.tokens([prompt], params(policy))[0]
+    return found
+
+
+@pytest.fixture
+def others(engine: Engine) -> list[list[int]]:
+    """Prompts of requests that generate meanwhile, without compression."""
+    rng = np.random.default_rng(8)
+    return [random_prompt(rng, 40) for _ in range(2)]
+
+
+def begin(engine: Engine, others: list[list[int]]) -> None:
+    for index, prompt in enumerate(others):
+        add(engine, f"other {index}", prompt, params(None, 600))
+    engine.llm.llm_engine.step()
+
+
+def named(engine: Engine, name: str):
+    """The scheduler's request, to whose name vLLM has added something."""
+    (request,) = (one for one in engine.scheduler.requests.values() if one.request_id.startswith(f"{name}-"))
+    return request
+
+
+def step_into_the_middle(engine: Engine, name: str) -> str:
+    """Until a part of the request's compression has been made, but not the last; its id in the scheduler."""
+    request_id = named(engine, name).request_id
+    for _ in range(200):
+        if request_id in engine.compression._begun:
+            break
+        engine.llm.llm_engine.step()
+    assert engine.scheduler._spread.keys() == {request_id}
+    return request_id
+
+
+def finish(engine: Engine) -> dict[str, list[int]]:
+    """What requests other than ``others`` answer, which end with them."""
+    tokens: dict[str, list[int]] = {}
+    core = engine.llm.llm_engine
+    while any(not one.startswith("other") for one in engine.scheduler.requests):
+        for output in core.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    core.abort_request([f"other {index}" for index in range(2)])
+    assert not run(engine)
+    engine.assert_empty()
+    assert engine.compression._begun == {}
+    return {name: found for name, found in tokens.items() if not name.startswith("other")}
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_a_request_computes_nothing_meanwhile_and_others_go_on(engine, asked, others, policy):
+    prompt, expected = asked[policy]
+    with spread_over(5):
+        begin(engine, others)
+        add(engine, "long", prompt, params(policy))
+        request_id = step_into_the_middle(engine, "long")
+        long, other = (named(engine, name) for name in ("long", "other 0"))
+        held = engine.manager.num_held_blocks(request_id)
+        for _ in range(3):
+            before = long.num_computed_tokens, other.num_computed_tokens
+            engine.llm.llm_engine.step()
+            assert (long.num_computed_tokens, other.num_computed_tokens) == (before[0], before[1] + 1)
+            assert engine.manager.num_held_blocks(request_id) == held, "a part's blocks are read until the last"
+        engine.llm.llm_engine.step()
+        assert not engine.scheduler._spread and engine.manager.num_held_blocks(request_id) < held
+        assert finish(engine) == {"long": expected}
+
+
+def test_nobody_waits_for_a_request_alone(engine, asked):
+    prompt, expected = asked["keepkv"]
+    with spread_over(5) as spread:
+        assert engine.tokens([prompt], params("keepkv")) == [expected]
+        assert not spread.parts
+
+
+def test_the_rest_is_done_at_once_when_nobody_waits_any_more(engine, asked, others):
+    prompt, expected = asked["keepkv"]
+    with spread_over(1000):
+        begin(engine, others)
+        add(engine, "long", prompt, params("keepkv"))
+        step_into_the_middle(engine, "long")
+        engine.llm.llm_engine.abort_request([f"other {index}" for index in range(2)])
+        engine.llm.llm_engine.step()
+        assert not engine.scheduler._spread
+        assert finish(engine) == {"long": expected}
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_a_request_that_ends_or_is_preempted_in_between(engine, asked, others, policy):
+    prompt, expected = asked[policy]
+    with spread_over(20):
+        begin(engine, others)
+        for _ in range(2):
+            add(engine, "gone", prompt, params(policy))
+            step_into_the_middle(engine, "gone")
+            engine.llm.llm_engine.abort_request(["gone"])
+            assert not engine.scheduler._spread and not engine.manager._still_read
+        add(engine, "long", prompt, params(policy))
+        request_id = step_into_the_middle(engine, "long")
+        begun = engine.compression._begun[request_id]
+        preempt(engine, "long")
+        assert not engine.scheduler._spread and not engine.manager._still_read
+        # Its prompt may be computed, and its compression begun, in the very next step.
+        engine.llm.llm_engine.step()
+        assert engine.compression._begun.get(request_id) is not begun
+        step_into_the_middle(engine, "long")
+        assert finish(engine) == {"long": expected}
+
+
+def preempt(engine: Engine, name: str) -> None:
+    request = named(engine, name)
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+
+
+def test_several_that_take_long(engine, asked, others):
+    """They are due at once, and spread one after the other; a short one is not kept waiting by them."""
+    with spread_over(4) as spread:
+        begin(engine, others)
+        for policy, (prompt, _) in asked.items():
+            add(engine, policy, prompt, params(policy))
+        answers = finish(engine)
+    assert answers == {policy: expected for policy, (_, expected) in asked.items()}
+    assert len(spread.parts) > 3 * len(asked)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "adakv", "kvzip", "keepkv"])
+def test_shared_contexts(engine, asked, others, policy):
+    """A front is not found before its last part, nor ever if its request ends before; then others find it."""
+    rng, (context, _) = np.random.default_rng(9), asked[policy]
+    prompts = [context + random_prompt(rng, QUESTION)[1:] for _ in range(3)]
+    some = params(policy, context_tokens=CONTEXT)
+    expected = engine.tokens(prompts, some)
+    assert engine.llm.reset_prefix_cache()
+    with engine.sharing_contexts() as fronts, spread_over(20):
+        begin(engine, others)
+        add(engine, "gone", prompts[0], some)
+        step_into_the_middle(engine, "gone")
+        assert len(fronts) == 0
+        engine.llm.llm_engine.abort_request(["gone"])
+        add(engine, "0", prompts[0], some)
+        request_id = step_into_the_middle(engine, "0")
+        add(engine, "1", prompts[1], some)
+        while request_id in engine.scheduler._spread:
+            assert len(fronts) == 0
+            engine.llm.llm_engine.step()
+        assert len(fronts) == 1
+        add(engine, "2", prompts[2], some)
+        answers = finish(engine)
+        assert len(fronts) == 1
+    assert [answers[str(index)] for index in range(3)] == expected
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_steps_of_an_estimate_that_is_too_high(reports):
+    """Work of a second, estimated at four: without reports it takes the steps of the estimate."""
+    plan = CompressionPlan("a", "{}", 0, 0, 1000, 100, 100, list(range(4)))
+    spread, done, num_steps = SpreadCompression(plan, UNCOMPRESSED, 0, seconds=4.0), 0.0, 1
+    while (part := spread.next_part(STEP_SECONDS)) is not None:
+        assert part.until - done <= STEP_SECONDS + 1e-9, "a step's work is that of its seconds"
+        done, num_steps = part.until, num_steps + 1
+        if reports:
+            spread.learn(Progress(done, 1.0))
+    assert num_steps == pytest.approx((1.0 if reports else 4.0) / STEP_SECONDS, abs=2)
