@@ -541,7 +541,8 @@ void turn_keys(const SequenceLayers& seq_layers, int64_t count, const int64_t* b
                      const float *c = cos.data() + i * bs, *d = sin.data() + i * bs;
                      for (int64_t k = 0; k < some; ++k) {
                        const float p = to_float(x[k]), q = to_float(y[k]);
-                       const T turned_x = from_float<T>(p * c[k] - q * d[k]), turned_y = from_float<T>(q * c[k] + p * d[k]);
+                       const T turned_x = from_float<T>(p * c[k] - q * d[k]);
+                       const T turned_y = from_float<T>(q * c[k] + p * d[k]);
                        x[k] = moves[k] ? turned_x : x[k];
                        y[k] = moves[k] ? turned_y : y[k];
                      }
