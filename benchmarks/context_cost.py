@@ -42,15 +42,16 @@ class Row:
     ratio: Spread
 
 
-def seconds_to_first_token(llm: Any, prompt: list[int], context: int, case: str) -> float:
+def measure(llm: Any, prompt: list[int], context: int, case: str) -> float:
+    """Seconds to the case's first token."""
     assert llm.reset_prefix_cache()
     if case.endswith(REUSED):
         another = [token ^ 1 for token in prompt[context:]]
-        _ask(llm, prompt[:context] + another, context, CASES[case.removesuffix(REUSED)])
-    return _ask(llm, prompt, context, CASES[case.removesuffix(REUSED)])
+        seconds_to_first_token(llm, prompt[:context] + another, context, CASES[case.removesuffix(REUSED)])
+    return seconds_to_first_token(llm, prompt, context, CASES[case.removesuffix(REUSED)])
 
 
-def _ask(llm: Any, prompt: list[int], context: int, fields: dict[str, Any]) -> float:
+def seconds_to_first_token(llm: Any, prompt: list[int], context: int, fields: dict[str, Any]) -> float:
     from vllm import SamplingParams
 
     from vllm_kvmerge import compression
@@ -105,11 +106,11 @@ def main() -> None:
         )
         prompt = np.random.default_rng(arguments.seed).integers(1, 32_000, length).tolist()
         # The short one is not counted: what is made at first use is made then.
-        seconds_to_first_token(llm, prompt[:500], 450, "kvzip normalized")
+        measure(llm, prompt[:500], 450, "kvzip normalized")
         times: dict[str, list[float]] = {case: [] for case in [PLAIN, *arguments.cases]}
         for _ in range(arguments.repeats):
             for case, seconds in times.items():
-                seconds.append(seconds_to_first_token(llm, prompt, arguments.context, case))
+                seconds.append(measure(llm, prompt, arguments.context, case))
     rows = [
         Row(case, Spread.of(some), Spread.of([a / b for a, b in zip(some, times[PLAIN], strict=True)]))
         for case, some in times.items()

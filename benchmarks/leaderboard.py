@@ -110,6 +110,7 @@ def measure_first_tokens(config: EvalConfig, context: int, repeats: int) -> dict
         plain: list[float] = []
         for policy in config.policies:
             fields = {"policy": FULL} if policy.name == FULL else policy.parameters | {"budget": DECIDING}
+            assert llm.reset_prefix_cache()
             seconds = seconds_to_first_token(llm, prompt, context, fields)
             plain += [seconds] if policy.name == FULL else []
             if turn:

@@ -257,7 +257,8 @@ def test_limits_hold_in_the_engine_too(engine: Engine) -> None:
 
 
 def test_compressions_of_one_step_share_its_time(engine: Engine) -> None:
-    """With time for one compression a step, twelve at once take twelve steps; tokens stay what they are."""
+    """Of twelve at once that are too long for a step, a step begins or ends one, and where nobody waits another; tokens
+    stay what they are."""
     scheduler, limits = engine.scheduler, engine.scheduler._limits
     assert limits.rates is not None, "the worker has told the scheduler how fast it is"
     rng = np.random.default_rng(5)
@@ -282,7 +283,7 @@ def test_compressions_of_one_step_share_its_time(engine: Engine) -> None:
     finally:
         scheduler._limits = limits
         del scheduler.schedule
-    assert together > 1 and max(counts) == 1
+    assert together > 2 and max(counts) <= 2
     assert one_by_one == expected
     engine.assert_empty()
 
