@@ -83,10 +83,10 @@ def test_serving(tmp_path, cases):
 def test_memory_pressure(tmp_path):
     sizes = ("--requests", "4", "--length", "256", "--tokens", "150", "--policies", "keepkv")
     some = rows(tmp_path / "m.json", "memory_pressure.py", *sizes)
-    assert [row["case"] for row in some] == ["stock vLLM", "keepkv"]
+    assert [row["case"] for row in some] == ["stock vLLM", "keepkv", "keepkv under pressure"]
     assert all(row["requests_per_minute"]["median"] > 0 and 0 < row["peak_usage"] <= 1 for row in some)
     # Two prompts fit, and cannot both grow by half; compressed to a fifth, they can.
-    assert [row["most_preemptions"] > 0 for row in some] == [True, False]
+    assert [row["most_preemptions"] > 0 for row in some] == [True, False, False]
 
 
 @pytest.mark.benchmarks

@@ -68,9 +68,9 @@ def watched(engine, monkeypatch):
 
 def test_with_room_nothing_is_compressed(engine, prompts, watched):
     """And tokens are those of plain requests."""
-    expected = engine.tokens(prompts[:2], params(None))
+    expected = engine.tokens(prompts[:2], params(None, 30))
     for policy in POLICIES:
-        assert engine.tokens(prompts[:2], params(policy)) == expected, policy
+        assert engine.tokens(prompts[:2], params(policy, 30)) == expected, policy
     assert watched == ([], {})
     engine.assert_empty()
 
