@@ -6,7 +6,6 @@ and, by default, a layer of the shapes of Llama 3.2 1B: what attention takes of 
 """
 
 import argparse
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from report import Spread, save, short
 from sides import ModelShape
+from vllm_side import plugin_engine
 
 from vllm_kvmerge.evaluation.options import print_table
 
@@ -83,27 +83,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    from vllm_kvmerge import kvmerge_engine_args
-
     length = arguments.context + arguments.question
     heads = arguments.heads, arguments.kv_heads, 64
     shape = ModelShape(arguments.layers, arguments.width, *heads, 4 * length, arguments.intermediate)
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            **kvmerge_engine_args(
-                model=shape.write(Path(folder)),
-                dtype=arguments.dtype,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                enforce_eager=True,
-                max_model_len=4 * length,
-                kv_cache_memory_bytes=16 * length * shape.bytes_per_token,
-                additional_config={"kvmerge": {"max_compaction_seconds": 600}},
-            )
-        )
+        num_bytes = 16 * length * shape.bytes_per_token
+        llm = plugin_engine(shape.write(Path(folder)), num_bytes, 4 * length, dtype=arguments.dtype)
         prompt = np.random.default_rng(arguments.seed).integers(1, 32_000, length).tolist()
         # The short one is not counted: what is made at first use is made then.
         measure(llm, prompt[:500], 450, "kvzip normalized")

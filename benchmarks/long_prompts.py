@@ -6,18 +6,17 @@ computed. They take turns with each length; lengths beyond ``--plain`` are compu
 """
 
 import argparse
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 from report import Spread, save, short
 from rich.progress import track
-from sides import ModelShape
+from sides import add_shape, shape_of
+from vllm_side import CLOCKS, plugin_engine
 
 from vllm_kvmerge.evaluation.options import print_table
 
@@ -63,25 +62,14 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--policies", nargs="+", default=["snapkv", "keydiff"])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--head-size", type=int, default=32)
+    add_shape(parser, head_size=32)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--clock", choices=["wall", "processor"], default="wall", help="processor: beside other work")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: beside other work")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    from vllm_kvmerge import kvmerge_engine_args
-
-    clock = perf_counter if arguments.clock == "wall" else process_time
-    longest = max(arguments.lengths) + 64
-    heads = arguments.heads, arguments.kv_heads, arguments.head_size
-    shape = ModelShape(arguments.layers, arguments.width, *heads, longest)
+    clock, longest = CLOCKS[arguments.clock], max(arguments.lengths) + 64
+    shape = shape_of(arguments, longest)
     slot = 2 * shape.bytes_per_token + shape.metadata_bytes_per_token  # in float32
     fields = {"budget": arguments.budget, "prefill": {"chunk": arguments.chunk}}
     pools = {PLAIN: arguments.plain + 64, SMALL: arguments.pool}
@@ -90,19 +78,8 @@ def main() -> None:
         model, block = shape.write(Path(folder)), 32
         engines = {}
         for name, tokens in pools.items():
-            engines[name] = LLM(
-                **kvmerge_engine_args(
-                    model=model,
-                    dtype="float32",
-                    load_format="dummy",
-                    skip_tokenizer_init=True,
-                    enforce_eager=True,
-                    max_model_len=longest,
-                    max_num_batched_tokens=2048,
-                    kv_cache_memory_bytes=(-(-tokens // block) + 1) * block * slot,
-                    additional_config={"kvmerge": {"max_compaction_seconds": 600}},
-                )
-            )
+            num_bytes = (-(-tokens // block) + 1) * block * slot
+            engines[name] = plugin_engine(model, num_bytes, longest, dtype="float32", max_num_batched_tokens=2048)
         rng = np.random.default_rng(arguments.seed)
         prompts = {length: rng.integers(1, 32_000, length).tolist() for length in arguments.lengths}
         turns = [(repeat, length) for repeat in range(arguments.repeats) for length in arguments.lengths]

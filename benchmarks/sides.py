@@ -5,6 +5,7 @@ vLLM's workers spin when they have nothing to do. Needs the standard library and
 environment can import it.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -71,6 +72,17 @@ class ModelShape:
     def metadata_bytes_per_token(self) -> int:
         """Of our metadata: 16 bytes per layer and KV head."""
         return 16 * self.layers * self.kv_heads
+
+
+def add_shape(parser: argparse.ArgumentParser, head_size: int) -> None:
+    """Options for ``shape_of``. head_size: unless another is asked for."""
+    for option, default in (("layers", 8), ("kv-heads", 8), ("heads", 16), ("width", 512), ("head-size", head_size)):
+        parser.add_argument(f"--{option}", type=int, default=default)
+
+
+def shape_of(arguments: argparse.Namespace, max_tokens: int) -> ModelShape:
+    heads = arguments.heads, arguments.kv_heads, arguments.head_size
+    return ModelShape(arguments.layers, arguments.width, *heads, max_tokens)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,17 @@ Another checkout of the plugin is measured with ``PYTHONPATH``.
 """
 
 import argparse
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 from report import save, short
 from rich.progress import track
-from sides import ModelShape
+from sides import add_shape, shape_of
+from vllm_side import CLOCKS, plugin_engine
 
 from vllm_kvmerge.evaluation.options import print_table
 
@@ -96,45 +95,30 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=8, help="requests that generate")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--clock", choices=["wall", "processor"], default="wall", help="processor: beside other work")
+    add_shape(parser, head_size=64)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: beside other work")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
-
-    from vllm_kvmerge import kvmerge_engine_args
-
-    clock = perf_counter if arguments.clock == "wall" else process_time
     longest, block = arguments.length + 1024, 32
-    heads = arguments.heads, arguments.kv_heads, arguments.head_size
-    shape = ModelShape(arguments.layers, arguments.width, *heads, longest)
+    shape = shape_of(arguments, longest)
     rng = np.random.default_rng(arguments.seed)
     prompt = rng.integers(1, 32_000, arguments.length).tolist()
     running = rng.integers(1, 32_000, (arguments.running, 32)).tolist()
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            **kvmerge_engine_args(
-                model=shape.write(Path(folder)),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                enforce_eager=True,
-                max_model_len=longest,
-                max_num_batched_tokens=2048,
-                kv_cache_memory_bytes=(2 * longest // block + 500)
-                * block
-                * (shape.bytes_per_token + shape.metadata_bytes_per_token),
-                additional_config={"kvmerge": {"max_compaction_seconds": 600, "shared_contexts": False}},
-            )
+        slot = shape.bytes_per_token + shape.metadata_bytes_per_token
+        llm = plugin_engine(
+            shape.write(Path(folder)),
+            (2 * longest // block + 500) * block * slot,
+            longest,
+            max_num_batched_tokens=2048,
+            additional_config={"kvmerge": {"max_compaction_seconds": 600, "shared_contexts": False}},
         )
+        from vllm import SamplingParams
+
         llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         rows = [
-            measure(llm, prompt, running, policy, arguments.budget, clock)
+            measure(llm, prompt, running, policy, arguments.budget, CLOCKS[arguments.clock])
             for policy in track(arguments.policies, "policies")
         ]
     print_table(

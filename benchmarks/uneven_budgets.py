@@ -7,7 +7,6 @@ of a bounded cache, later. The layers of ``skip_layers`` cost what they cost, an
 """
 
 import argparse
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from prometheus_client import REGISTRY
 from report import Spread, save
 from sides import ModelShape
+from vllm_side import plugin_engine
 
 from vllm_kvmerge.evaluation.options import print_table
 
@@ -133,25 +133,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    from vllm_kvmerge import kvmerge_engine_args
-
     heads, size = arguments.kv_heads, arguments.head_size
     shape = ModelShape(arguments.layers, 256, 2 * heads, heads, size, 2 * arguments.prompt)
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            **kvmerge_engine_args(
-                model=shape.write(Path(folder)),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                enforce_eager=True,
-                max_model_len=2 * arguments.prompt,
-                kv_cache_memory_bytes=2 * arguments.requests * arguments.prompt * 2 * shape.bytes_per_token,
-                additional_config={"kvmerge": {"max_compaction_seconds": 600}},
-            )
-        )
+        num_bytes = 2 * arguments.requests * arguments.prompt * 2 * shape.bytes_per_token
+        # Prompts come again, and each time their compactions are timed.
+        options = {"kvmerge": {"max_compaction_seconds": 600, "shared_contexts": False}}
+        llm = plugin_engine(shape.write(Path(folder)), num_bytes, 2 * arguments.prompt, additional_config=options)
         rows = measure(llm, arguments)
     table = {
         f"{row.case}, {row.budget:g}": [

@@ -1,6 +1,7 @@
 """A side that is vLLM, with the plugin or without; see ``sides.Side``."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from time import perf_counter, process_time
@@ -45,6 +46,26 @@ def vllm_side(
     }
     engine = {"plugin": plugin, "engine": settings | arguments, "clock": clock}
     return Side(name, "vllm_side.py", engine, log=log, package=package)
+
+
+def plugin_engine(model: str, num_bytes: int, max_model_len: int, **arguments: Any) -> Any:
+    """vLLM's ``LLM`` with the plugin, in this process. model: as ``ModelShape.write`` returns it. num_bytes: of the KV
+    cache."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from vllm_kvmerge import kvmerge_engine_args
+
+    settings: dict[str, Any] = {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": max_model_len,
+        "kv_cache_memory_bytes": num_bytes,
+        "additional_config": {"kvmerge": {"max_compaction_seconds": 600}},
+    }
+    return LLM(**kvmerge_engine_args(**settings | arguments))
 
 
 class Engine:

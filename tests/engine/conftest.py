@@ -1,8 +1,10 @@
 """One engine inside the test process, small enough in memory that requests compete for blocks."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,6 +119,18 @@ def run(engine, watch=lambda: None) -> dict[str, list[int]]:
             tokens[output.request_id] = list(output.outputs[0].token_ids)
         watch()
     return tokens
+
+
+def preempt_all(engine: Engine) -> None:
+    for request in list(engine.scheduler.running):
+        engine.scheduler.running.remove(request)
+        engine.scheduler._preempt_request(request, time.monotonic())
+
+
+def preempting(engine: Engine, when: int) -> Callable[[], None]:
+    """What ``run`` calls after each step to have all requests preempted after step ``when``, counted from 1."""
+    steps = count(1)
+    return lambda: preempt_all(engine) if next(steps) == when else None
 
 
 def random_prompt(rng: np.random.Generator, length: int) -> list[int]:

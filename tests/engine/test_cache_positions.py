@@ -1,7 +1,5 @@
 """``positions: cache``: RoPE counts the entries of the cache, so that a request may outlast the trained length."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import rotate_half
 from vllm import SamplingParams
 
-from tests.engine.conftest import random_prompt, run
+from tests.engine.conftest import preempting, random_prompt, run
 from tests.presets import SMALL
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.policies import PARTS, PRESETS
@@ -126,17 +124,7 @@ def test_neither_company_nor_preemption_changes_anything(engine, prompt, alone, 
         engine.llm.llm_engine.add_request(policy, {"prompt_token_ids": prompt}, short(policy))
     for some in plain:
         engine.llm.llm_engine.add_request(f"plain {len(some)}", {"prompt_token_ids": some}, sampling)
-    steps = 0
-
-    def watch() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == when:
-            for request in list(engine.scheduler.running):
-                engine.scheduler.running.remove(request)
-                engine.scheduler._preempt_request(request, time.monotonic())
-
-    assert run(engine, watch) == expected
+    assert run(engine, preempting(engine, when)) == expected
     engine.assert_empty()
 
 

@@ -1,13 +1,11 @@
 """``prefill``: a context is compressed while it is being computed, so that it need not fit into the pool."""
 
-import time
-
 import numpy as np
 import pytest
 from vllm import SamplingParams
 
 from tests.demo_model import BLOCK_SIZE
-from tests.engine.conftest import random_prompt, run
+from tests.engine.conftest import preempting, random_prompt, run
 from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.worker import compactor
@@ -101,17 +99,7 @@ def test_company_changes_nothing(engine, prompt, alone):
 def test_a_preempted_request_goes_through_the_same_compressions(engine, prompt, alone, when):
     for policy in POLICIES:
         add(engine, policy, prompt, params(policy))
-    steps = 0
-
-    def watch() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == when:
-            for request in list(engine.scheduler.running):
-                engine.scheduler.running.remove(request)
-                engine.scheduler._preempt_request(request, time.monotonic())
-
-    tokens = run(engine, watch)
+    tokens = run(engine, preempting(engine, when))
     engine.assert_empty()
     assert {policy: tokens[policy] for policy in POLICIES} == alone
 

@@ -9,10 +9,10 @@ import pytest
 from vllm import SamplingParams
 
 from tests.demo_model import BLOCK_SIZE
-from tests.engine.conftest import random_prompt, run
+from tests.engine.conftest import preempting, random_prompt, run
 from tests.engine.test_async_scheduler import make_request, make_scheduler
 from tests.engine.test_async_scheduler import run as run_schedule
-from tests.engine.test_small_pool import POOL, preempt_all, small_pool
+from tests.engine.test_small_pool import POOL, small_pool
 from tests.engine.test_stress import assert_same_or_tied, draw_jobs, run_together
 from tests.presets import SMALL
 from vllm_kvmerge import compression
@@ -130,15 +130,9 @@ def test_a_cached_prompt_is_scored_by_the_queries_at_hand(engine, prompts, watch
 def test_one_alone_outgrows_the_pool(engine, prompts, watched):
     """It is compressed again and again, and after a preemption too, although its tokens have no room by then."""
     preempted, compressed = watched
-    steps = iter(range(10_000))
-
-    def preempt() -> None:
-        if next(steps) == 900:
-            preempt_all(engine)
-
     with small_pool(engine):
         add(engine, "long", prompts[0], params("keepkv", 1500, interval=BUDGET))
-        tokens = run(engine, preempt)
+        tokens = run(engine, preempting(engine, 900))
     assert len(tokens["long"]) == 1500 and len(preempted) == 1
     # From 96 entries on the pool fills again with 672 tokens.
     assert compressed["long"] == [768, 768, 1440]

@@ -1,6 +1,5 @@
 """A pool without room for an uncompressed request of ``max_model_len``."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.demo_model import BLOCK_SIZE
-from tests.engine.conftest import Engine, random_prompt, run
+from tests.engine.conftest import Engine, preempting, random_prompt, run
 from vllm_kvmerge import compression
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 
@@ -38,12 +37,6 @@ def params(max_tokens: int, **fields) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
-def preempt_all(engine: Engine) -> None:
-    for request in list(engine.scheduler.running):
-        engine.scheduler.running.remove(request)
-        engine.scheduler._preempt_request(request, time.monotonic())
-
-
 CHUNKED = {"budget": 128, "prefill": {"chunk": 256}}
 
 
@@ -61,8 +54,7 @@ def test_prompts_longer_than_the_pool_are_served(engine, prompts, policy):
     with small_pool(engine):
         for index, prompt in enumerate(prompts):
             engine.llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling)
-        steps = iter(range(1000))
-        tokens = run(engine, lambda: preempt_all(engine) if next(steps) == 7 else None)
+        tokens = run(engine, preempting(engine, 8))
         assert [tokens[str(index)] for index in range(len(prompts))] == expected
     with engine.sharing_contexts(), small_pool(engine):
         for _ in range(2):
