@@ -8,6 +8,7 @@ from unittest.mock import patch
 from vllm_kvmerge.engine import scheduler
 from vllm_kvmerge.engine.plan import PartialPlan
 from vllm_kvmerge.engine.spreading import SpreadCompression
+from vllm_kvmerge.policies import pausing
 
 NUM_PARTS = 1000
 """More than models in tests have heads: each is a part."""
@@ -22,7 +23,8 @@ class Spread:
 
 @contextmanager
 def spread_over(num_steps: int) -> Iterator[Spread]:
-    """Meanwhile every compression that other requests would wait for takes so many steps."""
+    """Meanwhile every compression that other requests would wait for takes so many steps, and is left to wait within
+    heads too."""
     done = Spread()
 
     def next_part(self: SpreadCompression, seconds: float) -> PartialPlan | None:
@@ -34,6 +36,7 @@ def spread_over(num_steps: int) -> Iterator[Spread]:
 
     with (
         patch.object(scheduler, "STEP_SECONDS", 0.0),
+        patch.object(pausing, "PIECE_PRODUCTS", 1 << 14),
         patch.object(SpreadCompression, "next_part", next_part),
         patch.object(SpreadCompression, "learn", lambda self, progress: None),
     ):

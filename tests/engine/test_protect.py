@@ -34,10 +34,10 @@ def seen(monkeypatch):
     Requests are told apart by their ranges. What a later compression finds must be what the first one left.
     """
     counts, first = Counter(), {}
-    compress = CompressionPolicy.compress_in_parts
+    compress = CompressionPolicy.compress
 
     def checked(policy, entries, context, *args):
-        result = yield from compress(policy, entries, context, *args)
+        result = compress(policy, entries, context, *args)
         if policy.protect:
             counts[policy.protect] += 1
             count = count_below(policy.protect, context.num_covered)
@@ -58,7 +58,7 @@ def seen(monkeypatch):
                 torch.testing.assert_close(before.values[row], values, rtol=1e-4, atol=1e-4)
         return result
 
-    monkeypatch.setattr(CompressionPolicy, "compress_in_parts", checked)
+    monkeypatch.setattr(CompressionPolicy, "compress", checked)
     return counts
 
 

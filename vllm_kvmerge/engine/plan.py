@@ -1,5 +1,6 @@
 """Messages between scheduler and workers: compressions that follow a step, queries to score, and workers' reports."""
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -119,12 +120,14 @@ class CompressionPlan:
 class PartialPlan:
     """The part of a plan that a step carries out, without the last, which a later step's ``plans`` ask for.
 
-    until: share of the work that has been done then. num_parts: that the work is cut into, about.
+    until: share of the work that has been done then. num_parts: that the work is cut into, about. seconds: that the
+    step has for it; what does not fit is left to later ones.
     """
 
     plan: CompressionPlan
     until: float
     num_parts: int
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True)

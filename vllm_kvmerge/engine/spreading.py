@@ -20,8 +20,7 @@ class SpreadCompression:
     """A compression under way, whose request computes nothing until its last part.
 
     before: the request's segments until then. num_freed: blocks that the pool gains. superseded: blocks that a shared
-    front takes the place of. seconds: estimate of all of it. until: share of it that has been scheduled. is_timed: a
-    worker has said how it gets on.
+    front takes the place of. seconds: estimate of all of it. until: share of it that has been scheduled.
     """
 
     plan: CompressionPlan
@@ -30,20 +29,17 @@ class SpreadCompression:
     seconds: float
     superseded: list[KVCacheBlock] = field(default_factory=list)
     until: float = 0.0
-    is_timed: bool = False
 
     def next_part(self, seconds: float) -> PartialPlan | None:
         """What so many seconds suffice for; None: for all the rest."""
-        # An estimate may also be too low.
-        self.until += (seconds if self.is_timed else min(seconds, LEAST_SECONDS)) / self.seconds
+        self.until += seconds / self.seconds
         if self.until >= 1.0:
             return None
         # With half a step's work in one part, a step does not take much more than its share.
-        return PartialPlan(self.plan, self.until, math.ceil(self.seconds / LEAST_SECONDS))
+        return PartialPlan(self.plan, self.until, math.ceil(self.seconds / LEAST_SECONDS), seconds)
 
     def learn(self, progress: Progress) -> None:
         """Corrects the estimate, which is an upper bound, by what workers report."""
-        self.is_timed = True
         if progress.seconds is not None:
             # From where they are: what a step leaves for want of a part that is small enough must not add up.
             self.until, self.seconds = progress.done, max(progress.seconds, LEAST_SECONDS)

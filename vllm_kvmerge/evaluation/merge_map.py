@@ -57,7 +57,7 @@ class RecordedPolicy(CompressionPolicy):
         recorded._record = record
         return recorded
 
-    def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
+    def compress(self, entries: Entries, context: CompressionContext, num_rows: int | None = None) -> CompressionResult:
         selections = _Selections(inner=self.selector)
         parts: dict[str, Any] = {name: getattr(self, name) for name in CompressionPolicy.model_fields}
         # Neither is checked again: the selection stands in for a selector that was.

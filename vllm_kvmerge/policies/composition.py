@@ -1,8 +1,8 @@
 """A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -17,23 +17,13 @@ from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.errors import blamed_on
 from vllm_kvmerge.policies.indexing import in_place, padded_nonzero
+from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.protection import TokenRanges, count_below, within
 from vllm_kvmerge.policies.trackers import attention_mass
 from vllm_kvmerge.policies.update import CacheUpdate, CompressionResult
 
 CALLS = 40_000
 """Touches that some hundred calls of operators on small tensors cost, per head."""
-
-R = TypeVar("R")
-
-
-def completed(parts: Generator[None, None, R]) -> R:
-    """The result of what is done in parts, with nothing in between."""
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            return end.value
 
 
 class CompressionPolicy(BaseModel):
@@ -216,24 +206,20 @@ class CompressionPolicy(BaseModel):
                 raise ValueError(f"cost must not be negative, got {cost}")
             return Cost(*numbers)
 
-    def compress(self, entries: Entries, context: CompressionContext) -> CompressionResult:
+    def compress(self, entries: Entries, context: CompressionContext, num_rows: int | None = None) -> CompressionResult:
         """Returns exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they
         are if there are no more than the budget. Where ``context.shares`` are given, live ones come first.
 
         ``entries`` are not changed, and only the keys and values that a part asks for are read. They may hold dead
         ones, which are kept only if live ones are too few. An entry that stays keeps its place if the result has it.
 
+        num_rows: rows that are compressed at a time, so that others need not wait long (``may_pause``); None: all that
+        go together. It must be None where the selector pools heads.
+
         Raises:
             PartError: a part raised, returned something that cannot be used, or ran out of time.
             ValueError: the budget is too small for this policy.
         """
-        return completed(self.compress_in_parts(entries, context))
-
-    def compress_in_parts(
-        self, entries: Entries, context: CompressionContext, num_rows: int | None = None
-    ) -> Generator[None, None, CompressionResult]:
-        """``compress``, which may be left to wait after every ``num_rows`` rows, unless the selector pools heads; None:
-        after all rows that go together."""
         if context.budget >= len(entries):
             return CompressionResult.of(entries, CacheUpdate.unchanged(entries))
         if context.budget < self.min_budget:
@@ -244,7 +230,7 @@ class CompressionPolicy(BaseModel):
         groups: dict[int, list[int]] = {}
         for row, budget in enumerate(budgets):
             groups.setdefault(0 if by_row else budget, []).append(row)
-        size = entries.num_rows if num_rows is None or self.selector.pools_heads else num_rows
+        size = entries.num_rows if num_rows is None else num_rows
         parts, sources, order = [], [], []
         for group in groups.values():
             for rows in (group[start : start + size] for start in range(0, len(group), size)):
@@ -256,10 +242,11 @@ class CompressionPolicy(BaseModel):
                     some = replace(some, row_counts=sent(counts, entries.positions.device))
                 update = self._compress_rows(sources[-1], some)
                 parts.append(update if context.shares is None else update.extended(context.capacity))
-                yield
+                may_pause(len(rows))
         if len(parts) == 1:
             return CompressionResult.of(entries, parts[0])
         update = CacheUpdate.stack_rows(parts, sources)
+        may_pause()
         if order != sorted(order):
             update = update.of_rows([order.index(row) for row in range(len(order))])
         return CompressionResult.of(entries, update)

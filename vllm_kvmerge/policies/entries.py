@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_kvmerge.ops import Fusion
 from vllm_kvmerge.ops.attention import fused_attention
 from vllm_kvmerge.ops.similarity import most_similar
+from vllm_kvmerge.policies.pausing import compared_in_pieces, may_pause
 
 PART_ENTRIES = 1024
 """Entries of a head that are read at a time when all of them are read."""
@@ -79,7 +80,9 @@ class Entries:
 
     def parts(self) -> Iterator[Tensor]:
         """Indices of all entries for ``keys_at`` and ``values_at``, ``[H, m]`` int64 with ``m <= PART_ENTRIES``."""
-        yield from self.all_indices.split(PART_ENTRIES, dim=1)
+        for part in self.all_indices.split(PART_ENTRIES, dim=1):
+            yield part
+            may_pause()
 
     @property
     def all_indices(self) -> Tensor:
@@ -94,7 +97,8 @@ class Entries:
         of equally similar ones.
         """
         keys = self.keys_at(targets)
-        parts = [most_similar(self.keys_at(part), keys, targets, usable) for part in sources.split(PART_ENTRIES, dim=1)]
+        pieces = compared_in_pieces(sources, keys.shape[1], keys.shape[2], PART_ENTRIES)
+        parts = [most_similar(self.keys_at(part), keys, targets, usable) for part in pieces]
         similarity, best = (torch.cat(planes, dim=1) for planes in zip(*parts, strict=True))
         return similarity, best
 

@@ -1,7 +1,7 @@
 """Changes that a compression makes to a cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -140,7 +140,8 @@ class CacheUpdate:
         overflows = torch.zeros_like(self.changed, dtype=torch.bool)
         for rows in (self.keys, self.values):
             if rows is not None:
-                overflows |= ~rows.to(dtype).isfinite().all(-1)
+                # The largest number of a row is what becomes infinite first, and NaN is larger than all.
+                overflows |= ~rows.abs().amax(-1).to(dtype).isfinite()
         if self.changed.shape[1]:
             overflows |= ~(self.log_votes.gather(1, self.changed.clamp(min=0)) < torch.inf)  # NaN too
         overflows &= self.changed >= 0
@@ -163,23 +164,32 @@ class CacheUpdate:
     @classmethod
     def stack_rows(cls, parts: "list[CacheUpdate]", entries: "list[Entries]") -> "CacheUpdate":
         """The rows of several with equally many places; ``entries``: those that each updates."""
-        width = max(part.changed.shape[1] for part in parts)
         planes = {name for name in ("keys", "values") if any(getattr(part, name) is not None for part in parts)}
-        full = [part._widened(some, width, planes) for part, some in zip(parts, entries, strict=True)]
-        stacked = zip(*(vars(part).values() for part in full), strict=True)
-        return cls(*(None if plane[0] is None else torch.cat(plane) for plane in stacked))
+        full = [part._with_rows(some, planes) for part, some in zip(parts, entries, strict=True)]
+        stacked = dict[str, Tensor | None](keys=None, values=None)
+        for field in fields(cls):
+            several = [getattr(part, field.name) for part in full]
+            if several[0] is not None:
+                blank = DEAD if field.name == "changed" else 0.0
+                stacked[field.name] = torch.cat(several) if field.name == "merged" else _stacked(several, blank)
+        return cls(**stacked)  # type: ignore[arg-type]
 
-    def _widened(self, entries: Entries, width: int, planes: set[str]) -> "CacheUpdate":
-        """With ``width`` columns in ``changed``, and the rows of these planes."""
-        missing = (0, width - self.changed.shape[1])
-        source = select(self.kept, self.changed)
-        rows: dict[str, Tensor] = {}
+    def _with_rows(self, entries: Entries, planes: set[str]) -> "CacheUpdate":
+        """With the rows of these planes at all that has changed."""
+        source, rows = select(self.kept, self.changed), dict[str, Tensor]()
         for name in planes:
-            new = getattr(self, name)
-            if new is None:
-                new = entries.keys_at(source) if name == "keys" else entries.values_at(source)
-            rows[name] = pad(new, (0, 0, *missing))
-        return replace(self, changed=pad(self.changed, missing, value=DEAD), **rows)
+            if getattr(self, name) is None:
+                rows[name] = entries.keys_at(source) if name == "keys" else entries.values_at(source)
+        return replace(self, **rows) if rows else self
+
+
+def _stacked(parts: list[Tensor], blank: float) -> Tensor:
+    """Parts ``[H_i, w_i, ...]`` one after the other, as wide as the widest. Each is copied once."""
+    sizes = [len(part) for part in parts]
+    stacked = parts[0].new_full((sum(sizes), max(part.shape[1] for part in parts), *parts[0].shape[2:]), blank)
+    for rows, part in zip(stacked.split(sizes), parts, strict=True):
+        rows[:, : part.shape[1]] = part
+    return stacked
 
 
 class _Places(LazyEntries):

@@ -123,6 +123,20 @@ def test_in_parts_by_turns(policy, num_parts):
         assert torch.equal(in_parts.bytes, at_once.bytes)
 
 
+@pytest.mark.parametrize("policy", ["h2o", "keepkv", "tova"])
+def test_what_takes_too_long_for_a_step_is_left(policy):
+    """But for one part, and not where workers that exchange something would wait for each other."""
+    worker = Worker(policy, (150,))
+    course = worker.compactor.begin(worker.first[0], 1000)
+    course.advance(0.9, max_seconds=0.0)
+    if policy == "tova":
+        assert course.progress >= 0.9 - 1 / NUM_LAYERS
+    else:
+        assert course.progress <= 1 / (NUM_LAYERS * NUM_HEADS)
+    assert not worker.compactor.execute(worker.first[:1], {0: course}).failures
+    assert course.progress == pytest.approx(1.0)
+
+
 def test_plans_of_different_shapes_and_policies_in_one_step():
     workers = [Worker("h2o", (150, 170, 150)) for _ in range(2)]
     steps = []

@@ -26,6 +26,7 @@ from vllm_kvmerge.policies.cost import MOVED_NUMBERS, Cost, CostShape, Rates
 from vllm_kvmerge.policies.deadline import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
+from vllm_kvmerge.policies.pausing import Piece, in_pieces
 from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.shares import fitted_budgets
@@ -214,18 +215,22 @@ class Course:
         """Time spent so far."""
         return self.batch.work.elapsed
 
-    def advance(self, until: float) -> None:
-        """Goes on up to this share of the work, by one part at least unless it has been done; 1: to the end."""
+    def advance(self, until: float, max_seconds: float = math.inf) -> None:
+        """Goes on up to this share of the work, by one part at least unless it has been done; 1: to the end. What
+        would take more than ``max_seconds`` is left, where workers need not come equally far."""
         work, before, started, was_writing = self.batch.work, self.progress, self.seconds, self.batch.work.is_writing
         work.resume()
-        last = 0.0
+        is_free = not self.batch.policy.selector.pools_heads
+        last, last_seconds = 0.0, 0.0
         while until >= 1.0 or self.progress + last < until:
-            last = -self.progress
+            if is_free and work.is_writing and self.seconds + last_seconds > started + max_seconds:
+                break
+            progress, seconds = self.progress, self.seconds
             try:
                 next(self._parts)
             except StopIteration:
                 break
-            last += self.progress
+            last, last_seconds = self.progress - progress, self.seconds - seconds
         work.pause()
         if was_writing and self.progress > before:
             seconds, progress = self.seconds - started, self.progress - before
@@ -397,7 +402,8 @@ class Compactor:
         for rounds in passes:
             for part in parts:
                 before, share = work.done, len(part) / (len(passes) * sum(map(len, parts)))
-                if batch.num_rows:
+                # Where workers exchange something, none may have come further than another when it waits.
+                if batch.num_rows and not batch.policy.selector.pools_heads:
                     # Putting heads together and writing them count as one more.
                     by_head = share / (self.num_kv_heads + 1)
                     results = iter((yield from self._compress_heads(part[0], batch, statistics, by_head)))
@@ -421,23 +427,32 @@ class Compactor:
             return []
         try:
             entries, context = self._gather([seq_layer], batch), self._context([seq_layer], batch, statistics)
-            parts, left = batch.policy.compress_in_parts(entries, context, batch.num_rows), self.num_kv_heads
+            pieces = in_pieces(lambda: batch.policy.compress(entries, context, batch.num_rows))
+            before, num_rows, of_row = batch.work.done, 0, 0.0
             while True:
                 with time_limit(batch.time_left()):
                     try:
-                        next(parts)
+                        piece = next(pieces)
                     except StopIteration as end:
                         result = end.value.finite(self.dtype)
                         break
-                batch.work.done += share * min(batch.num_rows, left)
-                left = max(0, left - batch.num_rows)
+                num_rows, of_row = num_rows + piece.rows, 0.0 if piece.rows else of_row + self._share(piece, batch)
+                is_stacked = num_rows == self.num_kv_heads and not piece.rows
+                batch.work.done = before + share * (num_rows + (1 / 3 if is_stacked else min(of_row, 1.0)))
                 yield
-            batch.work.done += share / 2
+            batch.work.done = before + share * (self.num_kv_heads + 2 / 3)
             yield
             return [([seq_layer], result)]
         except (Exception, OutOfTime) as error:
             batch.failed[seq_layer.request] = as_part_error(error)
             return []
+
+    def _share(self, piece: Piece, batch: _Batch) -> float:
+        """Of the work for the heads that are compressed at once, by its estimate; 0 where there is none."""
+        if self.rates is None or isinstance(batch.cost, PartError):
+            return 0.0
+        expected = batch.num_rows * batch.cost.seconds(self.rates)
+        return Cost(0, piece.products, piece.touches).seconds(self.rates) / expected
 
     def _shares(self, batch: _Batch, statistics: Tensor | None) -> Generator[None, None, list[list[int]]]:
         """``_Batch.shares`` by the policy's budgets; equal ones where it failed."""

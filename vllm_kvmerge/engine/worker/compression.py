@@ -4,6 +4,7 @@ Each of vLLM's model runners has one ``Compression``, and supplies the batch's o
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -534,10 +535,10 @@ class Compression:
             compaction, error = self._compaction(part.plan, blocks_of(request_id).clone())
             self._begun[request_id] = BegunPlan(compaction, self.compactor.begin(compaction, part.num_parts), error)
         course = self._begun[request_id].course
-        course.advance(part.until)
         # A GPU's work is launched, not done.
-        seconds = course.pace if self._device.type == "cpu" else None
-        self.reporter.add_progress(request_id, Progress(course.progress, seconds))
+        is_timed = self._device.type == "cpu"
+        course.advance(part.until, part.seconds if is_timed else math.inf)
+        self.reporter.add_progress(request_id, Progress(course.progress, course.pace if is_timed else None))
 
     def _kept(self, plan: CompressionPlan, config: CompressionConfig, state: RequestState) -> KeptFront:
         """What is kept of the front that a request has now."""

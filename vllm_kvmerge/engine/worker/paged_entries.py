@@ -2,11 +2,13 @@
 
 from copy import copy
 
+import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import Fusion, SequenceLayers
 from vllm_kvmerge.policies.entries import BLANK, LazyEntries
+from vllm_kvmerge.policies.pausing import compared_in_pieces
 
 
 class PagedEntries(LazyEntries):
@@ -40,7 +42,15 @@ class PagedEntries(LazyEntries):
         return ops.gather_rows(self.seq_layers, "values", index)
 
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.most_similar(self.seq_layers, sources, targets, usable)
+        head_size = self.seq_layers.layers[0].head_size
+        parts = [
+            ops.most_similar(self.seq_layers, part, targets, usable)
+            for part in compared_in_pieces(sources, targets.shape[1], head_size)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        similarity, best = (torch.cat(planes, dim=1) for planes in zip(*parts, strict=True))
+        return similarity, best
 
     def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
         metadata = self.log_votes, self.positions

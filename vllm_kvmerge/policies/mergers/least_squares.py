@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vllm_kvmerge.ops.attention import attention_to_keys, head_parts, query_groups
 from vllm_kvmerge.policies.base import Entries, Queries
+from vllm_kvmerge.policies.pausing import may_pause
 
 CHOLESKY = 10
 """Time of factoring a small matrix, relative to a product of as many multiply-adds."""
@@ -50,6 +51,7 @@ def full_attention(
             rows = attention_to_keys(vectors[heads], positions[heads], *planes, scale).flatten(1, 2)
             output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
             look(heads, window, rows)
+            may_pause()
         outputs.append(output)
         start = window.stop
     return torch.cat(outputs, dim=2)

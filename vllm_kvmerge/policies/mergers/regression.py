@@ -31,6 +31,7 @@ from vllm_kvmerge.policies.mergers.least_squares import (
     kept_entries,
     ridge_regression,
 )
+from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.registry import register
 
 Ridge = Annotated[float, Field(ge=0.0, le=1e6)]
@@ -125,14 +126,17 @@ class RegressionMerger(Merger):
         target = full_attention(entries, queries, context.scale, lambda heads, _, rows: weight[heads].add_(rows.sum(1)))
         # A head that loses nothing has nothing to fit but rounding errors.
         free = self._free(result, weight.gather(1, kept), queries) & (num_gone > 0).unsqueeze(1)
+        may_pause()
         fit = _Fit(queries, context.scale, target, result, free, self.guard)
         lambda_k, lambda_v = (RIDGE if ridge is None else ridge for ridge in (self.lambda_k, self.lambda_v))
         keys, values = result.keys, result.values
         for _ in range(self.steps):
             if "v" in self.components:
                 values = fit.values(keys, values, lambda_v)
+                may_pause()
             if "k" in self.components:
                 keys = fit.keys(keys, values, lambda_k, self.cg_iterations, self.cg_tolerance)
+                may_pause()
         is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
         changed = padded_nonzero(is_changed)
         rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[2])
@@ -210,6 +214,7 @@ class _Fit:
         alpha = conjugate_gradients(
             lambda vector: derivative.forward_adjoint(vector).add_(vector, alpha=ridge), right, iterations, tolerance
         )
+        may_pause()
         change = self.kept.keys + derivative.adjoint(alpha) - keys
         if not self.guard:
             trial = keys + change

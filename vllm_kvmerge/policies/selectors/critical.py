@@ -7,6 +7,7 @@ from torch import Tensor
 from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries, gathering, sorting
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import first, ranked, top
+from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.pooling import max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
@@ -65,4 +66,6 @@ def projected_norms(values: Tensor, output_weights: Tensor) -> Tensor:
             part = slice(start, start + size)
             for weight in weights:
                 norms[head, part] += torch.linalg.vector_norm(values[head, part] @ weight.T, ord=1, dim=-1)
+            num_products = norms[head, part].numel() * num_groups * hidden
+            may_pause(products=num_products * values.shape[2], touches=3 * num_products)
     return norms / num_groups

@@ -20,6 +20,7 @@ from vllm_kvmerge.policies.base import (
     gathering,
 )
 from vllm_kvmerge.policies.indexing import by_position
+from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -103,6 +104,7 @@ class Leverage(RankedSelector):
                 biases = entries.log_votes.gather(1, index).masked_fill(~mask, -torch.inf)
                 received = chunk_attention(vectors, keys, biases, positions, rotation)
                 attention.append(received * torch.linalg.vector_norm(entries.values_at(places), dim=-1))
+            may_pause()
         scores = normalised(leverage_scores(torch.cat(rows, dim=1), counted), counted) * self._blending(
             entries, context
         )

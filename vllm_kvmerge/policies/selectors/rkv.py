@@ -8,6 +8,7 @@ from torch.nn.functional import max_pool1d, normalize
 from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import by_position
+from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -78,6 +79,7 @@ class RedundancyAware(RankedSelector):
             excused = similarity.gather(1, newest.unsqueeze(1)).squeeze(1).masked_fill(~repeated, 0.0)
             total += similarity.sum(0)
             total.scatter_add_(0, newest, -excused)
+            may_pause(products=similarity.numel() * keys.shape[1], touches=6 * similarity.numel())
         return total
 
     def cost(self, shape: CostShape) -> Cost:

@@ -1,0 +1,88 @@
+"""Computations that are left to wait where they may be."""
+
+import pytest
+import torch
+
+from tests.policies.sampling import random_entries
+from vllm_kvmerge.policies import CompressionContext, pausing
+from vllm_kvmerge.policies.pausing import Piece, compared_in_pieces, in_pieces, may_pause
+from vllm_kvmerge.request.parameters import parse_compression
+
+
+def test_a_computation_goes_on_where_it_was_left():
+    seen = []
+
+    def deeper(number: int) -> int:
+        seen.append(number)
+        may_pause(products=number)
+        seen.append(-number)
+        return 2 * number
+
+    pieces = in_pieces(lambda: [deeper(1), deeper(2)])
+    assert next(pieces) == Piece(products=1) and seen == [1]
+    may_pause()  # of nothing that could wait
+    assert next(pieces) == Piece(products=2) and seen == [1, -1, 2]
+    with pytest.raises(StopIteration) as end:
+        next(pieces)
+    assert end.value.value == [2, 4]
+
+
+def test_errors_reach_whoever_asks_for_the_next_piece():
+    def fail():
+        may_pause()
+        raise ValueError("no")
+
+    pieces = in_pieces(fail)
+    next(pieces)
+    with pytest.raises(ValueError, match="no"):
+        next(pieces)
+
+
+def test_a_computation_that_is_given_up_ends_where_it_waits():
+    ended = []
+
+    def run():
+        try:
+            may_pause()
+        finally:
+            ended.append(True)
+
+    pieces = in_pieces(run)
+    next(pieces)
+    pieces.close()
+    assert ended == [True]
+
+
+def test_sources_are_cut_only_where_they_may_wait(monkeypatch):
+    monkeypatch.setattr(pausing, "PIECE_PRODUCTS", 100)
+    sources = torch.arange(20).view(2, 10)
+    assert [len(part[0]) for part in compared_in_pieces(sources, 3, 4)] == [10]
+    assert [len(part[0]) for part in compared_in_pieces(sources, 3, 4, most=7)] == [7, 3]
+    pieces = in_pieces(lambda: list(compared_in_pieces(sources, 3, 4)))
+    sizes = [piece.products // (2 * 3 * 4) for piece in pieces]
+    assert sizes == [4, 4, 2]
+    assert list(in_pieces(lambda: list(compared_in_pieces(sources[:, :0], 3, 4)))) == [Piece()]
+
+
+@pytest.mark.parametrize("policy", ["keepkv", "d2o", "kvmerger", "rkv", "criticalkv"])
+@pytest.mark.parametrize("at_prompt_end", [True, False])
+def test_policies_come_to_the_same_in_pieces(policy, at_prompt_end, monkeypatch):
+    config = parse_compression({"policy": policy, "budget": 60})
+    entries = random_entries(5, num_heads=4, n=300, head_size=32)
+    entries.log_votes[:, :100] = 0.5
+    entries.aux += 1.0
+    weights = torch.randn(4, 2, 48, 32)
+    context = CompressionContext.of_layer(entries, 60, 300, at_prompt_end, scale=32**-0.5, output_weights=weights)
+    expected = config.policy.compress(entries, context)
+    monkeypatch.setattr(pausing, "PIECE_PRODUCTS", 1 << 14)
+    pieces, found = in_pieces(lambda: config.policy.compress(entries, context, 2)), []
+    while True:
+        try:
+            found.append(next(pieces))
+        except StopIteration as end:
+            result = end.value
+            break
+    assert sum(piece.rows for piece in found) == 4
+    assert sum(piece.products > 0 for piece in found) >= 4
+    for name, plane in vars(expected.entries).items():
+        torch.testing.assert_close(getattr(result.entries, name), plane, msg=name)

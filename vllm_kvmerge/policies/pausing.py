@@ -1,0 +1,66 @@
+"""Long computations that may be left to wait, wherever in the code they are."""
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+PIECE_PRODUCTS = 1 << 28
+"""Multiply-adds after which a computation may be left to wait: some milliseconds of one core."""
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Work done since the last piece: ``products`` and ``touches`` as in ``Cost``, or all that ``rows`` of entries
+    take, if they have been completed."""
+
+    rows: int = 0
+    products: int = 0
+    touches: int = 0
+
+
+class _Pausable(greenlet):
+    """A computation that runs ``in_pieces``."""
+
+
+def in_pieces(run: Callable[[], R]) -> Generator[Piece, None, R]:
+    """The result of ``run``, which is left to wait at each ``may_pause``. What ``run`` raises is raised here.
+
+    ``run`` goes on in the thread that asks for the next piece, on a stack of its own, with the context variables of its
+    own. If it is not brought to an end, GreenletExit is raised where it waits.
+    """
+    running = _Pausable(run)
+    try:
+        while True:
+            running.parent = getcurrent()
+            result = running.switch()
+            if running.dead:
+                return result
+            yield result
+    finally:
+        running.throw()
+
+
+def may_pause(rows: int = 0, products: int = 0, touches: int = 0) -> None:
+    """A place where a computation may be left to wait, after so much work; see ``Piece``."""
+    running = getcurrent()
+    if isinstance(running, _Pausable):
+        assert running.parent is not None
+        running.parent.switch(Piece(rows, products, touches))
+
+
+def compared_in_pieces(sources: Tensor, num_targets: int, head_size: int, most: int | None = None) -> Iterator[Tensor]:
+    """``sources``, ``[H, m]``, in the order of the second dimension: ``most`` at a time (None: all), or as many as make
+    a piece when each is compared with all targets, if this may be left to wait."""
+    num_rows, m = sources.shape
+    size, per_source = most or max(1, m), max(1, num_rows * num_targets)
+    if isinstance(getcurrent(), _Pausable):
+        size = min(size, max(1, PIECE_PRODUCTS // (per_source * head_size)))
+    for part in sources.split(size, dim=1):
+        yield part
+        compared = part.shape[1] * per_source
+        may_pause(products=compared * head_size, touches=compared)
