@@ -1,6 +1,7 @@
-"""A Llama with random weights, large enough that what attention reads decides what comes next."""
+"""Models with random weights, large enough that what attention reads decides what comes next."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,9 +35,28 @@ def write_llama(folder: Path, **sizes) -> Path:
     """Saves the model and the demo model's tokenizer; ``sizes`` as in ``LlamaConfig``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    return _write(folder, LlamaForCausalLM, LlamaConfig(**SIZES | sizes))
+
+
+WINDOW = 48
+
+
+def write_gemma(folder: Path, **sizes) -> Path:
+    """Saves a model of sliding-window layers and, every third, one of full attention; ``sizes`` as in
+    ``Gemma3TextConfig``."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    gemma = {"num_hidden_layers": 6, "layer_types": layer_types, "sliding_window": WINDOW, "query_pre_attn_scalar": 32}
+    gemma["tie_word_embeddings"] = False  # or a token's successor would be itself
+    return _write(folder, Gemma3ForCausalLM, Gemma3TextConfig(**SIZES | gemma | sizes))
+
+
+def _write(folder: Path, model_class: Any, config: Any) -> Path:
+    """Saves the model and the demo model's tokenizer."""
     from vllm_kvmerge.demo.train import build_tokenizer
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).save_pretrained(folder)
+    model_class(config).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder

@@ -23,6 +23,13 @@ from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, ch
 
 LLAMA = random_model.LLAMA | {"dtype": "bfloat16"}
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
+GEMMA = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 64,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +60,10 @@ def refusal(config: Any) -> str:
         LLAMA,
         QWEN | {"use_sliding_window": False},
         LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+        GEMMA,
     ],
 )
-def test_full_attention_decoders_pass(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_decoders_pass(tmp_path: Path, model: dict[str, Any]) -> None:
     check_config(vllm_config(tmp_path, model, **kvmerge_engine_args({"policy": "streaming_llm"})))
 
 
@@ -86,6 +94,21 @@ def test_models_whose_keys_cannot_be_turned_back(tmp_path: Path, change: dict[st
     assert found is None if obstacle is None else str(found).startswith(obstacle)
 
 
+def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None:
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = vllm_config(tmp_path, GEMMA | {"num_hidden_layers": 3, "layer_types": layers}, **kvmerge_engine_args())
+    limits = request_limits(config)
+    assert limits.shape.num_layers == 1 and limits.shape.has_windows and not limits.shares_contexts
+    limits = request_limits(vllm_config(tmp_path, LLAMA, **kvmerge_engine_args()))
+    assert limits.shape.num_layers == 2 and not limits.shape.has_windows and limits.shares_contexts
+
+
+def test_windows_need_caches_of_their_own(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path, GEMMA, **kvmerge_engine_args(), disable_hybrid_kv_cache_manager=True)
+    assert refusal(config).startswith("disable_hybrid_kv_cache_manager=True is not supported")
+    assert refusal(cuda_config(tmp_path, GEMMA)).endswith("allowed on CUDA: models without them")
+
+
 @pytest.mark.parametrize("rope_type", support.PLAIN_ROPE)
 def test_positions_are_those_of_the_table(tmp_path: Path, rope_type: str) -> None:
     from vllm.config import set_current_vllm_config
@@ -105,21 +128,28 @@ def test_positions_are_those_of_the_table(tmp_path: Path, rope_type: str) -> Non
     [
         ({}, "declares no RoPE"),
         ({"rotary_dim": 64}, None),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "has a RoPE for each type of layer"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, None),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "has a RoPE of another kind (longrope)"),
+        ({"rope_parameters": {"some_attention": {"rope_theta": 1e4}}}, "has a RoPE for each type of layer"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "layer_types": ["sliding_attention"]}, "does not say whether"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "has a RoPE of another kind (longrope)"),
         ({"rope_parameters": {"rope_theta": 1e4}, "layer_rope_theta": [1e4, 0]}, "has no RoPE in some layers"),
     ],
 )
 def test_configurations_whose_keys_cannot_be_turned_back(fields: dict[str, Any], obstacle: str | None) -> None:
-    model: Any = SimpleNamespace(uses_mrope=False, hf_text_config=SimpleNamespace(**fields))
-    assert support.rotation_obstacle(model) == obstacle
+    window = 64 if "layer_types" in fields else None
+    model: Any = SimpleNamespace(
+        uses_mrope=False, hf_text_config=SimpleNamespace(**fields), get_sliding_window=lambda: window
+    )
+    found = support.rotation_obstacle(model)
+    assert found is None if obstacle is None else str(found).startswith(obstacle)
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         (LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "sliding"),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, "sliding-window"),
         (LLAMA | {"head_dim": 48}, "head size is 48"),
         (
             {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import InvalidVersion, Version
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, ModelConfig, VllmConfig
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 
 SUPPORTED_RELEASE = (0, 32)
 SUPPORTED_RANGE = ">=0.32,<0.33"
@@ -34,10 +34,21 @@ UNQUANTISED = ("auto", "bfloat16", "float16")
 X86 = ("x86_64", "amd64")
 
 
-def _slides(model: "ModelConfig") -> bool:
+def _layer_types(model: "ModelConfig") -> list[str]:
+    return getattr(model.hf_text_config, "layer_types", None) or []
+
+
+def has_windows(model: "ModelConfig") -> bool:
+    """True if some layers see the newest tokens alone."""
     # A window that no layer uses, or that --disable-sliding-window removed, is harmless.
-    layer_types = getattr(model.hf_text_config, "layer_types", None) or []
+    layer_types = _layer_types(model)
     return bool(model.get_sliding_window() and (not layer_types or "sliding_attention" in layer_types))
+
+
+def num_full_layers(model: "ModelConfig", parallel: "ParallelConfig") -> int:
+    """Number of layers that see all tokens: those that are compressed."""
+    num_layers = model.get_num_layers(parallel)
+    return num_layers - _layer_types(model).count("sliding_attention") if has_windows(model) else num_layers
 
 
 TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
@@ -46,7 +57,10 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ("Mamba or linear-attention layers", lambda model: model.is_hybrid),
     ("bidirectional attention over a canvas (a diffusion model)", lambda model: model.is_diffusion),
     ("multi-head latent attention (MLA)", lambda model: model.use_mla),
-    ("sliding-window layers (--disable-sliding-window caps max_model_len at the window instead)", _slides),
+    (
+        "sliding-window layers alone (--disable-sliding-window caps max_model_len at the window instead)",
+        lambda model: has_windows(model) and "full_attention" not in _layer_types(model),
+    ),
     ("chunked-local attention layers", lambda model: model.attention_chunk_size),
     ("restricted sliding-window attention", lambda model: model.rswa_window),
     ("layers that share one KV cache", lambda model: getattr(model.hf_text_config, "num_kv_shared_layers", 0)),
@@ -56,6 +70,8 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
 )
 """Traits of a model that are refused, each with its test."""
 
+
+DECODERS = "decoders with full attention in every layer, or beside sliding-window layers"
 
 PLAIN_ROPE = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")
 """Types of rotary position embeddings that are tables of positions, one for all layers and heads."""
@@ -69,8 +85,12 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
         return "has M-RoPE, which turns by more than one position"
     if not parameters and not getattr(config, "rotary_dim", None):  # GPT-J's name for it
         return "declares no RoPE"
-    if any(isinstance(one, dict) for one in parameters.values()):
+    if isinstance(of_full_layers := parameters.get("full_attention"), dict):
+        parameters = of_full_layers
+    elif any(isinstance(one, dict) for one in parameters.values()):
         return "has a RoPE for each type of layer"
+    elif has_windows(model):
+        return "does not say whether its layers of full attention have RoPE"
     rope_type = parameters.get("rope_type", "default")
     if (
         rope_type not in PLAIN_ROPE
@@ -175,7 +195,7 @@ def unsupported_features() -> dict[str, str]:
     features[SUPERVISOR] = SUPERVISOR_OBSTACLE
     features["kv_cache_dtype"] = "must be auto or the model's own: entries of a quantised cache are not merged"
     traits = "; ".join(trait for trait, _ in TRAITS)
-    features["model"] = f"must be a decoder with full attention in every layer, without: {traits}"
+    features["model"] = f"must be {DECODERS}, without: {traits}"
     return features
 
 
@@ -197,12 +217,13 @@ def check_config(vllm_config: "VllmConfig") -> None:
     if model.runner_type != "generate":
         raise _unsupported("runner", model.runner_type, "allowed: generate")
     for trait in (trait for trait, has_trait in TRAITS if has_trait(model)):
-        raise _unsupported(
-            "model", model.model, f"it has {trait}; allowed: decoders with full attention in every layer"
-        )
+        raise _unsupported("model", model.model, f"it has {trait}; allowed: {DECODERS}")
     model_dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", model_dtype):
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
+    if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        what = "the sliding-window layers would have no cache of their own; leave it out"
+        raise _unsupported("disable_hybrid_kv_cache_manager", True, what)
     if vllm_config.device_config.device_type == "cpu":
         _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":
@@ -232,6 +253,8 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
     if attention.backend is not AttentionBackendEnum.CUSTOM:
         name = attention.backend.name if attention.backend else None
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
+    if has_windows(model):
+        raise _unsupported("model", model.model, "it has sliding-window layers; allowed on CUDA: models without them")
     if attention.backend_per_kind:
         raise _unsupported("attention_config.backend_per_kind", attention.backend_per_kind, "leave it out")
     if parallel.use_ubatching:

@@ -130,7 +130,6 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         self.refuse_features(
             self.attn_type,
             alibi=self.alibi_slopes is not None,
-            sliding_window=self.sliding_window != -1,
             soft_cap=self.logits_soft_cap != 0,
             sinks=self.sinks is not None,
             shared_cache=self.kv_sharing_target_layer_name is not None,
@@ -195,7 +194,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             scale=self.scale,
             causal=metadata.causal,
             alibi_slopes=None,
-            sliding_window=-1,
+            sliding_window=self.sliding_window,
             block_table=metadata.block_table,
             softcap=0,
             scheduler_metadata=metadata.scheduler_metadata,
@@ -209,6 +208,10 @@ class MergeableAttentionBackend(MergeableBackend, CPUAttentionBackend):
     """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the cache."""
 
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
 
     @staticmethod
     def get_impl_cls() -> type[MergeableAttentionImpl]:

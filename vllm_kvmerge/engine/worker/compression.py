@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import AttentionGroup
@@ -34,6 +35,7 @@ from vllm_kvmerge.engine.attention.rows import (
     RepetitionWindow,
     ScoreWindow,
 )
+from vllm_kvmerge.engine.blocks import compressed_group, window_blocks
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import (
     Adoption,
@@ -44,6 +46,7 @@ from vllm_kvmerge.engine.plan import (
     RepeatedChunk,
     attached_step,
 )
+from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Course, Rescoring
 from vllm_kvmerge.engine.worker.external import ExternalCache
@@ -154,6 +157,9 @@ class Compression:
         self._engine = vllm_config.parallel_config.data_parallel_index
         self._counts = EntryCounts(self._engine)
         self.reporter = Reporter()
+        self.group = 0
+        """Index of the compressed layers' group, among those of the KV cache."""
+        self._window_blocks: tuple[int, ...] = ()
 
     @property
     def compactor(self) -> Compactor:
@@ -165,10 +171,9 @@ class Compression:
         """The model's attention layers by name."""
         return get_layers_from_vllm_config(self._config, Attention)
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool, the null block included."""
-        return len(self.compactor.layers[0].log_votes)
+    def pool_sizes(self) -> tuple[int, list[int]]:
+        """Blocks of the pool, the null block included, and ``Limits.window_blocks``."""
+        return len(self.compactor.layers[0].log_votes), list(self._window_blocks)
 
     def known_rates(self) -> dict[str, float]:
         """The worker's ``Rates``, once there is a KV cache."""
@@ -185,13 +190,17 @@ class Compression:
 
     def use_cache(self, kv_cache_config: KVCacheConfig, model: nn.Module) -> None:
         """Sets up the layers' caches, which have been allocated."""
-        (group,) = kv_cache_config.kv_cache_groups
+        self.group = compressed_group(kv_cache_config)
+        self._window_blocks = window_blocks(kv_cache_config, self._config)
+        group = kv_cache_config.kv_cache_groups[self.group]
         layers: list[Any] = [self.layers[name] for name in group.layer_names]
         for index, layer in enumerate(layers):
             layer.impl.layer_index = index
         pages = [layer.impl.paged(layer.kv_cache) for layer in layers]
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
+        if (expected := limits.shape.num_layers) != len(layers):
+            raise UnsupportedConfigError(f"model layers: {len(layers)} are full attention, its config says {expected}")
         logger.info(
             "Compressing one request may take %.0f MiB and, at %.3g products and %.3g other numbers a second, %g s",
             limits.max_bytes / 2**20,
@@ -226,7 +235,8 @@ class Compression:
         name, surrogates = plugin_config(self._config).kvzap, None
         if name is not None:
             check_surrogate(name, self._config.model_config)
-            surrogates = Surrogate.load(name).of_heads(heads, self._config.model_config.dtype, self._device)
+            of_all = Surrogate.load(name).of_heads(heads, self._config.model_config.dtype, self._device)
+            surrogates = [of_all[extract_layer_index(name)] for name in layer_names]
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         return HiddenStates(model, layer_names, max_tokens, surrogates, len(heads), self._device)
 
@@ -583,8 +593,7 @@ class Compression:
         return replace(compaction, prompt_scores=scores, complete=state.complete)
 
 
-def set_batch_rows(attn_groups: list[list[AttentionGroup]], rows: list[BatchRow]) -> None:
-    """Passes the rows of the next batch to its metadata builders; no rows for a dummy batch."""
-    for groups in attn_groups:
-        for group in groups:
-            group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]
+def set_batch_rows(attn_groups: list[AttentionGroup], rows: list[BatchRow]) -> None:
+    """Passes the rows of the next batch to the compressed layers' metadata builders; no rows for a dummy batch."""
+    for group in attn_groups:
+        group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]
