@@ -35,7 +35,8 @@ def write_llama(folder: Path, **sizes) -> Path:
     """Saves the model and the demo model's tokenizer; ``sizes`` as in ``LlamaConfig``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _write(folder, LlamaForCausalLM, LlamaConfig(**SIZES | sizes))
+    torch.manual_seed(0)
+    return _write(folder, LlamaForCausalLM(LlamaConfig(**SIZES | sizes)))
 
 
 WINDOW = 48
@@ -49,14 +50,18 @@ def write_gemma(folder: Path, **sizes) -> Path:
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     gemma = {"num_hidden_layers": 6, "layer_types": layer_types, "sliding_window": WINDOW, "query_pre_attn_scalar": 32}
     gemma["tie_word_embeddings"] = False  # or a token's successor would be itself
-    return _write(folder, Gemma3ForCausalLM, Gemma3TextConfig(**SIZES | gemma | sizes))
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | gemma | sizes))
+    for weight in model.parameters():
+        if weight.ndim == 1:  # of norms: keys are normalized, and would all be equally long
+            weight.data.normal_(0.0, 0.3)
+    return _write(folder, model)
 
 
-def _write(folder: Path, model_class: Any, config: Any) -> Path:
+def _write(folder: Path, model: Any) -> Path:
     """Saves the model and the demo model's tokenizer."""
     from vllm_kvmerge.demo.train import build_tokenizer
 
-    torch.manual_seed(0)
-    model_class(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder

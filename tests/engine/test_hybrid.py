@@ -14,7 +14,9 @@ from vllm import SamplingParams
 
 from tests import preloaded
 from tests.engine.conftest import Engine, preempting, random_prompt, run
+from tests.engine.spread import spread_over
 from tests.engine.test_plain import STOCK
+from tests.engine.test_tensor_parallel import NUM_TOKENS, generate, splits_among_heads
 from tests.presets import SMALL
 from tests.random_model import WINDOW, write_gemma
 from vllm_kvmerge import compression, kvmerge_engine_args
@@ -194,6 +196,30 @@ def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
         squeezed = run(engine, lambda: counts.extend(r.num_preemptions for r in engine.scheduler.requests.values()))
     assert max(counts) > 0, "the pool is too large to test preemption"
     assert [squeezed[str(index)] for index in range(len(told))] == alone
+    engine.assert_empty()
+
+
+def test_compressions_that_are_spread(engine):
+    told = jobs()
+    assert engine.llm.reset_prefix_cache()
+    prompts, params = [prompt for prompt, _ in told], [params for _, params in told]
+    expected = engine.tokens(prompts, params)
+    assert engine.llm.reset_prefix_cache()
+    with spread_over(3) as spread:
+        assert engine.tokens(prompts, params) == expected
+    assert len(spread.parts) > 10
+    engine.assert_empty()
+
+
+def test_two_workers_equal_one(engine, folder, tmp_path):
+    told = [(prompt, params.extra_args) for prompt, params in jobs() if not splits_among_heads(params.extra_args)]
+    first, second = generate(tmp_path, arguments(folder), told)
+    params = [
+        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in told
+    ]
+    alone = engine.tokens([prompt for prompt, _ in told], params)
+    assert len(told) > len(POLICIES) - 3 and first == alone
+    assert second == alone[::4]  # which hits the prefix cache
     engine.assert_empty()
 
 
