@@ -46,9 +46,15 @@ def has_windows(model: "ModelConfig") -> bool:
 
 
 def num_full_layers(model: "ModelConfig", parallel: "ParallelConfig") -> int:
-    """Number of layers that see all tokens: those that are compressed."""
-    num_layers = model.get_num_layers(parallel)
-    return num_layers - _layer_types(model).count("sliding_attention") if has_windows(model) else num_layers
+    """Number of layers that see all tokens and have a cache of their own: those that are compressed."""
+    num_layers = model.get_num_layers(parallel) - _num_sharers(model)
+    num_windows = _layer_types(model)[:num_layers].count("sliding_attention") if has_windows(model) else 0
+    return num_layers - num_windows
+
+
+def _num_sharers(model: "ModelConfig") -> int:
+    """Number of layers, the last ones, that read the cache of an earlier layer."""
+    return getattr(model.hf_text_config, "num_kv_shared_layers", 0) or 0
 
 
 TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
@@ -63,7 +69,6 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ),
     ("chunked-local attention layers", lambda model: model.attention_chunk_size),
     ("restricted sliding-window attention", lambda model: model.rswa_window),
-    ("layers that share one KV cache", lambda model: getattr(model.hf_text_config, "num_kv_shared_layers", 0)),
     ("ALiBi position biases", lambda model: model.uses_alibi),
     ("soft-capped attention logits", lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     ("bidirectional attention over images", lambda model: model.is_mm_prefix_lm),
@@ -221,6 +226,8 @@ def check_config(vllm_config: "VllmConfig") -> None:
     model_dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", model_dtype):
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
+    if _num_sharers(model) and cache.kv_sharing_fast_prefill:
+        raise _unsupported("kv_sharing_fast_prefill", True, "prompts are scored as a whole; leave it out")
     if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         what = "the sliding-window layers would have no cache of their own; leave it out"
         raise _unsupported("disable_hybrid_kv_cache_manager", True, what)
@@ -253,8 +260,12 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
     if attention.backend is not AttentionBackendEnum.CUSTOM:
         name = attention.backend.name if attention.backend else None
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
-    if has_windows(model):
-        raise _unsupported("model", model.model, "it has sliding-window layers; allowed on CUDA: models without them")
+    for trait, has_trait in (
+        ("sliding-window layers", has_windows(model)),
+        ("layers that share one KV cache", _num_sharers(model)),
+    ):
+        if has_trait:
+            raise _unsupported("model", model.model, f"it has {trait}; allowed on CUDA: models without them")
     if attention.backend_per_kind:
         raise _unsupported("attention_config.backend_per_kind", attention.backend_per_kind, "leave it out")
     if parallel.use_ubatching:

@@ -30,7 +30,7 @@ class MergeableImpl:
         alibi: bool,
         soft_cap: bool,
         sinks: bool,
-        shared_cache: bool,
+        shared_cache: bool = False,
         sliding_window: bool = False,
     ) -> None:
         """Raises UnsupportedConfigError if a layer uses a feature that compression does not support."""

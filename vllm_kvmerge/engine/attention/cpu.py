@@ -132,7 +132,6 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             alibi=self.alibi_slopes is not None,
             soft_cap=self.logits_soft_cap != 0,
             sinks=self.sinks is not None,
-            shared_cache=self.kv_sharing_target_layer_name is not None,
         )
 
     def do_kv_cache_update(
@@ -163,7 +162,9 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         if attn_metadata is None:  # warm-up
             return output
         cache, metadata = self.paged(kv_cache), attn_metadata
-        for reader in metadata.readers:
+        # Statistics of a cache that other layers share are made of its own layer's queries alone.
+        is_owner = self.kv_sharing_target_layer_name is None
+        for reader in metadata.readers if is_owner else ():
             reader.read(self.layer_index, query, cache, self.scale)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
@@ -175,6 +176,8 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             output[metadata.plain_tokens] = plain_output
         batch = metadata.compressed
         assert batch is not None
+        if not is_owner:
+            batch = replace(batch, score_modes=torch.zeros_like(batch.score_modes))
         if metadata.pages is not None:
             batch = replace(batch, pages=metadata.pages[self.layer_index])
         paged_attention(query, cache, batch, self.scale, output)

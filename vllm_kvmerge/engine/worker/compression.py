@@ -193,14 +193,19 @@ class Compression:
         self.group = compressed_group(kv_cache_config)
         self._window_blocks = window_blocks(kv_cache_config, self._config)
         group = kv_cache_config.kv_cache_groups[self.group]
-        layers: list[Any] = [self.layers[name] for name in group.layer_names]
-        for index, layer in enumerate(layers):
-            layer.impl.layer_index = index
+        # Of layers that share one cache, the others follow what its own one does.
+        owners = {name: self.layers[name].kv_sharing_target_layer_name or name for name in group.layer_names}
+        layer_names = list(dict.fromkeys(owners.values()))
+        for name, owner in owners.items():
+            self.layers[name].impl.layer_index = layer_names.index(owner)  # type: ignore[attr-defined]
+        layers: list[Any] = [self.layers[name] for name in layer_names]
         pages = [layer.impl.paged(layer.kv_cache) for layer in layers]
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
         if (expected := limits.shape.num_layers) != len(layers):
-            raise UnsupportedConfigError(f"model layers: {len(layers)} are full attention, its config says {expected}")
+            raise UnsupportedConfigError(
+                f"model layers: {len(layers)} have a cache of full attention, its config says {expected}"
+            )
         logger.info(
             "Compressing one request may take %.0f MiB and, at %.3g products and %.3g other numbers a second, %g s",
             limits.max_bytes / 2**20,
@@ -212,15 +217,15 @@ class Compression:
         heads, num_kv_heads = HeadShare.of(self._config), pages[0].num_kv_heads
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
         self._model = model
-        self._output_weights = OutputWeights(model, group.layer_names, num_kv_heads, self._query_shape)
-        self._hidden_states = self._watched(model, group.layer_names, heads.indices(num_kv_heads))
+        self._output_weights = OutputWeights(model, layer_names, num_kv_heads, self._query_shape)
+        self._hidden_states = self._watched(model, layer_names, heads.indices(num_kv_heads))
         self._compactor = Compactor(
             layers=pages,
             scale=layers[0].impl.scale,
             head_indices=heads.indices(num_kv_heads),
             all_heads=heads.gather,
             output_weights=self._output_weights,
-            rotation=find_rotation(model, group.layer_names),
+            rotation=find_rotation(model, layer_names),
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
             max_bytes=limits.max_bytes,
