@@ -39,7 +39,7 @@ def write_llama(folder: Path, **sizes) -> Path:
     return _write(folder, LlamaForCausalLM(LlamaConfig(**SIZES | sizes)))
 
 
-WINDOW = 48
+WINDOW, CHUNK = 48, 64
 
 
 def write_gemma(folder: Path, **sizes) -> Path:
@@ -56,6 +56,27 @@ def write_gemma(folder: Path, **sizes) -> Path:
         if weight.ndim == 1:  # of norms: keys are normalized, and would all be equally long
             weight.data.normal_(0.0, 0.3)
     return _write(folder, model)
+
+
+def write_gemma3n(folder: Path) -> Path:
+    """Saves a model whose layers slide and see everything by turns; the last four read the caches of the second two."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    gemma = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    gemma |= {"num_kv_shared_layers": 4, "sliding_window": WINDOW, "activation_sparsity_pattern": [0.0] * 8}
+    gemma |= {"vocab_size_per_layer_input": 832, "hidden_size_per_layer_input": 16, "laurel_rank": 8}
+    torch.manual_seed(0)
+    return _write(folder, Gemma3nForCausalLM(Gemma3nTextConfig(**SIZES | gemma, altup_num_inputs=2)))
+
+
+def write_llama4(folder: Path) -> Path:
+    """Saves a model of chunked-local layers and, every third, one of full attention without RoPE; none has experts."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    llama = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 0] * 2, "attention_chunk_size": CHUNK}
+    llama |= {"intermediate_size_mlp": 128, "interleave_moe_layer_step": 0, "moe_layers": []}
+    torch.manual_seed(0)
+    return _write(folder, Llama4ForCausalLM(Llama4TextConfig(**SIZES | llama, attn_temperature_tuning=False)))
 
 
 def _write(folder: Path, model: Any) -> Path:

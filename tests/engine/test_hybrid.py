@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,8 @@ def folder(tmp_path_factory) -> Path:
     return write_gemma(tmp_path_factory.mktemp("gemma"))
 
 
-@pytest.fixture(scope="module")
-def engine(folder) -> Iterator[Engine]:
+@contextmanager
+def running(folder: Path) -> Iterator[Engine]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -62,19 +63,29 @@ def engine(folder) -> Iterator[Engine]:
     llm.llm_engine.engine_core.shutdown()
 
 
+@pytest.fixture(scope="module")
+def engine(folder) -> Iterator[Engine]:
+    with running(folder) as engine:
+        yield engine
+
+
 def prompts_of_many_lengths() -> list[list[int]]:
     rng = np.random.default_rng(1)
     return [random_prompt(rng, int(length)) for length in np.geomspace(10, 1500, 12)]
 
 
-@pytest.fixture(scope="module")
-def stock_tokens(folder) -> list[list[int]]:
+def stock(folder: Path) -> list[list[int]]:
     """Tokens from stock vLLM, in a process of its own into which no plugin is loaded."""
     job = json.dumps([arguments(folder), prompts_of_many_lengths(), MAX_TOKENS])
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.split("TOKENS", 1)[1])
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(folder) -> list[list[int]]:
+    return stock(folder)
 
 
 def greedy(policy: str | None = None, max_tokens: int = MAX_TOKENS, **fields) -> SamplingParams:
@@ -285,6 +296,9 @@ def test_a_report_counts_the_blocks_of_all_layers(engine):
     assert max(taken[2:]) <= (64 + 40) // BLOCK_SIZE + 1 + 2 * (WINDOW // BLOCK_SIZE + 2)
 
 
+KINDS = "sliding", "chunked"
+
+
 class Masked:
     """The model in Transformers, whose full-attention layers let generated tokens see some of the prompt alone."""
 
@@ -293,19 +307,21 @@ class Masked:
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
-    def generate(self, prompt: list[int], seen: list[int], num_tokens: int) -> list[int]:
-        """Tokens after the prompt; seen: its positions that they see."""
+    def generate(self, prompt: list[int], seen: list[int], num_tokens: int, chunk: int | None = None) -> list[int]:
+        """Tokens after the prompt; seen: its positions that they see. chunk: of the other layers, if not a window."""
         tokens = list(prompt)
         for _ in range(num_tokens):
             places = torch.arange(len(tokens))
             full = places[:, None] >= places
             near = full & (places[:, None] - places < WINDOW)
+            if chunk is not None:
+                near = full & (places[:, None] // chunk == places // chunk)
             hidden = torch.ones(len(prompt), dtype=torch.bool)
             hidden[seen] = False
             full[len(prompt) :, : len(prompt)] &= ~hidden
             masks = {
                 name: torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))[None, None]
-                for name, mask in (("full_attention", full), ("sliding_attention", near))
+                for name, mask in (("full_attention", full), *((f"{kind}_attention", near) for kind in KINDS))
             }
             with torch.no_grad():
                 logits = self.model(torch.tensor([tokens]), attention_mask=masks).logits

@@ -30,6 +30,13 @@ GEMMA = LLAMA | {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 64,
 }
+LLAMA_4 = LLAMA | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "head_dim": 32,
+    "attention_chunk_size": 64,
+    "no_rope_layers": [1, 0],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +68,7 @@ def refusal(config: Any) -> str:
         QWEN | {"use_sliding_window": False},
         LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
         GEMMA,
+        LLAMA_4,
     ],
 )
 def test_decoders_pass(tmp_path: Path, model: dict[str, Any]) -> None:
@@ -106,7 +114,17 @@ def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None
 def test_windows_need_caches_of_their_own(tmp_path: Path) -> None:
     config = vllm_config(tmp_path, GEMMA, **kvmerge_engine_args(), disable_hybrid_kv_cache_manager=True)
     assert refusal(config).startswith("disable_hybrid_kv_cache_manager=True is not supported")
-    assert refusal(cuda_config(tmp_path, GEMMA)).endswith("allowed on CUDA: models without them")
+    for model in (GEMMA, LLAMA_4, LLAMA | {"num_kv_shared_layers": 1}):
+        assert refusal(cuda_config(tmp_path, model)).endswith("allowed on CUDA: models without them")
+
+
+def test_layers_that_share_a_cache(tmp_path: Path) -> None:
+    model = GEMMA | {"num_hidden_layers": 4, "layer_types": GEMMA["layer_types"] * 2, "num_kv_shared_layers": 1}
+    config = vllm_config(tmp_path, model, **kvmerge_engine_args())
+    check_config(config)
+    assert request_limits(config).shape.num_layers == 1
+    config.cache_config.kv_sharing_fast_prefill = True
+    assert refusal(config).startswith("kv_sharing_fast_prefill=True is not supported")
 
 
 @pytest.mark.parametrize("rope_type", support.PLAIN_ROPE)
@@ -139,7 +157,10 @@ def test_positions_are_those_of_the_table(tmp_path: Path, rope_type: str) -> Non
 def test_configurations_whose_keys_cannot_be_turned_back(fields: dict[str, Any], obstacle: str | None) -> None:
     window = 64 if "layer_types" in fields else None
     model: Any = SimpleNamespace(
-        uses_mrope=False, hf_text_config=SimpleNamespace(**fields), get_sliding_window=lambda: window
+        uses_mrope=False,
+        hf_text_config=SimpleNamespace(**fields),
+        get_sliding_window=lambda: window,
+        attention_chunk_size=None,
     )
     found = support.rotation_obstacle(model)
     assert found is None if obstacle is None else str(found).startswith(obstacle)
@@ -217,7 +238,6 @@ def test_the_models_own_dtype_passes(tmp_path: Path) -> None:
         ({"model_config.attention_chunk_size": 8192}, "chunked-local"),
         ({"model_config.rswa_window": 64}, "restricted sliding-window"),
         ({"model_config.is_mm_prefix_lm": True}, "images"),
-        ({"model_config.hf_text_config": SimpleNamespace(num_kv_shared_layers=2)}, "share one KV cache"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -9,6 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     SlidingWindowSpec,
@@ -33,6 +34,10 @@ class MergeableAttentionSpec(FullAttentionSpec):
     def of(cls, spec: AttentionSpec) -> "MergeableAttentionSpec":
         """Widens the cells of a dense spec."""
         return replace_as(spec, cls, state_content_bytes=cell_bytes(spec.head_size, spec.dtype))
+
+
+WINDOW_SPECS = SlidingWindowSpec, ChunkedLocalAttentionSpec
+"""Specs of layers that see the newest tokens alone. They keep vLLM's own managers."""
 
 
 @dataclass(frozen=True)
@@ -352,24 +357,23 @@ class MergeableAttentionManager(FullAttentionManager):
 
 
 def compressed_group(config: KVCacheConfig) -> int:
-    """Index of the group of layers that are compressed. Others have vLLM's own managers for sliding windows, and blocks
-    of the same pool.
+    """Index of the group of layers that are compressed. Others have windows, and blocks of the same pool.
 
     Raises UnsupportedConfigError if there is not exactly one, or if other layers' cells are not laid out as theirs.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     ours = [index for index, spec in enumerate(specs) if isinstance(spec, MergeableAttentionSpec)]
     others = [spec for spec in specs if not isinstance(spec, MergeableAttentionSpec)]
-    if len(ours) != 1 or any(type(spec) is not SlidingWindowSpec for spec in others):
+    if len(ours) != 1 or any(type(spec) not in WINDOW_SPECS for spec in others):
         raise UnsupportedConfigError(
-            "model layers: all that are not sliding-window layers must be full attention with one KV head count and "
-            "size, and no more than the sliding-window layers if there are such; vLLM groups these as "
+            "model layers: all without a window must be full attention with one KV head count and size, and no more "
+            "than those with a window if there are such; vLLM groups these as "
             f"{[type(spec).__name__ for spec in specs]}"
         )
     cells = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.page_size_bytes) for spec in specs}  # type: ignore[attr-defined]
     if len(cells) > 1:
         raise UnsupportedConfigError(
-            "model layers: sliding-window layers must have as many KV heads of the same size as the others, got "
+            "model layers: those with a window must have as many KV heads of the same size as the others, got "
             f"(block size, KV heads, head size, page bytes) {sorted(cells)}"
         )
     return ours[0]
@@ -379,5 +383,5 @@ def window_blocks(config: KVCacheConfig, vllm_config: "VllmConfig") -> tuple[int
     """``Limits.window_blocks``."""
     in_flight, length = vllm_config.max_in_flight_tokens, vllm_config.model_config.max_model_len
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    windows = [spec for spec in specs if isinstance(spec, SlidingWindowSpec)]
+    windows = [spec for spec in specs if isinstance(spec, WINDOW_SPECS)]
     return tuple(spec.max_admission_blocks_per_request(in_flight, length) for spec in windows)

@@ -34,22 +34,27 @@ UNQUANTISED = ("auto", "bfloat16", "float16")
 X86 = ("x86_64", "amd64")
 
 
+WINDOW_TYPES = ("sliding_attention", "chunked_attention")
+
+
 def _layer_types(model: "ModelConfig") -> list[str]:
     return getattr(model.hf_text_config, "layer_types", None) or []
 
 
 def has_windows(model: "ModelConfig") -> bool:
-    """True if some layers see the newest tokens alone."""
+    """True if some layers see the newest tokens alone, those of a sliding window or of a chunk."""
     # A window that no layer uses, or that --disable-sliding-window removed, is harmless.
     layer_types = _layer_types(model)
-    return bool(model.get_sliding_window() and (not layer_types or "sliding_attention" in layer_types))
+    window = model.get_sliding_window() or model.attention_chunk_size
+    return bool(window and (not layer_types or any(one in WINDOW_TYPES for one in layer_types)))
 
 
 def num_full_layers(model: "ModelConfig", parallel: "ParallelConfig") -> int:
     """Number of layers that see all tokens and have a cache of their own: those that are compressed."""
     num_layers = model.get_num_layers(parallel) - _num_sharers(model)
-    num_windows = _layer_types(model)[:num_layers].count("sliding_attention") if has_windows(model) else 0
-    return num_layers - num_windows
+    if not has_windows(model):
+        return num_layers
+    return num_layers - sum(one in WINDOW_TYPES for one in _layer_types(model)[:num_layers])
 
 
 def _num_sharers(model: "ModelConfig") -> int:
@@ -64,10 +69,10 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ("bidirectional attention over a canvas (a diffusion model)", lambda model: model.is_diffusion),
     ("multi-head latent attention (MLA)", lambda model: model.use_mla),
     (
-        "sliding-window layers alone (--disable-sliding-window caps max_model_len at the window instead)",
+        "sliding-window layers alone (--disable-sliding-window caps max_model_len at the window instead), or "
+        "chunked-local ones",
         lambda model: has_windows(model) and "full_attention" not in _layer_types(model),
     ),
-    ("chunked-local attention layers", lambda model: model.attention_chunk_size),
     ("restricted sliding-window attention", lambda model: model.rswa_window),
     ("ALiBi position biases", lambda model: model.uses_alibi),
     ("soft-capped attention logits", lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None)),
@@ -76,7 +81,7 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
 """Traits of a model that are refused, each with its test."""
 
 
-DECODERS = "decoders with full attention in every layer, or beside sliding-window layers"
+DECODERS = "decoders with full attention in every layer, or beside sliding-window or chunked-local ones"
 
 PLAIN_ROPE = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")
 """Types of rotary position embeddings that are tables of positions, one for all layers and heads."""
@@ -229,7 +234,7 @@ def check_config(vllm_config: "VllmConfig") -> None:
     if _num_sharers(model) and cache.kv_sharing_fast_prefill:
         raise _unsupported("kv_sharing_fast_prefill", True, "prompts are scored as a whole; leave it out")
     if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        what = "the sliding-window layers would have no cache of their own; leave it out"
+        what = "layers with a window would have no cache of their own; leave it out"
         raise _unsupported("disable_hybrid_kv_cache_manager", True, what)
     if vllm_config.device_config.device_type == "cpu":
         _check_cpu(cache, model)
@@ -261,7 +266,7 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
         name = attention.backend.name if attention.backend else None
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
     for trait, has_trait in (
-        ("sliding-window layers", has_windows(model)),
+        ("sliding-window or chunked-local layers", has_windows(model)),
         ("layers that share one KV cache", _num_sharers(model)),
     ):
         if has_trait:

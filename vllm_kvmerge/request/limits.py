@@ -273,7 +273,7 @@ class Limits:
         """Refuses what cannot be done in some layers alone."""
         if not self.shape.has_windows:
             return
-        reason = "does not work with a model that has sliding-window layers"
+        reason = "does not work with a model that has sliding-window or chunked-local layers"
         if config.positions == "cache":
             message = f"{config.positions!r} {reason}; allowed: 'text'"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", message, "unsupported_model")

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
+from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionSpec
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import PagedKVCache
 from vllm_kvmerge.ops.types import cell_bytes
@@ -63,7 +63,7 @@ class MergeableBackend:
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        if type(spec) is SlidingWindowSpec and cls.supports_sliding_window():
+        if type(spec) in WINDOW_SPECS and cls.supports_sliding_window():
             # All layers share the pool's blocks, so their cells must be of one size.
             return replace(spec, state_content_bytes=cell_bytes(spec.head_size, spec.dtype))
         if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
