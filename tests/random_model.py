@@ -1,6 +1,7 @@
-"""A Llama with random weights, large enough that what attention reads decides what comes next."""
+"""Models with random weights, large enough that what attention reads decides what comes next."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,9 +35,54 @@ def write_llama(folder: Path, **sizes) -> Path:
     """Saves the model and the demo model's tokenizer; ``sizes`` as in ``LlamaConfig``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
+    return _write(folder, LlamaForCausalLM(LlamaConfig(**SIZES | sizes)))
+
+
+WINDOW, CHUNK = 48, 64
+
+
+def write_gemma(folder: Path, **sizes) -> Path:
+    """Saves a model of sliding-window layers and, every third, one of full attention; ``sizes`` as in
+    ``Gemma3TextConfig``."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    gemma = {"num_hidden_layers": 6, "layer_types": layer_types, "sliding_window": WINDOW, "query_pre_attn_scalar": 32}
+    gemma["tie_word_embeddings"] = False  # or a token's successor would be itself
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | gemma | sizes))
+    for weight in model.parameters():
+        if weight.ndim == 1:  # of norms: keys are normalized, and would all be equally long
+            weight.data.normal_(0.0, 0.3)
+    return _write(folder, model)
+
+
+def write_gemma3n(folder: Path) -> Path:
+    """Saves a model whose layers slide and see everything by turns; the last four read the caches of the second two."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    gemma = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    gemma |= {"num_kv_shared_layers": 4, "sliding_window": WINDOW, "activation_sparsity_pattern": [0.0] * 8}
+    gemma |= {"vocab_size_per_layer_input": 832, "hidden_size_per_layer_input": 16, "laurel_rank": 8}
+    torch.manual_seed(0)
+    return _write(folder, Gemma3nForCausalLM(Gemma3nTextConfig(**SIZES | gemma, altup_num_inputs=2)))
+
+
+def write_llama4(folder: Path) -> Path:
+    """Saves a model of chunked-local layers and, every third, one of full attention without RoPE; none has experts."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    llama = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 0] * 2, "attention_chunk_size": CHUNK}
+    llama |= {"intermediate_size_mlp": 128, "interleave_moe_layer_step": 0, "moe_layers": []}
+    torch.manual_seed(0)
+    return _write(folder, Llama4ForCausalLM(Llama4TextConfig(**SIZES | llama, attn_temperature_tuning=False)))
+
+
+def _write(folder: Path, model: Any) -> Path:
+    """Saves the model and the demo model's tokenizer."""
     from vllm_kvmerge.demo.train import build_tokenizer
 
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).save_pretrained(folder)
+    model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder

@@ -43,7 +43,6 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.manager = self.scheduler._manager
         self._fronts, self.manager.fronts = self.manager.fronts, None
-        assert self._fronts is not None
 
     def generate(self, prompts: list[list[int]], params) -> list:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -63,6 +62,7 @@ class Engine:
     @contextmanager
     def sharing_contexts(self) -> "Iterator[FrontCache]":
         """Meanwhile compressed contexts stay in the prefix cache; tests that repeat a prompt want it computed again."""
+        assert self._fronts is not None
         self.manager.fronts = self._fronts
         try:
             yield self._fronts

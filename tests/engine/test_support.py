@@ -23,6 +23,20 @@ from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, ch
 
 LLAMA = random_model.LLAMA | {"dtype": "bfloat16"}
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
+GEMMA = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 64,
+}
+LLAMA_4 = LLAMA | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "head_dim": 32,
+    "attention_chunk_size": 64,
+    "no_rope_layers": [1, 0],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +67,11 @@ def refusal(config: Any) -> str:
         LLAMA,
         QWEN | {"use_sliding_window": False},
         LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+        GEMMA,
+        LLAMA_4,
     ],
 )
-def test_full_attention_decoders_pass(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_decoders_pass(tmp_path: Path, model: dict[str, Any]) -> None:
     check_config(vllm_config(tmp_path, model, **kvmerge_engine_args({"policy": "streaming_llm"})))
 
 
@@ -86,6 +102,31 @@ def test_models_whose_keys_cannot_be_turned_back(tmp_path: Path, change: dict[st
     assert found is None if obstacle is None else str(found).startswith(obstacle)
 
 
+def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None:
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = vllm_config(tmp_path, GEMMA | {"num_hidden_layers": 3, "layer_types": layers}, **kvmerge_engine_args())
+    limits = request_limits(config)
+    assert limits.shape.num_layers == 1 and limits.shape.has_windows and not limits.shares_contexts
+    limits = request_limits(vllm_config(tmp_path, LLAMA, **kvmerge_engine_args()))
+    assert limits.shape.num_layers == 2 and not limits.shape.has_windows and limits.shares_contexts
+
+
+def test_windows_need_caches_of_their_own(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path, GEMMA, **kvmerge_engine_args(), disable_hybrid_kv_cache_manager=True)
+    assert refusal(config).startswith("disable_hybrid_kv_cache_manager=True is not supported")
+    for model in (GEMMA, LLAMA_4, LLAMA | {"num_kv_shared_layers": 1}):
+        assert refusal(cuda_config(tmp_path, model)).endswith("allowed on CUDA: models without them")
+
+
+def test_layers_that_share_a_cache(tmp_path: Path) -> None:
+    model = GEMMA | {"num_hidden_layers": 4, "layer_types": GEMMA["layer_types"] * 2, "num_kv_shared_layers": 1}
+    config = vllm_config(tmp_path, model, **kvmerge_engine_args())
+    check_config(config)
+    assert request_limits(config).shape.num_layers == 1
+    config.cache_config.kv_sharing_fast_prefill = True
+    assert refusal(config).startswith("kv_sharing_fast_prefill=True is not supported")
+
+
 @pytest.mark.parametrize("rope_type", support.PLAIN_ROPE)
 def test_positions_are_those_of_the_table(tmp_path: Path, rope_type: str) -> None:
     from vllm.config import set_current_vllm_config
@@ -105,21 +146,31 @@ def test_positions_are_those_of_the_table(tmp_path: Path, rope_type: str) -> Non
     [
         ({}, "declares no RoPE"),
         ({"rotary_dim": 64}, None),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "has a RoPE for each type of layer"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, None),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "has a RoPE of another kind (longrope)"),
+        ({"rope_parameters": {"some_attention": {"rope_theta": 1e4}}}, "has a RoPE for each type of layer"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "layer_types": ["sliding_attention"]}, "does not say whether"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "has a RoPE of another kind (longrope)"),
         ({"rope_parameters": {"rope_theta": 1e4}, "layer_rope_theta": [1e4, 0]}, "has no RoPE in some layers"),
     ],
 )
 def test_configurations_whose_keys_cannot_be_turned_back(fields: dict[str, Any], obstacle: str | None) -> None:
-    model: Any = SimpleNamespace(uses_mrope=False, hf_text_config=SimpleNamespace(**fields))
-    assert support.rotation_obstacle(model) == obstacle
+    window = 64 if "layer_types" in fields else None
+    model: Any = SimpleNamespace(
+        uses_mrope=False,
+        hf_text_config=SimpleNamespace(**fields),
+        get_sliding_window=lambda: window,
+        attention_chunk_size=None,
+    )
+    found = support.rotation_obstacle(model)
+    assert found is None if obstacle is None else str(found).startswith(obstacle)
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         (LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "sliding"),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, "sliding-window"),
         (LLAMA | {"head_dim": 48}, "head size is 48"),
         (
             {
@@ -187,7 +238,6 @@ def test_the_models_own_dtype_passes(tmp_path: Path) -> None:
         ({"model_config.attention_chunk_size": 8192}, "chunked-local"),
         ({"model_config.rswa_window": 64}, "restricted sliding-window"),
         ({"model_config.is_mm_prefix_lm": True}, "images"),
-        ({"model_config.hf_text_config": SimpleNamespace(num_kv_shared_layers=2)}, "share one KV cache"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -35,14 +35,11 @@ if __name__ == "__main__":
 """
 
 
-def generate(script: Path, jobs: list) -> list:
-    """By two workers, in a process of their own."""
-    arguments = kvmerge_engine_args(
-        **engine_arguments(),
-        kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK,
-        additional_config={"kvmerge": {"kvzap": demo.kvzap_path()}},
-        tensor_parallel_size=2,
-    )
+def generate(folder: Path, arguments: dict, jobs: list) -> list:
+    """By two workers, in a process of their own: all jobs, then every fourth."""
+    arguments = kvmerge_engine_args(**arguments, tensor_parallel_size=2)
+    script = folder / "generate.py"
+    script.write_text(GENERATE)
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run(
         [sys.executable, str(script)], input=json.dumps([arguments, jobs, NUM_TOKENS]), env=environment
@@ -77,9 +74,11 @@ def test_two_workers_equal_one(engine, tmp_path):
     for policy in ("snapkv", "h2o", "keepkv", "morphkv"):
         fields = {"score_window": "all"} if policy == "h2o" else {}
         jobs.append((random_prompt(rng, 600), compression(policy, budget=96, prefill={"chunk": 100}, **fields)))
-    script = tmp_path / "generate.py"
-    script.write_text(GENERATE)
-    first, second = generate(script, jobs)
+    arguments = engine_arguments() | {
+        "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
+        "additional_config": {"kvmerge": {"kvzap": demo.kvzap_path()}},
+    }
+    first, second = generate(tmp_path, arguments, jobs)
     params = [
         SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in jobs
     ]

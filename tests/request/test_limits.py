@@ -86,6 +86,40 @@ def test_positions_that_are_taken(fields: dict[str, Any], prompt: int, max_token
     limits.check(asked.model_copy(update={"positions": "text"}), prompt, max_tokens)
 
 
+@pytest.mark.parametrize(
+    ("policy", "fields", "param"),
+    [
+        ("h2o", {"positions": "cache"}, "positions"),
+        ("h2o", {"trigger": "pressure"}, "trigger"),
+        ("kvzip", {}, "tracker"),
+    ],
+)
+def test_what_does_not_work_beside_windows_is_refused(policy: str, fields: dict[str, Any], param: str) -> None:
+    limits = replace(LIMITS, shape=replace(DEMO, has_windows=True))
+    with pytest.raises(CompressionError, match="chunked-local layers; allowed: ") as caught:
+        limits.check(config(policy, **fields), 4000, 100)
+    assert caught.value.reason == "unsupported_model" and caught.value.param == f"kv_compression.{param}"
+    LIMITS.check(config(policy, **fields), 4000, 100)
+    limits.check(config("h2o"), 4000, 100)
+
+
+def test_layers_with_a_window_take_slots_too() -> None:
+    """Two groups of them, of at most three blocks of 32 each."""
+    limits = replace(LIMITS, max_model_len=4096, pool_tokens=640, window_blocks=(3, 3))
+    for room, length in ((limits, 640 - 192 - 1), (replace(limits, window_blocks=()), 640 - 1)):
+        room.check_room(None, length)
+        with pytest.raises(CompressionError, match=f"up to {length} tokens"):
+            room.check_room(None, length + 1)
+    assert limits.most_generated(None, 100) == 640 - 192 - 100
+    assert limits.most_generated(None, 20) == 640 - 192 - 20
+    assert replace(limits, pool_tokens=96).most_generated(None, 20) == 32 - 20
+    # A bounded cache outlasts the pool, if it fits beside the windows.
+    bounded = config("h2o", budget=64)
+    assert limits.most_generated(bounded, 100) == 4096 - 100
+    assert replace(limits, pool_tokens=64 + 32 + 64 + 192).most_generated(bounded, 100) == 4096 - 100
+    assert replace(limits, pool_tokens=64 + 64 + 192).most_generated(bounded, 100) < 200
+
+
 def test_hidden_states_are_refused_where_none_are_seen() -> None:
     """Predictions need a model as well; a compiled model shows nothing, and one without predictions needs nothing."""
     predicted, normalized = config("kvzap"), config("kvzip", normalized=True, repeat_prompt=[])

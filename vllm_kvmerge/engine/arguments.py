@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_kvmerge.engine.support import (
     UnsupportedConfigError,
     check_options,
+    has_windows,
     hidden_states_obstacle,
+    num_full_layers,
     num_positions,
     platform_obstacle,
     rotation_obstacle,
@@ -135,6 +137,16 @@ def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
     return PluginConfig.model_validate((config.additional_config or {}).get(CONFIG_KEY) or {})
 
 
+def shares_contexts(vllm_config: "VllmConfig") -> bool:
+    """Whether compressed contexts stay in the prefix cache."""
+    # Of a front, layers with a window would need the newest tokens, which it does not hold.
+    return (
+        plugin_config(vllm_config).shared_contexts
+        and bool(vllm_config.cache_config.enable_prefix_caching)
+        and not has_windows(vllm_config.model_config)
+    )
+
+
 def request_limits(vllm_config: "VllmConfig") -> Limits:
     """Limits of an engine's requests, without the speed of its workers, which they report."""
     options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
@@ -145,7 +157,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         max_bytes=options.max_compaction_bytes or max(LEAST_COMPACTION_BYTES, LAYERS_AT_ONCE * one_layer),
         max_seconds=options.max_compaction_seconds,
         shape=ModelShape(
-            num_layers=model.get_num_layers(parallel),
+            num_layers=num_full_layers(model, parallel),
             num_kv_heads=num_kv_heads,
             group_size=model.get_num_attention_heads(parallel) // num_kv_heads,
             head_size=model.get_head_size(),
@@ -155,13 +167,14 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             hidden_states_obstacle=hidden_states_obstacle(vllm_config),
             has_surrogate=options.kvzap is not None,
             num_positions=num_positions(model),
+            has_windows=has_windows(model),
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,
         max_external_bytes=options.external_cache_bytes,
         num_token_ids=model.get_vocab_size(),
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        shares_contexts=options.shared_contexts and bool(vllm_config.cache_config.enable_prefix_caching),
+        shares_contexts=shares_contexts(vllm_config),
         head_pages=options.head_pages
         and not (
             # The reference of attention cannot follow a GPU's addresses.

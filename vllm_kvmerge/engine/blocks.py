@@ -1,19 +1,30 @@
 """The engine's KV blocks: the cache spec with metadata in the page, and the manager of compressed sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+    replace_as,
+)
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
 from vllm_kvmerge.engine.repetition import RepeatingRequest
+from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops.types import cell_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class MergeableAttentionSpec(FullAttentionSpec):
@@ -23,6 +34,10 @@ class MergeableAttentionSpec(FullAttentionSpec):
     def of(cls, spec: AttentionSpec) -> "MergeableAttentionSpec":
         """Widens the cells of a dense spec."""
         return replace_as(spec, cls, state_content_bytes=cell_bytes(spec.head_size, spec.dtype))
+
+
+WINDOW_SPECS = SlidingWindowSpec, ChunkedLocalAttentionSpec
+"""Specs of layers that see the newest tokens alone. They keep vLLM's own managers."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,7 @@ class MergeableAttentionManager(FullAttentionManager):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "needs_kv_cache_zeroing": True})
+        super().__init__(*args, **kwargs)
         self.segments: dict[str, Segments] = {}
         self.fronts: FrontCache | None = None
         """Compressed contexts in the prefix cache; None: there are none."""
@@ -258,11 +273,11 @@ class MergeableAttentionManager(FullAttentionManager):
         held = self.req_to_blocks.get(request_id, ()), self._still_read.get(request_id, ())
         return sum(not block.is_null for blocks in held for block in blocks)
 
-    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        # Compressed keys and values are approximations, which other requests must not find by hash. Nobody would look
-        # for a context that is followed by a repetition.
-        if request.request_id not in self.segments and not isinstance(request, RepeatingRequest):
-            super().cache_blocks(request, num_tokens, *args, **kwargs)
+    def hashes_blocks_of(self, request: Request) -> bool:
+        """Whether other requests may find the request's new blocks, of any layers, by hash."""
+        # Once keys and values are approximations, so are hidden states of all layers. Nobody would look for a context
+        # that is followed by a repetition.
+        return request.request_id not in self.segments and not isinstance(request, RepeatingRequest)
 
     def _has_partial_local_hit(self, new_computed_blocks: Sequence[KVCacheBlock], num_computed_tokens: int) -> bool:
         # The block in which a front's tail begins is not among those that are taken over.
@@ -333,8 +348,40 @@ class MergeableAttentionManager(FullAttentionManager):
         # A hashed block is from before the first compression: the model itself computed its contents.
         self._unclean |= {block.block_id for block in blocks if block.block_hash is None and not block.is_null}
 
-    def take_new_block_ids(self) -> list[int]:
-        """Ids of blocks that were handed out since the last call and must be zeroed before they are used."""
-        unclean = [block_id for block_id in super().take_new_block_ids() if block_id in self._unclean]
+    def take_unclean(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks, handed out since the last call to any layers, that must be zeroed before they are
+        used."""
+        unclean = [block_id for block_id in block_ids if block_id in self._unclean]
         self._unclean.difference_update(unclean)
         return unclean
+
+
+def compressed_group(config: KVCacheConfig) -> int:
+    """Index of the group of layers that are compressed. Others have windows, and blocks of the same pool.
+
+    Raises UnsupportedConfigError if there is not exactly one, or if other layers' cells are not laid out as theirs.
+    """
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    ours = [index for index, spec in enumerate(specs) if isinstance(spec, MergeableAttentionSpec)]
+    others = [spec for spec in specs if not isinstance(spec, MergeableAttentionSpec)]
+    if len(ours) != 1 or any(type(spec) not in WINDOW_SPECS for spec in others):
+        raise UnsupportedConfigError(
+            "model layers: all without a window must be full attention with one KV head count and size, and no more "
+            "than those with a window if there are such; vLLM groups these as "
+            f"{[type(spec).__name__ for spec in specs]}"
+        )
+    cells = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.page_size_bytes) for spec in specs}  # type: ignore[attr-defined]
+    if len(cells) > 1:
+        raise UnsupportedConfigError(
+            "model layers: those with a window must have as many KV heads of the same size as the others, got "
+            f"(block size, KV heads, head size, page bytes) {sorted(cells)}"
+        )
+    return ours[0]
+
+
+def window_blocks(config: KVCacheConfig, vllm_config: "VllmConfig") -> tuple[int, ...]:
+    """``Limits.window_blocks``."""
+    in_flight, length = vllm_config.max_in_flight_tokens, vllm_config.model_config.max_model_len
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    windows = [spec for spec in specs if isinstance(spec, WINDOW_SPECS)]
+    return tuple(spec.max_admission_blocks_per_request(in_flight, length) for spec in windows)

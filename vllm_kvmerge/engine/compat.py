@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.inputs import EngineInput
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.request import Request
 
 CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
 CUDA_BACKEND = "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend"
@@ -151,6 +153,21 @@ def register_cache_spec() -> None:
     KVCacheSpecRegistry.register(
         MergeableAttentionSpec, manager_class=MergeableAttentionManager, uniform_type_base_spec=FullAttentionSpec
     )
+
+
+def hash_blocks_of(coordinator: "KVCacheCoordinator", may_hash: Callable[["Request"], bool]) -> None:
+    """Makes the blocks of requests for which ``may_hash`` is false stay out of the prefix cache, those of all layers.
+
+    vLLM asks the manager of each group of layers, and only ours knows. A setting of requests for that, beside the one
+    that has them read nothing from the prefix cache, would make this unnecessary.
+    """
+    hash_blocks = coordinator.cache_blocks
+
+    def hash_some_blocks(request: "Request", num_computed_tokens: int) -> None:
+        if may_hash(request):
+            hash_blocks(request, num_computed_tokens)
+
+    coordinator.cache_blocks = hash_some_blocks  # type: ignore[method-assign]
 
 
 def register_attention_backend() -> None:

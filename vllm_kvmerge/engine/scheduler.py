@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
-from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.blocks import MergeableAttentionManager, compressed_group, window_blocks
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests
 from vllm_kvmerge.engine.fronts import FrontCache
@@ -48,7 +48,7 @@ from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression, cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.sharing import ContextSharing
 from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, SpreadCompression
-from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config
+from vllm_kvmerge.engine.support import check_config
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import KEPT_SHARE
@@ -67,20 +67,23 @@ class CompressionSchedulerMixin(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_config(self.vllm_config)
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        if len(managers) != 1 or not isinstance(managers[0], MergeableAttentionManager):
-            raise UnsupportedConfigError(
-                "model layers: all must be full attention with one KV head count and size, "
-                f"got {[type(manager.kv_cache_spec).__name__ for manager in managers]}"
-            )
-        self._manager = managers[0]
+        coordinator, group = self.kv_cache_manager.coordinator, compressed_group(self.kv_cache_config)
+        self._managers = coordinator.single_type_managers
+        manager = self._managers[group]
+        assert isinstance(manager, MergeableAttentionManager)
+        self._manager = manager
+        for one in self._managers:
+            one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
+        compat.hash_blocks_of(coordinator, manager.hashes_blocks_of)
         self._default = plugin_config(self.vllm_config).default
         num_slots = (self.kv_cache_config.num_blocks - 1) * self.block_size
-        self._limits = replace(request_limits(self.vllm_config), pool_tokens=num_slots)
+        windows = window_blocks(self.kv_cache_config, self.vllm_config)
+        self._limits = replace(request_limits(self.vllm_config), pool_tokens=num_slots, window_blocks=windows)
         self._model = EngineModel(self.vllm_config.model_config)
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
-        bytes_per_block = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+        # Groups of layers have the same memory: a block is one group's at a time.
+        bytes_per_block = cache.kv_cache_tensors[0].size // cache.num_blocks
         self._num_workers = self.parallel_config.tensor_parallel_size
         self._bytes_per_block = bytes_per_block * self._num_workers
         self._compressions: dict[str, RequestCompression] = {}
@@ -100,8 +103,8 @@ class CompressionSchedulerMixin(Scheduler):
         options = plugin_config(self.vllm_config)
         hash_function = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
         self._keys = PrefixKeys(hash_function, self._manager.block_pool.hash_block_size)
-        if options.shared_contexts and self.cache_config.enable_prefix_caching:
-            pool, group, max_bytes = self._manager.block_pool, self._manager.kv_cache_group_id, self._limits.max_bytes
+        if self._limits.shares_contexts:
+            pool, max_bytes = self._manager.block_pool, self._limits.max_bytes
             self._manager.fronts = FrontCache(pool, group, self._keys, KEPT_SHARE * max_bytes)
         # Beside them there is room for the longest request, which would otherwise wait for ever.
         others = cache.num_blocks - 1 - cdiv(self.max_model_len, self.block_size)
@@ -415,8 +418,13 @@ class CompressionSchedulerMixin(Scheduler):
             longest = self._compressions[request.request_id].longest_prefix(due_at)
             allowed = longest // self.block_size * self.block_size
             if num_hit_tokens > allowed:
-                blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, allowed)
-                num_hit_tokens = allowed
+                # Anew: a shorter hit has other blocks within a window.
+                found, num_hit_tokens, _ = self.kv_cache_manager.coordinator.find_longest_cache_hit(
+                    request.block_hashes, allowed
+                )
+                blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+            # Where the next one with this context may begin, layers with a window keep theirs in the prefix cache.
+            boundary = min(boundary or allowed, allowed)
         return blocks, num_hit_tokens, boundary, diverged
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -463,7 +471,7 @@ class CompressionSchedulerMixin(Scheduler):
         ) and self._kept_bytes.reserve(request_id, num_bytes, limits.kept_bytes)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
-        return self.kv_cache_manager.take_new_block_ids() or None
+        return self._manager.take_unclean(self.kv_cache_manager.take_new_block_ids()) or None
 
     def _is_awaited(self, output: SchedulerOutput) -> bool:
         """True if requests are computed in this step whose next tokens wait for compressions of others."""
@@ -684,6 +692,8 @@ class CompressionSchedulerMixin(Scheduler):
         if compression is not None and compression.external_bytes:
             external = self._limits.external_bytes(segments.changed_at) * self._num_workers
         num_blocks = self._manager.num_held_blocks(request_id)
+        others = [one.req_to_blocks.get(request_id, ()) for one in self._managers if one is not self._manager]
+        num_blocks += sum(not block.is_null for blocks in others for block in blocks)
         return CacheSize(segments.num_entries(num_tokens), num_tokens, num_blocks, external)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import InvalidVersion, Version
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, ModelConfig, VllmConfig
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 
 SUPPORTED_RELEASE = (0, 32)
 SUPPORTED_RANGE = ">=0.32,<0.33"
@@ -34,10 +34,32 @@ UNQUANTISED = ("auto", "bfloat16", "float16")
 X86 = ("x86_64", "amd64")
 
 
-def _slides(model: "ModelConfig") -> bool:
+WINDOW_TYPES = ("sliding_attention", "chunked_attention")
+
+
+def _layer_types(model: "ModelConfig") -> list[str]:
+    return getattr(model.hf_text_config, "layer_types", None) or []
+
+
+def has_windows(model: "ModelConfig") -> bool:
+    """True if some layers see the newest tokens alone, those of a sliding window or of a chunk."""
     # A window that no layer uses, or that --disable-sliding-window removed, is harmless.
-    layer_types = getattr(model.hf_text_config, "layer_types", None) or []
-    return bool(model.get_sliding_window() and (not layer_types or "sliding_attention" in layer_types))
+    layer_types = _layer_types(model)
+    window = model.get_sliding_window() or model.attention_chunk_size
+    return bool(window and (not layer_types or any(one in WINDOW_TYPES for one in layer_types)))
+
+
+def num_full_layers(model: "ModelConfig", parallel: "ParallelConfig") -> int:
+    """Number of layers that see all tokens and have a cache of their own: those that are compressed."""
+    num_layers = model.get_num_layers(parallel) - _num_sharers(model)
+    if not has_windows(model):
+        return num_layers
+    return num_layers - sum(one in WINDOW_TYPES for one in _layer_types(model)[:num_layers])
+
+
+def _num_sharers(model: "ModelConfig") -> int:
+    """Number of layers, the last ones, that read the cache of an earlier layer."""
+    return getattr(model.hf_text_config, "num_kv_shared_layers", 0) or 0
 
 
 TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
@@ -46,16 +68,20 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ("Mamba or linear-attention layers", lambda model: model.is_hybrid),
     ("bidirectional attention over a canvas (a diffusion model)", lambda model: model.is_diffusion),
     ("multi-head latent attention (MLA)", lambda model: model.use_mla),
-    ("sliding-window layers (--disable-sliding-window caps max_model_len at the window instead)", _slides),
-    ("chunked-local attention layers", lambda model: model.attention_chunk_size),
+    (
+        "sliding-window layers alone (--disable-sliding-window caps max_model_len at the window instead), or "
+        "chunked-local ones",
+        lambda model: has_windows(model) and "full_attention" not in _layer_types(model),
+    ),
     ("restricted sliding-window attention", lambda model: model.rswa_window),
-    ("layers that share one KV cache", lambda model: getattr(model.hf_text_config, "num_kv_shared_layers", 0)),
     ("ALiBi position biases", lambda model: model.uses_alibi),
     ("soft-capped attention logits", lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     ("bidirectional attention over images", lambda model: model.is_mm_prefix_lm),
 )
 """Traits of a model that are refused, each with its test."""
 
+
+DECODERS = "decoders with full attention in every layer, or beside sliding-window or chunked-local ones"
 
 PLAIN_ROPE = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")
 """Types of rotary position embeddings that are tables of positions, one for all layers and heads."""
@@ -69,8 +95,12 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
         return "has M-RoPE, which turns by more than one position"
     if not parameters and not getattr(config, "rotary_dim", None):  # GPT-J's name for it
         return "declares no RoPE"
-    if any(isinstance(one, dict) for one in parameters.values()):
+    if isinstance(of_full_layers := parameters.get("full_attention"), dict):
+        parameters = of_full_layers
+    elif any(isinstance(one, dict) for one in parameters.values()):
         return "has a RoPE for each type of layer"
+    elif has_windows(model):
+        return "does not say whether its layers of full attention have RoPE"
     rope_type = parameters.get("rope_type", "default")
     if (
         rope_type not in PLAIN_ROPE
@@ -175,7 +205,7 @@ def unsupported_features() -> dict[str, str]:
     features[SUPERVISOR] = SUPERVISOR_OBSTACLE
     features["kv_cache_dtype"] = "must be auto or the model's own: entries of a quantised cache are not merged"
     traits = "; ".join(trait for trait, _ in TRAITS)
-    features["model"] = f"must be a decoder with full attention in every layer, without: {traits}"
+    features["model"] = f"must be {DECODERS}, without: {traits}"
     return features
 
 
@@ -197,12 +227,15 @@ def check_config(vllm_config: "VllmConfig") -> None:
     if model.runner_type != "generate":
         raise _unsupported("runner", model.runner_type, "allowed: generate")
     for trait in (trait for trait, has_trait in TRAITS if has_trait(model)):
-        raise _unsupported(
-            "model", model.model, f"it has {trait}; allowed: decoders with full attention in every layer"
-        )
+        raise _unsupported("model", model.model, f"it has {trait}; allowed: {DECODERS}")
     model_dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", model_dtype):
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
+    if _num_sharers(model) and cache.kv_sharing_fast_prefill:
+        raise _unsupported("kv_sharing_fast_prefill", True, "prompts are scored as a whole; leave it out")
+    if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        what = "layers with a window would have no cache of their own; leave it out"
+        raise _unsupported("disable_hybrid_kv_cache_manager", True, what)
     if vllm_config.device_config.device_type == "cpu":
         _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":
@@ -232,6 +265,12 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
     if attention.backend is not AttentionBackendEnum.CUSTOM:
         name = attention.backend.name if attention.backend else None
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
+    for trait, has_trait in (
+        ("sliding-window or chunked-local layers", has_windows(model)),
+        ("layers that share one KV cache", _num_sharers(model)),
+    ):
+        if has_trait:
+            raise _unsupported("model", model.model, f"it has {trait}; allowed on CUDA: models without them")
     if attention.backend_per_kind:
         raise _unsupported("attention_config.backend_per_kind", attention.backend_per_kind, "leave it out")
     if parallel.use_ubatching:

@@ -105,8 +105,11 @@ async def enforce_limits(engine_client: "EngineClient") -> None:
         touches_per_second=min(rates.touches_per_second for rates in workers),
     )
     _model = EngineModel(config.model_config)
-    limits, num_blocks = request_limits(config), min(await engine_client.collective_rpc("num_kv_blocks"))
-    _limits = replace(limits, rates=slowest, pool_tokens=(num_blocks - 1) * limits.block_size)
+    limits, pools = request_limits(config), await engine_client.collective_rpc("pool_sizes")
+    num_blocks, windows = min(pools)
+    _limits = replace(
+        limits, rates=slowest, pool_tokens=(num_blocks - 1) * limits.block_size, window_blocks=tuple(windows)
+    )
     _default = plugin_config(config).default
 
 

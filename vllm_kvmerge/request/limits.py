@@ -18,10 +18,12 @@ KEPT_SHARE = 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one worker's part of the model. item_size: bytes of a number in the cache. rotation_obstacle: why keys
+    """Sizes of one worker's part of the model. num_layers: that are compressed. item_size: bytes of a number in the
+    cache. rotation_obstacle: why keys
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
     that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
-    num_positions: that RoPE has a turn for; None: not known."""
+    num_positions: that RoPE has a turn for; None: not known. has_windows: other layers see the newest tokens alone, and
+    are not compressed."""
 
     num_layers: int
     num_kv_heads: int
@@ -33,6 +35,7 @@ class ModelShape:
     hidden_states_obstacle: str | None = None
     has_surrogate: bool = False
     num_positions: int | None = None
+    has_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,9 @@ class Limits:
     of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
     num_token_ids: of the model. max_num_seqs: requests that run at once. shares_contexts: what has been compressed
-    stays in the prefix cache. pool_tokens: that the pool has slots for; None: not known yet. rates: speed of the
-    workers; None: not known yet, so time is not limited.
+    stays in the prefix cache. pool_tokens: that the pool has slots for; None: not known yet. window_blocks: blocks that
+    each group of layers with a window takes for one request at most. rates: speed of the workers; None: not known yet,
+    so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -124,6 +128,7 @@ class Limits:
     max_num_seqs: int = 2
     shares_contexts: bool = True
     pool_tokens: int | None = None
+    window_blocks: tuple[int, ...] = ()
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
@@ -134,6 +139,7 @@ class Limits:
             CompressionError: says what would be allowed.
         """
         self._check_allowed(config)
+        self._check_windows(config)
         self._check_rotation(config)
         self._check_hidden_states(config.policy.tracker)
         if config.reuse is not None and not self.shares_contexts:
@@ -159,10 +165,14 @@ class Limits:
         Raises:
             CompressionError: says what would fit.
         """
-        if self.pool_tokens is None or self.slots(config, num_prompt_tokens) < self.pool_tokens:
+
+        def slots(length: int) -> int:
+            return self.slots(config, length) + self._window_slots(length)
+
+        if self.pool_tokens is None or slots(num_prompt_tokens) < self.pool_tokens:
             return
-        pool, needed = self.pool_tokens, self.slots(config, num_prompt_tokens)
-        longest = _most(1, num_prompt_tokens, lambda length: self.slots(config, length) < pool)
+        pool, needed = self.pool_tokens, slots(num_prompt_tokens)
+        longest = _most(1, num_prompt_tokens, lambda length: slots(length) < pool)
         field = "prompt" if config is None else f"{EXTRA_ARGS_KEY}.prefill"
         what = "without compression" if config is None else f"with {config.name!r}"
         raise CompressionError(
@@ -173,7 +183,7 @@ class Limits:
         )
 
     def slots(self, config: CompressionConfig | None, num_prompt_tokens: int) -> int:
-        """Most slots that a request takes, alone, until it generates."""
+        """Most slots that a request takes in layers that see all tokens, alone, until it generates."""
         if config is None:
             return num_prompt_tokens
         context = config.resolve_context(num_prompt_tokens)
@@ -183,6 +193,11 @@ class Limits:
         # A front may end within a block, and a tail may begin within one.
         followed = max(min(context - front, config.prefill.chunk), num_prompt_tokens - context)
         return min(front + followed + 2 * self.block_size, num_prompt_tokens)
+
+    def _window_slots(self, num_tokens: int) -> int:
+        """Most slots that a request of ``num_tokens`` takes in layers with a window."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return sum(min(num_blocks, most) for most in self.window_blocks) * self.block_size
 
     def _front(self, config: CompressionConfig, context: int) -> int:
         """Most slots of a compressed context."""
@@ -194,27 +209,39 @@ class Limits:
     def most_generated(self, config: CompressionConfig | None, num_prompt_tokens: int) -> int:
         """New tokens that the pool has room for if the request runs alone, up to those that the model can read."""
         most = max(0, self.max_model_len - num_prompt_tokens)
-        if self.pool_tokens is None or self.pool_tokens >= self.max_model_len:
+        if self.pool_tokens is None:
+            return most
+
+        def fits(num_tokens: int) -> bool:
+            pool = self.pool_tokens - self._window_slots(num_prompt_tokens + num_tokens)  # type: ignore[operator]
+            return num_tokens <= self._generated_in(pool, config, num_prompt_tokens)
+
+        return most if fits(most) else _most(1, most, fits) or 1
+
+    def _generated_in(self, pool: int, config: CompressionConfig | None, num_prompt_tokens: int) -> int:
+        """New tokens that ``pool`` slots have room for, up to those that the model can read."""
+        most = max(0, self.max_model_len - num_prompt_tokens)
+        if pool >= self.max_model_len:
             return most
         held = num_prompt_tokens
         if config is not None and config.awaits_pressure:
             budget, capacity = config.resolve_budget(num_prompt_tokens), config.resolve_capacity(num_prompt_tokens)
-            front = budget if self.head_pages and capacity is not None else capacity or self.pool_tokens
+            front = budget if self.head_pages and capacity is not None else capacity or pool
             slack = 3 * self.block_size  # to compress before the pool is full, and where front and tail meet
             interval = config.resolve_interval(budget, self.block_size)
-            if config.decode == "bounded" and front + interval + slack <= self.pool_tokens:
+            if config.decode == "bounded" and front + interval + slack <= pool:
                 return most
             # The pool is filled twice, the second time beside the front.
-            held += min(0, front + slack - self.pool_tokens)
+            held += min(0, front + slack - pool)
         elif config is not None:
             context = config.resolve_context(num_prompt_tokens)
             budget = config.resolve_budget(context)
             interval = config.resolve_interval(budget, self.block_size)
-            if config.decode == "bounded" and budget + interval + 2 * self.block_size <= self.pool_tokens:
+            if config.decode == "bounded" and budget + interval + 2 * self.block_size <= pool:
                 return most
             if context > budget:
                 held = self._front(config, context) + num_prompt_tokens - context + 2 * self.block_size
-        return min(most, max(1, self.pool_tokens - held))
+        return min(most, max(1, pool - held))
 
     def possible_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """New tokens that a request can come to. max_tokens: that it asks for; None: as many as the model can."""
@@ -241,6 +268,21 @@ class Limits:
             if name not in parts and name != Threshold.name:
                 message = f"{name!r} is not allowed on this server; allowed: {', '.join(sorted(parts))}"
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
+
+    def _check_windows(self, config: CompressionConfig) -> None:
+        """Refuses what cannot be done in some layers alone."""
+        if not self.shape.has_windows:
+            return
+        reason = "does not work with a model that has sliding-window or chunked-local layers"
+        if config.positions == "cache":
+            message = f"{config.positions!r} {reason}; allowed: 'text'"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", message, "unsupported_model")
+        if config.awaits_pressure:
+            message = f"{config.trigger!r} {reason}; allowed: 'budget'"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.trigger", message, "unsupported_model")
+        if (tracker := config.policy.tracker).repeats_context:
+            message = f"{tracker.name!r} {reason}; allowed: another tracker"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "unsupported_model")
 
     def _check_rotation(self, config: CompressionConfig) -> None:
         """Refuses what needs RoPE undone, for a model whose RoPE cannot be."""

@@ -1,14 +1,16 @@
 """Common part of the attention backends of all platforms: refused features, and views of the cache."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
+from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionSpec
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import PagedKVCache
+from vllm_kvmerge.ops.types import cell_bytes
 
 
 class MergeableImpl:
@@ -16,14 +18,20 @@ class MergeableImpl:
 
     head_size: int
     layer_index: int
-    """The layer's place among the model's attention layers; set when the cache has been allocated."""
+    """The layer's place among those that are compressed; set when the cache has been allocated."""
     row_major_keys: ClassVar[bool]
     """Layout of keys, see ``PagedKVCache.of``."""
 
     _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
     def refuse_features(
-        self, attn_type: str, alibi: bool, sliding_window: bool, soft_cap: bool, sinks: bool, shared_cache: bool
+        self,
+        attn_type: str,
+        alibi: bool,
+        soft_cap: bool,
+        sinks: bool,
+        shared_cache: bool = False,
+        sliding_window: bool = False,
     ) -> None:
         """Raises UnsupportedConfigError if a layer uses a feature that compression does not support."""
         for feature, wanted in (
@@ -55,6 +63,9 @@ class MergeableBackend:
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        if type(spec) in WINDOW_SPECS and cls.supports_sliding_window():
+            # All layers share the pool's blocks, so their cells must be of one size.
+            return replace(spec, state_content_bytes=cell_bytes(spec.head_size, spec.dtype))
         if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
             raise UnsupportedConfigError(f"attention layer of type {type(spec).__name__}: only full attention works")
         return MergeableAttentionSpec.of(spec)

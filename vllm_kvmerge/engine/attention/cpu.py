@@ -130,10 +130,8 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         self.refuse_features(
             self.attn_type,
             alibi=self.alibi_slopes is not None,
-            sliding_window=self.sliding_window != -1,
             soft_cap=self.logits_soft_cap != 0,
             sinks=self.sinks is not None,
-            shared_cache=self.kv_sharing_target_layer_name is not None,
         )
 
     def do_kv_cache_update(
@@ -164,7 +162,9 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         if attn_metadata is None:  # warm-up
             return output
         cache, metadata = self.paged(kv_cache), attn_metadata
-        for reader in metadata.readers:
+        # Statistics of a cache that other layers share are made of its own layer's queries alone.
+        is_owner = self.kv_sharing_target_layer_name is None
+        for reader in metadata.readers if is_owner else ():
             reader.read(self.layer_index, query, cache, self.scale)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
@@ -176,6 +176,8 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             output[metadata.plain_tokens] = plain_output
         batch = metadata.compressed
         assert batch is not None
+        if not is_owner:
+            batch = replace(batch, score_modes=torch.zeros_like(batch.score_modes))
         if metadata.pages is not None:
             batch = replace(batch, pages=metadata.pages[self.layer_index])
         paged_attention(query, cache, batch, self.scale, output)
@@ -195,7 +197,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             scale=self.scale,
             causal=metadata.causal,
             alibi_slopes=None,
-            sliding_window=-1,
+            sliding_window=self.sliding_window,
             block_table=metadata.block_table,
             softcap=0,
             scheduler_metadata=metadata.scheduler_metadata,
@@ -209,6 +211,10 @@ class MergeableAttentionBackend(MergeableBackend, CPUAttentionBackend):
     """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the cache."""
 
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
 
     @staticmethod
     def get_impl_cls() -> type[MergeableAttentionImpl]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import AttentionGroup
@@ -35,6 +36,7 @@ from vllm_kvmerge.engine.attention.rows import (
     RepetitionWindow,
     ScoreWindow,
 )
+from vllm_kvmerge.engine.blocks import compressed_group, window_blocks
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import (
     Adoption,
@@ -45,6 +47,7 @@ from vllm_kvmerge.engine.plan import (
     RepeatedChunk,
     attached_step,
 )
+from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Course, Rescoring
 from vllm_kvmerge.engine.worker.external import ExternalCache
@@ -155,6 +158,9 @@ class Compression:
         self._engine = vllm_config.parallel_config.data_parallel_index
         self._counts = EntryCounts(self._engine)
         self.reporter = Reporter()
+        self.group = 0
+        """Index of the compressed layers' group, among those of the KV cache."""
+        self._window_blocks: tuple[int, ...] = ()
 
     @property
     def compactor(self) -> Compactor:
@@ -166,10 +172,9 @@ class Compression:
         """The model's attention layers by name."""
         return get_layers_from_vllm_config(self._config, Attention)
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool, the null block included."""
-        return len(self.compactor.layers[0].log_votes)
+    def pool_sizes(self) -> tuple[int, list[int]]:
+        """Blocks of the pool, the null block included, and ``Limits.window_blocks``."""
+        return len(self.compactor.layers[0].log_votes), list(self._window_blocks)
 
     def known_rates(self) -> dict[str, float]:
         """The worker's ``Rates``, once there is a KV cache."""
@@ -186,13 +191,22 @@ class Compression:
 
     def use_cache(self, kv_cache_config: KVCacheConfig, model: nn.Module) -> None:
         """Sets up the layers' caches, which have been allocated."""
-        (group,) = kv_cache_config.kv_cache_groups
-        layers: list[Any] = [self.layers[name] for name in group.layer_names]
-        for index, layer in enumerate(layers):
-            layer.impl.layer_index = index
+        self.group = compressed_group(kv_cache_config)
+        self._window_blocks = window_blocks(kv_cache_config, self._config)
+        group = kv_cache_config.kv_cache_groups[self.group]
+        # Of layers that share one cache, the others follow what its own one does.
+        owners = {name: self.layers[name].kv_sharing_target_layer_name or name for name in group.layer_names}
+        layer_names = list(dict.fromkeys(owners.values()))
+        for name, owner in owners.items():
+            self.layers[name].impl.layer_index = layer_names.index(owner)  # type: ignore[attr-defined]
+        layers: list[Any] = [self.layers[name] for name in layer_names]
         pages = [layer.impl.paged(layer.kv_cache) for layer in layers]
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
+        if (expected := limits.shape.num_layers) != len(layers):
+            raise UnsupportedConfigError(
+                f"model layers: {len(layers)} have a cache of full attention, its config says {expected}"
+            )
         logger.info(
             "Compressing one request may take %.0f MiB and, at %.3g products and %.3g other numbers a second, %g s",
             limits.max_bytes / 2**20,
@@ -204,15 +218,15 @@ class Compression:
         heads, num_kv_heads = HeadShare.of(self._config), pages[0].num_kv_heads
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
         self._model = model
-        self._output_weights = OutputWeights(model, group.layer_names, num_kv_heads, self._query_shape)
-        self._hidden_states = self._watched(model, group.layer_names, heads.indices(num_kv_heads))
+        self._output_weights = OutputWeights(model, layer_names, num_kv_heads, self._query_shape)
+        self._hidden_states = self._watched(model, layer_names, heads.indices(num_kv_heads))
         self._compactor = Compactor(
             layers=pages,
             scale=layers[0].impl.scale,
             head_indices=heads.indices(num_kv_heads),
             all_heads=heads.gather,
             output_weights=self._output_weights,
-            rotation=find_rotation(model, group.layer_names),
+            rotation=find_rotation(model, layer_names),
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
             max_bytes=limits.max_bytes,
@@ -227,7 +241,8 @@ class Compression:
         name, surrogates = plugin_config(self._config).kvzap, None
         if name is not None:
             check_surrogate(name, self._config.model_config)
-            surrogates = Surrogate.load(name).of_heads(heads, self._config.model_config.dtype, self._device)
+            of_all = Surrogate.load(name).of_heads(heads, self._config.model_config.dtype, self._device)
+            surrogates = [of_all[extract_layer_index(name)] for name in layer_names]
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         return HiddenStates(model, layer_names, max_tokens, surrogates, len(heads), self._device)
 
@@ -584,8 +599,7 @@ class Compression:
         return replace(compaction, prompt_scores=scores, complete=state.complete)
 
 
-def set_batch_rows(attn_groups: list[list[AttentionGroup]], rows: list[BatchRow]) -> None:
-    """Passes the rows of the next batch to its metadata builders; no rows for a dummy batch."""
-    for groups in attn_groups:
-        for group in groups:
-            group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]
+def set_batch_rows(attn_groups: list[AttentionGroup], rows: list[BatchRow]) -> None:
+    """Passes the rows of the next batch to the compressed layers' metadata builders; no rows for a dummy batch."""
+    for group in attn_groups:
+        group.get_metadata_builder().rows = rows  # type: ignore[attr-defined]

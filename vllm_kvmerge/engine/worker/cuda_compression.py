@@ -85,14 +85,13 @@ class CUDACompression(Compression):
         torch.empty(limits.max_bytes, dtype=torch.uint8, device=self._device)
         del kept
 
-    def prepare_attention(self, attn_groups: list[list[AttentionGroup]], block_table_width: int) -> None:
+    def prepare_attention(self, attn_groups: list[AttentionGroup], block_table_width: int) -> None:
         """Prepares metadata builders and the workspace, after ``use_cache`` and before graphs are captured."""
-        for groups in attn_groups:
-            for group in groups:
-                builder: Any = group.get_metadata_builder()
-                builder.rings = self.rings
-                if request_limits(self._config).head_pages:
-                    builder.use_pages(self.compactor.layers)
+        for group in attn_groups:
+            builder: Any = group.get_metadata_builder()
+            builder.rings = self.rings
+            if request_limits(self._config).head_pages:
+                builder.use_pages(self.compactor.layers)
         # Exact now, and usually reserved already.
         cache = self.compactor.layers[0]
         self._reserve_attention(workspace_of(self._device), cache, self._query_shape[0], block_table_width)

@@ -24,8 +24,9 @@ class CUDARunnerMixin(CompressionRunnerMixin, GPUModelRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
-        width = self.input_batch.block_table[0].block_table.gpu.shape[1]
-        self.compression.prepare_attention(self.attn_groups, width)
+        group = self.compression.group
+        width = self.input_batch.block_table[group].block_table.gpu.shape[1]
+        self.compression.prepare_attention(self.attn_groups[group], width)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         # A full graph runs no Python. Dummy runs pass the argument themselves.

@@ -42,7 +42,8 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         self.compression.use_cache(self.kv_cache_config, self.model)
         # vLLM's own assumes a cache without metadata.
         self.kv_block_zeroer = self.compression  # type: ignore[assignment]
-        self.compression.prepare_attention(self.attn_groups, self.block_tables.block_tables[0].gpu.shape[1])
+        group = self.compression.group
+        self.compression.prepare_attention(self.attn_groups[group], self.block_tables.block_tables[group].gpu.shape[1])
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
@@ -69,7 +70,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         for plan in self._moves:
             index = self.req_states.req_id_to_index.get(plan.request_id)
             if index is not None and plan.request_id not in begun:
-                self.block_tables.block_tables[0].stage_write(index, 0, plan.row_prefix)
+                self.block_tables.block_tables[self.compression.group].stage_write(index, 0, plan.row_prefix)
         self._moves = []
         super().update_requests(scheduler_output)
 
@@ -83,13 +84,16 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         return state, uniform_token_count
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
-        set_batch_rows(self.attn_groups, self.compression.rows(self._order(input_batch.req_ids, input_batch)))
+        set_batch_rows(
+            self.attn_groups[self.compression.group],
+            self.compression.rows(self._order(input_batch.req_ids, input_batch)),
+        )
         prepared = super().prepare_attn(input_batch)
         self.compression.shift_positions(input_batch.positions)
         return prepared
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
-        set_batch_rows(self.attn_groups, [])
+        set_batch_rows(self.attn_groups[self.compression.group], [])
         return super().prepare_dummy_attn(*args, **kwargs)
 
     def _order(self, req_ids: list[str], batch: BatchReqState | InputBatch) -> Iterator[tuple[str, int, int]]:
@@ -99,7 +103,8 @@ class CUDARunnerV2Mixin(GPUModelRunner):
 
     def _blocks_of(self, request_id: str) -> torch.Tensor:
         index = self.req_states.req_id_to_index[request_id]
-        return self.block_tables.block_tables[0].gpu[index, : int(self.block_tables.num_blocks.np[0, index])]
+        group = self.compression.group
+        return self.block_tables.block_tables[group].gpu[index, : int(self.block_tables.num_blocks.np[group, index])]
 
 
 class CompressionGPUModelRunnerV2(CUDARunnerV2Mixin, GPUModelRunner):

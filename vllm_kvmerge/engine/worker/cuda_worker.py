@@ -30,9 +30,9 @@ class KVMergeCUDAWorker(Worker):
         """The worker's ``policies.cost.Rates``, for API servers."""
         return self.model_runner.compression.known_rates()
 
-    def num_kv_blocks(self) -> int:
-        """``Compression.num_blocks``, for API servers."""
-        return self.model_runner.compression.num_blocks
+    def pool_sizes(self) -> tuple[int, list[int]]:
+        """``Compression.pool_sizes``, for API servers."""
+        return self.model_runner.compression.pool_sizes()
 
     def save_front(self, order: str) -> str | None:
         """``Compression.save_front``, for API servers."""

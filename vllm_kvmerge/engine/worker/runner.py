@@ -51,19 +51,21 @@ class CompressionRunnerMixin(GPUModelRunner):
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Not earlier: only here has vLLM waited for the GPU, which may still be copying the last step's rows.
+        group = self.compression.group
         for plan in self._moves:
             # vLLM keeps a request's blocks in its state and, unless it had to wait for room, in a row of the batch.
             prefix = plan.row_prefix
-            self.requests[plan.request_id].block_ids[0][: len(prefix)] = prefix
+            self.requests[plan.request_id].block_ids[group][: len(prefix)] = prefix
             index = self.input_batch.req_id_to_index.get(plan.request_id)
             if index is not None:
-                self.input_batch.block_table[0].block_table.np[index, : len(prefix)] = prefix
+                self.input_batch.block_table[group].block_table.np[index, : len(prefix)] = prefix
         self._moves = []
         return super()._update_states(scheduler_output)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         is_dummy = kwargs.get("num_scheduled_tokens") is None
-        set_batch_rows(self.attn_groups, [] if is_dummy else self.compression.rows(self._order()))
+        rows = [] if is_dummy else self.compression.rows(self._order())
+        set_batch_rows(self.attn_groups[self.compression.group], rows)
         return super()._build_attention_metadata(*args, **kwargs)
 
     def _order(self) -> Iterator[tuple[str, int, int]]:
@@ -73,7 +75,7 @@ class CompressionRunnerMixin(GPUModelRunner):
             yield request_id, self._scheduled[request_id], int(computed[index])
 
     def _blocks_of(self, request_id: str) -> torch.Tensor:
-        return torch.tensor(self.requests[request_id].block_ids[0])
+        return torch.tensor(self.requests[request_id].block_ids[self.compression.group])
 
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
