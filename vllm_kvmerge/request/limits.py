@@ -18,7 +18,8 @@ KEPT_SHARE = 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one worker's part of the model. item_size: bytes of a number in the cache. rotation_obstacle: why keys
+    """Sizes of one worker's part of the model. item_size: bytes of a number in the cache. caps_logits, has_sinks: what
+    its attention does beyond a softmax (``Softmax``). rotation_obstacle: why keys
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
     that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
     num_positions: that RoPE has a turn for; None: not known."""
@@ -29,6 +30,8 @@ class ModelShape:
     head_size: int
     hidden_size: int
     item_size: int
+    caps_logits: bool = False
+    has_sinks: bool = False
     rotation_obstacle: str | None = None
     hidden_states_obstacle: str | None = None
     has_surrogate: bool = False
@@ -134,6 +137,7 @@ class Limits:
             CompressionError: says what would be allowed.
         """
         self._check_allowed(config)
+        self._check_softmax(config)
         self._check_rotation(config)
         self._check_hidden_states(config.policy.tracker)
         if config.reuse is not None and not self.shares_contexts:
@@ -241,6 +245,21 @@ class Limits:
             if name not in parts and name != Threshold.name:
                 message = f"{name!r} is not allowed on this server; allowed: {', '.join(sorted(parts))}"
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", message, "not_allowed")
+
+    def _check_softmax(self, config: CompressionConfig) -> None:
+        """Refuses parts that compute attention otherwise than the model does."""
+        for kind in PARTS:
+            part = getattr(config.policy, kind)
+            if self.shape.caps_logits and not part.takes_cap:
+                trait = "soft-caps its attention logits"
+            elif self.shape.has_sinks and not part.takes_sinks:
+                trait = "has attention sinks"
+            else:
+                continue
+            message = f"{part.name!r} computes attention in another way than the model, which {trait}"
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: another {kind}", "unsupported_model"
+            )
 
     def _check_rotation(self, config: CompressionConfig) -> None:
         """Refuses what needs RoPE undone, for a model whose RoPE cannot be."""

@@ -8,13 +8,17 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.ops import PagedKVCache
+from vllm_kvmerge.ops import PagedKVCache, Softmax
 
 
 class MergeableImpl:
     """One layer's attention over a mergeable cache; beside a platform's own ``AttentionImpl``."""
 
     head_size: int
+    num_kv_heads: int
+    logits_soft_cap: float
+    sinks: Tensor | None
+    """``[H * G]``, in any dtype."""
     layer_index: int
     """The layer's place among the model's attention layers; set when the cache has been allocated."""
     row_major_keys: ClassVar[bool]
@@ -22,21 +26,23 @@ class MergeableImpl:
 
     _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
-    def refuse_features(
-        self, attn_type: str, alibi: bool, sliding_window: bool, soft_cap: bool, sinks: bool, shared_cache: bool
-    ) -> None:
+    def refuse_features(self, attn_type: str, alibi: bool, sliding_window: bool, shared_cache: bool) -> None:
         """Raises UnsupportedConfigError if a layer uses a feature that compression does not support."""
         for feature, wanted in (
             ("ALiBi", alibi),
             ("sliding-window attention", sliding_window),
-            ("logits soft cap", soft_cap),
-            ("attention sinks", sinks),
             ("sharing KV between layers", shared_cache),
         ):
             if wanted:
                 raise UnsupportedConfigError(f"model uses {feature}: not supported with KV cache compression")
         if attn_type != AttentionType.DECODER:
             raise UnsupportedConfigError(f"attention type {attn_type}: only decoder attention is supported")
+
+    @property
+    def softmax(self) -> Softmax:
+        """What this layer does with logits, once its weights have been loaded."""
+        sinks = None if self.sinks is None else self.sinks.detach().float().view(self.num_kv_heads, -1)
+        return Softmax(self.logits_soft_cap, sinks)
 
     def paged(self, kv_cache: Tensor) -> PagedKVCache:
         """Views of this layer's cache, made once per allocation."""

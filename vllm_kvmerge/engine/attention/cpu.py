@@ -131,8 +131,6 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             self.attn_type,
             alibi=self.alibi_slopes is not None,
             sliding_window=self.sliding_window != -1,
-            soft_cap=self.logits_soft_cap != 0,
-            sinks=self.sinks is not None,
             shared_cache=self.kv_sharing_target_layer_name is not None,
         )
 
@@ -163,9 +161,9 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             raise NotImplementedError("fused output quantisation is not supported by this backend")
         if attn_metadata is None:  # warm-up
             return output
-        cache, metadata = self.paged(kv_cache), attn_metadata
+        cache, metadata, softmax = self.paged(kv_cache), attn_metadata, self.softmax
         for reader in metadata.readers:
-            reader.read(self.layer_index, query, cache, self.scale)
+            reader.read(self.layer_index, query, cache, self.scale, softmax)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
             self._plain_attention(layer, query[:num_tokens], cache, metadata, output[:num_tokens])
@@ -178,13 +176,16 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         assert batch is not None
         if metadata.pages is not None:
             batch = replace(batch, pages=metadata.pages[self.layer_index])
-        paged_attention(query, cache, batch, self.scale, output)
+        paged_attention(query, cache, batch, self.scale, output, softmax)
         return output
 
     def _plain_attention(
         self, layer: Any, query: Tensor, cache: PagedKVCache, metadata: MergeableAttentionMetadata, output: Tensor
     ) -> None:
         """vLLM's own operator over strided views of our cache."""
+        sinks = self.sinks
+        if sinks is not None and sinks.dtype != torch.bfloat16:  # it takes no other but float32
+            sinks = sinks.float()
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=cache.stock_keys,
@@ -197,9 +198,9 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             alibi_slopes=None,
             sliding_window=-1,
             block_table=metadata.block_table,
-            softcap=0,
+            softcap=self.logits_soft_cap,
             scheduler_metadata=metadata.scheduler_metadata,
-            s_aux=None,
+            s_aux=sinks,
             dynamic_causal=metadata.dynamic_causal,
             **self._cache_format(layer),
         )

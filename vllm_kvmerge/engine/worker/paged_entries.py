@@ -5,7 +5,7 @@ from copy import copy
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import Fusion, SequenceLayers
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, Fusion, SequenceLayers, Softmax
 from vllm_kvmerge.policies.entries import BLANK, LazyEntries
 
 
@@ -42,6 +42,13 @@ class PagedEntries(LazyEntries):
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
         return ops.most_similar(self.seq_layers, sources, targets, usable)
 
-    def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
+    def fused_attention(
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        scale: float,
+        fusion: Fusion,
+        softmax: Softmax = PLAIN_SOFTMAX,
+    ) -> Tensor:
         metadata = self.log_votes, self.positions
-        return ops.fused_attention(self.seq_layers, queries, query_positions, *metadata, scale, fusion)
+        return ops.fused_attention(self.seq_layers, queries, query_positions, *metadata, scale, fusion, softmax)
