@@ -69,12 +69,13 @@ struct Layout {
 class Driver {
  public:
   Driver(const Kernels& kernels, const PagedKVCache& cache, const std::vector<AttentionRow>& rows, int group,
-         float scale, bool with_values, bool new_start_empty)
+         float scale, Softmax softmax, bool with_values, bool new_start_empty)
       : kernels_(kernels),
         cache_(cache),
         rows_(rows),
         group_(group),
         scale_(scale),
+        softmax_(softmax),
         with_values_(with_values),
         new_start_empty_(new_start_empty) {}
 
@@ -202,6 +203,7 @@ class Driver {
     a.tile_end = std::min(u.num_tiles, (piece + 1) * u.chunks_per_piece * kChunkTiles);
     a.query = from(row.query, a.first_query);
     a.scale = scale_;
+    a.cap = softmax_.cap;
     a.with_values = with_values_;
     a.mode = row.mode;
     a.stored = stored;
@@ -230,6 +232,7 @@ class Driver {
     f.accumulator = partial + l.piece - l.acc;
     f.output = from(row.output, round * u.queries_at_once);
     f.query_dtype = row.query.dtype;
+    f.sinks = softmax_.sinks ? softmax_.sinks + u.head * group_ : nullptr;
     f.with_values = with_values_;
     kernels_.finish(f);
   }
@@ -273,6 +276,7 @@ class Driver {
   const std::vector<AttentionRow>& rows_;
   const int group_;
   const float scale_;
+  const Softmax softmax_;
   const bool with_values_, new_start_empty_;
   int threads_ = 1;
   std::vector<Unit> units_;
@@ -296,7 +300,8 @@ int64_t group_of(const PagedKVCache& cache, const TensorView& query) {
 void call_paged_attention(TensorView query, TensorView keys, TensorView block_table, TensorView query_starts,
                           TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
                           TensorView score_modes, TensorView score_decays, double scale, TensorView output,
-                          Tensors layers, OptionalTensor page_ids, OptionalTensor page_fronts) {
+                          Tensors layers, OptionalTensor page_ids, OptionalTensor page_fronts, double cap,
+                          OptionalTensor sinks) {
   const PagedKVCache cache = cache_of(keys);
   const int64_t group = group_of(cache, query), heads = query.size(1), d = cache.head_size;
   const Rows q = Argument("query", query).rows(heads, d), out = Argument("output", output).rows(heads, d);
@@ -352,11 +357,14 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
     row.scores = row.aux = nullptr;
     row.score_stride = 0;
   }
-  Driver(current(), cache, rows, static_cast<int>(group), static_cast<float>(scale), true, true).run();
+  Driver(current(), cache, rows, static_cast<int>(group), static_cast<float>(scale),
+         softmax_of(cap, sinks, cache.num_heads, group), true, true)
+      .run();
 }
 
 void call_score_prompt_queries(TensorView query, TensorView keys, TensorView blocks, int64_t mode, double decay,
-                               double scale, TensorView scores, TensorView aux) {
+                               double scale, TensorView scores, TensorView aux, double cap,
+                               OptionalTensor sinks) {
   const PagedKVCache cache = cache_of(keys);
   const int64_t group = group_of(cache, query), heads = query.size(1);
   const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
@@ -380,7 +388,9 @@ void call_score_prompt_queries(TensorView query, TensorView keys, TensorView blo
   row.aux = x.f32();
   row.score_stride = s.stride(0);
   if (row.mode == ScoreMode::none) return;
-  Driver(current(), cache, {row}, static_cast<int>(group), static_cast<float>(scale), false, false).run();
+  Driver(current(), cache, {row}, static_cast<int>(group), static_cast<float>(scale),
+         softmax_of(cap, sinks, cache.num_heads, group), false, false)
+      .run();
 }
 
 }  // namespace

@@ -365,7 +365,7 @@ void most_similar(const Kernels& kernels, const SequenceLayers& seq_layers, cons
 // log_votes, positions: [rows, n].
 void fused_attention(const Kernels& kernels, const SequenceLayers& seq_layers, const float* queries, int64_t group,
                      const int64_t* query_positions, int64_t num_queries, const float* log_votes,
-                     const int64_t* positions, float scale, bool largest, float* fused) {
+                     const int64_t* positions, float scale, Softmax softmax, bool largest, float* fused) {
   if (seq_layers.empty()) return;
   const int64_t heads = seq_layers[0].cache.num_heads, d = seq_layers[0].cache.head_size;
   const int64_t n = num_entries(seq_layers[0].segments);
@@ -385,6 +385,8 @@ void fused_attention(const Kernels& kernels, const SequenceLayers& seq_layers, c
     f.log_votes = log_votes + row * n;
     f.positions = positions + row * n;
     f.scale = scale;
+    f.cap = softmax.cap;
+    f.sinks = softmax.sinks ? softmax.sinks + row * group : nullptr;
     f.largest = largest;
     f.fused = fused + row * n;
     f.scratch = scratch.floats(kernels.fuse_scratch(group, num_queries, d, num_tiles));
@@ -686,7 +688,8 @@ void call_most_similar(Tensors layers, TensorView layer, TensorView blocks, Tens
 
 void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
                           OptionalTensor pages, OptionalTensor fronts, TensorView queries, TensorView query_positions,
-                          TensorView log_votes, TensorView positions, double scale, bool largest, TensorView fused) {
+                          TensorView log_votes, TensorView positions, double scale, bool largest, TensorView fused,
+                          double cap, OptionalTensor sinks) {
   const Batch batch(layers, layer, blocks, segments, pages, fronts);
   const Argument q("queries", queries);
   const float* values = q.contiguous({batch.num_rows, -1, -1, batch.head_size}).f32();
@@ -696,7 +699,8 @@ void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, T
   fused_attention(current(), batch.seq_layers, values, group,
                   Argument("query_positions", query_positions).contiguous({batch.num_rows, num_queries}).i64(),
                   num_queries, Argument("log_votes", log_votes).contiguous(shape).f32(),
-                  Argument("positions", positions).contiguous(shape).i64(), static_cast<float>(scale), largest,
+                  Argument("positions", positions).contiguous(shape).i64(), static_cast<float>(scale),
+                  softmax_of(cap, sinks, batch.num_rows, group), largest,
                   Argument("fused", fused).contiguous(shape).f32());
 }
 

@@ -412,6 +412,18 @@ void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) 
               (runs[i].hi - runs[i].lo) * row_bytes);
 }
 
+// Logits become cap * tanh(logit / cap).
+inline void cap_logits(float* logits, int rows, int width, float cap) {
+  const VF factor = broadcast(2.0f / cap), one = broadcast(1.0f), largest = broadcast(cap);
+  for (int r = 0; r < rows; ++r)
+    for (int i = 0; i < width; i += kLanes) {
+      float* x = logits + r * kChunk + i;
+      const VF y = load(x) * factor, past = exp(y < VF{} ? y : -y);
+      const VF magnitude = largest * (one - past) / (one + past);
+      store(x, select(y < VF{}, -magnitude, magnitude));
+    }
+}
+
 template <class T, bool kPairs>
 void attend_as(const Attend& a) {
   typedef typename Operand<T, kPairs>::type Q;
@@ -461,6 +473,7 @@ void attend_as(const Attend& a) {
       c.values[i] = start + (bs + runs[i].offset) * d;
     }
     chunk_logits(c);
+    if (a.cap > 0.0f) cap_logits(logits, rows, width, a.cap);
     if (a.mode == ScoreMode::log_ema)
       for (int r = 0; r < rows; ++r)
         __builtin_memcpy(a.stored + r * a.stored_stride + chunk * kTile, logits + r * kChunk, width * sizeof(float));
@@ -540,6 +553,11 @@ void finish(const Finish& f) {
     for (int i = 1; i < f.num_pieces; ++i) {
       const float m = f.maximum[i * f.piece_stride + r];
       top = m > top ? m : top;
+    }
+    if (f.sinks) {
+      const float sink = f.sinks[r % f.group];
+      top = sink > top ? sink : top;
+      total = exp(broadcast(sink - top))[0];
     }
     alignas(64) float sum[kMaxHeadSize] = {};
     for (int i = 0; i < f.num_pieces; ++i) {
@@ -843,6 +861,7 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
       c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
     chunk_logits(c);
     const int64_t start = first * kTile, width = (last - first) * kTile;
+    if (f.cap > 0.0f) cap_logits(logits, rows, static_cast<int>(width), f.cap);
     for (int r = 0; r < rows; ++r) {
       const int64_t seen = query_positions[r / f.group];
       const VI limit = VI{} + static_cast<int32_t>(max64(-1, min64(seen, INT32_MAX - 1)));
@@ -861,6 +880,8 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
   for (int r = 0; r < rows; ++r) {
     float* x = weights + r * slots;
     float top = horizontal_max(load(maxima + r * kLanes));
+    const float sink = f.sinks ? f.sinks[r % f.group] : -kInfinity;
+    top = sink > top ? sink : top;
     if (top == -kInfinity) top = 0.0f;  // a query that sees nothing
     const VF tops = broadcast(top);
     VF total = {};
@@ -869,7 +890,7 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
       total += weight;
       store(x + v, weight);
     }
-    const float sum = horizontal_sum(total);
+    const float sum = horizontal_sum(total) + exp(broadcast(sink - top))[0];
     maxima[r * kLanes] = sum == 0.0f ? 0.0f : 1.0f / sum;
   }
   for (int64_t v = 0; v < width; v += kLanes) {

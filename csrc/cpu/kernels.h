@@ -51,6 +51,12 @@ struct Rows {
   DType dtype;
 };
 
+// How logits become probabilities (Softmax in vllm_kvmerge/ops/types.py).
+struct Softmax {
+  float cap = 0.0f;              // 0: none
+  const float* sinks = nullptr;  // [heads, group], or null
+};
+
 // Attention of some queries of one KV head over the tiles [tile_begin, tile_end) of a sequence: a partial result.
 // R = num_queries * group rows, row r = (query r / group, query head r % group).
 struct Attend {
@@ -60,7 +66,7 @@ struct Attend {
   int64_t first_query, total_queries;  // of the queries whose keys are the sequence's newest total_queries entries
   int64_t tile_begin, tile_end;        // begins at a multiple of kChunkTiles
   Rows query;                          // of token first_query
-  float scale;
+  float scale, cap;                    // cap: of logits, 0: none
   bool with_values;   // otherwise only the logits are wanted (and their softmax, unless mode is log_ema)
   ScoreMode mode;     // what to store for the score update
   float* stored;      // [R, stored_stride]: exp(logit - chunk maximum), or for log_ema the logits without bias
@@ -80,6 +86,7 @@ struct Finish {
   const float *maximum, *sum, *accumulator;
   Rows output;
   DType query_dtype;  // as in Attend: decides the order of the accumulators
+  const float* sinks; // [group]: logits in the denominator alone, or null
   bool with_values;
   float *total_maximum, *total_sum;  // [R] out, may be the first piece's
 };
@@ -149,7 +156,8 @@ struct Fuse {
   const int64_t* query_positions;  // [num_queries]; a query sees entries up to its own position
   const float* log_votes;          // [entries]
   const int64_t* positions;        // [entries], negative where dead
-  float scale;
+  float scale, cap;
+  const float* sinks;              // [group] or null
   bool largest;
   float* fused;    // [entries] out
   float* scratch;  // fuse_scratch(...) floats

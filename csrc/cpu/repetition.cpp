@@ -24,6 +24,7 @@ struct Problem {
   Rows query;
   int64_t num_queries, group;
   float scale;
+  Softmax softmax;
   const float* weights;  // of the queries, or null
   int64_t score_stride;  // between the query heads' scores; 0: those of a KV head have one
 };
@@ -60,6 +61,7 @@ void raise_scores(const Problem& p, int64_t head, int64_t first, int64_t last, f
       a.query.data = static_cast<char*>(p.query.data) +
                      begin * p.query.token_stride * (p.query.dtype == DType::f32 ? 4 : 2);
       a.scale = p.scale;
+      a.cap = p.softmax.cap;
       a.mode = i == kScored ? ScoreMode::largest : ScoreMode::none;
       a.stored = stored_at;
       a.chunk_max = stored_at + stored;
@@ -80,6 +82,7 @@ void raise_scores(const Problem& p, int64_t head, int64_t first, int64_t last, f
     f.piece_stride = 2 * rows;
     f.maximum = f.total_maximum = partial;
     f.sum = f.total_sum = partial + rows;
+    f.sinks = p.softmax.sinks ? p.softmax.sinks + head * p.group : nullptr;
     kernels.finish(f);
     Update u{};
     u.cache = &p.cache;
@@ -104,7 +107,8 @@ void raise_scores(const Problem& p, int64_t head, int64_t first, int64_t last, f
 }
 
 void call_score_repetition(TensorView query, TensorView keys, TensorView blocks, double scale, int64_t seq_len,
-                           int64_t context, int64_t start, int64_t sinks, TensorView scores, OptionalTensor weights) {
+                           int64_t context, int64_t start, int64_t sinks, TensorView scores, OptionalTensor weights,
+                           double cap, OptionalTensor sink_logits) {
   const PagedKVCache cache = cache_of(keys);
   KVM_CHECK(query.ndim() == 3 && cache.num_heads > 0 && query.size(1) > 0 && query.size(1) % cache.num_heads == 0,
             ValueError)
@@ -130,6 +134,7 @@ void call_score_repetition(TensorView query, TensorView keys, TensorView blocks,
                   num_queries,
                   group,
                   static_cast<float>(scale),
+                  softmax_of(cap, sink_logits, heads, group),
                   weights.has_value() ? Argument("weights", weights.value()).contiguous({num_queries}).f32() : nullptr,
                   rows_per_head > 1 ? s.stride(0) : 0};
   // Queries of a head are spread over threads where there are fewer heads than threads could take; where several write

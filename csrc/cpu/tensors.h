@@ -134,6 +134,14 @@ class Argument {
   const TensorView& tensor_;
 };
 
+// cap: 0: none. sinks: [heads, group] float32.
+inline Softmax softmax_of(double cap, const OptionalTensor& sinks, int64_t heads, int64_t group) {
+  KVM_CHECK(cap >= 0.0, ValueError) << "cap " << cap << " of logits is not positive or 0";
+  Softmax softmax{static_cast<float>(cap), nullptr};
+  if (sinks.has_value()) softmax.sinks = Argument("sinks", sinks.value()).contiguous({heads, group}).f32();
+  return softmax;
+}
+
 // keys: [blocks, heads, head_size, block_size], the view that PagedKVCache.of makes.
 inline PagedKVCache cache_of(const TensorView& keys) {
   const Argument a("cache.keys", keys);

@@ -26,7 +26,8 @@ struct AttendParams {
   int64_t query_token, query_head, output_token, output_head, table_row;  // strides, in elements
   int64_t cell_block, cell_head, cell_slot;                               // of keys and of values, in bytes
   int64_t plane_block, plane_head;                                        // of metadata, in elements
-  float scale;                                                            // times log2(e)
+  float scale, cap;                                                       // times log2(e); cap: 0: none
+  const float* sinks;                                                     // [heads * group], or null
   int heads, group, head_size, block_size, block_shift, splits, least, kept_rows, num_combined;
   int output_type;                                                        // Element
   // Where heads of some rows have pages of their own; null: nowhere.

@@ -134,6 +134,13 @@ KVM_DEVICE float add_logs(float a, float b) {
   return top + device::log2(device::exp2(a - top) + device::exp2(b - top));
 }
 
+// A product of query and key as a logit: cap * tanh(logit / cap) where there is a cap.
+KVM_DEVICE float logit_of(const AttendParams& p, float product) {
+  const float logit = product * p.scale;
+  if (p.cap == 0.0f) return logit;
+  return p.cap * (1.0f - 2.0f / (device::exp2(logit * (2.0f * kLog2E / p.cap)) + 1.0f));
+}
+
 // decay^age; 0^0 is 1.
 KVM_DEVICE float power(float decay, int age) {
   return age == 0 ? 1.0f : device::exp2(static_cast<float>(age) * device::log2(decay));
@@ -256,8 +263,9 @@ struct MatrixUnits {
       for (int i = 0; i < 4; ++i) {
         const int column = 8 * n + 2 * (lane % 4) + i % 2, entry = s.first + column;
         const bool seen = entry < limit[i / 2] && entry < s.end;
-        plain[n][i] = seen ? logits[n][i] * p.scale + weight[i / 2] : kNoLogit;
-        logits[n][i] = seen ? logits[n][i] * p.scale + s.votes[column] * kLog2E : kNoLogit;
+        const float logit = logit_of(p, logits[n][i]);
+        plain[n][i] = seen ? logit + weight[i / 2] : kNoLogit;
+        logits[n][i] = seen ? logit + s.votes[column] * kLog2E : kNoLogit;
         level[n][i % 2] = larger(level[n][i % 2], plain[n][i]);
       }
     }
@@ -427,7 +435,7 @@ struct Cores {
     float level = kNoLogit, weights[kMost];
     KVM_UNROLL
     for (int r = 0; r < kMost; ++r) {
-      const float plain = (logits[r] + device::shuffle_xor(logits[r], 16)) * p.scale;
+      const float plain = logit_of(p, logits[r] + device::shuffle_xor(logits[r], 16));
       const int number = r / p.group;
       const bool wanted = number < row.num_queries, seen = wanted && live && entry <= row.old + number;
       logits[r] = seen ? plain + vote : kNoLogit;
@@ -643,8 +651,11 @@ struct Attend {
     device::barrier();
     if (device::thread() < rows) {
       const int r = device::thread();
-      float top = kNoLogit, total = 0.0f;
+      const bool has_sink = p.sinks != nullptr && device::block_z() == 0;  // it counts in one split
+      const float sink = has_sink ? p.sinks[head * p.group + r % p.group] * kLog2E : kNoLogit;
+      float top = sink, total = 0.0f;
       for (int w = 0; w < kWarps; ++w) top = larger(top, meeting.tops[w][r]);
+      if (has_sink) total = device::exp2(sink - top);
       for (int w = 0; w < kWarps; ++w) total += meeting.totals[w][r] * device::exp2(meeting.tops[w][r] - finite(top));
       for (int w = 0; w < kWarps; ++w)
         meeting.shares[w][r] = total > 0.0f ? device::exp2(meeting.tops[w][r] - finite(top)) / total : 0.0f;
@@ -714,7 +725,7 @@ struct Recomputed {
       for (int i = 0; i < kTogether; ++i) {
         const int r = first + i;
         if (r < rows && entry <= row.old + r / p.group)
-          sum += device::exp2(logits[i] * p.scale + vote - levels[r]) * weights[r];
+          sum += device::exp2(logit_of(p, logits[i]) + vote - levels[r]) * weights[r];
       }
     }
     return sum;

@@ -117,8 +117,8 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
                  TensorView aux, TensorView output, TensorView block_table, TensorView query_starts,
                  TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
                  TensorView score_modes, TensorView score_decays, MaybeTensor tables, MaybeTensor addresses,
-                 int64_t layer, TensorView partial, TensorView lse, TensorView kept, double scale, int64_t num_queries,
-                 int64_t splits, int64_t least, int64_t padded, int64_t kept_rows, int64_t num_combined,
+                 int64_t layer, TensorView partial, TensorView lse, TensorView kept, double scale, double cap,
+                 MaybeTensor sinks, int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows, int64_t num_combined,
                  int64_t num_parts, bool bulk, int64_t stream) {
   const Arguments arguments(query);
   AttendParams p{};
@@ -166,6 +166,8 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
   p.group = static_cast<int>(query.size(1) / p.heads);
   p.block_shift = shift_of(p.block_size);
   p.scale = static_cast<float>(scale) * kLog2E;
+  p.cap = static_cast<float>(cap) * kLog2E;
+  p.sinks = arguments.maybe<const float>("sinks", sinks, kDLFloat, 32, {p.heads, p.group});
   p.splits = static_cast<int>(splits);
   p.least = static_cast<int>(least);
   p.kept_rows = static_cast<int>(kept_rows);

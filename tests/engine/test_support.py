@@ -127,6 +127,19 @@ def test_layers_that_share_a_cache(tmp_path: Path) -> None:
     assert refusal(config).startswith("kv_sharing_fast_prefill=True is not supported")
 
 
+def test_what_attention_does_with_logits(tmp_path: Path) -> None:
+    gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 32, "sliding_window": None}
+    for name, change, expected in (
+        ("llama", {}, (False, False)),
+        ("gemma", {**gemma, "attn_logit_softcapping": 50.0}, (True, False)),
+        ("uncapped", {**gemma, "attn_logit_softcapping": None}, (False, False)),
+        ("gpt", {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32}, (False, True)),
+    ):
+        (tmp_path / name).mkdir()
+        shape = request_limits(vllm_config(tmp_path / name, LLAMA | change, **kvmerge_engine_args())).shape
+        assert (shape.caps_logits, shape.has_sinks) == expected
+
+
 @pytest.mark.parametrize("rope_type", support.PLAIN_ROPE)
 def test_positions_are_those_of_the_table(tmp_path: Path, rope_type: str) -> None:
     from vllm.config import set_current_vllm_config
@@ -183,20 +196,9 @@ def test_configurations_whose_keys_cannot_be_turned_back(fields: dict[str, Any],
             },
             "ALiBi",
         ),
-        (
-            LLAMA
-            | {
-                "architectures": ["Gemma2ForCausalLM"],
-                "model_type": "gemma2",
-                "head_dim": 32,
-                "sliding_window": None,
-                "attn_logit_softcapping": 50.0,
-            },
-            "soft-capped",
-        ),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 128}, "no attention"),
     ],
-    ids=["mistral", "qwen2", "head-size", "bloom", "gemma2", "mamba"],
+    ids=["mistral", "qwen2", "head-size", "bloom", "mamba"],
 )
 def test_other_models_are_refused(tmp_path: Path, model: dict[str, Any], said: str) -> None:
     message = refusal(vllm_config(tmp_path, model, block_size=32))

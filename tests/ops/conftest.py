@@ -19,7 +19,7 @@ from tests.engine.cuda.gpu import GPU, SimulatedGPU
 from tests.entries import write_front
 from tests.ops.on_gpu import OnGPU
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, cell_bytes, cpu, reference, write_tokens
-from vllm_kvmerge.ops.types import NO_UPDATE
+from vllm_kvmerge.ops.types import NO_UPDATE, Softmax
 from vllm_kvmerge.policies.base import DEAD, Entries
 
 NUM_BLOCKS = 256
@@ -223,6 +223,15 @@ def warned():
 @pytest.fixture
 def make_cache():
     return CacheMaker
+
+
+SOFTMAXES = ["plain", "capped", "sinks", "capped-sinks"]
+
+
+def softmax_of(maker: CacheMaker, kind: str, num_kv_heads: int, groups: int) -> Softmax:
+    """One of ``SOFTMAXES``, whose cap and sinks matter beside logits of about 1."""
+    sinks = 2.0 + maker.randn(num_kv_heads, groups) if "sinks" in kind else None
+    return Softmax(0.7 if "capped" in kind else 0.0, sinks)
 
 
 def block_table(sequences: list[Sequence]) -> Tensor:

@@ -8,9 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.ops.conftest import NUM_BLOCKS, CacheMaker, batch_of
+from tests.ops.conftest import NUM_BLOCKS, SOFTMAXES, CacheMaker, batch_of, softmax_of
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cpu, dispatch, reference
+from vllm_kvmerge.ops import (
+    PLAIN_SOFTMAX,
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    cpu,
+    dispatch,
+    reference,
+)
 
 needs_library = pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -21,14 +30,14 @@ def relative_error(actual, expected):
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def attend(module, maker, query, sequences, lens, updates, scale):
+def attend(module, maker, query, sequences, lens, updates, scale, softmax=PLAIN_SOFTMAX):
     """(output, scores, aux) of all live entries, statistics before set to 1 and 2."""
     pages = PagedKVCache.of(maker.cache.clone(), maker.head_size)
     pages.scores.fill_(1.0)
     pages.aux.fill_(2.0)
     output = torch.full_like(query, torch.nan)
     batch = batch_of(sequences, lens, updates)
-    module.paged_attention(query, pages, batch, scale, output)
+    module.paged_attention(query, pages, batch, scale, output, softmax)
     live = [
         reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)) for s in sequences
     ]
@@ -48,24 +57,26 @@ def assert_equal_enough(actual, expected, dtype):
     assert torch.equal(actual[2], expected[2])
 
 
-def check_against_reference(module, maker, sequences, lens, updates, groups):
+def check_against_reference(module, maker, sequences, lens, updates, groups, kind="plain"):
     query = maker.randn(sum(lens), maker.num_kv_heads * groups, maker.head_size).to(maker.dtype)
     case = maker, query, sequences, lens, updates, maker.head_size**-0.5
+    case += (softmax_of(maker, kind, maker.num_kv_heads, groups),)
     assert_equal_enough(attend(module, *case), attend(reference, *case), maker.dtype)
 
 
 SIZES = [(32, 128), (64, 64), (80, 48), (128, 128), (256, 16)]
 """Head size and block size."""
 CASES = [
-    (*sizes, groups, list(TOLERANCE)[(i + j) % 3])
+    (*sizes, groups, list(TOLERANCE)[(i + j) % 3], SOFTMAXES[(i + 2 * j) % 4])
     for i, sizes in enumerate(SIZES)
     for j, groups in enumerate([1, 2, 4, 7, 8])
 ]
-"""Every pair of sizes and groups, each of sizes and dtype, and each of groups and dtype."""
+"""Every pair of sizes and groups, each of sizes and dtype, and each of groups and dtype; each softmax with each of
+sizes."""
 
 
-@pytest.mark.parametrize(("head_size", "block_size", "groups", "dtype"), CASES, ids=str)
-def test_attention_is_the_references(operators, dtype, groups, head_size, block_size):
+@pytest.mark.parametrize(("head_size", "block_size", "groups", "dtype", "kind"), CASES, ids=str)
+def test_attention_is_the_references(operators, dtype, groups, head_size, block_size, kind):
     maker = CacheMaker(groups, 2, head_size, block_size, dtype)
     sequences = [
         maker.sequence(front=129, tail=3 * block_size + 101, seq_len=3 * block_size + 301, num_dead=7),
@@ -73,7 +84,7 @@ def test_attention_is_the_references(operators, dtype, groups, head_size, block_
         maker.sequence(front=0, tail=0, seq_len=333),
         maker.sequence(front=17, tail=290, seq_len=291),
     ]
-    check_against_reference(operators, maker, sequences, [1, 3, 40, 1], UPDATES[1:] + [None], groups)
+    check_against_reference(operators, maker, sequences, [1, 3, 40, 1], UPDATES[1:] + [None], groups, kind)
 
 
 @examples(25)
@@ -89,7 +100,8 @@ def test_any_segments(block_size, data):
         sequences.append(maker.sequence(front, tail, seq_len, data.draw(st.integers(0, front))))
         lens.append(data.draw(st.integers(1, min(9, seq_len - tail))))
     updates = [data.draw(st.sampled_from(UPDATES)) for _ in sequences]
-    check_against_reference(ops, maker, sequences, lens, updates, data.draw(st.sampled_from([1, 3, 4])))
+    groups, kind = data.draw(st.sampled_from([1, 3, 4])), data.draw(st.sampled_from(SOFTMAXES))
+    check_against_reference(ops, maker, sequences, lens, updates, groups, kind)
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update and update.mode)

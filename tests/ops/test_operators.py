@@ -12,8 +12,16 @@ import torch
 
 from tests import vllm_library
 from tests.entries import gather_entries, write_front
-from tests.ops.conftest import NUM_BLOCKS, CacheMaker, batch_of
-from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, write_tokens
+from tests.ops.conftest import NUM_BLOCKS, CacheMaker, batch_of, softmax_of
+from vllm_kvmerge.ops import (
+    PLAIN_SOFTMAX,
+    AttentionBatch,
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    cell_bytes,
+    write_tokens,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SUM, MEAN, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
@@ -23,16 +31,27 @@ def relative_error(actual, expected):
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def dense_attention(query, sequence, scale):
-    """(output, logits, probabilities) in float64, one query at a time; query ``[q, H * G, d]``."""
+def dense_probabilities(logits, votes, softmax):
+    """logits: ``[H, G, n]`` float64, capped; votes: ``[H, n]`` or None."""
+    weights = (logits if votes is None else logits + votes.unsqueeze(1)).exp()
+    sinks = 0.0 if softmax.sinks is None else softmax.sinks.double().exp().unsqueeze(-1)
+    return weights / (weights.sum(-1, keepdim=True) + sinks)
+
+
+def dense_logits(products, softmax):
+    return products if softmax.cap == 0 else softmax.cap * torch.tanh(products / softmax.cap)
+
+
+def dense_attention(query, sequence, scale, softmax=PLAIN_SOFTMAX):
+    """(output, capped logits, probabilities) in float64, one query at a time; query ``[q, H * G, d]``."""
     num_queries, heads = query.shape[0], sequence.keys.shape[0]
     groups = query.shape[1] // heads
     outputs, all_logits, all_probabilities = [], [], []
     for i in range(num_queries):
         n = sequence.keys.shape[1] - num_queries + i + 1
         rows = query[i].double().view(heads, groups, -1)
-        logits = scale * torch.einsum("hgd,hnd->hgn", rows, sequence.keys[:, :n])
-        probabilities = torch.softmax(logits + sequence.log_votes[:, None, :n], -1)
+        logits = dense_logits(scale * torch.einsum("hgd,hnd->hgn", rows, sequence.keys[:, :n]), softmax)
+        probabilities = dense_probabilities(logits, sequence.log_votes[:, :n], softmax)
         outputs.append(torch.einsum("hgn,hnd->hgd", probabilities, sequence.values[:, :n]).flatten(0, 1))
         all_logits.append(logits)
         all_probabilities.append(probabilities)
@@ -62,9 +81,11 @@ def dense_scores(update, all_logits, all_probabilities, scores, aux, num_new):
     ("num_kv_heads", "groups", "head_size", "block_size"),
     [(2, 1, 32, 32), (1, 8, 64, 32), (3, 2, 128, 16), (2, 4, 80, 32), (1, 2, 256, 64)],
 )
-@pytest.mark.parametrize("num_queries", [1, 5])
+@pytest.mark.parametrize(
+    ("num_queries", "kind"), [(1, "plain"), (5, "plain"), (1, "capped"), (1, "capped-sinks"), (5, "sinks")]
+)
 def test_attention_over_front_and_tail(
-    operators, dtype, num_kv_heads, groups, head_size, block_size, num_queries, request
+    operators, dtype, num_kv_heads, groups, head_size, block_size, num_queries, kind, request
 ):
     maker = CacheMaker(zlib.crc32(request.node.name.encode()), num_kv_heads, head_size, block_size, dtype)
     sequences = [
@@ -77,6 +98,7 @@ def test_attention_over_front_and_tail(
     updates = [None, SUM, EMA, MEAN, EMA]
     scale = head_size**-0.5
     query = maker.randn(len(sequences) * num_queries, num_kv_heads * groups, head_size).to(dtype)
+    softmax = softmax_of(maker, kind, num_kv_heads, groups)
     output = torch.full_like(query, torch.nan)
     before = []
     for sequence, update in zip(sequences, updates, strict=True):
@@ -89,10 +111,10 @@ def test_attention_over_front_and_tail(
         else:
             before.append(None)
     batch = batch_of(sequences, [num_queries] * len(sequences), updates)
-    operators.paged_attention(query, maker.pages, batch, scale, output)
+    operators.paged_attention(query, maker.pages, batch, scale, output, softmax)
     for row, (sequence, update) in enumerate(zip(sequences, updates, strict=True)):
         rows = slice(row * num_queries, (row + 1) * num_queries)
-        expected, logits, probabilities = dense_attention(query[rows], sequence, scale)
+        expected, logits, probabilities = dense_attention(query[rows], sequence, scale, softmax)
         assert relative_error(output[rows], expected) < TOLERANCE[dtype]
         if update is None:
             continue
@@ -112,12 +134,13 @@ def _write_statistics(pages, sequence, scores, aux):
 
 @pytest.mark.parametrize("update", [SUM, MEAN, EMA], ids=["sum", "mean", "log_ema"])
 @pytest.mark.parametrize("window", [1, 40, 150])
-def test_prompt_scores_do_not_depend_on_chunks(operators, update, window):
+@pytest.mark.parametrize("kind", ["plain", "capped-sinks"])
+def test_prompt_scores_do_not_depend_on_chunks(operators, update, window, kind):
     maker = CacheMaker(7, 2, 32, 32, torch.float32)
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
     query = maker.randn(window, 4, 32)
-    scale = 32**-0.5
-    _, logits, probabilities = dense_attention(query, sequence, scale)
+    scale, softmax = 32**-0.5, softmax_of(maker, kind, 2, 2)
+    _, logits, probabilities = dense_attention(query, sequence, scale, softmax)
     expected = dense_scores(update, logits, probabilities, torch.zeros(2, 150), torch.zeros(2, 150), 0)
     for chunk in (1, 7, 64, 150):
         scores, aux = torch.zeros(2, 150), torch.zeros(2, 150)
@@ -132,23 +155,25 @@ def test_prompt_scores_do_not_depend_on_chunks(operators, update, window):
                 scale,
                 scores[:, :seq_len],
                 aux[:, :seq_len],
+                softmax,
             )
         assert relative_error(scores, expected[0]) < 1e-5
         assert torch.equal(aux.double(), expected[1])
 
 
-def check_repetition(operators, dtype, start, stop, sinks, weighted=False, per_head=False):
+def check_repetition(operators, dtype, start, stop, sinks, weighted=False, per_head=False, kind="plain"):
     """Probabilities among sinks, chunk and repetition, whatever lies between; in any parts."""
     maker, context, scale = CacheMaker(8, 2, 64, 32, dtype), 101, 0.3
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
-    query = maker.randn(150 - context, 6, 64).to(dtype)
+    query, softmax = maker.randn(150 - context, 6, 64).to(dtype), softmax_of(maker, kind, 2, 3)
     weights = maker.randn(len(query)).exp() if weighted else None
     expected = torch.zeros(2, 3, stop - start, dtype=torch.float64)
     for i, row in enumerate(query.double().unflatten(1, (2, 3))):
         counted = [*range(min(sinks, start)), *range(start, stop), *range(context, context + i + 1)]
-        logits = scale * torch.einsum("hgd,hnd->hgn", row, sequence.keys[:, counted])
+        logits = dense_logits(scale * torch.einsum("hgd,hnd->hgn", row, sequence.keys[:, counted]), softmax)
         first, weight = min(sinks, start), 1.0 if weights is None else weights[i].double()
-        expected = expected.maximum(logits.softmax(-1)[..., first : first + stop - start] * weight)
+        probabilities = dense_probabilities(logits, None, softmax)
+        expected = expected.maximum(probabilities[..., first : first + stop - start] * weight)
     expected = expected.flatten(0, 1) if per_head else expected.amax(1)
     for part in (20, 48, 49):
         # Some rows of a wider plane, as the engine has them.
@@ -157,7 +182,7 @@ def check_repetition(operators, dtype, start, stop, sinks, weighted=False, per_h
             some = query[first : first + part]
             where = context + first + len(some), context, start, sinks
             weight = None if weights is None else weights[first : first + part]
-            operators.score_repetition(some, maker.pages, sequence.blocks, scale, *where, scores, weight)
+            operators.score_repetition(some, maker.pages, sequence.blocks, scale, *where, scores, weight, softmax)
         assert relative_error(scores, expected) < 1e-5
     scores = torch.full_like(scores, 0.5)
     operators.score_repetition(
@@ -175,6 +200,12 @@ REPETITIONS = [(4, 60, 4), (70, 101, 9), (0, 33, 5)]
 @pytest.mark.parametrize("per_head", [False, True], ids=["", "per-head"])
 def test_scores_of_a_repetition(operators, dtype, start, stop, sinks, weighted, per_head):
     check_repetition(operators, dtype, start, stop, sinks, weighted, per_head)
+
+
+@pytest.mark.parametrize("kind", ["capped", "sinks"])
+@pytest.mark.parametrize("per_head", [False, True], ids=["", "per-head"])
+def test_scores_of_a_repetition_are_of_the_models_probabilities(operators, kind, per_head):
+    check_repetition(operators, torch.bfloat16, *REPETITIONS[0], per_head=per_head, kind=kind)
 
 
 def test_write_front_leaves_other_slots_alone():
@@ -244,8 +275,11 @@ print("loaded", *vllm_library.loaded())"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
-def test_vllm_operators_work_on_our_pages(operators, vllm_ops, dtype, head_size):
+@pytest.mark.parametrize(
+    ("head_size", "kind"),
+    [(32, "plain"), (64, "capped"), (64, "sinks"), (80, "plain"), (128, "capped"), (256, "plain")],
+)
+def test_vllm_operators_work_on_our_pages(operators, vllm_ops, dtype, head_size, kind):
     """vLLM's operators pack K and V as our pages do, leave the metadata alone and give the same attention."""
     heads, groups, block_size, seq_len = 2, 3, 32, 75
     isa = "vec" if head_size % 32 == 0 else "vec16"
@@ -254,6 +288,7 @@ def test_vllm_operators_work_on_our_pages(operators, vllm_ops, dtype, head_size)
     ours = torch.zeros(8, heads, block_size, elements, dtype=dtype)
     theirs = ours.clone()
     pages, stock = PagedKVCache.of(ours, head_size), PagedKVCache.of(theirs, head_size)
+    softmax = softmax_of(CacheMaker(head_size, 1, 32, 32, dtype), kind, heads, groups)
     for view in (pages, stock):
         view.scores.fill_(1.5)
     blocks = torch.tensor([5, 2, 7], dtype=torch.int32)
@@ -284,7 +319,8 @@ def test_vllm_operators_work_on_our_pages(operators, vllm_ops, dtype, head_size)
         expected, output = torch.empty_like(query), torch.empty_like(query)
         vllm_ops.cpu_attention_with_kv_cache(
             query, stock.stock_keys, stock.values, expected, start_loc, seq_lens, scale, True, None, -1,
-            blocks[None], 0, metadata, None,
+            blocks[None], softmax.cap, metadata, None if softmax.sinks is None else softmax.sinks.flatten(),
         )  # fmt: skip
-        operators.paged_attention(query, pages, AttentionBatch.single(blocks, num_queries, seq_len), scale, output)
+        batch = AttentionBatch.single(blocks, num_queries, seq_len)
+        operators.paged_attention(query, pages, batch, scale, output, softmax)
         assert relative_error(output, expected) < TOLERANCE[dtype]

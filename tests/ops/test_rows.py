@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.entries import gather_entries, write_front
-from tests.ops.conftest import CacheMaker, Sequence
+from tests.ops.conftest import CacheMaker, Sequence, softmax_of
 from tests.policies.sampling import rope
 from vllm_kvmerge.ops import (
     PagedKVCache,
@@ -267,8 +267,8 @@ def test_units_together_are_as_each_alone(operators, dtype):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fusion", ["sum", "max"])
-def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, num_groups, num_queries, fusion):
+@pytest.mark.parametrize(("fusion", "kind"), [("sum", "plain"), ("max", "plain"), ("sum", "capped"), ("max", "sinks")])
+def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, num_groups, num_queries, fusion, kind):
     """Holes, dead entries that hold anything, queries that see only some entries or none, votes that pages do not."""
     maker, s = make(dtype, shape)
     n = s.keys.shape[1]
@@ -280,13 +280,16 @@ def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, n
     query_positions = torch.randint(9, n + 10, (3, num_queries), generator=maker.generator)
     query_positions[0, 0] = 9
     log_votes = maker.randn(3, n).masked_fill(positions == DEAD, -torch.inf)
-    scale = 48**-0.5
+    scale, softmax = 48**-0.5, softmax_of(maker, kind, 3, num_groups)
     fused = operators.fused_attention(
-        seq_layers(maker, s), queries, query_positions, log_votes, positions, scale, fusion
+        seq_layers(maker, s), queries, query_positions, log_votes, positions, scale, fusion, softmax
     )
-    logits = torch.einsum("hgwd,hnd->hgwn", queries.double(), s.keys) * scale + log_votes[:, None, None].double()
+    logits = torch.einsum("hgwd,hnd->hgwn", queries.double(), s.keys) * scale
+    logits = softmax.capped(logits) + log_votes[:, None, None].double()
     seen = (positions != DEAD).unsqueeze(1) & (positions.unsqueeze(1) <= query_positions.unsqueeze(2))
-    weights = logits.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1).nan_to_num(0.0).sum(1)
+    weights = logits.masked_fill(~seen.unsqueeze(1), -torch.inf).exp()
+    sinks = 0.0 if softmax.sinks is None else softmax.sinks[..., None, None].double().exp()
+    weights = (weights / (weights.sum(-1, keepdim=True) + sinks)).nan_to_num(0.0).sum(1)
     expected = weights.sum(1) if fusion == "sum" else weights.amax(1)
     assert fused.dtype == torch.float32
     torch.testing.assert_close(fused.double(), expected, rtol=2e-5, atol=2e-6)

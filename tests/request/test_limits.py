@@ -48,6 +48,32 @@ def test_parts_that_turn_keys_back_are_refused_where_they_cannot() -> None:
         limits.check(config("snapkv", selector="compactor"), 4000, 100)
 
 
+@pytest.mark.parametrize(
+    ("trait", "said"),
+    [("caps_logits", "which soft-caps its attention logits"), ("has_sinks", "which has attention sinks")],
+)
+def test_parts_that_compute_attention_otherwise_than_the_model_are_refused(trait: str, said: str) -> None:
+    limits = replace(LIMITS, shape=replace(DEMO, **{trait: True}))
+    refused = {"grkv": "merger", "expected_attention": "selector", "compactor": "selector"}
+    for policy in PRESETS:
+        if policy not in refused:
+            limits.check(config(policy), 4000, 100)
+            continue
+        with pytest.raises(CompressionError, match=f"{said}; allowed: another {refused[policy]}") as caught:
+            limits.check(config(policy), 4000, 100)
+        assert caught.value.reason == "unsupported_model" and caught.value.status == 400
+        assert caught.value.param == f"kv_compression.{refused[policy]}"
+        LIMITS.check(config(policy), 4000, 100)
+    with pytest.raises(CompressionError, match="'attention_matching'"):
+        limits.check(config("snapkv", merger="attention_matching"), 4000, 100)
+    heads = config("morphkv", group_fusion="max")
+    if trait == "has_sinks":
+        with pytest.raises(CompressionError, match="'morphkv'"):
+            limits.check(heads, 4000, 100)
+    else:
+        limits.check(heads, 4000, 100)
+
+
 def test_positions_of_the_cache_need_keys_that_can_be_turned() -> None:
     limits = replace(LIMITS, shape=replace(DEMO, rotation_obstacle="has M-RoPE"))
     with pytest.raises(

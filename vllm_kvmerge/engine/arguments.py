@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from vllm_kvmerge.engine.support import (
     UnsupportedConfigError,
+    caps_logits,
     check_options,
+    has_sinks,
     has_windows,
     hidden_states_obstacle,
     num_full_layers,
@@ -163,6 +165,8 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             head_size=model.get_head_size(),
             hidden_size=model.get_hidden_size(),
             item_size=model.dtype.itemsize,
+            caps_logits=caps_logits(model),
+            has_sinks=has_sinks(model),
             rotation_obstacle=rotation_obstacle(model),
             hidden_states_obstacle=hidden_states_obstacle(vllm_config),
             has_surrogate=options.kvzap is not None,

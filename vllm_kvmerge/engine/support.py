@@ -31,6 +31,7 @@ RAY_OPTIONS = ("distributed_executor_backend", "data_parallel_backend")
 SUPERVISOR = "data_parallel_multi_port_external_lb"
 SUPERVISOR_OBSTACLE = "its servers would report each other's metrics; start one server per rank instead"
 UNQUANTISED = ("auto", "bfloat16", "float16")
+SINK_MODELS = ("gpt_oss",)
 X86 = ("x86_64", "amd64")
 
 
@@ -75,10 +76,19 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ),
     ("restricted sliding-window attention", lambda model: model.rswa_window),
     ("ALiBi position biases", lambda model: model.uses_alibi),
-    ("soft-capped attention logits", lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     ("bidirectional attention over images", lambda model: model.is_mm_prefix_lm),
 )
 """Traits of a model that are refused, each with its test."""
+
+
+def caps_logits(model: "ModelConfig") -> bool:
+    """True if attention caps its logits."""
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
+def has_sinks(model: "ModelConfig") -> bool:
+    """True if attention has sinks: logits in the softmax's denominator that belong to no token."""
+    return model.hf_text_config.model_type in SINK_MODELS
 
 
 DECODERS = "decoders with full attention in every layer, or beside sliding-window or chunked-local ones"

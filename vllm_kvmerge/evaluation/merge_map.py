@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.ops import Fusion
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, Fusion, Softmax
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, CompressionResult, Entries, Selector
 from vllm_kvmerge.policies.entries import LazyEntries
 from vllm_kvmerge.policies.indexing import inverse, select
@@ -165,10 +165,17 @@ class _Tagged(LazyEntries):
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
         return self._base.most_similar(sources, targets, usable)
 
-    def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
+    def fused_attention(
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        scale: float,
+        fusion: Fusion,
+        softmax: Softmax = PLAIN_SOFTMAX,
+    ) -> Tensor:
         if self._pads_keys:
             queries = queries[..., : -len(self._columns)]
-        return self._base.fused_attention(queries, query_positions, scale, fusion)
+        return self._base.fused_attention(queries, query_positions, scale, fusion, softmax)
 
     def without(self, hidden: Tensor) -> "_Tagged":
         return _Tagged(self._base.without(hidden), self._columns, self._pads_keys)

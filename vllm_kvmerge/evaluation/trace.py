@@ -44,6 +44,8 @@ def trace_one_by_one(model_path: str, documents: Iterable[list[int]]) -> Iterato
     rotation: Rotation | None = None
 
     def attention(module, query, key, value, *args, scaling, **kwargs):  # type: ignore[no-untyped-def]
+        if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+            raise ValueError(f"{model_path}: its attention caps logits or has sinks, which traces do not have")
         weight = module.o_proj.weight.detach().float()
         num_kv_heads, head_size = key.shape[1], key.shape[3]
         split = weight.view(weight.shape[0], num_kv_heads, -1, head_size).permute(1, 2, 0, 3)

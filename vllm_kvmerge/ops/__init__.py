@@ -32,6 +32,7 @@ from vllm_kvmerge.ops.dispatch import write_rows as write_rows
 from vllm_kvmerge.ops.dispatch import write_tokens as write_tokens
 from vllm_kvmerge.ops.types import METADATA_BYTES as METADATA_BYTES
 from vllm_kvmerge.ops.types import NO_UPDATE as NO_UPDATE
+from vllm_kvmerge.ops.types import PLAIN_SOFTMAX as PLAIN_SOFTMAX
 from vllm_kvmerge.ops.types import AttentionBatch as AttentionBatch
 from vllm_kvmerge.ops.types import HeadPages as HeadPages
 from vllm_kvmerge.ops.types import PagedKVCache as PagedKVCache
@@ -40,4 +41,5 @@ from vllm_kvmerge.ops.types import Rows as Rows
 from vllm_kvmerge.ops.types import ScoreMode as ScoreMode
 from vllm_kvmerge.ops.types import ScoreUpdate as ScoreUpdate
 from vllm_kvmerge.ops.types import SequenceLayers as SequenceLayers
+from vllm_kvmerge.ops.types import Softmax as Softmax
 from vllm_kvmerge.ops.types import cell_bytes as cell_bytes

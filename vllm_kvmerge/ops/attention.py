@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops.types import ScoreUpdate
+from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, ScoreUpdate, Softmax
 
 Fusion = Literal["sum", "max"]
 
@@ -19,12 +19,18 @@ PART_BYTES = 1 << 20
 
 
 def attention_to_keys(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, log_votes: Tensor, positions: Tensor, scale: float
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    log_votes: Tensor,
+    positions: Tensor,
+    scale: float,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """``[H, G, w, n]``: probabilities; the arguments are those of ``fused_attention``."""
     # The query heads' rows one after the other: a head's keys are not repeated for each.
     products = (queries * scale).flatten(1, 2) @ keys.transpose(1, 2)
-    logits = products.unflatten(1, queries.shape[1:3]).add_(log_votes[:, None, None])
+    logits = softmax.capped(products.unflatten(1, queries.shape[1:3])).add_(log_votes[:, None, None])
     positions = positions.unsqueeze(1)
     seen = (positions >= 0) & (positions <= query_positions.unsqueeze(-1))  # a dead entry's is negative
     # Masked rather than added: a dead entry's key or votes may hold anything. Most entries are seen by all queries, and
@@ -33,7 +39,7 @@ def attention_to_keys(
     if len(hidden) > 0:
         masked = logits[..., hidden].masked_fill_(~seen[..., hidden].unsqueeze(1), -torch.inf)
         logits[..., hidden] = masked
-    probabilities = logits.softmax(dim=-1)
+    probabilities = softmax.probabilities(logits)
     sees = seen.any(-1)
     return probabilities if sees.all() else probabilities.masked_fill_(~sees[:, None, :, None], 0.0)
 
@@ -46,6 +52,7 @@ def fused_attention(
     positions: Tensor,
     scale: float,
     fusion: Fusion,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """``[H, n]``: attention to each entry, summed over the G query heads, then ``fusion`` over the ``w`` queries
     (MorphKV eq. 3-4).
@@ -58,7 +65,7 @@ def fused_attention(
     for some, some_positions in query_groups(queries, query_positions, keys.shape[1]):
         for heads in head_parts(some, keys.shape[1]):
             arguments = some[heads], some_positions[heads], keys[heads], log_votes[heads], positions[heads]
-            per_query = attention_to_keys(*arguments, scale).sum(1)
+            per_query = attention_to_keys(*arguments, scale, softmax.of_heads(heads)).sum(1)
             if fusion == "sum":
                 fused[heads] += per_query.sum(1)
             else:
@@ -84,8 +91,8 @@ def accumulate_scores(
 ) -> tuple[Tensor, Tensor]:
     """Accumulates the statistics of ``q`` more queries.
 
-    logits, probabilities: ``[H, G, q, n]``, logits without vote bias. visible: ``[q, n]`` bool, or ``[H, q, n]``.
-    scores, aux: ``[H, n]`` float32. Returns the new (scores, aux).
+    logits, probabilities: ``[H, G, q, n]``, capped logits without vote bias. visible: ``[q, n]`` bool, or
+    ``[H, q, n]``. scores, aux: ``[H, n]`` float32. Returns the new (scores, aux).
     """
     num_queries = logits.shape[2]
     age = torch.arange(num_queries - 1, -1, -1, dtype=torch.float32, device=logits.device)

@@ -18,6 +18,7 @@ from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.layout import Operand, layout_check
 from vllm_kvmerge.ops.types import (
+    PLAIN_SOFTMAX,
     AttentionBatch,
     Destination,
     HeadPages,
@@ -25,6 +26,7 @@ from vllm_kvmerge.ops.types import (
     PagedKVCache,
     ScoreUpdate,
     SequenceLayers,
+    Softmax,
 )
 
 LIBRARY = Path(__file__).with_name("_native.so")
@@ -104,16 +106,34 @@ def _function(name: str) -> Any:
     return library()[name]
 
 
-def paged_attention(query: Tensor, cache: PagedKVCache, batch: AttentionBatch, scale: float, output: Tensor) -> None:
+def _softmax(softmax: Softmax) -> tuple[float, Tensor | None]:
+    return softmax.cap, None if softmax.sinks is None else softmax.sinks.contiguous()
+
+
+def paged_attention(
+    query: Tensor,
+    cache: PagedKVCache,
+    batch: AttentionBatch,
+    scale: float,
+    output: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> None:
     pages = ([], None, None) if batch.pages is None else (_keys(batch.pages.layers), *_pages(batch.pages))
-    _function("paged_attention")(query, cache.keys, *batch.tensors, scale, output, *pages)
+    _function("paged_attention")(query, cache.keys, *batch.tensors, scale, output, *pages, *_softmax(softmax))
 
 
 def score_prompt_queries(
-    query: Tensor, cache: PagedKVCache, blocks: Tensor, update: ScoreUpdate, scale: float, scores: Tensor, aux: Tensor
+    query: Tensor,
+    cache: PagedKVCache,
+    blocks: Tensor,
+    update: ScoreUpdate,
+    scale: float,
+    scores: Tensor,
+    aux: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> None:
     arguments = update.mode.code, update.decay, scale, scores, aux
-    _function("score_prompt_queries")(query, cache.keys, blocks, *arguments)
+    _function("score_prompt_queries")(query, cache.keys, blocks, *arguments, *_softmax(softmax))
 
 
 def score_repetition(
@@ -127,10 +147,11 @@ def score_repetition(
     sinks: int,
     scores: Tensor,
     weights: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> None:
     weights = None if weights is None else weights.contiguous()
     where = seq_len, context, start, sinks
-    _function("score_repetition")(query, cache.keys, blocks, scale, *where, scores, weights)
+    _function("score_repetition")(query, cache.keys, blocks, scale, *where, scores, weights, *_softmax(softmax))
 
 
 def _keys(layers: Sequence[PagedKVCache]) -> list[Tensor]:
@@ -181,10 +202,11 @@ def fused_attention(
     positions: Tensor,
     scale: float,
     fusion: Fusion,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     fused = torch.empty(positions.shape)
     arguments = (t.contiguous() for t in (queries, query_positions, log_votes, positions))
-    _function("fused_attention")(*_located(seq_layers), *arguments, scale, fusion == "max", fused)
+    _function("fused_attention")(*_located(seq_layers), *arguments, scale, fusion == "max", fused, *_softmax(softmax))
     return fused
 
 

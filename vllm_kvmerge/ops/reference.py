@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm_kvmerge.ops import attention, similarity, turns
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
 from vllm_kvmerge.ops.types import (
+    PLAIN_SOFTMAX,
     AttentionBatch,
     Destination,
     HeadPages,
@@ -28,6 +29,7 @@ from vllm_kvmerge.ops.types import (
     ScoreMode,
     ScoreUpdate,
     SequenceLayers,
+    Softmax,
     sent,
 )
 
@@ -57,17 +59,27 @@ def _causal(num_queries: int, num_entries: int, device: torch.device) -> Tensor:
     return torch.ones(num_queries, num_entries, dtype=torch.bool, device=device).tril_(num_entries - num_queries)
 
 
-def _attend(query: Tensor, keys: Tensor, bias: Tensor | None, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(logits without bias, probabilities), both ``[H, G, q, n]``; query ``[q, H * G, d]``, keys ``[H, d, n]``."""
+def _attend(
+    query: Tensor, keys: Tensor, bias: Tensor | None, visible: Tensor, scale: float, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """(capped logits without bias, probabilities), both ``[H, G, q, n]``; query ``[q, H * G, d]``, keys
+    ``[H, d, n]``."""
     num_queries, num_heads, head_size = query.shape
     num_kv_heads = keys.shape[0]
     grouped = query.float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_size).permute(1, 2, 0, 3)
-    logits = torch.matmul(grouped * scale, keys.float().unsqueeze(1))
+    logits = softmax.capped(torch.matmul(grouped * scale, keys.float().unsqueeze(1)))
     biased = logits if bias is None else logits + bias[:, None, None, :]
-    return logits, torch.softmax(biased.masked_fill(~visible, -torch.inf), -1)
+    return logits, softmax.probabilities(biased.masked_fill(~visible, -torch.inf))
 
 
-def paged_attention(query: Tensor, cache: PagedKVCache, batch: AttentionBatch, scale: float, output: Tensor) -> None:
+def paged_attention(
+    query: Tensor,
+    cache: PagedKVCache,
+    batch: AttentionBatch,
+    scale: float,
+    output: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> None:
     """Causal attention over front and tail, with vote bias, and the score update of the rows that have one.
 
     query, output: ``[num_tokens, H * G, d]``; the output of tokens of no row stays as it is. Statistics of tokens that
@@ -91,7 +103,7 @@ def paged_attention(query: Tensor, cache: PagedKVCache, batch: AttentionBatch, s
         if front > 0 or at is not None:
             votes = _segment(cache.log_votes, blocks, 0, front, 1) if at is None else _read(layers, "log_votes", at)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - votes.shape[1])], 1)
-        logits, probabilities = _attend(query[tokens], keys, bias, visible, scale)
+        logits, probabilities = _attend(query[tokens], keys, bias, visible, scale, softmax)
         attended = torch.matmul(probabilities, values.unsqueeze(1))
         output[tokens] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
         if mode != ScoreMode.NONE.code:
@@ -115,7 +127,14 @@ def paged_attention(query: Tensor, cache: PagedKVCache, batch: AttentionBatch, s
 
 
 def score_prompt_queries(
-    query: Tensor, cache: PagedKVCache, blocks: Tensor, update: ScoreUpdate, scale: float, scores: Tensor, aux: Tensor
+    query: Tensor,
+    cache: PagedKVCache,
+    blocks: Tensor,
+    update: ScoreUpdate,
+    scale: float,
+    scores: Tensor,
+    aux: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> None:
     """Adds the statistics of the newest queries of a never compressed sequence to ``scores`` and ``aux``, in place.
 
@@ -129,7 +148,7 @@ def score_prompt_queries(
     group = max(1, (1 << 22) // (query.shape[1] * seq_len))
     for start in range(0, query.shape[0], group):
         rows = slice(start, start + group)
-        logits, probabilities = _attend(query[rows], keys, None, visible[rows], scale)
+        logits, probabilities = _attend(query[rows], keys, None, visible[rows], scale, softmax)
         new_scores, new_aux = accumulate_scores(update, logits, probabilities, visible[rows], scores, aux)
         scores.copy_(new_scores)
         aux.copy_(new_aux)
@@ -146,6 +165,7 @@ def score_repetition(
     sinks: int,
     scores: Tensor,
     weights: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> None:
     """Raises ``scores`` of a chunk of a context to the largest probability that queries which repeat it give an entry.
 
@@ -168,9 +188,9 @@ def score_repetition(
         last = min(first + group, num_queries)
         seen = num_keys - num_queries + last  # by the newest of them
         logits = torch.matmul(grouped[:, :, first:last].flatten(1, 2), keys[:, :, :seen])
-        logits = logits.unflatten(1, (-1, last - first))
+        logits = softmax.capped(logits.unflatten(1, (-1, last - first)))
         logits.masked_fill_(~_causal(last - first, seen, query.device), -torch.inf)
-        total = logits.logsumexp(-1, keepdim=True)
+        total = softmax.log_norms(logits)
         if weights is not None:
             total -= weights[first:last, None].log()
         largest = (logits[..., sinks : sinks + num_scored] - total).amax(2).exp()  # [H, G, m]
@@ -346,6 +366,7 @@ def fused_attention(
     positions: Tensor,
     scale: float,
     fusion: Fusion,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """``[H, n]`` float32: attention to each entry, summed over the G query heads, then ``fusion`` over the queries.
 
@@ -355,7 +376,7 @@ def fused_attention(
     """
     index = torch.arange(seq_layers.num_entries, device=positions.device).repeat(seq_layers.num_heads, 1)
     keys = gather_rows(seq_layers, "keys", index)
-    return attention.fused_attention(queries, query_positions, keys, log_votes, positions, scale, fusion)
+    return attention.fused_attention(queries, query_positions, keys, log_votes, positions, scale, fusion, softmax)
 
 
 def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Tensor) -> None:

@@ -69,6 +69,49 @@ NO_UPDATE = ScoreUpdate(ScoreMode.NONE, 1.0)
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """How a model makes probabilities of logits, beyond the softmax itself.
+
+    cap: logits become ``cap * tanh(logits / cap)`` (Gemma 2); 0: they stay. Votes are added afterwards: an entry that
+    stands for n equal ones weighs n times the exponential of its capped logit.
+    sinks: ``[H, G]`` float32, a logit of each query head that counts in the denominator and has no value, so that
+    probabilities of entries add up to less than 1 (gpt-oss); None: there are none.
+    """
+
+    cap: float = 0.0
+    sinks: Tensor | None = None
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return logits if self.cap == 0.0 else torch.tanh(logits / self.cap) * self.cap
+
+    def uncapped(self, logits: Tensor) -> Tensor:
+        """The inverse of ``capped``; finite up to the cap itself."""
+        if self.cap == 0.0:
+            return logits
+        limit = 1.0 - 2.0**-20
+        return torch.atanh((logits / self.cap).clamp(-limit, limit)) * self.cap
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """``[H, G, q, n]``, of capped logits with votes, -inf where an entry is not seen."""
+        if self.sinks is None:
+            return logits.softmax(-1)
+        sinks = self.sinks[..., None, None].expand(*logits.shape[:3], 1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+    def log_norms(self, logits: Tensor) -> Tensor:
+        """``[H, G, q, 1]``: logarithms of the denominators of ``probabilities``."""
+        norms = logits.logsumexp(-1, keepdim=True)
+        return norms if self.sinks is None else norms.logaddexp(self.sinks[..., None, None])
+
+    def of_heads(self, heads: slice | list[int]) -> "Softmax":
+        """That of some of the ``H`` heads."""
+        return self if self.sinks is None else Softmax(self.cap, self.sinks[heads])
+
+
+PLAIN_SOFTMAX = Softmax()
+
+
+@dataclass(frozen=True)
 class Rows:
     """Keys and values that a compaction writes.
 

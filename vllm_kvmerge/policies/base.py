@@ -70,6 +70,18 @@ class Part(BaseModel):
     needs_rotation: ClassVar[bool] = False
     """True if the part turns queries or keys back to what they were before RoPE (``context.known_rotation``)."""
 
+    @property
+    def takes_cap(self) -> bool:
+        """True if the part is right for a model that caps its logits (``context.softmax``). Default: it reads no
+        queries."""
+        return self.query_window == 0
+
+    @property
+    def takes_sinks(self) -> bool:
+        """True if the part is right for a model with attention sinks (``context.softmax``). Default: it reads no
+        queries."""
+        return self.query_window == 0
+
     token_fields: ClassVar[tuple[str, ...]] = ()
     """Names of parameters that are token ids, and for which a request may give a text."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_kvmerge.ops import ScoreMode
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, ScoreMode, Softmax
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.rotation import Rotation
 
@@ -83,7 +83,8 @@ class CompressionContext:
     capacity: entries to return per head, dead ones included.
     num_tokens: tokens computed so far, thus the next token's position; that of the longest of several requests.
     at_prompt_end: true for a request's first compression.
-    heads: the rows that are compressed. scale: factor of the attention logits.
+    heads: the rows that are compressed. scale: factor of the attention logits. softmax: what else the model does with
+    them, for parts that take it (``Part.takes_cap``, ``Part.takes_sinks``).
     min_budget: fewest entries that any head of any layer can be given; set by the composition.
     num_slots: entries of the budget that the merger fills itself; set by the composition.
     row_counts: ``[H]`` int64, entries that the selector keeps of each row, where it ``takes_shares``; set by the
@@ -105,6 +106,7 @@ class CompressionContext:
     at_prompt_end: bool
     heads: Heads
     scale: float = 1.0
+    softmax: Softmax = PLAIN_SOFTMAX
     min_budget: int = 0
     num_slots: int = 0
     row_counts: Tensor | None = None
@@ -160,6 +162,7 @@ class CompressionContext:
         return replace(
             self,
             heads=self.heads.of_rows(rows),
+            softmax=self.softmax.of_heads(rows),
             queries=None if self.queries is None else self.queries.of_rows(rows),
             output_weights=None if self.output_weights is None else self.output_weights[rows],
             layer_statistics=None,

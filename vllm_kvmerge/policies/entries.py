@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import Fusion
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, Fusion, Softmax
 from vllm_kvmerge.ops.attention import fused_attention
 from vllm_kvmerge.ops.similarity import most_similar
 from vllm_kvmerge.policies.pausing import compared_in_pieces, may_pause
@@ -102,12 +102,20 @@ class Entries:
         similarity, best = (torch.cat(planes, dim=1) for planes in zip(*parts, strict=True))
         return similarity, best
 
-    def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
+    def fused_attention(
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        scale: float,
+        fusion: Fusion,
+        softmax: Softmax = PLAIN_SOFTMAX,
+    ) -> Tensor:
         """``[H, n]``: attention to each entry, summed over the G query heads, then ``fusion`` over the ``w`` queries.
 
         queries: ``[H, G, w, d]``. query_positions: ``[H, w]`` int64; a query sees live entries up to its own position.
         """
-        return fused_attention(queries, query_positions, self.keys, self.log_votes, self.positions, scale, fusion)
+        planes = self.keys, self.log_votes, self.positions
+        return fused_attention(queries, query_positions, *planes, scale, fusion, softmax)
 
     def take(self, index: Tensor) -> "Entries":
         """Copies of the entries at ``index`` (``[H, m]`` int64), per head."""

@@ -19,7 +19,7 @@ KEPT_SHARE = 4
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of one worker's part of the model. num_layers: that are compressed. item_size: bytes of a number in the
-    cache. rotation_obstacle: why keys
+    cache. caps_logits, has_sinks: what its attention does beyond a softmax (``Softmax``). rotation_obstacle: why keys
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
     that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
     num_positions: that RoPE has a turn for; None: not known. has_windows: other layers see the newest tokens alone, and
@@ -31,6 +31,8 @@ class ModelShape:
     head_size: int
     hidden_size: int
     item_size: int
+    caps_logits: bool = False
+    has_sinks: bool = False
     rotation_obstacle: str | None = None
     hidden_states_obstacle: str | None = None
     has_surrogate: bool = False
@@ -140,6 +142,7 @@ class Limits:
         """
         self._check_allowed(config)
         self._check_windows(config)
+        self._check_softmax(config)
         self._check_rotation(config)
         self._check_hidden_states(config.policy.tracker)
         if config.reuse is not None and not self.shares_contexts:
@@ -283,6 +286,21 @@ class Limits:
         if (tracker := config.policy.tracker).repeats_context:
             message = f"{tracker.name!r} {reason}; allowed: another tracker"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "unsupported_model")
+
+    def _check_softmax(self, config: CompressionConfig) -> None:
+        """Refuses parts that compute attention otherwise than the model does."""
+        for kind in PARTS:
+            part = getattr(config.policy, kind)
+            if self.shape.caps_logits and not part.takes_cap:
+                trait = "soft-caps its attention logits"
+            elif self.shape.has_sinks and not part.takes_sinks:
+                trait = "has attention sinks"
+            else:
+                continue
+            message = f"{part.name!r} computes attention in another way than the model, which {trait}"
+            raise CompressionError(
+                f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: another {kind}", "unsupported_model"
+            )
 
     def _check_rotation(self, config: CompressionConfig) -> None:
         """Refuses what needs RoPE undone, for a model whose RoPE cannot be."""

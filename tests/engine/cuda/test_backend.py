@@ -247,8 +247,6 @@ def test_vllms_cuda_platform_takes_the_backend(monkeypatch):
     [
         ({"sliding_window": 64}, "sliding-window attention"),
         ({"alibi_slopes": [0.5]}, "ALiBi"),
-        ({"logits_soft_cap": 30.0}, "soft cap"),
-        ({"sinks": torch.zeros(4)}, "sinks"),
         ({"kv_sharing_target_layer_name": "other"}, "sharing KV"),
         ({"attn_type": "encoder"}, "only decoder attention"),
         ({"head_size": 300}, "head size 300"),

@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionSpec
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.ops import PagedKVCache
+from vllm_kvmerge.ops import PagedKVCache, Softmax
 from vllm_kvmerge.ops.types import cell_bytes
 
 
@@ -17,6 +17,10 @@ class MergeableImpl:
     """One layer's attention over a mergeable cache; beside a platform's own ``AttentionImpl``."""
 
     head_size: int
+    num_kv_heads: int
+    logits_soft_cap: float
+    sinks: Tensor | None
+    """``[H * G]``, in any dtype."""
     layer_index: int
     """The layer's place among those that are compressed; set when the cache has been allocated."""
     row_major_keys: ClassVar[bool]
@@ -25,26 +29,24 @@ class MergeableImpl:
     _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
     def refuse_features(
-        self,
-        attn_type: str,
-        alibi: bool,
-        soft_cap: bool,
-        sinks: bool,
-        shared_cache: bool = False,
-        sliding_window: bool = False,
+        self, attn_type: str, alibi: bool, shared_cache: bool = False, sliding_window: bool = False
     ) -> None:
         """Raises UnsupportedConfigError if a layer uses a feature that compression does not support."""
         for feature, wanted in (
             ("ALiBi", alibi),
             ("sliding-window attention", sliding_window),
-            ("logits soft cap", soft_cap),
-            ("attention sinks", sinks),
             ("sharing KV between layers", shared_cache),
         ):
             if wanted:
                 raise UnsupportedConfigError(f"model uses {feature}: not supported with KV cache compression")
         if attn_type != AttentionType.DECODER:
             raise UnsupportedConfigError(f"attention type {attn_type}: only decoder attention is supported")
+
+    @property
+    def softmax(self) -> Softmax:
+        """What this layer does with logits, once its weights have been loaded."""
+        sinks = None if self.sinks is None else self.sinks.detach().float().view(self.num_kv_heads, -1)
+        return Softmax(self.logits_soft_cap, sinks)
 
     def paged(self, kv_cache: Tensor) -> PagedKVCache:
         """Views of this layer's cache, made once per allocation."""

@@ -130,8 +130,6 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         self.refuse_features(
             self.attn_type,
             alibi=self.alibi_slopes is not None,
-            soft_cap=self.logits_soft_cap != 0,
-            sinks=self.sinks is not None,
         )
 
     def do_kv_cache_update(
@@ -161,11 +159,11 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             raise NotImplementedError("fused output quantisation is not supported by this backend")
         if attn_metadata is None:  # warm-up
             return output
-        cache, metadata = self.paged(kv_cache), attn_metadata
+        cache, metadata, softmax = self.paged(kv_cache), attn_metadata, self.softmax
         # Statistics of a cache that other layers share are made of its own layer's queries alone.
         is_owner = self.kv_sharing_target_layer_name is None
         for reader in metadata.readers if is_owner else ():
-            reader.read(self.layer_index, query, cache, self.scale)
+            reader.read(self.layer_index, query, cache, self.scale, softmax)
         if metadata.plain_tokens is None:
             num_tokens = metadata.num_actual_tokens
             self._plain_attention(layer, query[:num_tokens], cache, metadata, output[:num_tokens])
@@ -180,13 +178,16 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             batch = replace(batch, score_modes=torch.zeros_like(batch.score_modes))
         if metadata.pages is not None:
             batch = replace(batch, pages=metadata.pages[self.layer_index])
-        paged_attention(query, cache, batch, self.scale, output)
+        paged_attention(query, cache, batch, self.scale, output, softmax)
         return output
 
     def _plain_attention(
         self, layer: Any, query: Tensor, cache: PagedKVCache, metadata: MergeableAttentionMetadata, output: Tensor
     ) -> None:
         """vLLM's own operator over strided views of our cache."""
+        sinks = self.sinks
+        if sinks is not None and sinks.dtype != torch.bfloat16:  # it takes no other but float32
+            sinks = sinks.float()
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=cache.stock_keys,
@@ -199,9 +200,9 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             alibi_slopes=None,
             sliding_window=self.sliding_window,
             block_table=metadata.block_table,
-            softcap=0,
+            softcap=self.logits_soft_cap,
             scheduler_metadata=metadata.scheduler_metadata,
-            s_aux=None,
+            s_aux=sinks,
             dynamic_causal=metadata.dynamic_causal,
             **self._cache_format(layer),
         )

@@ -243,13 +243,11 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.logits_soft_cap, self.sinks = kv_cache_dtype, logits_soft_cap or 0.0, sinks
         self.refuse_features(
             attn_type,
             alibi=alibi_slopes is not None,
             sliding_window=sliding_window is not None,
-            soft_cap=bool(logits_soft_cap),
-            sinks=sinks is not None,
             shared_cache=kv_sharing_target_layer_name is not None,
         )
         if head_size not in CUDA_HEAD_SIZES:
@@ -276,17 +274,17 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
             raise NotImplementedError("fused output quantisation is not supported by this backend")
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)
-        cache, metadata = self.paged(kv_cache), attn_metadata
+        cache, metadata, softmax = self.paged(kv_cache), attn_metadata, self.softmax
         if metadata.rings is not None and metadata.ring_places is not None:
             places, tokens = metadata.ring_places, metadata.ring_tokens
             newest = query[: len(places)] if tokens is None else query.index_select(0, tokens)
             metadata.rings[self.layer_index].index_copy_(0, places, newest)
         for reader in metadata.readers:
-            reader.read(self.layer_index, query, cache, self.scale)
+            reader.read(self.layer_index, query, cache, self.scale, softmax)
         for part in metadata.parts:
             if part.tables is not None:
                 part = replace(part, tables=replace(part.tables, layer=self.layer_index))
-            paged_attention(query, cache, part, self.scale, output)
+            paged_attention(query, cache, part, self.scale, output, softmax)
         return output
 
 

@@ -8,7 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreUpdate, score_prompt_queries, score_repetition
+from vllm_kvmerge.ops import (
+    NO_UPDATE,
+    HeadPages,
+    PagedKVCache,
+    ScoreUpdate,
+    Softmax,
+    score_prompt_queries,
+    score_repetition,
+)
 from vllm_kvmerge.policies.rotation import Rotation
 
 if TYPE_CHECKING:  # compactions run without vLLM too
@@ -149,11 +157,14 @@ class ScoreWindow:
     update: ScoreUpdate
     prompt_scores: PromptScores
 
-    def score(self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float) -> None:
+    def score(
+        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+    ) -> None:
         """``query``: ``[q, H * G, d]``, of the row's tokens in the batch."""
         planes = self.prompt_scores.scores, self.prompt_scores.aux
-        statistics = (plane[layer, :, : where.seq_len] for plane in planes)
-        score_prompt_queries(query[-self.num_queries :], cache, where.blocks, self.update, scale, *statistics)
+        scores, aux = (plane[layer, :, : where.seq_len] for plane in planes)
+        newest = query[-self.num_queries :]
+        score_prompt_queries(newest, cache, where.blocks, self.update, scale, scores, aux, softmax)
 
 
 @dataclass(frozen=True)
@@ -173,17 +184,19 @@ class RepetitionWindow:
     prompt_scores: PromptScores
     normalization: "Normalization | None" = None
 
-    def score(self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float) -> None:
+    def score(
+        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+    ) -> None:
         """As ``ScoreWindow.score``."""
         query, scores = query[-self.num_queries :], self.prompt_scores.scores[layer, :, self.start : self.end]
         chunk = where.seq_len, self.context, self.start, self.sinks
         if self.normalization is None:
-            score_repetition(query, cache, where.blocks, scale, *chunk, scores)
+            score_repetition(query, cache, where.blocks, scale, *chunk, scores, softmax=softmax)
             return
         # Of each query head by itself: what a value adds to the output is the head's own.
         norms = self.normalization.hidden_states.norms[layer, where.tokens][-self.num_queries :]
         by_head = scores.new_zeros(query.shape[1], scores.shape[1])
-        score_repetition(query, cache, where.blocks, scale, *chunk, by_head, norms.reciprocal())
+        score_repetition(query, cache, where.blocks, scale, *chunk, by_head, norms.reciprocal(), softmax)
         slots = torch.arange(self.start, self.end, device=query.device)
         values = cache.values[where.blocks[slots // cache.block_size].long(), :, slots % cache.block_size]
         weighed = by_head.unflatten(0, (len(scores), -1)) * self.normalization.output_norms(
@@ -208,7 +221,9 @@ class PredictedScores:
     hidden_states: "HiddenStates"
     prompt_scores: PromptScores | None
 
-    def score(self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float) -> None:
+    def score(
+        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+    ) -> None:
         """As ``ScoreWindow.score``."""
         assert self.hidden_states.scores is not None
         scores = self.hidden_states.scores[layer, where.tokens]
@@ -279,10 +294,10 @@ class QueryReader:
         start, end = common.query_start_loc_cpu[index : index + 2].tolist()
         return cls(slice(start, end), common.block_table_tensor[index], seq_len_of(common, index), row)
 
-    def read(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float) -> None:
+    def read(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float, softmax: Softmax) -> None:
         """Stores and scores this row's queries as it asks; ``query``: ``[tokens of the batch, H * G, d]``."""
         ring, window, query = self.row.ring, self.row.window, query[self.tokens]
         if ring is not None:
             ring.write(layer, query[-ring.window :], self.seq_len)
         if window is not None:
-            window.score(layer, query, cache, self, scale)
+            window.score(layer, query, cache, self, scale, softmax)

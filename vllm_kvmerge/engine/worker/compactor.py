@@ -18,7 +18,15 @@ from vllm_kvmerge.engine.worker.cache_positions import moves
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
-from vllm_kvmerge.ops import HeadPages, PagedKVCache, Rows, ScoreUpdate, SequenceLayers
+from vllm_kvmerge.ops import (
+    PLAIN_SOFTMAX,
+    HeadPages,
+    PagedKVCache,
+    Rows,
+    ScoreUpdate,
+    SequenceLayers,
+    Softmax,
+)
 from vllm_kvmerge.ops.types import Destination, sent
 from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionPolicy, CompressionResult, Heads, Queries
 from vllm_kvmerge.policies.checks import is_foreign
@@ -248,7 +256,8 @@ class Compactor:
 
     layers: each layer's KV cache. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among the model's. all_heads: gathers ``[num_kv_heads, ...]`` from all tensor-parallel workers. output_weights:
-    returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` float32, or None if it is unknown. rotation:
+    returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` float32, or None if it is unknown. softmax:
+    returns that of a layer, whose cap all layers share. rotation:
     the model's rotary position embedding, if it is known. group_size: query heads per KV head (G). hidden_size: of the
     model. max_bytes: working memory of a policy for a batch; larger batches are split, down to one layer of one
     request. max_seconds: time that a policy may take for a batch beyond ``SLACK`` times its estimate by ``rates``;
@@ -260,6 +269,7 @@ class Compactor:
     head_indices: list[int]
     all_heads: Callable[[Tensor], Tensor] = field(default=lambda tensor: tensor)
     output_weights: Callable[[int], Tensor | None] = field(default=lambda layer: None)
+    softmax: Callable[[int], Softmax] = field(default=lambda layer: PLAIN_SOFTMAX)
     rotation: Rotation | None = None
     group_size: int = 1
     hidden_size: int = 0
@@ -647,6 +657,7 @@ class Compactor:
             at_prompt_end=batch.is_of_tokens,
             heads=Heads.of(layers, self.head_indices, len(self.layers), self.all_heads),
             scale=self.scale,
+            softmax=self._softmax(layers),
             queries=self._queries(seq_layers, batch, window) if batch.compactions[0].ring and window else None,
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
             rotation=self.rotation,
@@ -654,6 +665,13 @@ class Compactor:
             shares=shares,
             end=batch.plan.num_tokens if batch.plan.is_refresh else None,
         )
+
+    def _softmax(self, layers: list[int]) -> Softmax:
+        """That of the heads of all sequence layers; layers: of each."""
+        first, *others = map(self.softmax, layers)
+        if first.sinks is None:
+            return first
+        return Softmax(first.cap, torch.cat([first.sinks, *(one.sinks for one in others if one.sinks is not None)]))
 
     def _shares_of(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> list[int]:
         size = self.num_kv_heads
@@ -687,7 +705,8 @@ class Compactor:
                     entries.aux[heads] = scores.aux[layer, :, : len(entries)]
         if (rescoring := batch.compactions[0].rescoring) is not None:
             queries = self._queries(seq_layers, batch, rescoring.window)
-            entries.scores, entries.aux = newest_scores(entries, queries, rescoring.update, self.scale)
+            softmax = self._softmax([one.layer for one in seq_layers])
+            entries.scores, entries.aux = newest_scores(entries, queries, rescoring.update, self.scale, softmax)
         return entries
 
     def _located(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> SequenceLayers:

@@ -207,6 +207,14 @@ class Compression:
             raise UnsupportedConfigError(
                 f"model layers: {len(layers)} have a cache of full attention, its config says {expected}"
             )
+        for layer in layers:
+            softmax = layer.impl.softmax
+            for trait, has, known in (
+                ("soft-caps its logits", softmax.cap > 0.0, limits.shape.caps_logits),
+                ("has attention sinks", softmax.sinks is not None, limits.shape.has_sinks),
+            ):
+                if has and not known:  # requests are checked against what is known
+                    raise UnsupportedConfigError(f"the model {trait}, which its configuration does not say")
         logger.info(
             "Compressing one request may take %.0f MiB and, at %.3g products and %.3g other numbers a second, %g s",
             limits.max_bytes / 2**20,
@@ -226,6 +234,7 @@ class Compression:
             head_indices=heads.indices(num_kv_heads),
             all_heads=heads.gather,
             output_weights=self._output_weights,
+            softmax=lambda layer: layers[layer].impl.softmax,
             rotation=find_rotation(model, layer_names),
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
@@ -595,7 +604,9 @@ class Compression:
         if config.refresh_window:
             assert state.ring is not None
             update = score_update(config)
-            scores = state.complete.scores(state.ring, config.refresh_window, update, self.compactor.scale)
+            scores = state.complete.scores(
+                state.ring, config.refresh_window, update, self.compactor.scale, self.compactor.softmax
+            )
         return replace(compaction, prompt_scores=scores, complete=state.complete)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.ops import PagedKVCache, ScoreUpdate, cell_bytes, score_prompt_queries
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, PagedKVCache, ScoreUpdate, Softmax, cell_bytes, score_prompt_queries
 from vllm_kvmerge.ops.types import sent
 
 
@@ -69,15 +69,24 @@ class ExternalCache:
             return [self.layers[layer] for layer in layers]
         return [_copied(self.layers[layer], len(self.blocks), device) for layer in layers]
 
-    def scores(self, ring: QueryRing, window: int, update: ScoreUpdate, scale: float) -> PromptScores:
-        """Statistics of all tokens from the newest ``window`` queries, as at the end of a prompt."""
+    def scores(
+        self,
+        ring: QueryRing,
+        window: int,
+        update: ScoreUpdate,
+        scale: float,
+        softmax: Callable[[int], Softmax] = lambda layer: PLAIN_SOFTMAX,
+    ) -> PromptScores:
+        """Statistics of all tokens from the newest ``window`` queries, as at the end of a prompt. softmax: of a
+        layer."""
         device, heads = ring.device, self.layers[0].num_kv_heads
         scores = PromptScores.empty(len(self.layers), heads, self.num_tokens, device)
         blocks = sent(self.blocks, device)
         for layer in range(len(self.layers)):
             (cache,) = self.on(device, [layer])
             (queries,) = ring.queries(self.num_tokens, slice(layer, layer + 1), window)
-            score_prompt_queries(queries, cache, blocks, update, scale, scores.scores[layer], scores.aux[layer])
+            statistics = scores.scores[layer], scores.aux[layer]
+            score_prompt_queries(queries, cache, blocks, update, scale, *statistics, softmax(layer))
         return scores
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import Fusion, SequenceLayers
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, Fusion, SequenceLayers, Softmax
 from vllm_kvmerge.policies.entries import BLANK, LazyEntries
 from vllm_kvmerge.policies.pausing import compared_in_pieces
 
@@ -52,6 +52,13 @@ class PagedEntries(LazyEntries):
         similarity, best = (torch.cat(planes, dim=1) for planes in zip(*parts, strict=True))
         return similarity, best
 
-    def fused_attention(self, queries: Tensor, query_positions: Tensor, scale: float, fusion: Fusion) -> Tensor:
+    def fused_attention(
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        scale: float,
+        fusion: Fusion,
+        softmax: Softmax = PLAIN_SOFTMAX,
+    ) -> Tensor:
         metadata = self.log_votes, self.positions
-        return ops.fused_attention(self.seq_layers, queries, query_positions, *metadata, scale, fusion)
+        return ops.fused_attention(self.seq_layers, queries, query_positions, *metadata, scale, fusion, softmax)

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_kvmerge.ops.choice import choice, device_name
 from vllm_kvmerge.ops.cuda import backend
 from vllm_kvmerge.ops.cuda.plan import AttentionPlan, shared_memory
-from vllm_kvmerge.ops.types import AttentionBatch, PagedKVCache, PageTables, addresses_on
+from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, AttentionBatch, PagedKVCache, PageTables, Softmax, addresses_on
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
 
 
@@ -65,6 +65,7 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     output: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
     workspace: Workspace | None = None,
     bulk: bool | None = None,
 ) -> None:
@@ -83,7 +84,7 @@ def paged_attention(
         num_queries = int(batch.query_lens.max())
     tables = batch.tables
     if _call_obstacle(query, cache, output, num_queries, tables) is not None:
-        backend.fallback(query.device).paged_attention(query, cache, batch, scale, output)
+        backend.fallback(query.device).paged_attention(query, cache, batch, scale, output, softmax)
         return
     plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
     work = workspace or workspace_of(query.device)
@@ -106,6 +107,8 @@ def paged_attention(
         buffers["lse"],
         buffers["kept"],
         scale,
+        softmax.cap,
+        softmax.sinks,
         num_queries,
         plan.splits,
         plan.least,

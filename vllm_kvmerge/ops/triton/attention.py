@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_kvmerge.ops.triton import attention_kernels
 from vllm_kvmerge.ops.triton.backend import layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.plan import AttentionPlan, power_of_two, settings_for, shares
-from vllm_kvmerge.ops.types import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate
+from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, Softmax
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
 
 LOG2E = attention_kernels.LOG2E.value
@@ -31,6 +31,7 @@ class _Call:
     cache: PagedKVCache
     batch: AttentionBatch
     scale: float
+    softmax: Softmax
     plan: AttentionPlan
     work: Workspace
 
@@ -67,6 +68,7 @@ class _Call:
             "BLOCK_D": power_of_two(self.cache.head_size),
             "LAYERS": 0 if self.batch.tables is None else len(self.batch.tables.layers),
             "COMPUTE": product_type(self.query.dtype, self.cache.keys.dtype),
+            "CAP": self.softmax.cap * LOG2E,
         }
 
     def attend(self, output: Tensor, values: bool) -> Tensor:
@@ -76,9 +78,9 @@ class _Call:
         lse, rows = buffers["lse"], self.rows
         planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
         attention_kernels.attend[(len(self.batch) * plan.tiles, cache.num_kv_heads, plan.splits)](
-            self.query, *planes, output, *rows, *self.pages, buffers.get("partial", lse), lse, buffers.get("kept", lse),
-            self.scale * LOG2E, plan.tiles, *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0),
-            *cache.strides,
+            self.query, *planes, output, *rows, *self.pages, self.softmax.sinks, buffers.get("partial", lse), lse,
+            buffers.get("kept", lse), self.scale * LOG2E, plan.tiles, *self.query.stride()[:2], *output.stride()[:2],
+            rows[0].stride(0), *cache.strides,
             VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.constants, **plan.settings.launch,
         )  # fmt: skip
         return lse
@@ -125,6 +127,7 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     output: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
     workspace: Workspace | None = None,
 ) -> None:
     """See ``reference.paged_attention``.
@@ -142,7 +145,7 @@ def paged_attention(
     _check(output, cache)
     num_queries = int(batch.query_lens.max()) if batch.max_query_len is None else batch.max_query_len
     plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
-    call = _Call(query, cache, batch, scale, plan, workspace or workspace_of(query.device))
+    call = _Call(query, cache, batch, scale, softmax, plan, workspace or workspace_of(query.device))
     lse = call.attend(output, values=True)
     call.finish(output, lse)
     if not plan.kept:
@@ -150,7 +153,14 @@ def paged_attention(
 
 
 def score_prompt_queries(
-    query: Tensor, cache: PagedKVCache, blocks: Tensor, update: ScoreUpdate, scale: float, scores: Tensor, aux: Tensor
+    query: Tensor,
+    cache: PagedKVCache,
+    blocks: Tensor,
+    update: ScoreUpdate,
+    scale: float,
+    scores: Tensor,
+    aux: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> None:
     if query.shape[0] == 0:
         return
@@ -160,7 +170,7 @@ def score_prompt_queries(
     seq_len = scores.shape[1]
     batch = AttentionBatch.single(blocks[: -(-seq_len // cache.block_size)], query.shape[0], seq_len, update=update)
     plan = AttentionPlan.of(cache, query.shape[1], query.shape[0], 1, batch.block_table.shape[1], keeps=False)
-    call = _Call(query, cache, batch, scale, plan, workspace_of(query.device))
+    call = _Call(query, cache, batch, scale, softmax, plan, workspace_of(query.device))
     # Only probabilities need the log-sum-exp.
     lse = scores if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
     call.update_columns(scores, aux, lse, in_cache=False)
@@ -177,6 +187,7 @@ def score_repetition(
     sinks: int,
     scores: Tensor,
     weights: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> None:
     (num_queries, num_heads), (num_rows, num_scored) = query.shape[:2], scores.shape
     if num_queries == 0 or num_scored == 0:
@@ -190,6 +201,7 @@ def score_repetition(
         "HEAD_SIZE": cache.head_size,
         "BLOCK_SIZE": cache.block_size,
         "COMPUTE": product_type(query.dtype, cache.keys.dtype),
+        "CAP": softmax.cap * LOG2E,
         "BLOCK_D": power_of_two(cache.head_size),
     }
     rows, columns = settings_for("prefill", cache, groups), settings_for("columns", cache, groups)
@@ -198,7 +210,7 @@ def score_repetition(
     lse = torch.empty(num_queries, num_heads, device=query.device)
     strides = *query.stride()[:2], *cache.keys.stride()
     attention_kernels.normalize_repetition[(-(-num_queries // (block_m // groups)), cache.num_kv_heads)](
-        query, cache.keys, blocks, weights, lse, scale * LOG2E, num_queries, seq_len, context, start,
+        query, cache.keys, blocks, weights, softmax.sinks, lse, scale * LOG2E, num_queries, seq_len, context, start,
         min(sinks, start), num_scored, *strides,
         BLOCK_M=block_m, BLOCK_N=rows.block_n, **constants, **rows.launch,
     )  # fmt: skip

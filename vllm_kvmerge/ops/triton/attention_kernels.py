@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 BY_ROW = [
     "block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "score_modes", "score_decays",
-    "page_tables",
+    "page_tables", "sinks",
 ]  # fmt: skip
 """Numbers and block ids of sequences, read one by one from anywhere in a batch. Their alignment must not specialise the
 kernel, which would be compiled anew while requests wait. Nor may the number of the layer."""
@@ -100,6 +100,15 @@ def log2_add(a, b):
 
 
 @triton.jit
+def capped(logits, CAP: tl.constexpr):
+    """CAP * tanh(logits / CAP); CAP: times log2(e), as logits are; 0: none."""
+    if CAP > 0.0:
+        return CAP * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E / CAP)) + 1.0))
+    else:
+        return logits
+
+
+@triton.jit
 def power(decay, age):
     """decay ** age for age >= 0; 0 ** 0 is 1."""
     return tl.where(age == 0, 1.0, tl.exp2(tl.maximum(age, 1) * tl.log2(decay)))
@@ -115,19 +124,20 @@ def averaged(level, score, aux, num_queries, counted, decay):
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
 def attend(
     query, keys, values, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts,
-    tails, score_modes, score_decays, page_tables, addresses, layer, partial, lse, kept, scale, tiles_per_row,
+    tails, score_modes, score_decays, page_tables, addresses, layer, sinks, partial, lse, kept, scale, tiles_per_row,
     stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block, stride_k_head,
     stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot, stride_m_block, stride_m_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, KEEP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, LAYERS: tl.constexpr,
+    BLOCK_D: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One split of the entries for one tile of a sequence's queries and one KV head. Grid: tiles, heads, splits.
 
     VALUES: attend to values, beyond the log-sum-exp. KEEP: rows of logits that are kept for ``finish``, 0 if
     none; then all queries of a sequence are one tile, and ``log_ema`` is done here, since it needs no sum over entries.
     Logits are kept at their slots, of which ``kept`` has those of one layer: those of entries in pages, which may be of
-    any, are not kept. COMPUTE: the type of the products.
+    any, are not kept. COMPUTE: the type of the products. sinks: ``[H * G]``, which count in the first split; None:
+    there are none.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -166,6 +176,9 @@ def attend(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        top = tl.where(split == 0, tl.load(sinks + q_head, mask=wanted, other=0.0) * LOG2E, top)
+        total += tl.where(split == 0, 1.0, 0.0)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table = block_table + row.to(tl.int64) * stride_table
     for paged in tl.static_range(LAYERS > 0, -1, -1):
@@ -184,7 +197,7 @@ def attend(
             plane = block * stride_m_block + of_head * stride_m_head + offset
             votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
             votes = tl.load(votes_at, mask=live & (entry < front), other=0.0)
-            plain = tl.dot(q, k, input_precision="ieee") * scale
+            plain = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)
             visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
             logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
             if KEEP > 0:
@@ -246,7 +259,7 @@ def finish(
     stride_k_dim, stride_k_slot, stride_m_block, stride_m_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr, LAYERS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Combines splits, and updates scores from the kept logits; from keys again where these are in pages.
 
@@ -326,7 +339,7 @@ def finish(
                     votes = tl.load(votes_at, mask=live, other=0.0)
                     logits, _, _ = tile_logits(
                         query, k, votes, entry, live, first_query, num_queries, old, start_token, head,
-                        stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
+                        stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
                     )  # fmt: skip
                 else:
                     at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
@@ -349,6 +362,7 @@ def tile_logits(
     stride_q_token, stride_q_head,
     scale,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """(logits with votes where the row's query sees the entry and -inf elsewhere, its number, whether it is one)."""
     rows = tl.arange(0, BLOCK_M)
@@ -359,7 +373,7 @@ def tile_logits(
     q_mask = wanted[:, None] & (dims < HEAD_SIZE)[None, :]
     q = tl.load(query + at[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
     visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
-    logits = tl.dot(q, k, input_precision="ieee") * scale + (votes * LOG2E)[None, :]
+    logits = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP) + (votes * LOG2E)[None, :]
     return tl.where(visible, logits, float("-inf")), number, wanted
 
 
@@ -371,7 +385,7 @@ def update_columns(
     stride_m_block, stride_m_head, stride_s_block, stride_s_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_CACHE: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LSE_BLOCK_N: tl.constexpr, LAYERS: tl.constexpr,
+    LSE_BLOCK_N: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
 
@@ -425,7 +439,7 @@ def update_columns(
                     logits, number, _ = tile_logits(
                         query, k, tl.zeros([BLOCK_N], tl.float32), entry, live, tile * QUERIES, num_queries, old,
                         start_token, head, stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M,
-                        BLOCK_D,
+                        BLOCK_D, CAP,
                     )  # fmt: skip
                     weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
                     level = log2_add(level, log2_sum(logits + weight[:, None]))
@@ -440,7 +454,7 @@ def update_columns(
                 for tile in range(first_tile, num_tiles):
                     logits, number, wanted = tile_logits(
                         query, k, votes, entry, live, tile * QUERIES, num_queries, old, start_token, head,
-                        stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
+                        stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
                     )  # fmt: skip
                     seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
                     size = split_size(seen, SPLITS, LEAST, LSE_BLOCK_N)
@@ -486,21 +500,21 @@ def keys_of(
     return tl.load((keys + slot)[None, :] + (dims * stride_k_dim)[:, None], mask=mask, other=0.0).to(COMPUTE)
 
 
-REPETITION = ["num_queries", "seq_len", "context", "start", "sinks", "num_scored"]
+REPETITION = ["num_queries", "seq_len", "context", "start", "num_first", "num_scored"]
 """Numbers that differ from call to call, by which no kernel is to be compiled anew."""
 
 
-@triton.jit(do_not_specialize=REPETITION, do_not_specialize_on_alignment=["blocks", "weights"])
+@triton.jit(do_not_specialize=REPETITION, do_not_specialize_on_alignment=["blocks", "weights", "sinks"])
 def normalize_repetition(
-    query, keys, blocks, weights, lse, scale, num_queries, seq_len, context, start, sinks, num_scored,
+    query, keys, blocks, weights, sinks, lse, scale, num_queries, seq_len, context, start, num_first, num_scored,
     stride_q_token, stride_q_head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """What a logit lacks to the logarithm of a weighed probability, of one tile of queries and one KV head.
 
     Grid: tiles, heads. lse: ``[num_queries, H * G]``, to the base 2. Entries are numbered without what lies between:
-    sinks, the chunk, and the tokens behind the context.
+    the first ones, the chunk, and the tokens behind the context. sinks: ``[H * G]`` or None, as in ``attend``.
     """
     head = tl.program_id(1)
     first_query = tl.program_id(0) * (BLOCK_M // G)
@@ -509,21 +523,25 @@ def normalize_repetition(
     )
     position = seq_len - num_queries + number
     last = tl.minimum(first_query + BLOCK_M // G, num_queries)
-    counted = sinks + num_scored
+    counted = num_first + num_scored
     end = counted + seq_len - num_queries + last - context
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + q_head, mask=wanted, other=0.0) * LOG2E
+        total += 1.0
     for first in range(0, end, BLOCK_N):
         entry = first + tl.arange(0, BLOCK_N)
         live = entry < end
-        token = tl.where(entry < sinks, entry, start + entry - sinks)
+        token = tl.where(entry < num_first, entry, start + entry - num_first)
         token = tl.where(entry < counted, token, context + entry - counted)
         k = keys_of(
             keys, blocks, token, live, head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, HEAD_SIZE,
             BLOCK_SIZE, COMPUTE, BLOCK_D,
         )  # fmt: skip
         visible = live[None, :] & (token[None, :] <= position[:, None])
-        logits = tl.where(visible, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+        logits = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)
+        logits = tl.where(visible, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
@@ -540,7 +558,7 @@ def raise_scores(
     query, keys, blocks, lse, scores, scale, num_queries, num_heads, start, num_scored,
     stride_q_token, stride_q_head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, stride_s_head,
     PER_SCORE: tl.constexpr, G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Raises scores of some entries to the largest probability that any query gives them.
 
@@ -561,7 +579,7 @@ def raise_scores(
             BLOCK_M, BLOCK_D,
         )  # fmt: skip
         level = tl.load(lse + number * num_heads + q_head, mask=wanted, other=float("inf"))
-        logits = tl.dot(q, k, input_precision="ieee") * scale - level[:, None]
+        logits = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP) - level[:, None]
         largest = tl.maximum(largest, tl.max(logits, 0))
     at = scores + head * stride_s_head + entry
     before = tl.load(at, mask=live, other=0.0)

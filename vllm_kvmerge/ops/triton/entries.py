@@ -11,9 +11,10 @@ from torch import Tensor
 from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.triton import entry_kernels, places
+from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
 from vllm_kvmerge.ops.triton.backend import ELEMENTS, layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
-from vllm_kvmerge.ops.types import Destination, HeadPages, Metadata, SequenceLayers, sent
+from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, Destination, HeadPages, Metadata, SequenceLayers, Softmax, sent
 
 STAGING_BYTES = 64 << 20
 """Bytes of keys or values that are moved at a time."""
@@ -192,6 +193,7 @@ def fused_attention(
     positions: Tensor,
     scale: float,
     fusion: Fusion,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     at = _KernelArguments(seq_layers)
     num_heads, groups, window, _ = queries.shape
@@ -204,8 +206,16 @@ def fused_attention(
     given = (tensor.contiguous() for tensor in (queries, query_positions, log_votes, positions))
     before = *at.entries, *given, lse
     after = scale, *at.counts, n, window, at.blocks.stride(0), *at.strides("keys")
-    tiles = {"G": groups, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n, **at.constants, **chosen.launch}
-    entry_kernels.newest_lse[(num_heads, groups, -(-window // chosen.block_m))](*before, *after, **tiles)
+    sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
+    tiles = {
+        "CAP": softmax.cap * LOG2E.value,
+        "G": groups,
+        "BLOCK_M": chosen.block_m,
+        "BLOCK_N": chosen.block_n,
+        **at.constants,
+        **chosen.launch,
+    }
+    entry_kernels.newest_lse[(num_heads, groups, -(-window // chosen.block_m))](*before, sinks, *after, **tiles)
     entry_kernels.newest_columns[at.grid(n, chosen.block_n)](*before, fused, *after, MAX=fusion == "max", **tiles)
     return fused
 

@@ -7,7 +7,7 @@ A grid's first axis is a head of a sequence layer, ``seq_layer * num_heads + hea
 import triton
 import triton.language as tl
 
-from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
+from vllm_kvmerge.ops.triton.attention_kernels import LOG2E, capped
 from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, POSITIONS, SCORES, entry_place, plane_of
 
 
@@ -255,7 +255,7 @@ def find_similar(
 @triton.jit
 def seen_logits(
     queries, query_positions, k, votes, position, live, rows, group, window, scale,
-    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """``[m, n]``: logits of the queries ``rows`` of a query head, times log2(e); -inf where the entry is not seen."""
     flat = tl.program_id(0).to(tl.int64)
@@ -264,7 +264,7 @@ def seen_logits(
     at = ((flat * G + group) * window + rows)[:, None] * HEAD_SIZE + dims[None, :]
     q = tl.load(queries + at, mask=wanted[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
     own = tl.load(query_positions + flat * window + rows, mask=wanted, other=-1)
-    logits = tl.dot(q, k, input_precision="ieee") * (scale * LOG2E) + (votes * LOG2E)[None, :]
+    logits = capped(tl.dot(q, k, input_precision="ieee") * (scale * LOG2E), CAP) + (votes * LOG2E)[None, :]
     seen = live[None, :] & (position >= 0)[None, :] & (position[None, :] <= own[:, None])
     return tl.where(seen, logits, float("-inf"))
 
@@ -292,16 +292,21 @@ def entries_at(
 
 @triton.jit(do_not_specialize=["num_layers"])
 def newest_lse(
-    addresses, layers, blocks, segments, pages, queries, query_positions, log_votes, positions, lse, scale, num_heads,
-    num_layers, num_entries, window,
+    addresses, layers, blocks, segments, pages, queries, query_positions, log_votes, positions, lse, sinks, scale,
+    num_heads, num_layers, num_entries, window,
     stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     G: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of some of the newest queries over all entries. Grid: heads, query heads, tiles."""
+    """Log-sum-exp of some of the newest queries over all entries, and over ``sinks``. Grid: heads, query heads,
+    tiles."""
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + tl.program_id(0) * G + tl.program_id(1)) * LOG2E
+        top = tl.full([BLOCK_M], 0.0, tl.float32) + sink
+        total += 1.0
     for start in range(0, num_entries, BLOCK_N):
         k, votes, position, live = entries_at(
             addresses, layers, blocks, segments, pages, log_votes, positions, start + tl.arange(0, BLOCK_N), num_heads,
@@ -310,7 +315,7 @@ def newest_lse(
         )  # fmt: skip
         logits = seen_logits(
             queries, query_positions, k, votes, position, live, rows, tl.program_id(1), window, scale, G, HEAD_SIZE,
-            BLOCK_D,
+            BLOCK_D, CAP,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(logits, 1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -327,7 +332,7 @@ def newest_columns(
     num_heads, num_layers, num_entries, window,
     stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     MAX: tl.constexpr, G: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attention to some entries, summed over query heads, then sum or largest over queries. Grid: heads, tiles."""
     entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -342,8 +347,9 @@ def newest_columns(
         weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for group in range(0, G):
             logits = seen_logits(
-                queries, query_positions, k, votes, position, live, rows, group, window, scale, G, HEAD_SIZE, BLOCK_D
-            )
+                queries, query_positions, k, votes, position, live, rows, group, window, scale, G, HEAD_SIZE, BLOCK_D,
+                CAP,
+            )  # fmt: skip
             at = (tl.program_id(0).to(tl.int64) * G + group) * window + rows
             level = tl.load(lse + at, mask=rows < window, other=0.0)
             weights += tl.exp2(logits - level[:, None])

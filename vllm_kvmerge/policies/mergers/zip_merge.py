@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, Softmax
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     CacheUpdate,
@@ -94,6 +95,13 @@ class ZipMerger(Merger):
 
     For G = 1 that is the above. It always reads queries, because trackers keep the heads' mean.
 
+    A model that caps its logits (C(x) = cap tanh(x / cap)) has L_i = C(x_i), and a sum of keys adds up x_i, not L_i. So
+    x_i = C^-1(L_i) takes the place of L_i in means, and L_r, which lies between the L_i, becomes the logit of a key:
+
+        scale   k_r = k_bar * C^-1(L_r) / x_bar        votes   p_r = sum p_i * exp(L_r - C(x_bar))
+
+    which leaves the output unchanged where the above does. Sinks have no part in it but in ``least_squares``, in Z_g.
+
     Before selection (``merge_first``, table 3): at the end of the prompt, similar pairs of unprotected entries are
     merged, the most similar first, until the budget is met or no pair exceeds T. Its cost is quadratic in the length
     of the prompt. A pass compares sources with targets: the less important half with the more important one, then, in
@@ -125,6 +133,14 @@ class ZipMerger(Merger):
 
     def query_window_with(self, mode: ScoreMode) -> int:
         return self.zip_window if self._reads_queries(mode) else 0
+
+    @property
+    def takes_cap(self) -> bool:
+        return True
+
+    @property
+    def takes_sinks(self) -> bool:
+        return True
 
     def _reads_queries(self, mode: ScoreMode) -> bool:
         return mode != ScoreMode.LOG_EMA or self.head_fit == "least_squares"
@@ -180,8 +196,9 @@ class ZipMerger(Merger):
         by_similarity = similarity.masked_fill(~joins, -torch.inf).argsort(dim=1, descending=True, stable=True)
         surplus = (entries.is_live.sum(1, keepdim=True) - context.budget).clamp(min=0)
         joins = first(joins, by_similarity, surplus)
-        mode = context.tracker_mode
-        merged = self._absorb(entries, rank.repeat(len(sources), 1), scores, sources, targets, joins, protected, mode)
+        of_model = context.tracker_mode, context.softmax
+        everything = rank.repeat(len(sources), 1)
+        merged = self._absorb(entries, everything, scores, sources, targets, joins, protected, *of_model)
         gone = any_at(sources, joins, n)
         return merged.without(gone)
 
@@ -195,7 +212,8 @@ class ZipMerger(Merger):
         sources = evicted.clamp(min=0)
         similarity, targets = entries.most_similar(sources, kept, scores.usable.gather(1, kept))
         joins = (evicted >= 0) & (similarity > self.merge_threshold)
-        return self._absorb(entries, kept, scores, sources, targets, joins, protected, context.tracker_mode)
+        of_model = context.tracker_mode, context.softmax
+        return self._absorb(entries, kept, scores, sources, targets, joins, protected, *of_model)
 
     def _scores(self, entries: Entries, importance: Tensor, context: CompressionContext) -> _Scores:
         """importance: ``[H, n]``, the tracker's; ``log_ema``'s is ln(p s_hat) itself."""
@@ -206,22 +224,24 @@ class ZipMerger(Merger):
         if context.queries is None:
             nothing = torch.full_like(entries.log_votes, -torch.inf)
             return _Scores(nothing, torch.zeros_like(is_scored), nothing.unsqueeze(1), nothing[:, None, :1])
-        log_scores = self._log_ema(entries, context.queries.newest(self.zip_window), context.scale)
+        log_scores = self._log_ema(entries, context.queries.newest(self.zip_window), context.scale, context.softmax)
         mean = log_scores.logsumexp(1) - math.log(log_scores.shape[1])
         log_weights = entries.log_votes + mean
         usable = is_scored & (log_weights.abs() < torch.inf)
         if self.head_fit == "mean":
             log_scores = mean.unsqueeze(1)
+            return _Scores(log_weights, usable, log_scores, torch.zeros_like(log_scores[..., :1]))
         by_head = (entries.log_votes.unsqueeze(1) + log_scores).masked_fill(~usable.unsqueeze(1), -torch.inf)
-        return _Scores(log_weights, usable, log_scores, by_head.logsumexp(2, keepdim=True))
+        return _Scores(log_weights, usable, log_scores, context.softmax.log_norms(by_head.unsqueeze(2)).squeeze(2))
 
-    def _log_ema(self, entries: Entries, queries: Queries, scale: float) -> Tensor:
+    def _log_ema(self, entries: Entries, queries: Queries, scale: float, softmax: Softmax) -> Tensor:
         """``[H, G, n]``: ln s_hat of each query head over these queries (KeepKV eq. 8 at t = L); -inf for dead ones."""
         age = torch.arange(queries.vectors.shape[2] - 1, -1, -1, device=queries.vectors.device)
         log_shares = age * math.log(self.ema_decay) + math.log1p(-self.ema_decay)
         rows, parts = (queries.vectors * scale).flatten(1, 2), []
         for index in entries.parts():
-            logits = (rows @ entries.keys_at(index).transpose(1, 2)).unflatten(1, queries.vectors.shape[1:3])
+            products = (rows @ entries.keys_at(index).transpose(1, 2)).unflatten(1, queries.vectors.shape[1:3])
+            logits = softmax.capped(products)
             positions = entries.positions.gather(1, index).unsqueeze(1)
             seen = (positions >= 0) & (positions <= queries.positions.unsqueeze(-1))  # a dead entry's is negative
             logits = (logits + log_shares.unsqueeze(-1)).masked_fill(~seen.unsqueeze(1), -torch.inf)
@@ -239,6 +259,7 @@ class ZipMerger(Merger):
         joins: Tensor,
         protected: Tensor,
         mode: ScoreMode,
+        softmax: Softmax = PLAIN_SOFTMAX,
     ) -> CacheUpdate:
         """KeepKV eq. 25: the entries at ``kept``, in which each target has taken in the sources that join it.
 
@@ -287,9 +308,12 @@ class ZipMerger(Merger):
 
         log_sum_votes = log_sum_exp(*log_votes)
         log_mean_score = log_total - log_sum_votes  # L_r,g
-        mean_log_score = add(own_share.unsqueeze(1) * log_scores[0], share.unsqueeze(1) * log_scores[1])  # L_bar_g
-        squares = head_shares * mean_log_score.square()
-        factor = (squares / squares.sum(1, keepdim=True) * (log_mean_score / mean_log_score)).sum(1)  # f
+        logits = tuple(softmax.uncapped(plane) for plane in log_scores)
+        mean_logit = add(own_share.unsqueeze(1) * logits[0], share.unsqueeze(1) * logits[1])
+        mean_log_score = softmax.capped(mean_logit)  # L_bar_g
+        squares = head_shares * mean_logit.square()
+        ratio = softmax.uncapped(log_mean_score) / mean_logit
+        factor = (squares / squares.sum(1, keepdim=True) * ratio).sum(1)  # f
         scales = self._scales(factor)
         positions = entries.positions.gather(1, own)
         newest = positions.scatter_reduce(1, group, select(entries.positions, source), "amax")

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.ops import Fusion
+from vllm_kvmerge.ops import Fusion, Softmax
 from vllm_kvmerge.policies.base import MAX_QUERIES, CompressionContext, Cost, CostShape, Entries, gathering
 from vllm_kvmerge.policies.context import Queries
 from vllm_kvmerge.policies.indexing import newest
@@ -58,19 +58,28 @@ class RecentQueries(RankedSelector):
     def query_window(self) -> int:
         return self.recent_window if self.voting_queries is None else self.voting_queries
 
+    @property
+    def takes_cap(self) -> bool:
+        return True
+
+    @property
+    def takes_sinks(self) -> bool:
+        return self.group_fusion == "sum"  # else query heads are read as queries of one head
+
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         """``[H, n]``: F (eq. 4), pooled; positions, so that the newest stay, where there are no queries."""
         if context.queries is None:
             return entries.positions.to(entries.scores.dtype)
-        fused = self._fused(entries, context.queries.newest(self.query_window), context.scale)
+        queries = context.queries.newest(self.query_window)
+        fused = self._fused(entries, queries, context.scale, context.softmax)
         return fused if self.kernel_size == 1 else max_pooled(fused, protected, entries, self.kernel_size)
 
-    def _fused(self, entries: Entries, queries: Queries, scale: float) -> Tensor:
+    def _fused(self, entries: Entries, queries: Queries, scale: float, softmax: Softmax) -> Tensor:
         """``[H, n]``: F before pooling."""
         if self.softmax_over == "distant":
             entries = entries.without(newest(entries, self.recent_window))
         if self.group_fusion == "sum":
-            return entries.fused_attention(queries.vectors, queries.positions, scale, self.fusion)
+            return entries.fused_attention(queries.vectors, queries.positions, scale, self.fusion, softmax)
         # Query heads that count as queries of their own are fused by their maximum: those of all queries at once, or
         # those of each query before the sum.
         num_groups, num_queries = queries.vectors.shape[1:3]
@@ -79,7 +88,7 @@ class RecentQueries(RankedSelector):
         fused = torch.zeros_like(entries.log_votes)
         for vectors, positions in parts:
             heads = vectors.flatten(1, 2).unsqueeze(1)
-            fused += entries.fused_attention(heads, positions.repeat(1, num_groups), scale, "max")
+            fused += entries.fused_attention(heads, positions.repeat(1, num_groups), scale, "max", softmax)
         return fused
 
     def cost(self, shape: CostShape) -> Cost:

@@ -1,0 +1,61 @@
+"""An engine of its own that answers prompts: stock vLLM, or with compression under each of some policies.
+
+Run as a program: reads a job from stdin (engine arguments, prompts, compression fields of each run; null: stock vLLM),
+and prints what each run gave.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests import preloaded
+
+BUDGET, MAX_TOKENS = 64, 40
+ROOT = Path(__file__).parents[2]
+
+
+def generate(
+    arguments: dict[str, Any], prompts: list[list[int]], runs: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """tokens: of requests without a policy. runs: of each run each request's (tokens, report). leaked: blocks."""
+    stock = {"VLLM_PLUGINS": ""} if runs is None else {}
+    environment = os.environ | stock | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+    job = json.dumps([arguments, prompts, runs])
+    done = preloaded.run([sys.executable, "-m", __name__], input=job, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.split("FOUND", 1)[1])
+    return found
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    arguments, prompts, runs = json.load(sys.stdin)
+    if runs is not None:
+        from vllm_kvmerge import compression, kvmerge_engine_args
+        from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+
+        arguments = kvmerge_engine_args(**arguments)
+    llm = LLM(**arguments, enforce_eager=True, skip_tokenizer_init=True, seed=0)
+
+    def answers(**extra: Any) -> list[Any]:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, **extra)
+        return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+    found: dict[str, Any] = {"tokens": [list(one.outputs[0].token_ids) for one in answers()], "runs": [], "leaked": 0}
+    for fields in runs or []:
+        asked = {**compression(**({"budget": BUDGET} | fields)), USAGE_KEY: True}
+        outputs = answers(extra_args=asked)
+        reports = [(one.kv_transfer_params or {}).get(REPORT_KEY) for one in outputs]
+        tokens = [list(one.outputs[0].token_ids) for one in outputs]
+        found["runs"].append(list(zip(tokens, reports, strict=True)))
+    if runs is not None:
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        found["leaked"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    print("FOUND", json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
