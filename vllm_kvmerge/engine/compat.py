@@ -219,7 +219,7 @@ Outputs = AsyncGenerator["RequestOutput", None]
 def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "SamplingParams"], Outputs]) -> None:
     """Passes the outputs of each request of this one client through ``watch``.
 
-    Error messages from schedulers, and ``kv_transfer_params`` in streamed responses as in all others, would make this
+    Error messages from schedulers, and ``kv_transfer_params`` in every chunk of streamed responses, would make this
     unnecessary.
     """
     generate = engine_client.generate
