@@ -1,6 +1,7 @@
 """``vllm-kvmerge doctor``: its report, also on machines that cannot serve."""
 
 import json
+import zipfile
 
 import pytest
 
@@ -8,6 +9,7 @@ from tests.random_model import LLAMA
 from vllm_kvmerge import __version__, ops
 from vllm_kvmerge.cli import doctor, main
 from vllm_kvmerge.engine import support
+from vllm_kvmerge.engine.reliance import installed, listed
 from vllm_kvmerge.ops import cpu, dispatch
 
 
@@ -69,6 +71,45 @@ def test_a_machine_that_cannot_serve(capsys, monkeypatch, target, value, said):
     assert status == 1
     (problem,) = found["problems"]
     assert problem.startswith(said)
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """Of the installed vLLM, with what the list needs."""
+    sources = installed()
+    assert sources.faults() == []
+    path = tmp_path / "vllm-0.40.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ["vllm", *sources.modules]:
+            for file in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
+                if (text := sources.text(file)) is not None:
+                    archive.writestr(file, text)
+        archive.writestr("vllm/_version.py", "__version__ = version = '0.40.0'")
+    return path
+
+
+def test_a_vllm_that_is_not_installed(capsys, wheel, tmp_path):
+    assert main(["doctor", "--vllm", str(wheel)]) == 0
+    compared, advice = capsys.readouterr().out.splitlines()
+    assert compared == f"vLLM 0.40.0: 0 of the {len(listed())} names that vllm-kvmerge relies on are gone or differ"
+    assert advice == f"vLLM 0.40.0 is not supported; allowed: {support.SUPPORTED_RANGE}"
+
+    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
+    (tmp_path / "unpacked" / "vllm" / "v1" / "request.py").unlink()
+    for folder in (tmp_path / "unpacked", tmp_path / "unpacked" / "vllm"):
+        status, found = report(capsys, "--vllm", str(folder))
+        assert (status, found["version"], found["faults"]) == (1, "0.40.0", ["vllm.v1.request is gone"])
+    assert main(["doctor", "--vllm", str(folder)]) == 1
+    first, compared, _ = capsys.readouterr().out.splitlines()
+    assert first == "vllm.v1.request is gone" and compared.startswith("vLLM 0.40.0: 1 of the ")
+
+
+@pytest.mark.parametrize("name", ["none.whl", "empty", "no_wheel.whl"])
+def test_a_path_without_a_vllm(capsys, tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no_wheel.whl").write_text("")
+    assert main(["doctor", "--vllm", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err.startswith(f"vllm-kvmerge: --vllm {tmp_path / name}: ")
 
 
 def test_operators_that_are_not_there(monkeypatch, tmp_path):

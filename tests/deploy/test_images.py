@@ -68,10 +68,10 @@ def test_what_the_image_promises(dockerfile):
 
 
 def test_the_cuda_image_is_of_the_tried_release(repository):
-    from vllm_kvmerge.engine.support import SUPPORTED_RELEASE
+    from vllm_kvmerge.engine.support import SUPPORTED_RELEASES
 
     first = instructions(repository / "Dockerfile")[0]
-    assert first == ("ARG", "VLLM_IMAGE=vllm/vllm-openai:v{}.{}.0".format(*SUPPORTED_RELEASE))
+    assert first == ("ARG", "VLLM_IMAGE=vllm/vllm-openai:v{}.{}.0".format(*SUPPORTED_RELEASES[0]))
 
 
 def test_the_version_is_the_packages(dockerfile):

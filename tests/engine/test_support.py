@@ -414,14 +414,14 @@ def test_installed_vllm_is_supported() -> None:
     check_vllm_version()
 
 
-@pytest.mark.parametrize("version", ["0.31.3", "0.33.0", "1.32.0", "dev"])
+@pytest.mark.parametrize("version", ["0.31.3", "0.34.0", "1.32.0", "dev"])
 def test_other_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "_vllm_version", lambda: version)
-    with pytest.raises(UnsupportedConfigError, match=f"vllm {version} is not supported; allowed: >=0.32,<0.33"):
+    with pytest.raises(UnsupportedConfigError, match=f"vllm {version} is not supported; allowed: >=0.32,<0.34"):
         check_vllm_version()
 
 
-@pytest.mark.parametrize("version", ["0.32.1.dev4+g123", "0.32.0+cpu"])
+@pytest.mark.parametrize("version", ["0.32.1.dev4+g123", "0.32.0+cpu", "0.33.0", "0.33.1"])
 def test_builds_of_the_supported_vllm_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "_vllm_version", lambda: version)
     check_vllm_version()

@@ -130,6 +130,17 @@ def test_the_report_at_the_end_joins_the_last_steps():
     assert feed.add_to(EVENTS[0]) == EVENTS[0]
 
 
+@pytest.mark.parametrize("own", ["null", '{"kvmerge": {"mean_bytes": 1}}'])
+def test_an_event_that_has_the_field_has_it_once(own: str):
+    feed = UsageFeed()
+    feed.num_sequences = 1
+    feed.note({"mean_bytes": 7.5})
+    event = feed.add_to(b'data: {"kv_transfer_params": %s, "text": "\xc3\xa4"}\n\n' % own.encode())
+    assert event.count(b"kv_transfer_params") == 1
+    chunk = json.loads(event.removeprefix(b"data: "))
+    assert chunk == {"text": "\u00e4", "kv_transfer_params": {"kvmerge": {"mean_bytes": 7.5}}}
+
+
 def test_an_event_of_another_form_waits_for_the_next():
     feed = UsageFeed()
     feed.num_sequences = 1

@@ -109,7 +109,8 @@ def test_streams_report_each_step_of_their_own_cache(server):
             {"vllm_xargs": {"kvmerge_usage": asks}} if asks else {}
         )
         stream = client.completions.create(model="demo", prompt=prompt, max_tokens=40, stream=True, extra_body=extra)
-        return [chunk.kv_transfer_params["kvmerge"] for chunk in stream if hasattr(chunk, "kv_transfer_params")]
+        params = [getattr(chunk, "kv_transfer_params", None) for chunk in stream]
+        return [one["kvmerge"] for one in params if one is not None]
 
     bounded = {"policy": "h2o", "budget": 96, "interval": 32}
     with ThreadPoolExecutor(2) as pool:

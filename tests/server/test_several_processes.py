@@ -201,7 +201,7 @@ def test_both_stream_what_a_cache_holds(servers):
     body["cache_salt"] = "one of which nothing is there"
     for index, response in enumerate(from_both(servers, "POST", "/v1/completions", json=body)):
         events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-        reports = [event["kv_transfer_params"]["kvmerge"] for event in events if "kv_transfer_params" in event]
+        reports = [event["kv_transfer_params"]["kvmerge"] for event in events if event.get("kv_transfer_params")]
         steps = [step for report in reports for step in report["steps"]]
         assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
         # Twice in 40 tokens, and before at the prompt's end, unless that engine has had this prompt.

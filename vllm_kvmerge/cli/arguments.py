@@ -95,10 +95,9 @@ def read_arguments(argv: list[str], needs_port: bool) -> tuple[argparse.Namespac
 def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"]:
     """Arguments as vLLM validates them, the system's configuration included, and the parser of ``serve``'s options."""
     parser, options = _serve_parser()
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
 
-    from vllm_kvmerge.engine.compat import log_as_vllm
+    from vllm_kvmerge.engine.compat import log_as_vllm, moved
 
     has_config = any(word.split("=")[0] == "--config" for word in argv)
     # The command line's own options win over the file's.
@@ -107,7 +106,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"
         args = parser.parse_args(["serve", *argv, *system_config])
         configure_logging_from_args(args)
         log_as_vllm()
-        validate_parsed_serve_args(args)
+        moved("cli_args").validate_parsed_serve_args(args)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise CommandError(one_line(error)) from error
     return args, options
@@ -119,9 +118,10 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
         with quiet():
             check_vllm_version()
             from vllm_kvmerge.engine.arguments import PluginConfig
+            from vllm_kvmerge.engine.compat import moved
 
             vllm_serve = importlib.import_module("vllm.entrypoints.cli.serve")
-            api_utils = importlib.import_module("vllm.entrypoints.serve.utils.api_utils")
+            startup = moved("startup")
             argparse_utils = importlib.import_module("vllm.utils.argparse_utils")
     except UnsupportedConfigError as error:
         raise CommandError(str(error)) from None
@@ -130,7 +130,7 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
             f"vLLM cannot be imported ({one_line(error)}): pip install 'vllm-kvmerge[cpu]', or [cuda]; with a CPU "
             "build also pip uninstall torchvision torchaudio torchcodec"
         ) from error
-    api_utils.cli_env_setup()
+    startup.cli_env_setup()
 
     class ServeParser(argparse_utils.FlexibleArgumentParser):  # type: ignore[misc,name-defined]
         def error(self, message: str) -> NoReturn:

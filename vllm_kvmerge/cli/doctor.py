@@ -1,21 +1,27 @@
-"""``vllm-kvmerge doctor``: versions, devices, operators in use, and what is unsupported, with reasons."""
+"""``vllm-kvmerge doctor``: versions, devices, operators in use, and what is unsupported, with reasons; or what a vLLM
+release lacks."""
 
 import argparse
 import importlib
 import json
 import os
 import platform
+import zipfile
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvmerge import __version__
 from vllm_kvmerge.cli.arguments import read_arguments, set_environment
-from vllm_kvmerge.cli.common import CommandParser, quiet, table_of
+from vllm_kvmerge.cli.common import CommandParser, one_line, quiet, table_of
+from vllm_kvmerge.engine.reliance import Sources, installed, listed
 from vllm_kvmerge.engine.support import (
     DISTRIBUTIONS,
+    SUPPORTED_RANGE,
     UnsupportedConfigError,
     check_vllm_version,
+    is_supported,
     platform_obstacle,
     unsupported_features,
 )
@@ -44,9 +50,16 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument(
+        "--vllm",
+        metavar="PATH",
+        help="only compare a vLLM that is not installed with what is relied on: wheel or folder",
+    )
+    parser.add_argument(
         "server", nargs=argparse.REMAINDER, metavar="MODEL [OPTION...]", help="also check these arguments of serve"
     )
     args = parser.parse_args(argv)
+    if args.vllm is not None:
+        return _compare(Path(args.vllm), args.json)
     with quiet():
         report: dict[str, Any] = {
             "versions": versions(),
@@ -76,6 +89,31 @@ def run(argv: list[str]) -> int:
     if not report["problems"]:
         console.print("vllm-kvmerge serve", *args.server, "can start here." if args.server else "MODEL can start here.")
     return status
+
+
+def _compare(path: Path, as_json: bool) -> int:
+    """Prints what the vLLM in a wheel or folder has otherwise than the package relies on, one line each. Status 1 if
+    there is anything."""
+    try:
+        sources = Sources(path.parent if (path / "__init__.py").is_file() else path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CommandError(f"--vllm {path}: {one_line(error)}") from None
+    if sources.module("vllm") is None:
+        raise CommandError(
+            f"--vllm {path}: there is no vLLM in it; allowed: a wheel, or a folder with the package vllm"
+        )
+    version, faults, count = sources.version, sources.faults(), len(listed())
+    if as_json:
+        print(
+            json.dumps({"version": version, "supported": is_supported(version), "relied_on": count, "faults": faults})
+        )
+        return 1 if faults else 0
+    for fault in faults:
+        print(fault)
+    print(f"vLLM {version}: {len(faults)} of the {count} names that vllm-kvmerge relies on are gone or differ")
+    if not is_supported(version):
+        print(f"vLLM {version} is not supported; allowed: {SUPPORTED_RANGE}")
+    return 1 if faults else 0
 
 
 def _pairs(title: str, rows: dict[str, str]) -> "Table":
@@ -148,6 +186,8 @@ def _problems() -> list[str]:
         check_vllm_version()
     except (UnsupportedConfigError, ImportError) as error:
         found.append(" ".join(str(error).split()))
+    else:
+        found += installed().faults()
     with suppress(ImportError):  # reported with the version
         found += filter(None, [platform_obstacle()])
     return found

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import cache, partial, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge, multiprocess, values
@@ -34,12 +35,25 @@ CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
 CUDA_BACKEND = "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend"
 
 API_SERVER, ENGINE_CORE = "run_api_server_worker_proc", "run_engine_core"
+MOVED = {
+    "kv_cache_planning": ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils"),
+    "cli_args": ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args"),
+    "startup": ("vllm.entrypoints.common.startup", "vllm.entrypoints.serve.utils.api_utils"),
+}
+"""Modules with what is elsewhere in vLLM 0.32, and where it is there."""
+
 PROCESSES = {
     API_SERVER: "vllm.v1.utils",
     ENGINE_CORE: "vllm.v1.engine.core:EngineCoreProc",
     "run_coordinator": "vllm.v1.engine.coordinator:DPCoordinatorProc",
 }
 """Functions that vLLM starts processes with, and their modules or classes."""
+
+
+def moved(name: str) -> Any:
+    """The module of ``MOVED``, wherever this vLLM has it. vLLM 0.32 not being supported would make it unnecessary."""
+    newer, older = MOVED[name]
+    return import_module(newer if find_spec(newer) else older)
 
 
 def install() -> None:
@@ -119,9 +133,9 @@ def start_with_small_pools() -> None:
     process of the engine's core. A setting of vLLM's for that would make this unnecessary.
     """
     from vllm.logger import init_logger
-    from vllm.v1.core import kv_cache_utils
 
-    check = kv_cache_utils._check_enough_kv_cache_memory
+    planning = moved("kv_cache_planning")
+    check = planning._check_enough_kv_cache_memory
     if hasattr(check, "__wrapped__"):
         return
 
@@ -139,7 +153,7 @@ def start_with_small_pools() -> None:
             return
         check(available_memory, needed_memory, max_model_len, longest)
 
-    kv_cache_utils._check_enough_kv_cache_memory = check_or_warn
+    planning._check_enough_kv_cache_memory = check_or_warn
 
 
 def register_cache_spec() -> None:
@@ -222,7 +236,7 @@ Outputs = AsyncGenerator["RequestOutput", None]
 def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "SamplingParams"], Outputs]) -> None:
     """Passes the outputs of each request of this one client through ``watch``.
 
-    Error messages from schedulers, and ``kv_transfer_params`` in streamed responses as in all others, would make this
+    Error messages from schedulers, and ``kv_transfer_params`` in every chunk of streamed responses, would make this
     unnecessary.
     """
     generate = engine_client.generate

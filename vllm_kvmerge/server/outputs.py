@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FEED_ROUTES = ("/v1/completions", "/v1/chat/completions")
 """Routes whose streams have one JSON object per event, in which OpenAI clients accept additional fields."""
 
-EVENT_START, EVENT_END = b"data: {", b"}\n\n"
+EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
 
 
 class UsageFeed:
@@ -46,11 +46,12 @@ class UsageFeed:
         """The event, with the report since the previous event added."""
         if self._report is None or self.num_sequences != 1:
             return event
-        if not (event.startswith(EVENT_START) and event.endswith(EVENT_END)) or event.count(b"\n") != 2:
+        if not (event.startswith(EVENT_PREFIX + b"{") and event.endswith(b"}" + EVENT_END)) or event.count(b"\n") != 2:
             return event
         report, self._report = self._report, None
-        field = json.dumps({"kv_transfer_params": {REPORT_KEY: report}}).encode()
-        return event.removesuffix(EVENT_END) + b", " + field[1:-1] + EVENT_END
+        # Some vLLM releases have the field in events, null in all but the last.
+        chunk = json.loads(event.removeprefix(EVENT_PREFIX)) | {"kv_transfer_params": {REPORT_KEY: report}}
+        return EVENT_PREFIX + json.dumps(chunk).encode() + EVENT_END
 
 
 FEED: ContextVar[UsageFeed | None] = ContextVar("kvmerge_usage_feed", default=None)

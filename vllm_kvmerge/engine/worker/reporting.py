@@ -77,6 +77,9 @@ class _ReportingOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return _with_report(self._output.get_output(), self._report)
 
+    def get_kv_connector_output(self) -> Any:
+        return self._output.get_kv_connector_output()
+
 
 @dataclass
 class EntryCounts:
