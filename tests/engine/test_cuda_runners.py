@@ -175,7 +175,10 @@ def under_pressure(engine) -> list:
 @pytest.mark.parametrize("is_spread", [False, True], ids=["at once", "spread"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_pressure):
-    """With asynchronous scheduling and full graphs."""
+    """With asynchronous scheduling and full graphs; spread, which the scheduler decides, some of the requests."""
+    asked = list(zip(jobs(), expected, strict=True))
+    if is_spread:  # compressions under pressure are not
+        asked, chats, under_pressure = asked[:14] + asked[-9:], chats[-2:], []
     arguments = engine_arguments() | {
         "async_scheduling": True,
         "enforce_eager": False,
@@ -189,14 +192,21 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
     environment |= {"SPREAD": str(int(is_spread))}
     done = preloaded.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
-        input=json.dumps([arguments, jobs(), [[turn.asked for turn in turns] for turns in chats], pressed()]),
+        input=json.dumps(
+            [
+                arguments,
+                [job for job, _ in asked],
+                [[turn.asked for turn in turns] for turns in chats],
+                pressed() if under_pressure else [],
+            ]
+        ),
         env=environment,
         from_scratch=is_v2,  # Triton's interpreter is chosen before anything imports Triton
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.split("RESULT", 1)[1])
-    assert result.pop("tokens") == [list(one.token_ids) for one in expected]
-    assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
+    assert result.pop("tokens") == [list(one.token_ids) for _, one in asked]
+    assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for _, one in asked], abs=TOLERANCE)
     check_chats(chats, result.pop("turns"))
     # In a window the model sees the same distances either way, and random numbers depend on the tokens' positions.
     in_text, in_cache = result.pop("sampled")
@@ -204,7 +214,8 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
     assert (result.pop("spread") > 10) == is_spread
     assert result.pop("under_pressure") == under_pressure
     assert all(num_compressions for _, num_compressions in under_pressure[::2])
-    assert result.pop("adopted") > 5 and result.pop("restored") > 0
+    num_adopted, num_restored = result.pop("adopted"), result.pop("restored")
+    assert num_adopted > 1 and (is_spread or num_adopted > 5 and num_restored > 0)
     assert result.pop("preempted") > 0 and result.pop("paged_rows") > 100
     graphs = result.pop("graphs")
     assert graphs["captured"] == len(SIZES) and graphs["replayed"] > 20
@@ -230,7 +241,7 @@ def check_chats(chats: list[list[Turn]], found: list) -> None:
         assert logprobs == pytest.approx([turn.logprob for turn in turns], abs=TOLERANCE)
         ends = [len(turn.prompt) + len(turn.answer) - (not turn.stop) for turn in turns]
         cached.append([num_cached == end for (*_, num_cached), end in zip(answers[1:], ends[:-1], strict=True)])
-    assert cached == [[True, True]] * len(CHATS) + [[False]]
+    assert cached == [[True, True]] * (len(chats) - 1) + [[False]]
     assert found[-1][1][2] % BLOCK_SIZE == 0
 
 
