@@ -1,5 +1,7 @@
 """Contexts that internal requests repeat before they are compressed (``kvzip``)."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -46,16 +48,25 @@ def scores(monkeypatch) -> list[torch.Tensor]:
 
 
 def dense_scores(
-    context: list[int], chunk_size: int, num_prefix_tokens: int, asked: dict, normalized: bool = False
+    context: list[int],
+    chunk_size: int,
+    num_prefix_tokens: int,
+    asked: dict,
+    normalized: bool = False,
+    path: str | Path | None = None,
 ) -> torch.Tensor:
-    """``[layers, H, n]`` float64 by Transformers: attention over all tokens, renormalised over those that count.
-    normalized: times ||W_O v|| / ||h||, h being the layer's input after its norm."""
-    model = AutoModelForCausalLM.from_pretrained(demo.model_path(), dtype=torch.float64, attn_implementation="eager")
+    """``[layers, H, n]`` float64 by Transformers, of layers of full attention: attention over all tokens, renormalised
+    over those that count. normalized: times ||W_O v|| / ||h||, h being the layer's input after its norm."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path or demo.model_path(), dtype=torch.float64, attn_implementation="eager"
+    )
     config, length = model.config, len(context)
     hidden: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.input_layernorm.register_forward_hook(lambda _, args, output: hidden.append(output[0]))
-    shape = config.num_hidden_layers, config.num_key_value_heads
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = [index for index, one in enumerate(types) if one == "full_attention"]
+    shape = len(layers), config.num_key_value_heads
     expected = torch.zeros(*shape, length, dtype=torch.float64)
     for start in range(num_prefix_tokens, length, chunk_size):
         chunk = slice(start, min(start + chunk_size, length))
@@ -65,8 +76,8 @@ def dense_scores(
         hidden.clear()
         with torch.inference_mode():
             output = model(torch.tensor([tokens]), output_attentions=True)
-        for layer, attention in enumerate(output.attentions):
-            rows = attention[0, :, length:].unflatten(0, (shape[1], -1))
+        for place, layer in enumerate(layers):
+            rows = output.attentions[layer][0, :, length:].unflatten(0, (shape[1], -1))
             counted = rows[..., :num_prefix_tokens].sum(-1) + rows[..., chunk].sum(-1) + rows[..., length:].sum(-1)
             given = rows[..., chunk] / counted.unsqueeze(-1)
             if normalized:
@@ -76,7 +87,7 @@ def dense_scores(
                     group, one = divmod(head, config.num_attention_heads // shape[1])
                     given[group, one] *= torch.stack([(weight @ value).norm() for value in values[group]])
                 given = given / hidden[layer][length:].norm(dim=-1)[:, None]
-            expected[layer, :, chunk] = given.amax((1, 2))
+            expected[place, :, chunk] = given.amax((1, 2))
     return expected
 
 

@@ -178,6 +178,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         max_external_bytes=options.external_cache_bytes,
         num_token_ids=model.get_vocab_size(),
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         shares_contexts=shares_contexts(vllm_config),
         head_pages=options.head_pages
         and not (

@@ -184,8 +184,8 @@ class CompressionSchedulerMixin(Scheduler):
             message = f"{compression.config.policy.tracker.name!r} repeats tokens; allowed: prompts of tokens alone"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "incompatible_prompt")
         num_tokens = compression.context + compression.config.policy.tracker.num_repeated(compression.context)
-        # The context's last block is not shared if it is not full.
-        needed = cdiv(num_tokens, self.block_size) + 1
+        # The context's last block is not shared if it is not full. Both requests have windows.
+        needed = cdiv(num_tokens, self.block_size) + 1 + 2 * self._limits.window_slots(num_tokens) // self.block_size
         pool = self.kv_cache_config.num_blocks - 1 - self._contexts.num_blocks
         if compression.context > compression.budget and needed > pool:
             message = f"repeating {compression.context} tokens takes {needed} blocks; allowed: up to {pool}"
@@ -401,8 +401,9 @@ class CompressionSchedulerMixin(Scheduler):
         self, request: Request, *longest_hit: int | None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         if isinstance(request, RepeatingRequest):
-            shared = self._manager.req_to_blocks[request.parent.request_id][: request.context // self.block_size]
-            return self.kv_cache_manager.create_kv_cache_blocks((shared,)), len(shared) * self.block_size, 0, False
+            parent, num_shared = request.parent.request_id, request.context // self.block_size
+            shared = tuple(one.req_to_blocks[parent][:num_shared] for one in self._managers)
+            return self.kv_cache_manager.create_kv_cache_blocks(shared), num_shared * self.block_size, 0, False
         # vLLM bounds hits if it returns the experts of all tokens: of those in a front, they are not known.
         is_bounded = any(bound is not None for bound in longest_hit)
         if not is_bounded and (front := self._sharing.first_front(request)) is not None:
@@ -449,7 +450,12 @@ class CompressionSchedulerMixin(Scheduler):
             most = self._limits.pool_tokens or self.max_model_len
             return self._pressure.fitting(request, num_computed_tokens, num_new_tokens, most)
         # A request whose compression is due but found no room computes nothing until it has been compressed.
-        return min(num_new_tokens, max(0, due_at - num_computed_tokens))
+        num_new_tokens = min(num_new_tokens, max(0, due_at - num_computed_tokens))
+        last_block, end = due_at // self.block_size * self.block_size, num_computed_tokens + num_new_tokens
+        if compression.repeats_context and num_computed_tokens < last_block < end < due_at:
+            # Internal requests begin at this block: windows must not have moved on before the context's end.
+            return last_block - num_computed_tokens
+        return num_new_tokens
 
     def _leaves_room_to_repeat(self, request: Request, compression: RequestCompression) -> bool:
         """False if a request must wait so that those whose contexts are repeated do not take all places to run."""

@@ -112,10 +112,10 @@ class Limits:
     outside the pool, its complete cache not counted. max_seconds: of one compression, as estimated; during generation,
     of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
-    num_token_ids: of the model. max_num_seqs: requests that run at once. shares_contexts: what has been compressed
-    stays in the prefix cache. pool_tokens: that the pool has slots for; None: not known yet. window_blocks: blocks that
-    each group of layers with a window takes for one request at most. rates: speed of the workers; None: not known yet,
-    so time is not limited.
+    num_token_ids: of the model. max_num_seqs: requests that run at once. has_prefix_cache: the server does.
+    shares_contexts: what has been compressed stays in the prefix cache. pool_tokens: that the pool has slots for; None:
+    not known yet. window_blocks: blocks that each group of layers with a window takes for one request at most. rates:
+    speed of the workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -128,6 +128,7 @@ class Limits:
     head_pages: bool = False
     num_token_ids: int = 1 << 31
     max_num_seqs: int = 2
+    has_prefix_cache: bool = True
     shares_contexts: bool = True
     pool_tokens: int | None = None
     window_blocks: tuple[int, ...] = ()
@@ -170,7 +171,7 @@ class Limits:
         """
 
         def slots(length: int) -> int:
-            return self.slots(config, length) + self._window_slots(length)
+            return self.slots(config, length) + self.window_slots(length)
 
         if self.pool_tokens is None or slots(num_prompt_tokens) < self.pool_tokens:
             return
@@ -197,7 +198,7 @@ class Limits:
         followed = max(min(context - front, config.prefill.chunk), num_prompt_tokens - context)
         return min(front + followed + 2 * self.block_size, num_prompt_tokens)
 
-    def _window_slots(self, num_tokens: int) -> int:
+    def window_slots(self, num_tokens: int) -> int:
         """Most slots that a request of ``num_tokens`` takes in layers with a window."""
         num_blocks = -(-num_tokens // self.block_size)
         return sum(min(num_blocks, most) for most in self.window_blocks) * self.block_size
@@ -216,7 +217,7 @@ class Limits:
             return most
 
         def fits(num_tokens: int) -> bool:
-            pool = self.pool_tokens - self._window_slots(num_prompt_tokens + num_tokens)  # type: ignore[operator]
+            pool = self.pool_tokens - self.window_slots(num_prompt_tokens + num_tokens)  # type: ignore[operator]
             return num_tokens <= self._generated_in(pool, config, num_prompt_tokens)
 
         return most if fits(most) else _most(1, most, fits) or 1
@@ -283,8 +284,8 @@ class Limits:
         if config.awaits_pressure:
             message = f"{config.trigger!r} {reason}; allowed: 'budget'"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.trigger", message, "unsupported_model")
-        if (tracker := config.policy.tracker).repeats_context:
-            message = f"{tracker.name!r} {reason}; allowed: another tracker"
+        if (tracker := config.policy.tracker).repeats_context and not self.has_prefix_cache:
+            message = f"{tracker.name!r} {reason} where there is no prefix cache; allowed: another tracker"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "unsupported_model")
 
     def _check_softmax(self, config: CompressionConfig) -> None:
