@@ -64,9 +64,9 @@ def test_an_operator_is_given_copies_as_a_gpu_has_them():
 
 @pytest.mark.parametrize("wrong", ["nothing", "output", "scores"])
 def test_a_wrong_operator_is_noticed(wrong):
-    def attention(query, pages, batch, scale, output):
+    def attention(query, pages, batch, scale, output, softmax):
         if wrong != "nothing":
-            reference.paged_attention(query, pages, batch, scale, output)
+            reference.paged_attention(query, pages, batch, scale, output, softmax)
         if wrong == "output":
             output[-1, -1] *= 1.1
         if wrong == "scores":
