@@ -12,6 +12,7 @@ from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import NUM_BLOCKS, engine_arguments, random_prompt
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
+from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, parse_compression
 
@@ -88,3 +89,22 @@ def test_two_workers_equal_one(engine, tmp_path):
     comparable = [index for index, (_, extra) in enumerate(jobs) if not splits_among_heads(extra)]
     assert len(PRESETS) <= len(comparable) < len(jobs)
     assert [first[index] for index in comparable] == [alone[index] for index in comparable]
+
+
+def test_two_workers_under_pressure(engine, tmp_path):
+    """They compress the same requests as one worker does, when as many blocks are left."""
+    rng, num_blocks, names = np.random.default_rng(6), 40, ["keepkv", "snapkv", "h2o"]
+    prompts = [random_prompt(rng, 400) for _ in range(6)]
+    jobs = [(prompt, compression(names[i % 3], budget=64, trigger="pressure")) for i, prompt in enumerate(prompts)]
+    # A worker has half of a block.
+    sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": (num_blocks + 1) * BYTES_PER_BLOCK // 2}
+    found, _ = generate(tmp_path, engine_arguments() | sizes, jobs)
+    params = [
+        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args={**extra, USAGE_KEY: True})
+        for _, extra in jobs
+    ]
+    assert engine.llm.reset_prefix_cache()
+    with engine.with_blocks(num_blocks):
+        outputs = engine.generate(prompts, params)
+    assert sum(output.kv_transfer_params[REPORT_KEY]["compressions"] for output in outputs) > 2
+    assert found == [list(output.outputs[0].token_ids) for output in outputs]
