@@ -53,6 +53,7 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
         "revision": model.revision,
         "configuration": hashlib.sha256(settings.encode()).hexdigest(),
         "dtype": str(model.dtype),
+        "kv_cache_dtype": config.cache_config.cache_dtype,
         "quantization": model.quantization,
         "block_size": config.cache_config.block_size,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
