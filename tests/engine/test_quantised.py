@@ -33,13 +33,16 @@ def test_a_cache_of_8_bits(dtype: str, names: list[str]) -> None:
         {"policy": "snapkv", "positions": "cache"},
         {"policy": "h2o", "prefill": {"chunk": 128}},
         {"policy": "kvzip", "normalized": True},
+        {"policy": "keepkv", "refresh": {"every": 16}},
+        {"policy": "streaming_llm", "trigger": "pressure"},
     ]
-    found = generate(arguments, prompts, fields + others)
+    external = {"additional_config": {"kvmerge": {"external_cache_bytes": 1 << 24}}}
+    found = generate(arguments | external, prompts, fields + others)
     assert found["tokens"] == stock and found["leaked"] == 0
     for asked, outputs in zip(fields + others, found["runs"], strict=True):
         for prompt, (tokens, report) in zip(prompts, outputs, strict=True):
             assert "error" not in report and len(tokens) == MAX_TOKENS, (asked, report)
-            budget = asked.get("budget", BUDGET)
+            budget = len(prompt) if "trigger" in asked else asked.get("budget", BUDGET)
             # The prompt's last step has all of it, as have those that repeat it; some policies let the answer grow.
             assert report["mean_entries"] <= budget + MAX_TOKENS + 4 * len(prompt) / MAX_TOKENS, (asked, report)
             assert report["peak_bytes"] <= NUM_BLOCKS * bytes_per_block(itemsize=1)

@@ -317,6 +317,10 @@ class CUDAAttentionBackend(MergeableBackend, AttentionBackend):
         return False
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False
 
