@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import PagedKVCache, ScoreUpdate, SequenceLayers, cell_bytes, reference
 from vllm_kvmerge.ops.attention import accumulate_scores
+from vllm_kvmerge.ops.types import PLANES
 from vllm_kvmerge.policies.entries import Entries
 
 BLOCK_SIZE = 16
@@ -187,9 +188,7 @@ class Caches:
         cpu = torch.device("cpu")
         twin.bench = Bench(**{**vars(self.bench), "device": cpu})
         twin.rows, twin.entries, twin.copies = self.rows, self.entries, 1
-        twin.layers = [
-            PagedKVCache(*(getattr(self.pages(0), one.name).to(cpu, copy=True) for one in fields(PagedKVCache)))
-        ]
+        twin.layers = [PagedKVCache(*(getattr(self.pages(0), name).to(cpu, copy=True) for name in PLANES))]
         twin.table = self.table.cpu()
         return twin
 

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.ops import (
     NO_UPDATE,
     AttentionBatch,
-    PagedKVCache,
     Rows,
     ScoreMode,
     ScoreUpdate,
@@ -26,6 +25,7 @@ from vllm_kvmerge.ops import (
     reference,
     triton,
 )
+from vllm_kvmerge.ops.types import PLANES
 from vllm_kvmerge.request.parameters import parse_compression
 
 Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
@@ -252,7 +252,7 @@ def compared(caches: Caches, operation: Operation, operators: Any) -> float:
     outcomes = []
     for module, where in ((operators, caches), (reference, twin)):
         results = list(operation(module, 0, where))
-        planes = [getattr(where.pages(0), one.name) for one in fields(PagedKVCache)]
+        planes = [getattr(where.pages(0), name) for name in PLANES]
         outcomes.append([tensor.cpu().nan_to_num() for tensor in (*results, *planes)])
     return max(relative_error(one, other) for one, other in zip(*outcomes, strict=True))
 

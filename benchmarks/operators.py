@@ -12,7 +12,7 @@ together far larger than the processor's caches (all but the metadata, which is 
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +37,7 @@ from vllm_kvmerge.ops import (
     cpu,
     reference,
 )
+from vllm_kvmerge.ops.types import PLANES
 
 BLOCK_SIZE = 128
 DECAY = 0.9
@@ -418,7 +419,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def errors(case: Case, pages: PagedKVCache) -> dict[str, float]:
     """By side, against the reference: of what it returns, and, if it is the native one, of its changes to the pages."""
-    planes = [getattr(pages, field.name) for field in fields(pages)]
+    planes = [getattr(pages, name) for name in PLANES]
     before = [plane.clone() for plane in planes]
     outcomes = {}
     for name, side in case.sides.items():

@@ -69,12 +69,13 @@ struct Layout {
 class Driver {
  public:
   Driver(const Kernels& kernels, const PagedKVCache& cache, const std::vector<AttentionRow>& rows, int group,
-         float scale, Softmax softmax, bool with_values, bool new_start_empty)
+         float scale, float value_scale, Softmax softmax, bool with_values, bool new_start_empty)
       : kernels_(kernels),
         cache_(cache),
         rows_(rows),
         group_(group),
         scale_(scale),
+        value_scale_(value_scale),
         softmax_(softmax),
         with_values_(with_values),
         new_start_empty_(new_start_empty) {}
@@ -232,6 +233,7 @@ class Driver {
     f.accumulator = partial + l.piece - l.acc;
     f.output = from(row.output, round * u.queries_at_once);
     f.query_dtype = row.query.dtype;
+    f.value_scale = value_scale_;
     f.sinks = softmax_.sinks ? softmax_.sinks + u.head * group_ : nullptr;
     f.with_values = with_values_;
     kernels_.finish(f);
@@ -275,7 +277,7 @@ class Driver {
   const PagedKVCache& cache_;
   const std::vector<AttentionRow>& rows_;
   const int group_;
-  const float scale_;
+  const float scale_, value_scale_;
   const Softmax softmax_;
   const bool with_values_, new_start_empty_;
   int threads_ = 1;
@@ -301,7 +303,7 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
                           TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
                           TensorView score_modes, TensorView score_decays, double scale, TensorView output,
                           Tensors layers, OptionalTensor page_ids, OptionalTensor page_fronts, double cap,
-                          OptionalTensor sinks) {
+                          OptionalTensor sinks, double value_scale) {
   const PagedKVCache cache = cache_of(keys);
   const int64_t group = group_of(cache, query), heads = query.size(1), d = cache.head_size;
   const Rows q = Argument("query", query).rows(heads, d), out = Argument("output", output).rows(heads, d);
@@ -358,7 +360,7 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
     row.score_stride = 0;
   }
   Driver(current(), cache, rows, static_cast<int>(group), static_cast<float>(scale),
-         softmax_of(cap, sinks, cache.num_heads, group), true, true)
+         static_cast<float>(value_scale), softmax_of(cap, sinks, cache.num_heads, group), true, true)
       .run();
 }
 
@@ -388,7 +390,7 @@ void call_score_prompt_queries(TensorView query, TensorView keys, TensorView blo
   row.aux = x.f32();
   row.score_stride = s.stride(0);
   if (row.mode == ScoreMode::none) return;
-  Driver(current(), cache, {row}, static_cast<int>(group), static_cast<float>(scale),
+  Driver(current(), cache, {row}, static_cast<int>(group), static_cast<float>(scale), 1.0f,
          softmax_of(cap, sinks, cache.num_heads, group), false, false)
       .run();
 }

@@ -63,6 +63,8 @@ template <class F>
 auto with_type(DType dtype, const F& f) {
   if (dtype == DType::f32) return f(static_cast<float*>(nullptr));
   if (dtype == DType::bf16) return f(static_cast<BF16*>(nullptr));
+  if (dtype == DType::e4m3) return f(static_cast<E4M3*>(nullptr));
+  if (dtype == DType::e5m2) return f(static_cast<E5M2*>(nullptr));
   return f(static_cast<F16*>(nullptr));
 }
 
@@ -357,6 +359,8 @@ void most_similar(const Kernels& kernels, const SequenceLayers& seq_layers, cons
   // Products of bfloat16 are exact in float32, so pairs lose nothing.
   if (dtype == DType::f32) run(find<float, float>);
   else if (dtype == DType::f16) run(find<F16, float>);
+  else if (dtype == DType::e4m3) run(find<E4M3, float>);
+  else if (dtype == DType::e5m2) run(find<E5M2, float>);
   else if (kernels.has_pairs) run(find<BF16, BF16>);
   else run(find<BF16, float>);
 }

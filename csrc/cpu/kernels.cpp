@@ -105,7 +105,7 @@ constexpr int kRowsAtOnce = kLanes == 16 ? 8 : 4;  // as many accumulators as th
 // out[r, t] = sum_i q[r, i] k[i, t] for the kTile lanes t of a tile.
 template <class T>
 struct TileLogits {
-  static constexpr int64_t kLines = kTile * sizeof(T) / 64;
+  static constexpr int64_t kBytes = kTile * sizeof(T);
   const T* k;
   int64_t stride;
   int d;
@@ -114,7 +114,7 @@ struct TileLogits {
   Prefetcher* ahead;
   template <int N>
   inline void rows(int first) const {
-    const char* touched = first == 0 ? ahead->claim(d * kLines) : kZeros;
+    const char* touched = first == 0 ? ahead->claim(d * kBytes / 64) : kZeros;
     for (int t = 0; t < kTile; t += kVectors * kLanes) {
       VF sum[N][kVectors] = {};
       for (int i = 0; i < d; ++i) {
@@ -124,7 +124,7 @@ struct TileLogits {
           const VF query = broadcast(q[(first + r) * d + i]);
           for (int v = 0; v < kVectors; ++v) sum[r][v] += query * key[v];
         }
-        if (t == 0) prefetch(first == 0 ? touched + i * kLines * 64 : touched);
+        if (t == 0) prefetch(first == 0 ? touched + i * kBytes : touched);
       }
       for (int r = 0; r < N; ++r)
         for (int v = 0; v < kVectors; ++v) store(out + (first + r) * kChunk + t + v * kLanes, sum[r][v]);
@@ -541,6 +541,8 @@ inline bool uses_pairs(const PagedKVCache& cache, DType query) {
 void attend(const Attend& a) {
   if (a.cache->dtype == DType::f32) return attend_as<float, false>(a);
   if (a.cache->dtype == DType::f16) return attend_as<F16, false>(a);
+  if (a.cache->dtype == DType::e4m3) return attend_as<E4M3, false>(a);
+  if (a.cache->dtype == DType::e5m2) return attend_as<E5M2, false>(a);
   if (uses_pairs(*a.cache, a.query.dtype)) return attend_as<BF16, kHasPairs>(a);
   return attend_as<BF16, false>(a);
 }
@@ -570,7 +572,7 @@ void finish(const Finish& f) {
     f.total_maximum[r] = top;
     f.total_sum[r] = total;
     if (!f.with_values) continue;
-    const float inverse = total > 0.0f ? 1.0f / total : (total == 0.0f ? 0.0f : total);
+    const float inverse = total > 0.0f ? f.value_scale / total : (total == 0.0f ? 0.0f : total);
     const int64_t token = r / f.group, head = static_cast<int64_t>(f.head) * f.group + r % f.group;
     const int64_t start = token * f.output.token_stride + head * f.output.head_stride;
     const bool in_pairs = uses_pairs(*f.cache, f.query_dtype);
@@ -825,6 +827,8 @@ void similar_entries(const SimilarEntries& x) {
 #endif
   if (x.cache->dtype == DType::f32) return similar_entries_as<float, float>(x);
   if (x.cache->dtype == DType::f16) return similar_entries_as<F16, float>(x);
+  if (x.cache->dtype == DType::e4m3) return similar_entries_as<E4M3, float>(x);
+  if (x.cache->dtype == DType::e5m2) return similar_entries_as<E5M2, float>(x);
   similar_entries_as<BF16, float>(x);
 }
 
@@ -953,6 +957,8 @@ void fuse(const Fuse& f) {
 #endif
   if (f.cache->dtype == DType::f32) return fuse_as<float, float>(f);
   if (f.cache->dtype == DType::f16) return fuse_as<F16, float>(f);
+  if (f.cache->dtype == DType::e4m3) return fuse_as<E4M3, float>(f);
+  if (f.cache->dtype == DType::e5m2) return fuse_as<E5M2, float>(f);
   fuse_as<BF16, float>(f);
 }
 

@@ -8,7 +8,8 @@
 
 namespace kvmerge {
 
-enum class DType : int32_t { f32, bf16, f16 };
+// The last two of caches alone.
+enum class DType : int32_t { f32, bf16, f16, e4m3, e5m2 };
 
 // Largest is no mode of a tracker: scores are raised to the largest probability that any query gives (KVzip).
 enum class ScoreMode : int32_t { none, sum, mean, log_ema, largest };
@@ -87,6 +88,7 @@ struct Finish {
   Rows output;
   DType query_dtype;  // as in Attend: decides the order of the accumulators
   const float* sinks; // [group]: logits in the denominator alone, or null
+  float value_scale;  // of the cache's values
   bool with_values;
   float *total_maximum, *total_sum;  // [R] out, may be the first piece's
 };

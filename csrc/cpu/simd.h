@@ -13,12 +13,20 @@ typedef float VF __attribute__((vector_size(kLanes * 4)));
 typedef int32_t VI __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t VU __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t VH __attribute__((vector_size(kLanes * 2)));
+typedef uint8_t VB __attribute__((vector_size(kLanes)));
 
 struct BF16 {
   uint16_t bits;
 };
 struct F16 {
   uint16_t bits;
+};
+// 8 bits, with 3 or 2 of mantissa (OCP FP8). E4M3 has no infinity; 0x7f is read as 480, as vLLM does.
+struct E4M3 {
+  uint8_t bits;
+};
+struct E5M2 {
+  uint8_t bits;
 };
 
 constexpr float kInfinity = __builtin_huge_valf();
@@ -62,6 +70,44 @@ inline VF load(const F16* p) {
 #endif
 }
 
+// A byte's exponent and mantissa moved to float32's, which makes a number too small by a power of two.
+inline VF load_byte(const uint8_t* p, int shift, float factor) {
+  VB x;
+  __builtin_memcpy(&x, p, sizeof x);
+  const VU wide = __builtin_convertvector(x, VU);
+  const VF magnitude = bit_cast<VF>((wide & 0x7f) << shift) * factor;
+  return bit_cast<VF>(bit_cast<VU>(magnitude) | (wide & 0x80) << 24);
+}
+
+inline VF load(const E4M3* p) {
+  // By float16 where processors know it: its subnormal numbers do not depend on how the thread treats them.
+#if defined(__AVX512F__)
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+  const __m256i magnitude = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
+  return bit_cast<VF>(_mm512_cvtph_ps(_mm256_or_si256(sign, magnitude))) * 256.0f;
+#elif defined(__F16C__)
+  const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
+  const __m128i magnitude = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7);
+  return bit_cast<VF>(_mm256_cvtph_ps(_mm_or_si128(sign, magnitude))) * 256.0f;
+#else
+  return load_byte(&p->bits, 20, 1.329227995784916e36f);  // 2^120
+#endif
+}
+
+inline VF load(const E5M2* p) {  // the upper half of a float16
+#if defined(__AVX512F__)
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return bit_cast<VF>(_mm512_cvtph_ps(_mm256_slli_epi16(x, 8)));
+#elif defined(__F16C__)
+  const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return bit_cast<VF>(_mm256_cvtph_ps(_mm_slli_epi16(x, 8)));
+#else
+  return load_byte(&p->bits, 21, 5.192296858534828e33f);  // 2^112
+#endif
+}
+
 inline float to_float(float x) { return x; }
 inline float to_float(BF16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 inline float to_float(F16 x) {
@@ -70,7 +116,13 @@ inline float to_float(F16 x) {
   return bit_cast<float>(finite | (magnitude >= 0x0f800000u ? 0x7f800000u : 0u) | sign);
 }
 
-// Rounds to nearest, ties to even; NaN stays NaN.
+inline float to_float(E4M3 x) {
+  const float magnitude = bit_cast<float>((x.bits & 0x7fu) << 20) * 1.329227995784916e36f;
+  return x.bits & 0x80 ? -magnitude : magnitude;
+}
+inline float to_float(E5M2 x) { return to_float(F16{static_cast<uint16_t>(x.bits << 8)}); }
+
+// Rounds to nearest, ties to even; NaN stays NaN. What is beyond the largest number of 8 bits becomes that.
 template <class T>
 T from_float(float x);
 template <>
@@ -97,6 +149,28 @@ inline F16 from_float<F16>(float x) {
     half = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
   }
   return F16{static_cast<uint16_t>(half | sign)};
+}
+
+// Of 8 bits: `drop` bits of float32's mantissa go. least: the smallest normal number; unit: 2^23 times the smallest one.
+inline uint8_t byte_of(float x, int drop, uint32_t bias, float largest, uint8_t largest_bits, float least, float unit) {
+  const uint32_t u = bit_cast<uint32_t>(x), sign = u >> 24 & 0x80;
+  if (x != x) return static_cast<uint8_t>(sign | 0x7f);
+  const float magnitude = bit_cast<float>(u & 0x7fffffff);
+  uint32_t bits = largest_bits;
+  if (magnitude < least) bits = bit_cast<uint32_t>(magnitude + unit) - bit_cast<uint32_t>(unit);
+  else if (magnitude < largest) {
+    const uint32_t m = u & 0x7fffffff;
+    bits = ((m + (1u << (drop - 1)) - 1 + (m >> drop & 1)) >> drop) - (bias << (23 - drop));
+  }
+  return static_cast<uint8_t>(sign | bits);
+}
+template <>
+inline E4M3 from_float<E4M3>(float x) {
+  return E4M3{byte_of(x, 20, 120, 448.0f, 0x7e, 0.015625f, 16384.0f)};
+}
+template <>
+inline E5M2 from_float<E5M2>(float x) {
+  return E5M2{byte_of(x, 21, 112, 57344.0f, 0x7b, 6.103515625e-5f, 128.0f)};
 }
 
 // a where mask is set, else b. The ternary operator on vectors compiles to a blend.

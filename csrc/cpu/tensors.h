@@ -45,6 +45,13 @@ class Argument {
     return DType::f16;
   }
 
+  // Of a cache.
+  DType element_type() const {
+    if (is(kDLFloat8_e4m3fn, 8)) return DType::e4m3;
+    if (is(kDLFloat8_e5m2, 8)) return DType::e5m2;
+    return float_type();
+  }
+
   // sizes: -1 stands for any.
   void check_shape(const std::vector<int64_t>& sizes) const {
     bool right = tensor_.ndim() == static_cast<int>(sizes.size());
@@ -147,8 +154,8 @@ inline PagedKVCache cache_of(const TensorView& keys) {
   const Argument a("cache.keys", keys);
   a.check_shape({-1, -1, -1, -1});
   PagedKVCache p{};
-  p.dtype = a.float_type();
-  p.item_size = p.dtype == DType::f32 ? 4 : 2;
+  p.dtype = a.element_type();
+  p.item_size = p.dtype == DType::f32 ? 4 : p.dtype == DType::bf16 || p.dtype == DType::f16 ? 2 : 1;
   p.base = static_cast<char*>(a.data());
   p.num_blocks = a.size(0);
   p.num_heads = static_cast<int32_t>(a.size(1));

@@ -230,9 +230,13 @@ def test_a_context_that_its_tokens_do_not_tell_is_not_saved(engine, client, tmp_
     engine.assert_empty()
 
 
+IDENTITY = ("model", "dtype", "kv_cache_dtype", "block_size", "tensor_parallel_size", "version", "format")
+"""Some of what a file's server and another must have in common."""
+
+
 def damage(folder, how: str) -> None:
     (path,) = folder.glob("*.safetensors")
-    if how in ("model", "dtype", "block_size", "tensor_parallel_size", "version", "vllm", "configuration", "format"):
+    if how in IDENTITY:
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
@@ -256,7 +260,7 @@ def damage(folder, how: str) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    ["torn", "a bit", "empty", "weights", "model", "dtype", "block_size", "tensor_parallel_size", "version", "format"],
+    ["torn", "a bit", "empty", "weights", *IDENTITY],
 )
 def test_a_file_that_does_not_fit_is_not_used(engine, client, saved, tmp_path, how, monkeypatch):
     folder, asked = saved

@@ -208,7 +208,7 @@ def test_other_models_are_refused(tmp_path: Path, model: dict[str, Any], said: s
 @pytest.mark.parametrize(
     ("engine_args", "said"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"kv_cache_dtype": "fp8_inc"}, "allowed: auto, fp8, fp8_e4m3, fp8_e5m2"),
         ({"kv_cache_dtype": "float16"}, "allowed: auto, or the model's own bfloat16"),
         ({"block_size": 48}, "block_size=48"),
     ],
@@ -217,8 +217,22 @@ def test_cache_options_are_refused(tmp_path: Path, engine_args: dict[str, Any], 
     assert said in refusal(vllm_config(tmp_path, LLAMA, **engine_args))
 
 
-def test_the_models_own_dtype_passes(tmp_path: Path) -> None:
-    check_config(vllm_config(tmp_path, LLAMA, block_size=64, kv_cache_dtype="bfloat16"))
+@pytest.mark.parametrize("dtype", ["bfloat16", *support.QUANTISED])
+def test_dtypes_of_the_cache_that_pass(tmp_path: Path, dtype: str) -> None:
+    config = vllm_config(tmp_path, LLAMA, block_size=64, kv_cache_dtype=dtype)
+    check_config(config)
+    shape = request_limits(config).shape
+    assert shape.row_bytes == shape.head_size * (2 if dtype == "bfloat16" else 1)
+
+
+def test_quantised_caches_need_what_vllm_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    said = refusal(vllm_config(odd, LLAMA | {"head_dim": 80}, block_size=32, kv_cache_dtype="fp8"))
+    assert "kv_cache_dtype=fp8" in said and "head size is 80" in said
+    config = vllm_config(tmp_path, LLAMA, block_size=32, kv_cache_dtype="fp8")
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
+    assert "AVX-512" in refusal(config)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +304,7 @@ def plain_config() -> Any:
         {"distributed_executor_backend": "ray"},
         {"data_parallel_backend": "ray"},
         {"data_parallel_multi_port_external_lb": True},
-        {"kv_cache_dtype": "fp8_e5m2"},
+        {"kv_cache_dtype": "fp8_inc"},
     ],
 )
 def test_engine_args_refuse_unsupported_overrides(options: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from tests.engine.cuda.gpu import GPU, SimulatedGPU
 from tests.entries import write_front
 from tests.ops.on_gpu import OnGPU
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, cell_bytes, cpu, reference, write_tokens
-from vllm_kvmerge.ops.types import NO_UPDATE, Softmax
+from vllm_kvmerge.ops.types import NO_UPDATE, QUANTISED, Softmax, stored
 from vllm_kvmerge.policies.base import DEAD, Entries
 
 NUM_BLOCKS = 256
@@ -47,8 +47,19 @@ class CacheMaker:
         self.num_kv_heads, self.head_size, self.block_size, self.dtype = num_kv_heads, head_size, block_size, dtype
         elements = cell_bytes(head_size, dtype) // dtype.itemsize
         self.cache = torch.full((NUM_BLOCKS, num_kv_heads, block_size, elements), torch.nan, dtype=dtype)
-        self.pages = PagedKVCache.of(self.cache, head_size)
+        self.scales = {"key_scale": 0.5, "value_scale": 2.0} if dtype in QUANTISED else {}
+        self.query_dtype = torch.bfloat16 if dtype in QUANTISED else dtype
+        self.pages = self.views(self.cache)
         self._free = (torch.randperm(NUM_BLOCKS - 1, generator=self.generator) + 1).tolist()
+
+    def views(self, cache: Tensor) -> PagedKVCache:
+        """Of one like this maker's."""
+        return PagedKVCache.of(cache, self.head_size, **self.scales)
+
+    def stored(self, rows: Tensor, plane: str) -> Tensor:
+        """What the plane holds of float32 rows, in float64."""
+        scale = self.pages.scale_of(plane)
+        return stored(rows / scale, self.dtype).double() * scale
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -75,8 +86,8 @@ class CacheMaker:
         key, value = self.randn(seq_len - tail, heads, d), self.randn(seq_len - tail, heads, d)
         slots = torch.arange(tail, seq_len)
         write_tokens(self.pages, blocks[slots // bs].long() * bs + slots % bs, key, value)
-        stored_keys = torch.cat([entries.keys, key.transpose(0, 1)], 1).to(self.dtype).double()
-        stored_values = torch.cat([entries.values, value.transpose(0, 1)], 1).to(self.dtype).double()
+        stored_keys = self.stored(torch.cat([entries.keys, key.transpose(0, 1)], 1), "keys")
+        stored_values = self.stored(torch.cat([entries.values, value.transpose(0, 1)], 1), "values")
         log_votes = torch.cat([entries.log_votes, torch.zeros(heads, seq_len - tail)], 1).double()
         assert (entries.positions[:, :num_dead] == DEAD).all()
         return Sequence(front, tail, seq_len, blocks, stored_keys, stored_values, log_votes)
@@ -184,6 +195,9 @@ def operators(request):
     the emulation, where a module says so with ``OPERATORS``. Names that end with ``-gpu``: on copies of all tensors on
     a GPU, where there is one; of these cases, tests/conftest.py takes a sample.
     """
+    on_gpu = request.param.startswith(("cuda", "triton"))
+    if on_gpu and request.node.callspec.params.get("dtype") in QUANTISED:
+        pytest.skip("only operators on the CPU have quantised caches")
     if request.param == "cuda-gpu":
         yield cuda_on_gpu()
         return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, SequenceLayers, cell_bytes
+from vllm_kvmerge.ops.types import PLANES
 
 
 class OnGPU:
@@ -34,7 +35,7 @@ class OnGPU:
         for here, copy in there.values():
             planes = [(here, copy)]
             if isinstance(here, PagedKVCache):
-                planes = [(getattr(here, field.name), getattr(copy, field.name)) for field in fields(PagedKVCache)]
+                planes = [(getattr(here, name), getattr(copy, name)) for name in PLANES]
             for plane, changed in planes:
                 if not _overlaps(plane):
                     plane.copy_(changed)
@@ -66,8 +67,8 @@ class OnGPU:
         cell = cell_bytes(head_size, dtype) // dtype.itemsize
         cache = torch.empty(num_blocks, num_heads, block_size, cell, dtype=dtype, device=self._device)
         there = PagedKVCache.of(cache, head_size, row_major_keys=True)
-        for field in fields(PagedKVCache):
-            getattr(there, field.name).copy_(getattr(pages, field.name))
+        for name in PLANES:
+            getattr(there, name).copy_(getattr(pages, name))
         return there
 
     def _tensor(self, tensor: Tensor) -> Tensor:

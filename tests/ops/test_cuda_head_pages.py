@@ -1,6 +1,6 @@
 """Head pages in CUDA's operators: emulated on the CPU, and compiled for GPUs."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +23,7 @@ from vllm_kvmerge.ops import (
     choice,
     reference,
 )
-from vllm_kvmerge.ops.types import PageTables
+from vllm_kvmerge.ops.types import PLANES, PageTables
 
 pytestmark = pytest.mark.engine
 
@@ -156,8 +156,8 @@ class Pool:
             copies.append(
                 PagedKVCache.of(torch.zeros(*cache.log_votes.shape, cell, dtype=self.dtype), self.head_size, True)
             )
-            for field in fields(PagedKVCache):
-                getattr(copies[-1], field.name).copy_(getattr(cache, field.name))
+            for name in PLANES:
+                getattr(copies[-1], name).copy_(getattr(cache, name))
         return copies
 
 
@@ -267,9 +267,9 @@ def test_compactions_are_the_references(operators, monkeypatch, dtype, head_size
         found.append(layers)
     changed = 0
     for one, other, start in zip(*found, pool.layers, strict=True):
-        for field in fields(PagedKVCache):
-            theirs, ours, was = (getattr(layer, field.name).float() for layer in (one, other, start))
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=field.name)
+        for name in PLANES:
+            theirs, ours, was = (getattr(layer, name).float() for layer in (one, other, start))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=name)
             changed += int((ours != was).sum())
     assert changed > 0
 

@@ -4,7 +4,6 @@ import math
 import subprocess
 import sys
 import zlib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,11 @@ from vllm_kvmerge.ops import (
     cell_bytes,
     write_tokens,
 )
+from vllm_kvmerge.ops.types import PLANES, QUANTISED
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE |= dict.fromkeys(QUANTISED, 1e-2)
+"""By dtype of the cache; quantised ones have queries in bfloat16."""
 SUM, MEAN, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
 
 
@@ -76,7 +78,7 @@ def dense_scores(update, all_logits, all_probabilities, scores, aux, num_new):
     return scores, aux
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *QUANTISED], ids=str)
 @pytest.mark.parametrize(
     ("num_kv_heads", "groups", "head_size", "block_size"),
     [(2, 1, 32, 32), (1, 8, 64, 32), (3, 2, 128, 16), (2, 4, 80, 32), (1, 2, 256, 64)],
@@ -97,7 +99,7 @@ def test_attention_over_front_and_tail(
     ]
     updates = [None, SUM, EMA, MEAN, EMA]
     scale = head_size**-0.5
-    query = maker.randn(len(sequences) * num_queries, num_kv_heads * groups, head_size).to(dtype)
+    query = maker.randn(len(sequences) * num_queries, num_kv_heads * groups, head_size).to(maker.query_dtype)
     softmax = softmax_of(maker, kind, num_kv_heads, groups)
     output = torch.full_like(query, torch.nan)
     before = []
@@ -134,9 +136,13 @@ def _write_statistics(pages, sequence, scores, aux):
 
 @pytest.mark.parametrize("update", [SUM, MEAN, EMA], ids=["sum", "mean", "log_ema"])
 @pytest.mark.parametrize("window", [1, 40, 150])
-@pytest.mark.parametrize("kind", ["plain", "capped-sinks"])
-def test_prompt_scores_do_not_depend_on_chunks(operators, update, window, kind):
-    maker = CacheMaker(7, 2, 32, 32, torch.float32)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("plain", torch.float32), ("capped-sinks", torch.float32), ("plain", QUANTISED[0])],
+    ids=str,
+)
+def test_prompt_scores_do_not_depend_on_chunks(operators, update, window, kind, dtype):
+    maker = CacheMaker(7, 2, 32, 32, dtype)
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
     query = maker.randn(window, 4, 32)
     scale, softmax = 32**-0.5, softmax_of(maker, kind, 2, 2)
@@ -165,7 +171,7 @@ def check_repetition(operators, dtype, start, stop, sinks, weighted=False, per_h
     """Probabilities among sinks, chunk and repetition, whatever lies between; in any parts."""
     maker, context, scale = CacheMaker(8, 2, 64, 32, dtype), 101, 0.3
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
-    query, softmax = maker.randn(150 - context, 6, 64).to(dtype), softmax_of(maker, kind, 2, 3)
+    query, softmax = maker.randn(150 - context, 6, 64).to(maker.query_dtype), softmax_of(maker, kind, 2, 3)
     weights = maker.randn(len(query)).exp() if weighted else None
     expected = torch.zeros(2, 3, stop - start, dtype=torch.float64)
     for i, row in enumerate(query.double().unflatten(1, (2, 3))):
@@ -208,6 +214,11 @@ def test_scores_of_a_repetition_are_of_the_models_probabilities(operators, kind,
     check_repetition(operators, torch.bfloat16, *REPETITIONS[0], per_head=per_head, kind=kind)
 
 
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_scores_of_a_repetition_over_quantised_keys(operators, dtype):
+    check_repetition(operators, dtype, *REPETITIONS[0])
+
+
 def test_write_front_leaves_other_slots_alone():
     maker = CacheMaker(3, 2, 32, 32, torch.bfloat16)
     sequence = maker.sequence(front=0, tail=0, seq_len=100)
@@ -219,8 +230,8 @@ def test_write_front_leaves_other_slots_alone():
     assert torch.equal(maker.pages.keys[second, ..., 8:], old.keys[second, ..., 8:])
     assert torch.equal(maker.pages.values[second, :, 8:], old.values[second, :, 8:])
     untouched = [b for b in range(NUM_BLOCKS) if b not in sequence.blocks[:2].tolist()]
-    for field in fields(PagedKVCache):
-        new, was = (getattr(pages, field.name)[untouched] for pages in (maker.pages, old))
+    for name in PLANES:
+        new, was = (getattr(pages, name)[untouched] for pages in (maker.pages, old))
         assert torch.equal(new.nan_to_num(7.0), was.nan_to_num(7.0))
     again = gather_entries(maker.pages, sequence.blocks, 40, 40, 100)
     assert torch.equal(again.keys[:, :40], entries.keys)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_kvmerge.engine.support import (
+    QUANTISED,
     UnsupportedConfigError,
     caps_logits,
     check_options,
@@ -165,6 +166,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             head_size=model.get_head_size(),
             hidden_size=model.get_hidden_size(),
             item_size=model.dtype.itemsize,
+            cache_item_size=1 if vllm_config.cache_config.cache_dtype in QUANTISED else None,
             caps_logits=caps_logits(model),
             has_sinks=has_sinks(model),
             rotation_obstacle=rotation_obstacle(model),

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from vllm_kvmerge.engine.arguments import CONFIG_KEY
 from vllm_kvmerge.engine.contexts import WAIT, call_contexts
-from vllm_kvmerge.engine.support import SUPPORTED_RANGE
+from vllm_kvmerge.engine.support import QUANTISED, SUPPORTED_RANGE
 from vllm_kvmerge.engine.worker.saved_fronts import SavedFrontError, file_of, read_manifest
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
         "revision": model.revision,
         "configuration": hashlib.sha256(settings.encode()).hexdigest(),
         "dtype": str(model.dtype),
+        "kv_cache_dtype": config.cache_config.cache_dtype if config.cache_config.cache_dtype in QUANTISED else None,
         "quantization": model.quantization,
         "block_size": config.cache_config.block_size,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,

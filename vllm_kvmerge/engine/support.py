@@ -36,6 +36,8 @@ RAY_OPTIONS = ("distributed_executor_backend", "data_parallel_backend")
 SUPERVISOR = "data_parallel_multi_port_external_lb"
 SUPERVISOR_OBSTACLE = "its servers would report each other's metrics; start one server per rank instead"
 UNQUANTISED = ("auto", "bfloat16", "float16")
+QUANTISED = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""vLLM's names of caches of 8 bits that the CPU's operators know; the first is the second."""
 SINK_MODELS = ("gpt_oss",)
 X86 = ("x86_64", "amd64")
 
@@ -200,7 +202,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         if (value := options.get(name)) not in (None, 1):
             raise _unsupported(name, value, "allowed: 1; tensor_parallel_size and data_parallel_size may be larger")
     if (dtype := options.get("kv_cache_dtype")) is not None and dtype not in UNQUANTISED:
-        raise _unsupported("kv_cache_dtype", dtype, "allowed: auto (the cache must not be quantised)")
+        if not current_platform.is_cpu():
+            raise _unsupported("kv_cache_dtype", dtype, "allowed: auto (the cache must not be quantised, but on CPU)")
+        if dtype not in QUANTISED:
+            raise _unsupported("kv_cache_dtype", dtype, f"allowed: auto, {', '.join(QUANTISED)}")
     if options.get(SUPERVISOR):
         raise _unsupported(SUPERVISOR, options[SUPERVISOR], SUPERVISOR_OBSTACLE)
     for name in RAY_OPTIONS:
@@ -227,7 +232,7 @@ def unsupported_features() -> dict[str, str]:
     features = {name: f"{feature} does not work with compression" for name, feature in LEFT_OUT.items()}
     features |= dict.fromkeys(ONE_ONLY, "must be 1; tensor_parallel_size and data_parallel_size may be larger")
     features[SUPERVISOR] = SUPERVISOR_OBSTACLE
-    features["kv_cache_dtype"] = "must be auto or the model's own: entries of a quantised cache are not merged"
+    features["kv_cache_dtype"] = f"must be auto or the model's own, or on CPU one of {', '.join(QUANTISED)}"
     traits = "; ".join(trait for trait, _ in TRAITS)
     features["model"] = f"must be {DECODERS}, without: {traits}"
     return features
@@ -253,7 +258,7 @@ def check_config(vllm_config: "VllmConfig") -> None:
     for trait in (trait for trait, has_trait in TRAITS if has_trait(model)):
         raise _unsupported("model", model.model, f"it has {trait}; allowed: {DECODERS}")
     model_dtype = str(model.dtype).removeprefix("torch.")
-    if cache.cache_dtype not in ("auto", model_dtype):
+    if cache.cache_dtype not in ("auto", model_dtype, *QUANTISED):
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
     if _num_sharers(model) and cache.kv_sharing_fast_prefill:
         raise _unsupported("kv_sharing_fast_prefill", True, "prompts are scored as a whole; leave it out")
@@ -271,6 +276,7 @@ def _unsupported(option: str, value: Any, explanation: str) -> UnsupportedConfig
 
 
 def _check_cpu(cache: "CacheConfig", model: "ModelConfig") -> None:
+    import torch
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if cache.block_size is not None and cache.block_size % CPU_BLOCK_MULTIPLE:
@@ -279,6 +285,12 @@ def _check_cpu(cache: "CacheConfig", model: "ModelConfig") -> None:
     if model.get_head_size() not in sizes:
         allowed = ", ".join(map(str, sizes))
         raise _unsupported("model", model.model, f"its head size is {model.get_head_size()}; allowed on CPU: {allowed}")
+    if cache.cache_dtype in QUANTISED:
+        if model.get_head_size() % 32:
+            explanation = f"the model's head size is {model.get_head_size()}, and vLLM quantises multiples of 32 alone"
+            raise _unsupported("kv_cache_dtype", cache.cache_dtype, explanation)
+        if not torch.cpu._is_avx512_supported():
+            raise _unsupported("kv_cache_dtype", cache.cache_dtype, "vLLM needs AVX-512 for it, which is missing here")
 
 
 def _check_cuda(vllm_config: "VllmConfig") -> None:

@@ -44,6 +44,7 @@ class EngineOptions(_Model):
 
     dtype: str | None = None
     max_model_len: PositiveInt | None = None
+    kv_cache_dtype: str | None = None
     kv_cache_memory_bytes: PositiveInt | None = None
     gpu_memory_utilization: PositiveFloat | None = None
     enforce_eager: bool | None = None

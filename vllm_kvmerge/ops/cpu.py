@@ -5,7 +5,6 @@ Arguments are checked on the native side: TypeError for a wrong dtype, ValueErro
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import cache as cached
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,8 @@ from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.layout import Operand, layout_check
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
+    PLANES,
+    QUANTISED,
     AttentionBatch,
     Destination,
     HeadPages,
@@ -63,7 +64,7 @@ def obstacle(operand: Operand) -> str | None:
 
 @layout_check
 def _layout_obstacle(cache: PagedKVCache) -> str | None:
-    if cache.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if cache.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16, *QUANTISED):
         return f"the cache is {cache.keys.dtype}"
     if cache.head_size % 16 or not 32 <= cache.head_size <= 256:
         return f"head size {cache.head_size} is not a multiple of 16 from 32 to 256"
@@ -75,9 +76,9 @@ def _layout_obstacle(cache: PagedKVCache) -> str | None:
     plane_bytes = cache.block_size * cache.head_size * cache.keys.element_size()
     metadata = first + cache.keys.shape[0] * cache.num_kv_heads * 2 * plane_bytes
     expected = [first, first + plane_bytes, *(metadata + i * 4 * cache.block_size for i in range(4))]
-    for field, address, place in zip(fields(cache), cache.addresses, expected, strict=True):
+    for name, address, place in zip(PLANES, cache.addresses, expected, strict=True):
         if address != place:
-            return f"the plane of {field.name} is not where it should be"
+            return f"the plane of {name} is not where it should be"
     return None
 
 
@@ -119,7 +120,9 @@ def paged_attention(
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> None:
     pages = ([], None, None) if batch.pages is None else (_keys(batch.pages.layers), *_pages(batch.pages))
-    _function("paged_attention")(query, cache.keys, *batch.tensors, scale, output, *pages, *_softmax(softmax))
+    scale *= cache.key_scale
+    arguments = *pages, *_softmax(softmax), cache.value_scale
+    _function("paged_attention")(query, cache.keys, *batch.tensors, scale, output, *arguments)
 
 
 def score_prompt_queries(
@@ -132,7 +135,7 @@ def score_prompt_queries(
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> None:
-    arguments = update.mode.code, update.decay, scale, scores, aux
+    arguments = update.mode.code, update.decay, scale * cache.key_scale, scores, aux
     _function("score_prompt_queries")(query, cache.keys, blocks, *arguments, *_softmax(softmax))
 
 
@@ -151,7 +154,9 @@ def score_repetition(
 ) -> None:
     weights = None if weights is None else weights.contiguous()
     where = seq_len, context, start, sinks
-    _function("score_repetition")(query, cache.keys, blocks, scale, *where, scores, weights, *_softmax(softmax))
+    _function("score_repetition")(
+        query, cache.keys, blocks, scale * cache.key_scale, *where, scores, weights, *_softmax(softmax)
+    )
 
 
 def _keys(layers: Sequence[PagedKVCache]) -> list[Tensor]:
@@ -184,7 +189,8 @@ def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
 def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
     rows = torch.empty(*index.shape, seq_layers.layers[0].head_size)
     _function("gather_rows")(*_located(seq_layers), plane == "keys", index.contiguous(), rows)
-    return rows
+    scales = seq_layers.scales(plane)
+    return rows if scales is None else rows.mul_(scales)
 
 
 def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,6 +211,8 @@ def fused_attention(
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     fused = torch.empty(positions.shape)
+    scales = seq_layers.scales("keys")
+    queries = queries if scales is None else queries * scales.unsqueeze(1)
     arguments = (t.contiguous() for t in (queries, query_positions, log_votes, positions))
     _function("fused_attention")(*_located(seq_layers), *arguments, scale, fusion == "max", fused, *_softmax(softmax))
     return fused
@@ -218,7 +226,10 @@ def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Ten
 def write_rows(
     seq_layers: SequenceLayers, destination: Destination, places: Tensor, keys: Tensor | None, values: Tensor | None
 ) -> None:
-    rows = (None if t is None else t.contiguous() for t in (keys, values))
+    rows = []
+    for plane, given in (("keys", keys), ("values", values)):
+        scales = None if given is None else seq_layers.scales(plane)
+        rows.append(None if given is None else (given if scales is None else given / scales).contiguous())
     where = _keys(seq_layers.layers), seq_layers.layer, *_destination(seq_layers, destination)
     _function("write_rows")(*where, places.contiguous(), *rows)
 
@@ -251,6 +262,8 @@ merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__]
 
 
 def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+    if cache.is_quantised:
+        key, value = key / cache.key_scale, value / cache.value_scale
     _function("write_tokens")(cache.keys, slot_mapping, key, value)
 
 

@@ -20,6 +20,7 @@ from vllm_kvmerge.ops import attention, similarity, turns
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
+    QUANTISED,
     AttentionBatch,
     Destination,
     HeadPages,
@@ -31,6 +32,7 @@ from vllm_kvmerge.ops.types import (
     SequenceLayers,
     Softmax,
     sent,
+    stored,
 )
 
 
@@ -103,8 +105,8 @@ def paged_attention(
         if front > 0 or at is not None:
             votes = _segment(cache.log_votes, blocks, 0, front, 1) if at is None else _read(layers, "log_votes", at)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - votes.shape[1])], 1)
-        logits, probabilities = _attend(query[tokens], keys, bias, visible, scale, softmax)
-        attended = torch.matmul(probabilities, values.unsqueeze(1))
+        logits, probabilities = _attend(query[tokens], keys, bias, visible, scale * cache.key_scale, softmax)
+        attended = torch.matmul(probabilities, values.unsqueeze(1)) * cache.value_scale
         output[tokens] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
         if mode != ScoreMode.NONE.code:
             scores = _segments(cache.scores, blocks, front, tail, seq_len).clone()
@@ -148,7 +150,7 @@ def score_prompt_queries(
     group = max(1, (1 << 22) // (query.shape[1] * seq_len))
     for start in range(0, query.shape[0], group):
         rows = slice(start, start + group)
-        logits, probabilities = _attend(query[rows], keys, None, visible[rows], scale, softmax)
+        logits, probabilities = _attend(query[rows], keys, None, visible[rows], scale * cache.key_scale, softmax)
         new_scores, new_aux = accumulate_scores(update, logits, probabilities, visible[rows], scores, aux)
         scores.copy_(new_scores)
         aux.copy_(new_aux)
@@ -181,7 +183,9 @@ def score_repetition(
     ranges = (0, sinks), (start, start + num_scored), (context, seq_len)
     keys = torch.cat([_segment(cache.keys, blocks, a, b, 2) for a, b in ranges if b > a], 2).float()
     num_kv_heads, _, num_keys = keys.shape
-    grouped = query.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).contiguous() * scale
+    grouped = query.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).contiguous() * (
+        scale * cache.key_scale
+    )
     # Queries in groups whose logits stay in a core's cache, or, on a GPU, take up to 64 MiB.
     group = max(1, (1 << (18 if query.is_cpu else 24)) // (query.shape[1] * num_keys))
     for first in range(0, num_queries, group):
@@ -278,7 +282,10 @@ def _read(layers: Sequence[PagedKVCache], name: str, at: _Places) -> Tensor:
     """``[H, m, ...]`` of a plane."""
     if isinstance(at.layer, int):
         found = _plane(layers[at.layer], name)[at.index]
-        return found.masked_fill(~at.exists.view(*at.exists.shape, *[1] * (found.dim() - 2)), _BLANKS[name])
+        missing = ~at.exists.view(*at.exists.shape, *[1] * (found.dim() - 2))
+        if found.dtype in QUANTISED:  # PyTorch fills them as bytes alone
+            return found.view(torch.uint8).masked_fill(missing, 0).view(found.dtype)
+        return found.masked_fill(missing, _BLANKS[name])
     first = _plane(layers[0], name)
     found = torch.full((*at.exists.shape, *first.shape[3:]), _BLANKS[name], dtype=first.dtype, device=first.device)
     for number, mask in at.by_layer(at.exists):
@@ -292,7 +299,9 @@ def _write(
     """Writes ``values`` (``[H, m, ...]``) to the places that exist and, if given, are ``wanted``."""
     for number, mask in at.by_layer(at.exists if wanted is None else at.exists & wanted):
         plane = _plane(layers[number], name)
-        plane[at.of(mask)] = values[mask].to(plane.dtype)
+        plane[at.of(mask)] = (
+            stored(values[mask], plane.dtype) if name in ("keys", "values") else values[mask].to(plane.dtype)
+        )
 
 
 def _paged_places(pages: HeadPages, row: int, slots: Tensor) -> _Places:
@@ -345,7 +354,9 @@ def _destinations(seq_layers: SequenceLayers, destination: Destination, places: 
 
 def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
     """``[H, m, d]`` float32: keys or values of the entries at ``index`` (``[H, m]`` int64); zeros where negative."""
-    return torch.cat([_read(seq_layers.layers, plane, at).float() for at, _ in _entry_places(seq_layers, index)])
+    rows = torch.cat([_read(seq_layers.layers, plane, at).float() for at, _ in _entry_places(seq_layers, index)])
+    scales = seq_layers.scales(plane)
+    return rows if scales is None else rows * scales
 
 
 def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
@@ -405,6 +416,8 @@ def write_rows(
     """
     for name, rows in (("keys", keys), ("values", values)):
         if rows is not None:
+            scales = seq_layers.scales(name)
+            rows = rows if scales is None else rows / scales
             parts = rows.chunk(len(seq_layers.layer))
             for at, part in zip(_destinations(seq_layers, destination, places), parts, strict=True):
                 _write(seq_layers.layers, name, at, part)
@@ -478,8 +491,8 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
     """Stores new tokens: key, value ``[num_tokens, H, d]`` at flat slots ``block * bs + offset`` (negative: none)."""
     wanted = slot_mapping >= 0
     block, offset = slot_mapping[wanted] // cache.block_size, slot_mapping[wanted] % cache.block_size
-    cache.keys[block, :, :, offset] = key[wanted].to(cache.keys.dtype)
-    cache.values[block, :, offset] = value[wanted].to(cache.values.dtype)
+    cache.keys[block, :, :, offset] = stored(key[wanted] / cache.key_scale, cache.keys.dtype)
+    cache.values[block, :, offset] = stored(value[wanted] / cache.value_scale, cache.values.dtype)
 
 
 def largest(ranking: Tensor, count: int | Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 A layer's cache holds, one after the other, for each block and KV head
 
-    K          [head_size, block_size]  cache dtype, on the CPU: transposed, as vLLM's CPU operators keep it
+    K          [head_size, block_size]  cache dtype (of 8 bits: over ``key_scale``), on the CPU: transposed, as vLLM's
+                                        CPU operators keep it
                [block_size, head_size]  elsewhere: as FlashAttention reads it
-    V          [block_size, head_size]  cache dtype
+    V          [block_size, head_size]  cache dtype (of 8 bits: over ``value_scale``)
 
 and then, again for each block and KV head,
 
@@ -24,7 +25,7 @@ and its slot is its position, so requests without a policy never write metadata.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
@@ -32,6 +33,12 @@ import torch
 from torch import Tensor
 
 METADATA_BYTES = 16
+
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of caches that hold keys and values over a scale, rounded to 8 bits. Only operators on the CPU have them."""
+
+PLANES = ("keys", "values", "log_votes", "scores", "aux", "positions")
+"""Of a ``PagedKVCache``."""
 
 Metadata = tuple[Tensor, Tensor, Tensor, Tensor]
 """log_votes, scores, aux (``[H, C]`` float32) and positions (``[H, C]`` int64)."""
@@ -140,6 +147,14 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """``rows`` in a cache's dtype: to the nearest, and beyond the largest number of 8 bits to that one."""
+    if dtype in QUANTISED and rows.dtype != dtype:
+        limit = torch.finfo(dtype).max
+        rows = rows.clamp(-limit, limit)
+    return rows.to(dtype)
+
+
 def cell_bytes(head_size: int, dtype: torch.dtype) -> int:
     """Bytes of one cell: one token's key, value and metadata for one KV head."""
     return 2 * head_size * dtype.itemsize + METADATA_BYTES
@@ -155,13 +170,22 @@ class PagedKVCache:
     scores: Tensor  # [B, H, bs] float32
     aux: Tensor  # [B, H, bs] float32
     positions: Tensor  # [B, H, bs] int32
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
     @classmethod
-    def of(cls, cache: Tensor, head_size: int, row_major_keys: bool | None = None) -> "PagedKVCache":
+    def of(
+        cls,
+        cache: Tensor,
+        head_size: int,
+        row_major_keys: bool | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> "PagedKVCache":
         """Views of ``cache``, contiguous ``[B, H, bs, cell]`` in the cache dtype.
 
         The shape only gives the size: bytes of a cell are not contiguous. row_major_keys: layout of K, if not the
-        device's own.
+        device's own. key_scale, value_scale: what numbers of 8 bits are multiplied by; 1 in any other dtype.
         """
         num_blocks, num_heads, block_size, cell = cache.shape
         if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache.is_contiguous():
@@ -185,6 +209,8 @@ class PagedKVCache:
             scores=metadata[:, :, 1],
             aux=metadata[:, :, 2],
             positions=metadata[:, :, 3].view(torch.int32),
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
 
     @classmethod
@@ -203,6 +229,14 @@ class PagedKVCache:
         return cls(rows.transpose(2, 3), rows, plane, plane, plane, plane)
 
     @property
+    def is_quantised(self) -> bool:
+        return self.keys.dtype in QUANTISED
+
+    def scale_of(self, plane: str) -> float:
+        """What numbers in the plane ``keys`` or ``values`` are multiplied by."""
+        return self.key_scale if plane == "keys" else self.value_scale
+
+    @property
     def metadata(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The planes of metadata, in the order of ``Metadata``."""
         return self.log_votes, self.scores, self.aux, self.positions
@@ -210,7 +244,7 @@ class PagedKVCache:
     @cached_property
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the planes, in the order of the fields."""
-        return tuple(getattr(self, field.name).data_ptr() for field in fields(self))
+        return tuple(getattr(self, name).data_ptr() for name in PLANES)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -236,16 +270,17 @@ class PagedKVCache:
 
     @cached_property
     def content(self) -> Tensor:
-        """``[B, H, 2 * bs * d]``: keys and values as they lie."""
+        """``[B, H, 2 * bs * d]``: keys and values as they lie; quantised ones as uint8."""
         size = 2 * self.block_size * self.head_size
-        return self.values.as_strided(
-            (*self.values.shape[:2], size), (*self.values.stride()[:2], 1), self.values.storage_offset() - size // 2
+        values = self.values.view(torch.uint8) if self.is_quantised else self.values
+        return values.as_strided(
+            (*values.shape[:2], size), (*values.stride()[:2], 1), values.storage_offset() - size // 2
         )
 
     @cached_property
     def by_head(self) -> "PagedKVCache":
         """The same memory as a cache of one KV head: block ``b`` of head ``h`` is its block ``b * H + h``."""
-        return PagedKVCache(*(getattr(self, field.name).flatten(0, 1).unsqueeze(1) for field in fields(self)))
+        return replace(self, **{name: getattr(self, name).flatten(0, 1).unsqueeze(1) for name in PLANES})
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole blocks, metadata included; ``sources`` and ``targets``: ``[n]`` int64 ids, none in both."""
@@ -254,11 +289,18 @@ class PagedKVCache:
 
     @cached_property
     def stock_keys(self) -> Tensor:
-        """The key plane in the shape that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is packed).
+        """The key plane in the shape and dtype that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is
+        packed), of 8 bits as uint8.
 
         Raises RuntimeError if keys are not transposed.
         """
-        return self.keys.view(self.values.shape)
+        keys = self.keys.view(self.values.shape)
+        return keys.view(torch.uint8) if self.is_quantised else keys
+
+    @cached_property
+    def stock_values(self) -> Tensor:
+        """The value plane as vLLM's CPU operators ask for it."""
+        return self.values.view(torch.uint8) if self.is_quantised else self.values
 
 
 @dataclass(frozen=True)
@@ -379,6 +421,14 @@ class SequenceLayers:
     @property
     def head_size(self) -> int:
         return self.layers[0].head_size
+
+    def scales(self, plane: str) -> Tensor | None:
+        """``[H, 1, 1]`` float32: of the heads' keys or values; None: all are 1."""
+        scales = [self.layers[layer].scale_of(plane) for layer in self.layer.tolist()]
+        if all(scale == 1.0 for scale in scales):
+            return None
+        by_layer = sent(torch.tensor(scales), self.device)
+        return by_layer.repeat_interleave(self.layers[0].num_kv_heads)[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ KEPT_SHARE = 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one worker's part of the model. num_layers: that are compressed. item_size: bytes of a number in the
-    cache. caps_logits, has_sinks: what its attention does beyond a softmax (``Softmax``). rotation_obstacle: why keys
+    """Sizes of one worker's part of the model. num_layers: that are compressed. item_size: bytes of a number of the
+    model's. cache_item_size: of one in the cache; None: the same. caps_logits, has_sinks: what its attention does
+    beyond a softmax (``Softmax``). rotation_obstacle: why keys
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
     that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
     num_positions: that RoPE has a turn for; None: not known. has_windows: other layers see the newest tokens alone, and
@@ -31,6 +32,7 @@ class ModelShape:
     head_size: int
     hidden_size: int
     item_size: int
+    cache_item_size: int | None = None
     caps_logits: bool = False
     has_sinks: bool = False
     rotation_obstacle: str | None = None
@@ -38,6 +40,11 @@ class ModelShape:
     has_surrogate: bool = False
     num_positions: int | None = None
     has_windows: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key or a value in the cache."""
+        return self.head_size * (self.cache_item_size or self.item_size)
 
 
 @dataclass(frozen=True)
@@ -404,7 +411,7 @@ class Limits:
         size, num_queries = self.shape.head_size, self.shape.group_size * config.refresh_window
         capacity = config.policy.capacity(compression.budget)
         rows = min(compression.num_entries, capacity or compression.num_entries) * size
-        copied = compression.num_scored * (size * self.shape.item_size // 2 + METADATA_BYTES // 4)
+        copied = compression.num_scored * (self.shape.row_bytes // 2 + METADATA_BYTES // 4)
         return cost + Cost(
             2 * rows + copied, num_queries * compression.num_scored * size, 2 * gathering(2 * rows + copied)
         )
@@ -456,7 +463,7 @@ class Limits:
 
     def external_bytes(self, num_tokens: int) -> int:
         """Bytes of the complete cache of ``num_tokens`` tokens: whole blocks."""
-        cell = 2 * self.shape.head_size * self.shape.item_size + METADATA_BYTES
+        cell = 2 * self.shape.row_bytes + METADATA_BYTES
         return self._num_heads * cell * -(-num_tokens // self.block_size) * self.block_size
 
     def prompt_score_bytes(self, num_tokens: int) -> int:

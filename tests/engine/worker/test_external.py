@@ -12,7 +12,8 @@ from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.engine.worker.external import ExternalCache
-from vllm_kvmerge.ops import PagedKVCache, score_prompt_queries
+from vllm_kvmerge.ops import score_prompt_queries
+from vllm_kvmerge.ops.types import QUANTISED
 from vllm_kvmerge.request.parameters import parse_compression
 
 HEADS, GROUP, SIZE, SCALE, LAYERS = 2, 3, 32, 32**-0.5, 2
@@ -26,11 +27,13 @@ def pool_of(seq_len, dtype=torch.float32, copies=1):
         blocks.append(maker.sequence(front=0, tail=0, seq_len=seq_len).blocks)
         for plane in (maker.pages.keys, maker.pages.values):
             plane[blocks[-1].long()] = plane[blocks[0].long()]
-    other = (-0.7 * maker.cache.float()).to(dtype)
-    return [maker.pages, PagedKVCache.of(other, SIZE)], *blocks
+    other = maker.cache.clone()
+    if dtype not in QUANTISED:
+        other.mul_(-0.7)
+    return [maker.pages, maker.views(other)], *blocks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *QUANTISED], ids=str)
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_it_holds_the_tokens_whatever_becomes_of_their_blocks(dtype, in_folder, tmp_path):
     pool, blocks = pool_of(200, dtype)

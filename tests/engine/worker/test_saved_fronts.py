@@ -23,7 +23,7 @@ from vllm_kvmerge.engine.worker.saved_fronts import (
     write_front,
 )
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
-from vllm_kvmerge.ops.types import cell_bytes
+from vllm_kvmerge.ops.types import QUANTISED, cell_bytes
 
 LAYERS, HEADS, SIZE, DIM, BLOCKS = 3, 2, 16, 32, 9
 
@@ -37,7 +37,7 @@ def make_layers(dtype: torch.dtype) -> list[PagedKVCache]:
     return layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *QUANTISED], ids=str)
 @pytest.mark.parametrize("has_pages", [False, True])
 def test_a_front_comes_back_bit_for_bit(tmp_path, dtype, has_pages):
     """Into other blocks of another cache, and with the heads' pages in these."""
@@ -48,7 +48,7 @@ def test_a_front_comes_back_bit_for_bit(tmp_path, dtype, has_pages):
     if has_pages:
         ids = torch.tensor(sources)[torch.randint(3, (LAYERS, HEADS, 4))] * LAYERS * HEADS
         pages = HeadPages(there, ids + torch.randint(LAYERS * HEADS, ids.shape), torch.randint(1, 60, (LAYERS, HEADS)))
-    queries = torch.randn(LAYERS, 4, 6, DIM, dtype=dtype)
+    queries = torch.randn(LAYERS, 4, 6, DIM).to(torch.bfloat16 if dtype in QUANTISED else dtype)
     path = file_of(tmp_path, 0, 1)
     write_front(path, front_tensors(there, sources, pages, {"queries": queries, "output": None}), '{"a": 1}', "weights")
     assert read_manifest(path) == {"a": 1}
@@ -56,7 +56,7 @@ def test_a_front_comes_back_bit_for_bit(tmp_path, dtype, has_pages):
     for cache, other, planes in zip(here, there, before, strict=True):
         mine, theirs = (cache.content, *cache.metadata), (other.content, *other.metadata)
         for plane, source, old in zip(mine, theirs, planes, strict=True):
-            ints = {4: torch.int32, 2: torch.int16}[plane.element_size()]
+            ints = {4: torch.int32, 2: torch.int16, 1: torch.int8}[plane.element_size()]
             assert torch.equal(plane[targets].view(ints), source[sources].view(ints))
             rest = [block for block in range(BLOCKS) if block not in targets]
             assert torch.equal(plane[rest].view(ints), old[rest].view(ints))

@@ -1,8 +1,9 @@
 """Common part of the attention backends of all platforms: refused features, and views of the cache."""
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
@@ -12,11 +13,15 @@ from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import PagedKVCache, Softmax
 from vllm_kvmerge.ops.types import cell_bytes
 
+DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Of quantised caches, by vLLM's name; vLLM calls all of them uint8."""
+
 
 class MergeableImpl:
     """One layer's attention over a mergeable cache; beside a platform's own ``AttentionImpl``."""
 
     head_size: int
+    kv_cache_dtype: str
     num_kv_heads: int
     logits_soft_cap: float
     sinks: Tensor | None
@@ -48,11 +53,15 @@ class MergeableImpl:
         sinks = None if self.sinks is None else self.sinks.detach().float().view(self.num_kv_heads, -1)
         return Softmax(self.logits_soft_cap, sinks)
 
-    def paged(self, kv_cache: Tensor) -> PagedKVCache:
-        """Views of this layer's cache, made once per allocation."""
+    def paged(self, layer: Any, kv_cache: Tensor) -> PagedKVCache:
+        """Views of the cache of ``layer``, whose attention this is, made once per allocation."""
         allocation = (kv_cache.data_ptr(), kv_cache.numel())
         if self._paged is None or self._paged[0] != allocation:
-            self._paged = (allocation, PagedKVCache.of(kv_cache, self.head_size, self.row_major_keys))
+            scales: dict[str, float] = {}
+            if (dtype := DTYPES.get(self.kv_cache_dtype)) is not None:
+                kv_cache = kv_cache.view(dtype)
+                scales = {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
+            self._paged = allocation, PagedKVCache.of(kv_cache, self.head_size, self.row_major_keys, **scales)
         return self._paged[1]
 
     def forget_cache(self) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader
-from vllm_kvmerge.engine.support import UnsupportedConfigError
+from vllm_kvmerge.engine.support import QUANTISED, UnsupportedConfigError
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, paged_attention
 
 
@@ -135,9 +135,9 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        cache = self.paged(kv_cache)
+        cache = self.paged(layer, kv_cache)
         ops.cpu_attn_reshape_and_cache(
-            key, value, cache.stock_keys, cache.values, slot_mapping, layer.isa, **self._cache_format(layer)
+            key, value, cache.stock_keys, cache.stock_values, slot_mapping, layer.isa, **self._cache_format(layer)
         )
 
     def _cache_format(self, layer: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             raise NotImplementedError("fused output quantisation is not supported by this backend")
         if attn_metadata is None:  # warm-up
             return output
-        cache, metadata, softmax = self.paged(kv_cache), attn_metadata, self.softmax
+        cache, metadata, softmax = self.paged(layer, kv_cache), attn_metadata, self.softmax
         # Statistics of a cache that other layers share are made of its own layer's queries alone.
         is_owner = self.kv_sharing_target_layer_name is None
         for reader in metadata.readers if is_owner else ():
@@ -191,7 +191,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=cache.stock_keys,
-            value_cache=cache.values,
+            value_cache=cache.stock_values,
             output=output,
             query_start_loc=metadata.query_start_loc,
             seq_lens=metadata.seq_lens,
@@ -211,7 +211,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
 class MergeableAttentionBackend(MergeableBackend, CPUAttentionBackend):
     """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the cache."""
 
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32", *QUANTISED]  # type: ignore[list-item]
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

@@ -256,7 +256,7 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        write_tokens(self.paged(kv_cache), slot_mapping, key, value)
+        write_tokens(self.paged(layer, kv_cache), slot_mapping, key, value)
 
     def forward(
         self,
@@ -274,7 +274,7 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
             raise NotImplementedError("fused output quantisation is not supported by this backend")
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)
-        cache, metadata, softmax = self.paged(kv_cache), attn_metadata, self.softmax
+        cache, metadata, softmax = self.paged(layer, kv_cache), attn_metadata, self.softmax
         if metadata.rings is not None and metadata.ring_places is not None:
             places, tokens = metadata.ring_places, metadata.ring_tokens
             newest = query[: len(places)] if tokens is None else query.index_select(0, tokens)
@@ -315,6 +315,10 @@ class CUDAAttentionBackend(MergeableBackend, AttentionBackend):
     @classmethod
     def supports_kv_connector(cls) -> bool:
         return False
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -199,6 +199,8 @@ class RepetitionWindow:
         score_repetition(query, cache, where.blocks, scale, *chunk, by_head, norms.reciprocal(), softmax)
         slots = torch.arange(self.start, self.end, device=query.device)
         values = cache.values[where.blocks[slots // cache.block_size].long(), :, slots % cache.block_size]
+        if cache.is_quantised:
+            values = values.to(query.dtype) * cache.value_scale
         weighed = by_head.unflatten(0, (len(scores), -1)) * self.normalization.output_norms(
             layer, values.transpose(0, 1)
         )

@@ -633,7 +633,9 @@ class Compactor:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.layers[0].keys.dtype
+        """In which what is written must be finite; in 8 bits everything is that is finite before."""
+        cache = self.layers[0]
+        return torch.float32 if cache.is_quantised else cache.keys.dtype
 
     @property
     def device(self) -> torch.device:

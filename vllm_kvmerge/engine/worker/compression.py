@@ -200,7 +200,7 @@ class Compression:
         for name, owner in owners.items():
             self.layers[name].impl.layer_index = layer_names.index(owner)  # type: ignore[attr-defined]
         layers: list[Any] = [self.layers[name] for name in layer_names]
-        pages = [layer.impl.paged(layer.kv_cache) for layer in layers]
+        pages = [layer.impl.paged(layer, layer.kv_cache) for layer in layers]
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
         if (expected := limits.shape.num_layers) != len(layers):
@@ -259,8 +259,7 @@ class Compression:
         """Zeroes the keys and values of blocks that a compressed request wrote."""
         index = sent(torch.tensor(block_ids), self._device)
         for pages in self.compactor.layers:
-            pages.keys.index_fill_(0, index, 0.0)
-            pages.values.index_fill_(0, index, 0.0)
+            pages.content.index_fill_(0, index, 0)
 
     # Rows of a step's batch.
 

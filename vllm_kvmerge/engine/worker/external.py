@@ -36,7 +36,11 @@ class ExternalCache:
         # Not pinned: PyTorch rounds pinned memory up to powers of two, and never gives it back.
         memory = _file(folder, size, like.keys.dtype) if folder else torch.empty(size, dtype=like.keys.dtype)
         row_major = like.keys.stride(3) != 1
-        layers = [PagedKVCache.of(part.view(*shape, -1), like.head_size, row_major) for part in memory.chunk(len(pool))]
+        parts = (part.view(*shape, -1) for part in memory.chunk(len(pool)))
+        layers = [
+            PagedKVCache.of(part, like.head_size, row_major, cache.key_scale, cache.value_scale)
+            for part, cache in zip(parts, pool, strict=True)
+        ]
         return cls(layers)
 
     @property
@@ -107,6 +111,7 @@ def _copied(cache: PagedKVCache, num_blocks: int, device: torch.device) -> Paged
     _, heads, size = cache.log_votes.shape
     cell = cell_bytes(cache.head_size, cache.keys.dtype) // cache.keys.element_size()
     memory = torch.empty(num_blocks, heads, size, cell, dtype=cache.keys.dtype, device=device)
-    copy = PagedKVCache.of(memory, cache.head_size, cache.keys.stride(3) != 1)
+    row_major, scales = cache.keys.stride(3) != 1, (cache.key_scale, cache.value_scale)
+    copy = PagedKVCache.of(memory, cache.head_size, row_major, *scales)
     copy.content.copy_(cache.content[:num_blocks], non_blocking=True)
     return copy
