@@ -94,6 +94,7 @@ def test_the_type_of_a_model(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}, "has M-RoPE"),
         ({"no_rope_layers": [1, 0]}, "has no RoPE in some layers"),
+        ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "runs in Transformers' implementation"),
     ],
 )
 def test_models_whose_keys_cannot_be_turned_back(tmp_path: Path, change: dict[str, Any], obstacle: str | None) -> None:
@@ -171,6 +172,7 @@ def test_configurations_whose_keys_cannot_be_turned_back(fields: dict[str, Any],
     window = 64 if "layer_types" in fields else None
     model: Any = SimpleNamespace(
         uses_mrope=False,
+        using_transformers_backend=lambda: False,
         hf_text_config=SimpleNamespace(**fields),
         get_sliding_window=lambda: window,
         attention_chunk_size=None,

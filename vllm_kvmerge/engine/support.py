@@ -108,6 +108,8 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
     """Says, after "the model", why its keys cannot be turned back to what they were before RoPE; None if they can."""
     config = model.hf_text_config
     parameters = getattr(config, "rope_parameters", None) or {}
+    if model.using_transformers_backend():
+        return "runs in Transformers' implementation, whose RoPE is its own"
     if model.uses_mrope:
         return "has M-RoPE, which turns by more than one position"
     if not parameters and not getattr(config, "rotary_dim", None):  # GPT-J's name for it
