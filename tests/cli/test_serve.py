@@ -123,6 +123,7 @@ def test_bad_compression_file(
         (["--metrics-port", "9"], "--metrics-port is for --headless alone"),
         (["--block-size", "48"], "block_size=48 is not supported: allowed on CPU: multiples of 32"),
         (["--hf-overrides", '{"head_dim": 48}'], "its head size is 48"),
+        (["--runner", "pooling"], "runner=pooling is not supported: allowed: generate"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -130,6 +131,14 @@ def test_unsupported_option(
     capsys: pytest.CaptureFixture[str], model: str, port: str, options: list[str], said: str
 ) -> None:
     assert said in refusal(capsys, "serve", model, "--port", port, *options)
+
+
+def test_a_model_of_embeddings(capsys: pytest.CaptureFixture[str], model: str, port: str) -> None:
+    """One that vLLM recognizes as such."""
+    bert = {**LLAMA, "architectures": ["BertModel"], "model_type": "bert", "max_position_embeddings": 512}
+    (Path(model) / "config.json").write_text(json.dumps(bert))
+    said = refusal(capsys, "serve", model, "--port", port, "--skip-tokenizer-init")
+    assert "runner=pooling is not supported: allowed: generate" in said
 
 
 def test_rust_front_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str) -> None:

@@ -284,6 +284,12 @@ def test_the_field_is_in_the_openapi_schema(server):
     assert "merge_threshold" in schemas["KeepkvRequest"]["properties"]
 
 
+def test_a_server_that_generates_has_no_embeddings(server):
+    for field in ({}, {"kv_compression": {"policy": "snapkv", "budget": 64}}):
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "demo", "input": "recall fiso"} | field)
+        assert answer.status_code == 404 and answer.json() == {"detail": "Not Found"}
+
+
 def test_clients_that_leave_do_no_harm(server):
     """Requests are dropped in the middle of a stream; their blocks come back."""
     for seed in range(6):

@@ -1,0 +1,164 @@
+"""LoRA adapters beside compression: several in one batch, each as if it were alone."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests import preloaded
+from tests.engine.conftest import Engine
+from tests.engine.test_vllm_features import ROOT, compressed, random_text
+from tests.random_model import SIZES, write_llama
+from vllm_kvmerge import kvmerge_engine_args
+from vllm_kvmerge.policies import PRESETS
+
+pytestmark = pytest.mark.engine
+
+RANK, MAX_TOKENS, CONTEXT = 4, 24, 200
+NAMES = None, "a", "b"
+"""Of adapters; None: the model without one."""
+
+POLICIES = sorted(set(PRESETS) - {"kvzap"})
+"""kvzap needs a model of its own."""
+
+PROMPTS = [random_text(seed, 120 + 60 * seed) for seed in range(3)]
+PROGRAM = "from tests.engine import test_lora; test_lora.answer_on_stock_vllm()"
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """A random LoRA adapter of all that attention multiplies by, in PEFT's format."""
+    width, heads, kv_heads, size = (
+        int(SIZES[name]) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    shapes = {name: (width, n * size) for name, n in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))}
+    shapes["o_proj"] = (heads * size, width)
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(int(SIZES["num_hidden_layers"])):
+        for name, (inputs, outputs) in shapes.items():
+            for matrix, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
+                key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{matrix}.weight"
+                tensors[key] = 0.1 * torch.randn(shape, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(shapes), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the model, and below it of two adapters."""
+    folder = write_llama(tmp_path_factory.mktemp("model"))
+    for seed, name in enumerate(NAMES[1:]):
+        write_adapter(folder / str(name), seed)
+    return folder
+
+
+def arguments(folder: Path) -> dict[str, Any]:
+    return {
+        "model": str(folder),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enable_lora": True,
+        "max_loras": 3,  # one more than there are: vLLM's CPU operators give rows without an adapter the last place's
+        "max_lora_rank": 8,
+        "seed": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    llm = LLM(**kvmerge_engine_args(**arguments(folder)))
+    yield Engine(llm)
+    llm.llm_engine.engine_core.shutdown()
+
+
+Job = tuple[str | None, list[int], dict[str, Any]]
+"""An adapter's name, a prompt and further sampling parameters."""
+
+
+def generate(llm: Any, jobs: list[Job]) -> list[Any]:
+    folder = Path(llm.llm_engine.model_config.model)
+    adapters = [name and LoRARequest(name, NAMES.index(name), str(folder / name)) for name, *_ in jobs]
+    params = [SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, **more) for *_, more in jobs]
+    prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in jobs]
+    return llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+
+
+def tokens(llm: Any, jobs: list[Job]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in generate(llm, jobs)]
+
+
+def plain_jobs() -> list[Job]:
+    return [(name, prompt, {}) for prompt in PROMPTS for name in NAMES]
+
+
+def answer_on_stock_vllm() -> None:
+    """The program of a process into which no plugin is loaded."""
+    from vllm import LLM
+
+    llm = LLM(**json.load(sys.stdin))
+    print("FOUND", json.dumps(tokens(llm, plain_jobs())))
+
+
+def test_plain_requests_equal_stock_vllm(engine, folder):
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+    done = preloaded.run([sys.executable, "-c", PROGRAM], input=json.dumps(arguments(folder)), env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = json.loads(done.stdout.split("FOUND", 1)[1])
+    assert len({*map(tuple, expected)}) == len(expected)  # or adapters would decide nothing
+    assert tokens(engine.llm, plain_jobs()) == expected
+    budget = max(map(len, PROMPTS))
+    roomy = [
+        (name, prompt, compressed("keepkv", budget=budget, interval=MAX_TOKENS)) for name, prompt, _ in plain_jobs()
+    ]
+    assert tokens(engine.llm, roomy) == expected
+    engine.assert_empty()
+
+
+def test_adapters_and_policies_in_one_batch(engine):
+    """Each request gives what it gives alone; those of all policies, and without one."""
+    jobs = [
+        (NAMES[(index + shift) % 3], PROMPTS[index % 3], compressed(policy) if policy else {})
+        for index, policy in enumerate([*POLICIES, None])
+        for shift in range(2)
+    ]
+    assert engine.llm.reset_prefix_cache()
+    outputs = generate(engine.llm, jobs)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    together = [list(output.outputs[0].token_ids) for output in outputs]
+    engine.assert_empty()
+    for job, expected in zip(jobs, together, strict=True):
+        assert tokens(engine.llm, [job]) == [expected]
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "criticalkv", "keepkv"])
+def test_a_compressed_context_is_found_under_its_adapter_alone(engine, policy):
+    jobs = {name: (name, PROMPTS[2], compressed(policy, context_tokens=CONTEXT)) for name in NAMES}
+    assert engine.llm.reset_prefix_cache()
+    expected = {name: tokens(engine.llm, [job])[0] for name, job in jobs.items()}
+    assert engine.llm.reset_prefix_cache()
+    with engine.sharing_contexts() as fronts:
+        for count in (1, 2, 3):
+            (first,) = generate(engine.llm, [jobs[NAMES[count - 1]]])
+            assert first.num_cached_tokens == 0 and len(fronts) == count
+        again = dict(zip(jobs, generate(engine.llm, list(jobs.values())), strict=True))
+        assert [one.num_cached_tokens for one in again.values()] == [CONTEXT] * 3
+        assert {name: list(one.outputs[0].token_ids) for name, one in again.items()} == expected
+    engine.assert_empty()
