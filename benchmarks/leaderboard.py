@@ -132,7 +132,8 @@ def write_page(tables: dict[str, list[Measured]], config: EvalConfig, num_sample
         f"the three tasks and text at a budget of {DECIDING}, by which policies are ranked. *Held*: bytes of the cache "
         "while a request generates, as measured, of the full cache's. *First token*: time to it where "
         f"{context:,} tokens are compressed before a question of 20 follows, over that of a plain request. RULER's "
-        "texts are English, which this model does not know. On this model.",
+        "texts are English, which this model does not know. A cache of 8 bits, alone and compressed: "
+        "[eight bits](quality/eight-bits.md). On this model.",
         "",
         f"![Scores against budgets](images/{PLOT.name})",
         "",

@@ -1,0 +1,91 @@
+"""Models of many architectures with random weights, made from Transformers' configurations."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.random_model import SIZES, WINDOW
+
+LAYERS = ["sliding_attention", "full_attention"] * 2
+"""Types of layers where both occur."""
+
+WINDOWS = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS, "sliding_window": WINDOW}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Mistral": ("mistral", {"sliding_window": None}),
+    "Mistral, window in all layers": ("mistral", {"sliding_window": WINDOW}),
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3-MoE": ("qwen3_moe", EXPERTS | {"num_experts": 4}),
+    "Qwen3-Next": (
+        "qwen3_next",
+        EXPERTS
+        | {
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    "Gemma": ("gemma", {}),
+    "Gemma 2": ("gemma2", WINDOWS | {"query_pre_attn_scalar": 32}),
+    "Gemma 3": ("gemma3_text", WINDOWS | {"query_pre_attn_scalar": 32, "tie_word_embeddings": False}),
+    "Phi-3": ("phi3", {"pad_token_id": 0, "sliding_window": None}),
+    "OLMo 2": ("olmo2", {}),
+    "Granite": ("granite", {"attention_multiplier": 32**-0.5}),
+    "GLM-4": ("glm4", {"pad_token_id": 0}),
+    "SmolLM3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "pad_token_id": 0}),
+    "Cohere 2": ("cohere2", WINDOWS),
+    "EXAONE 4": ("exaone4", WINDOWS | {"sliding_window_pattern": "LG"}),
+    "gpt-oss": ("gpt_oss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GPT-2": ("gpt2", {}),
+    "OPT": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 128}),
+    "GPT-NeoX": ("gpt_neox", {"rotary_pct": 1.0}),
+    "Falcon": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False, "head_dim": None},
+    ),
+    "Falcon with ALiBi": ("falcon", {"alibi": True, "multi_query": False, "bias": False, "head_dim": None}),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 32,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+        },
+    ),
+}
+"""Type of the configuration, and what differs from ``SIZES`` (None: what is left out), by name."""
+
+
+def write_model(folder: Path, name: str) -> Path:
+    """Saves the model, in float32, and the demo model's tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from vllm_kvmerge.demo.train import build_tokenizer
+
+    kind, fields = MODELS[name]
+    sizes = {key: value for key, value in (SIZES | fields).items() if key == "sliding_window" or value is not None}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32)
+    for weight in model.parameters():
+        if weight.ndim == 1:  # of norms: where keys are normalized, all would be equally long
+            weight.data += torch.randn_like(weight) * 0.3
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder

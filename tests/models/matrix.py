@@ -1,0 +1,117 @@
+"""The support matrix: ``python -m tests.models.matrix`` writes docs/support-matrix.md anew.
+
+Each model is made with random weights, run by stock vLLM and then by the plugin, each in a process of its own.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from tests.engine.test_plain import STOCK
+from tests.models.architectures import MODELS, write_model
+from tests.models.probe import FEATURES, arguments, prompts
+
+PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
+HEADER = """# Support matrix
+
+Models of every architecture below were made from Transformers' configurations with random weights, a few small layers
+each, and run on the CPU in float32, by stock vLLM and by the plugin. `python -m tests.models.matrix` writes this page;
+`make test` checks some of its rows, other ones every day.
+
+- **plain**: requests without a policy give the tokens of stock vLLM.
+- **policies**: each generates 64 tokens after a prompt of 300, and its live entries, counted in the cache, stay within
+  what the budget allows; afterwards every block is free, and plain requests give the same tokens as before. `kvzap` is
+  left out: it needs a surrogate that is trained for the model.
+- Other columns are [fields of a request](request-field.md), each tried with one policy. What is not supported is
+  refused, over HTTP with status 400; notes say why.
+
+"""
+Run = Callable[..., Any]
+
+
+def found_of(name: str, run: Run = subprocess.run) -> dict[str, Any]:
+    """``Found`` of a model, as JSON. run: ``subprocess.run``, or what does the same."""
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), name)
+        job = json.dumps([arguments(folder), prompts(), 24])
+        stock = run([sys.executable, "-c", STOCK], input=job, env=environment | {"VLLM_PLUGINS": ""}, **_texts(run))
+        tokens = json.loads(stock.stdout.split("TOKENS", 1)[1]) if stock.returncode == 0 else None
+        done = run(
+            [sys.executable, "-m", "tests.models.probe", folder],
+            input=json.dumps(tokens),
+            env=environment,
+            **_texts(run),
+        )
+    reason = None if tokens is not None else _last_error(stock.stderr)
+    if done.returncode != 0:
+        if reason is None:
+            raise RuntimeError(f"{name}: {done.stderr[-3000:]}")
+        return {"refused": f"stock vLLM does not run it here: {reason}"}
+    return json.loads(done.stdout.split("FOUND", 1)[1])
+
+
+def _texts(run: Run) -> dict[str, Any]:
+    return {"capture_output": True, "text": True} if run is subprocess.run else {}
+
+
+def _last_error(text: str) -> str:
+    lines = [line.split("] ")[-1] for line in text.splitlines() if "Error" in line]
+    return lines[-1].strip()[:120] if lines else "its process ended"
+
+
+def row(name: str, found: dict[str, Any], notes: dict[str, str]) -> str:
+    """The model's row of the table. notes: names of footnotes by their text, which it adds to."""
+
+    def note(reason: str) -> str:
+        return notes.setdefault(reason, f"[^{len(notes) + 1}]")
+
+    if found["refused"]:
+        return f"| {name} | refused{note(found['refused'])} |" + " |" * (len(FEATURES) + 1)
+    left_out: dict[str, list[str]] = {}
+    for policy, reason in found["policies"].items():
+        if reason is not None:
+            left_out.setdefault(reason, []).append(policy)
+    policies = f"all {len(found['policies'])}"
+    if left_out:
+        some = ", ".join(f"{' '.join(names)}{note(reason)}" for reason, names in left_out.items())
+        policies = f"{len(found['policies']) - sum(map(len, left_out.values()))}, not {some}"
+    features = [f"no{note(reason)}" if reason else "yes" for reason in found["features"].values()]
+    cells = [name, "yes" if found["is_plain"] else "**no**", policies, *features]
+    return f"| {' | '.join(cells)} |"
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """The whole page."""
+    from vllm.version import __version__
+
+    notes: dict[str, str] = {}
+    head = ["model", "plain", "policies", *FEATURES]
+    rows = [
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+        *(row(name, one, notes) for name, one in found.items()),
+    ]
+    footnotes = "\n".join(f"{mark}: {reason}" for reason, mark in notes.items())
+    return f"{HEADER}vLLM {__version__}.\n\n" + "\n".join(rows) + f"\n\n{footnotes}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--output", type=Path, default=PAGE)
+    parsed = parser.parse_args()
+    found = {name: found_of(name) for name in track(parsed.models, "models")}
+    parsed.output.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()
