@@ -11,18 +11,36 @@ from vllm_kvmerge.policies import PARTS
 from vllm_kvmerge.request.catalogue import describe_policies
 
 
-def test_policies_names_them_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_names_all_presets_and_parts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["policies"]) == 0
     printed = capsys.readouterr().out
     for preset in describe_policies()["presets"]:
         assert f"│ {preset['name']} " in printed
+    assert all(name in printed for parts in PARTS.values() for name in parts)
+    assert len(printed.splitlines()) < 100
+
+
+def test_all_about_a_policy_or_a_part(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for preset in describe_policies()["presets"]:
+        assert main(["policies", preset["name"]]) == 0
+        printed = capsys.readouterr().out
+        assert all(f"│ {name} " in printed for name in preset["defaults"])
     for kind, parts in PARTS.items():
-        heading = printed.index(f" {kind.capitalize()}s ")
         for name, part in parts.items():
-            row = printed.index(f"│ {name} ", heading)
-            for field in part.model_fields:
-                assert f"{field}=" in printed[row:]
+            assert main(["policies", name]) == 0
+            printed = capsys.readouterr().out
+            assert f"{kind.capitalize()} {name}: " in printed
+            assert all(f"│ {field} " in printed for field in part.model_fields)
+
+
+def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policies", "keepvk"]) != 0
+    error = capsys.readouterr().err
+    assert "no policy or part 'keepvk'; allowed: " in error and "keepkv" in error
 
 
 def test_policies_fit_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,7 @@ def test_object_in_vllm_xargs_becomes_text() -> None:
         b'{"prompt":  "no field",\n "n": 1}',
         b'{"prompt": "the words kv_compression in a text"}',
         b'{"prompt": "x", "kv_compression": null}',
+        b'{"prompt": "x", "kv_transfer_params": {}, "kv_compression_ratio": 2, "n": {"kv_compresion": 1}}',
         b'{"kv_compression": broken',
         b'["kv_compression"]',
         b'"kv_compression"',
@@ -139,12 +140,29 @@ def test_object_in_vllm_xargs_becomes_text() -> None:
         b"",
         b"\xff\xfe kv_compression",
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_everything_else_is_byte_identical(body: bytes, rejections: list[str]) -> None:
     response = post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == 200 and response.content == body
     assert rejections == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"kv_compresion": {}}, "kv_compresion"),
+        ({"kvCompression": None}, "kvCompression"),
+        ({"KV-Compression": 1}, "KV-Compression"),
+        ({"kv_compress": {}, "kv_compression": {"policy": "full"}}, "kv_compress"),
+        ({"vllm_xargs": {"kv_compressions": "{}"}}, "vllm_xargs.kv_compressions"),
+    ],
+)
+def test_names_that_are_nearly_right_are_refused(body: dict[str, Any], param: str, rejections: list[str]) -> None:
+    response = post("/v1/completions", json={"prompt": "x", **body})
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+    assert "allowed: kv_compression" in response.json()["error"]["message"]
+    assert rejections == ["unknown_field"]
 
 
 def test_a_body_is_json_whatever_its_header_says() -> None:

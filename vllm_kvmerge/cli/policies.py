@@ -1,15 +1,22 @@
 """``vllm-kvmerge policies``: lists the presets and the parts that they are made of."""
 
 import json
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvmerge.cli.common import CommandParser, table_of
+from vllm_kvmerge.errors import CommandError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def run(argv: list[str]) -> int:
-    """Prints tables, or with ``--json`` the catalogue that servers return at ``/kvmerge/policies``."""
+    """Prints a table of the presets, or all about those presets and parts that are named, or with ``--json`` the
+    catalogue that servers return at ``/kvmerge/policies``."""
     from rich.console import Console
 
     parser = CommandParser(prog="vllm-kvmerge policies")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a policy or a part: its parameters; default: a table")
     parser.add_argument(
         "--recommend", action="store_true", help="what a request that names no policy gets, and the figures that decide"
     )
@@ -24,30 +31,52 @@ def run(argv: list[str]) -> int:
     if as_json:
         print(json.dumps(catalogue, indent=2))
         return 0
-    presets = table_of("Policies", "policy", "parts", "parameters", "source")
-    presets.caption = "A request may name other parts, and gives the parameters of those that it ends up with."
-    for preset in catalogue["presets"]:
-        parts = [f"{kind} {name}" for kind, name in preset["parts"].items()]
-        values = {"decode": preset["decode"], **preset["defaults"]} if parts else {}
-        presets.add_row(
-            preset["name"],
-            "\n".join(parts),
-            "\n".join(f"{name}={json.dumps(value)}" for name, value in values.items()),
-            preset["source"],
-        )
-    tables = [presets]
-    for kind, described in catalogue["parts"].items():
-        table = table_of(f"{kind.capitalize()}s", kind, "what it does", "parameters", "source")
-        for part in described:
-            fields = (
-                f"{field['name']}={json.dumps(field['default'])} ({field['type']}): {field['description']}"
-                for field in part["fields"]
-            )
-            table.add_row(part["name"], part["summary"], "\n".join(fields), part["source"])
-        tables.append(table)
+    tables = [table for name in arguments.names for table in _about(name, catalogue)] or [_overview(catalogue)]
     # Square brackets in texts are not markup.
     Console(markup=False).print(*tables, sep="\n")
     return 0
+
+
+def _overview(catalogue: dict[str, Any]) -> "Table":
+    """One row for each preset."""
+    kinds = list(catalogue["parts"])
+    table = table_of("Policies", "policy", *kinds, "source")
+    for preset in catalogue["presets"]:
+        table.add_row(preset["name"], *(preset["parts"].get(kind, "") for kind in kinds), preset["source"])
+    table.caption = (
+        "A request may name other parts, and gives the parameters of those that it ends up with: vllm-kvmerge policies "
+        "NAME, of a policy or a part. Other parts: "
+        + "; ".join(f"{kind} {', '.join(_others(kind, catalogue))}" for kind in kinds if _others(kind, catalogue))
+    )
+    return table
+
+
+def _others(kind: str, catalogue: dict[str, Any]) -> list[str]:
+    """Parts of this kind that no preset names."""
+    named = {preset["parts"].get(kind) for preset in catalogue["presets"]}
+    return [part["name"] for part in catalogue["parts"][kind] if part["name"] not in named]
+
+
+def _about(name: str, catalogue: dict[str, Any]) -> "list[Table]":
+    """The preset and the parts of that name. Raises CommandError if there are none."""
+    tables = []
+    for preset in catalogue["presets"]:
+        if preset["name"] == name:
+            tables.append(table := table_of(f"Policy {name}: {preset['source']}", "parameter", "value"))
+            for field, value in (preset["parts"] | {"decode": preset["decode"], **preset["defaults"]}).items():
+                table.add_row(field, json.dumps(value))
+    for kind, parts in catalogue["parts"].items():
+        for part in parts:
+            if part["name"] == name:
+                titles = "parameter", "default", "type", "what it does"
+                tables.append(table := table_of(f"{kind.capitalize()} {name}: {part['source']}", *titles))
+                table.caption = part["summary"]
+                for field in part["fields"]:
+                    table.add_row(field["name"], json.dumps(field["default"]), field["type"], field["description"])
+    if not tables:
+        known = {one["name"] for ones in (catalogue["presets"], *catalogue["parts"].values()) for one in ones}
+        raise CommandError(f"no policy or part {name!r}; allowed: {', '.join(sorted(known))}")
+    return tables
 
 
 CASES = {

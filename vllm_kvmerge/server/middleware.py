@@ -3,6 +3,8 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
+from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -53,6 +55,13 @@ ESCAPED_LETTER = re.compile(rb"\\u00[567]")
 
 FORM_FIELD = re.compile(rb"""(?:name=["']?|^|&)kv_compression\b""")
 """The field in a form."""
+
+
+NEAR_MISS = re.compile(rb'"(?!kv_compression")[kK][vV][\w-]{8,18}"\s*:')
+"""A name in an object that may be meant for the field's."""
+
+LEAST_LIKENESS = 0.85
+"""Share of letters in common from which a name is taken for the field's (``difflib``)."""
 
 
 class CompressionFieldMiddleware:
@@ -191,7 +200,8 @@ class _Exchange:
 
 def rewrite_body(route: str, body: bytes) -> bytes | None:
     """The body to pass on instead of ``body``; None for ``body`` itself. Raises CompressionError for the field."""
-    if not _may_name(FIELD, body):
+    may_miss = NEAR_MISS.search(body) is not None
+    if not may_miss and not _may_name(FIELD, body):
         return None
     try:
         data = json.loads(body, object_pairs_hook=_checked_pairs)
@@ -203,6 +213,8 @@ def rewrite_body(route: str, body: bytes) -> bytes | None:
         return None  # vLLM reports the error
     if not isinstance(data, dict):
         return None
+    if may_miss:
+        _check_names(data)
     carrier = CARRIERS.get(route)
     _check_places(route, data, carrier)
     if carrier == () and data.get(FIELD) is not None:
@@ -225,13 +237,29 @@ def _checked_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...] | None) -> None:
-    """Refuses the field where vLLM would ignore it."""
+def _holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """The objects of ``PLACES`` that the body has."""
     for place in PLACES:
         holder: Any = data
         for key in place:
             holder = holder.get(key) if isinstance(holder, dict) else None
-        if not isinstance(holder, dict) or holder.get(FIELD) is None:
+        if isinstance(holder, dict):
+            yield place, holder
+
+
+def _check_names(data: dict[str, Any]) -> None:
+    """Refuses names that are nearly the field's: vLLM ignores what it does not know."""
+    for place, holder in _holders(data):
+        for name in holder:
+            spelling = name.lower().replace("-", "_")
+            if name != FIELD and SequenceMatcher(None, spelling, FIELD).ratio() >= LEAST_LIKENESS:
+                raise CompressionError(".".join((*place, name)), f"no such field; allowed: {FIELD}", "unknown_field")
+
+
+def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...] | None) -> None:
+    """Refuses the field where vLLM would ignore it."""
+    for place, holder in _holders(data):
+        if holder.get(FIELD) is None:
             continue
         name = ".".join((*place, FIELD))
         if carrier is None:
