@@ -20,6 +20,7 @@ from vllm_kvmerge.engine.attention.rows import (
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.worker import output_weights
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
+from vllm_kvmerge.ops import PLAIN_SOFTMAX
 
 HIDDEN, HEADS, GROUPS, HEAD_SIZE = 48, 2, 3, 32
 
@@ -115,7 +116,7 @@ def test_repetitions_are_scored_without_what_cannot_be_seen(warnings):
         scores = PromptScores.empty(1, HEADS, 80)
         window = RepetitionWindow(16, 80, 4, 70, 4, scores, normalization)
         reader = QueryReader(slice(0, 16), sequence.blocks, 96, BatchRow(window=window))
-        reader.read(0, query, maker.pages, HEAD_SIZE**-0.5)
+        reader.read(0, query, maker.pages, HEAD_SIZE**-0.5, PLAIN_SOFTMAX)
         found.append(scores.scores)
     plain, normalized = found
     assert torch.allclose(normalized, plain, atol=1e-6) and plain[..., 4:70].min() > 0
