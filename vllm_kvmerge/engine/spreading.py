@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_kvmerge.engine.plan import CompressionPlan, PartialPlan, Progress, Segments
 
-STEP_SECONDS = 0.04
+STEP_SECONDS = 0.035
 """Bound on the estimated time of a step's compressions, in seconds, unless a single one exceeds it that nobody waits
 for. Tokens are to wait 50 ms at most; the rest is for what an estimate, and the parts that work comes in, are off."""
 
