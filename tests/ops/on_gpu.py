@@ -66,8 +66,8 @@ class OnGPU:
         dtype = pages.values.dtype
         cell = cell_bytes(head_size, dtype) // dtype.itemsize
         cache = torch.empty(num_blocks, num_heads, block_size, cell, dtype=dtype, device=self._device)
-        scales = pages.key_scale, pages.value_scale
-        there = PagedKVCache.of(cache, head_size, True, *scales)
+        scales = {"key_scale": pages.key_scale, "value_scale": pages.value_scale} if pages.is_quantised else {}
+        there = PagedKVCache.of(cache, head_size, row_major_keys=True, **scales)
         for name in PLANES:
             getattr(there, name).copy_(getattr(pages, name))
         return there
