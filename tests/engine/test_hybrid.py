@@ -189,17 +189,23 @@ def jobs() -> list[tuple[list[int], SamplingParams]]:
     return told
 
 
-def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
-    told = jobs()
+def check_company_and_preemption(engine: Engine, told: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """Each request gives the same tokens beside the others, alone and preempted; returns them."""
     assert engine.llm.reset_prefix_cache()
     together = engine.tokens([prompt for prompt, _ in told], [params for _, params in told])
     engine.assert_empty()
-    alone = [engine.tokens([prompt], params)[0] for prompt, params in told]
-    assert together == alone
+    assert together == [engine.tokens([prompt], params)[0] for prompt, params in told]
     for index, (prompt, params) in enumerate(told):
         add(engine, str(index), prompt, params)
     preempted = run(engine, preempting(engine, 20))
-    assert [preempted[str(index)] for index in range(len(told))] == alone
+    assert [preempted[str(index)] for index in range(len(told))] == together
+    engine.assert_empty()
+    return together
+
+
+def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
+    told = jobs()
+    alone = check_company_and_preemption(engine, told)
     growing = [random_prompt(np.random.default_rng(seed), 100) for seed in range(5)]
     with engine.with_blocks(60):
         for index, prompt in enumerate(growing):
@@ -350,14 +356,19 @@ class Masked:
 
 
 def test_full_layers_forget_what_streaming_llm_drops_and_windows_do_not(engine, folder):
-    """Against the model in Transformers: a prompt computed with full attention, then sinks and the newest tokens."""
+    check_against_transformers(engine, folder)
+
+
+def check_against_transformers(engine: Engine, folder: Path, chunk: int | None = None) -> None:
+    """Compares streaming_llm with the model in Transformers: a prompt computed with full attention, then sinks and the
+    newest tokens."""
     masked, budget, sinks = Masked(folder), 40, 4
     different = 0
     for seed in range(4):
         prompt = random_prompt(np.random.default_rng(seed), 150 + 37 * seed)
         params = greedy("streaming_llm", budget=budget, num_sink_tokens=sinks, interval=MAX_TOKENS)
         seen = [*range(sinks), *range(len(prompt) - budget + sinks, len(prompt))]
-        expected = masked.generate(prompt, seen, MAX_TOKENS)
+        expected = masked.generate(prompt, seen, MAX_TOKENS, chunk)
         assert engine.tokens([prompt], params)[0] == expected
         different += expected != engine.tokens([prompt], greedy())[0]
     assert different > 1

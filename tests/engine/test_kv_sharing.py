@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.conftest import Engine, preempting, random_prompt, run
+from tests.engine.conftest import Engine, random_prompt, run
 from tests.engine.test_hybrid import (
     BLOCK_SIZE,
-    MAX_TOKENS,
-    Masked,
     add,
+    check_against_transformers,
+    check_company_and_preemption,
     greedy,
     jobs,
     prompts_of_many_lengths,
@@ -43,15 +43,7 @@ def test_plain_requests_equal_stock_vllm(engine, folder):
 
 
 def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
-    told = jobs()
-    assert engine.llm.reset_prefix_cache()
-    together = engine.tokens([prompt for prompt, _ in told], [params for _, params in told])
-    assert together == [engine.tokens([prompt], params)[0] for prompt, params in told]
-    for index, (prompt, params) in enumerate(told):
-        add(engine, str(index), prompt, params)
-    preempted = run(engine, preempting(engine, 20))
-    assert [preempted[str(index)] for index in range(len(told))] == together
-    engine.assert_empty()
+    check_company_and_preemption(engine, jobs())
 
 
 def test_queries_of_the_caches_own_layer_alone_count(engine):
@@ -74,14 +66,4 @@ def test_queries_of_the_caches_own_layer_alone_count(engine):
 
 
 def test_readers_see_what_is_left_of_their_owners_caches(engine, folder):
-    """Against the model in Transformers: a prompt computed with full attention, then sinks and the newest tokens."""
-    masked, budget, sinks = Masked(folder), 40, 4
-    different = 0
-    for seed in range(4):
-        prompt = random_prompt(np.random.default_rng(seed), 150 + 37 * seed)
-        params = greedy("streaming_llm", budget=budget, num_sink_tokens=sinks, interval=MAX_TOKENS)
-        seen = [*range(sinks), *range(len(prompt) - budget + sinks, len(prompt))]
-        expected = masked.generate(prompt, seen, MAX_TOKENS)
-        assert engine.tokens([prompt], params)[0] == expected
-        different += expected != engine.tokens([prompt], greedy())[0]
-    assert different > 1
+    check_against_transformers(engine, folder)

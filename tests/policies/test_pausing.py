@@ -56,12 +56,20 @@ def test_a_computation_that_is_given_up_ends_where_it_waits():
 def test_sources_are_cut_only_where_they_may_wait(monkeypatch):
     monkeypatch.setattr(pausing, "PIECE_PRODUCTS", 100)
     sources = torch.arange(20).view(2, 10)
-    assert [len(part[0]) for part in compared_in_pieces(sources, 3, 4)] == [10]
-    assert [len(part[0]) for part in compared_in_pieces(sources, 3, 4, most=7)] == [7, 3]
-    pieces = in_pieces(lambda: list(compared_in_pieces(sources, 3, 4)))
-    sizes = [piece.products // (2 * 3 * 4) for piece in pieces]
-    assert sizes == [4, 4, 2]
-    assert list(in_pieces(lambda: list(compared_in_pieces(sources[:, :0], 3, 4)))) == [Piece()]
+    sizes = []
+
+    def compare(part):
+        sizes.append(part.shape[1])
+        return part + 0.5, part
+
+    def find(some, **fields):
+        return compared_in_pieces(compare, some, 3, 4, **fields)
+
+    assert torch.equal(find(sources)[1], sources) and sizes == [10]
+    assert torch.equal(find(sources, most=7)[0], sources + 0.5) and sizes == [10, 7, 3]
+    pieces = list(in_pieces(lambda: find(sources)))
+    assert [piece.products // (2 * 3 * 4) for piece in pieces] == sizes[3:] == [4, 4, 2]
+    assert list(in_pieces(lambda: find(sources[:, :0]))) == [Piece()]
 
 
 @pytest.mark.parametrize("policy", ["keepkv", "d2o", "kvmerger", "rkv", "criticalkv"])

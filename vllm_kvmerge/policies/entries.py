@@ -97,10 +97,11 @@ class Entries:
         of equally similar ones.
         """
         keys = self.keys_at(targets)
-        pieces = compared_in_pieces(sources, keys.shape[1], keys.shape[2], PART_ENTRIES)
-        parts = [most_similar(self.keys_at(part), keys, targets, usable) for part in pieces]
-        similarity, best = (torch.cat(planes, dim=1) for planes in zip(*parts, strict=True))
-        return similarity, best
+
+        def compare(part: Tensor) -> tuple[Tensor, Tensor]:
+            return most_similar(self.keys_at(part), keys, targets, usable)
+
+        return compared_in_pieces(compare, sources, keys.shape[1], keys.shape[2], PART_ENTRIES)
 
     def fused_attention(
         self,

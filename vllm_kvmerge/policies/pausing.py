@@ -1,9 +1,10 @@
 """Long computations that may be left to wait, wherever in the code they are."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
@@ -53,14 +54,25 @@ def may_pause(rows: int = 0, products: int = 0, touches: int = 0) -> None:
         running.parent.switch(Piece(rows, products, touches))
 
 
-def compared_in_pieces(sources: Tensor, num_targets: int, head_size: int, most: int | None = None) -> Iterator[Tensor]:
-    """``sources``, ``[H, m]``, in the order of the second dimension: ``most`` at a time (None: all), or as many as make
-    a piece when each is compared with all targets, if this may be left to wait."""
+Similar = tuple[Tensor, Tensor]
+"""Of ``Entries.most_similar``."""
+
+
+def compared_in_pieces(
+    compare: Callable[[Tensor], Similar], sources: Tensor, num_targets: int, head_size: int, most: int | None = None
+) -> Similar:
+    """What ``compare`` finds for ``sources``, ``[H, m]``: of ``most`` at a time (None: all), or of as many as make a
+    piece when each is compared with all targets, if this may be left to wait."""
     num_rows, m = sources.shape
     size, per_source = most or max(1, m), max(1, num_rows * num_targets)
     if isinstance(getcurrent(), _Pausable):
         size = min(size, max(1, PIECE_PRODUCTS // (per_source * head_size)))
+    found = []
     for part in sources.split(size, dim=1):
-        yield part
+        found.append(compare(part))
         compared = part.shape[1] * per_source
         may_pause(products=compared * head_size, touches=compared)
+    if len(found) == 1:
+        return found[0]
+    similarity, best = (torch.cat(planes, dim=1) for planes in zip(*found, strict=True))
+    return similarity, best

@@ -2,7 +2,6 @@
 
 from copy import copy
 
-import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
@@ -42,15 +41,10 @@ class PagedEntries(LazyEntries):
         return ops.gather_rows(self.seq_layers, "values", index)
 
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        head_size = self.seq_layers.layers[0].head_size
-        parts = [
-            ops.most_similar(self.seq_layers, part, targets, usable)
-            for part in compared_in_pieces(sources, targets.shape[1], head_size)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        similarity, best = (torch.cat(planes, dim=1) for planes in zip(*parts, strict=True))
-        return similarity, best
+        def compare(part: Tensor) -> tuple[Tensor, Tensor]:
+            return ops.most_similar(self.seq_layers, part, targets, usable)
+
+        return compared_in_pieces(compare, sources, targets.shape[1], self.seq_layers.head_size)
 
     def fused_attention(
         self,
