@@ -174,6 +174,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             has_surrogate=options.kvzap is not None,
             num_positions=num_positions(model),
             has_windows=has_windows(model),
+            has_latents=model.use_mla,
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,

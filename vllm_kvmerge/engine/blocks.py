@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     replace_as,
 )
@@ -21,7 +22,7 @@ from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.ops.types import cell_bytes
+from vllm_kvmerge.ops import cell_bytes, latent_cell_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,6 +36,17 @@ class MergeableAttentionSpec(FullAttentionSpec):
         """Widens the cells of a dense spec."""
         return replace_as(spec, cls, state_content_bytes=cell_bytes(spec.head_size, spec.dtype))
 
+
+class MergeableLatentSpec(MLAAttentionSpec):
+    """Multi-head latent attention whose cells also hold that."""
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> "MergeableLatentSpec":
+        """Widens the cells of a spec of latents as the model computes them."""
+        return replace_as(spec, cls, state_content_bytes=latent_cell_bytes(spec.head_size, spec.dtype))
+
+
+MERGEABLE_SPECS = MergeableAttentionSpec, MergeableLatentSpec
 
 WINDOW_SPECS = SlidingWindowSpec, ChunkedLocalAttentionSpec
 """Specs of layers that see the newest tokens alone. They keep vLLM's own managers."""
@@ -362,8 +374,8 @@ def compressed_group(config: KVCacheConfig) -> int:
     Raises UnsupportedConfigError if there is not exactly one, or if other layers' cells are not laid out as theirs.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    ours = [index for index, spec in enumerate(specs) if isinstance(spec, MergeableAttentionSpec)]
-    others = [spec for spec in specs if not isinstance(spec, MergeableAttentionSpec)]
+    ours = [index for index, spec in enumerate(specs) if isinstance(spec, MERGEABLE_SPECS)]
+    others = [spec for spec in specs if not isinstance(spec, MERGEABLE_SPECS)]
     if len(ours) != 1 or any(type(spec) not in WINDOW_SPECS for spec in others):
         raise UnsupportedConfigError(
             "model layers: all without a window must be full attention with one KV head count and size, and no more "

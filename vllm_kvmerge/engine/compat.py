@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
+CPU_LATENT_BACKEND = "vllm_kvmerge.engine.attention.cpu_latent.LatentAttentionBackend"
 CUDA_BACKEND = "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend"
 
 API_SERVER, ENGINE_CORE = "run_api_server_worker_proc", "run_engine_core"
@@ -157,16 +158,17 @@ def start_with_small_pools() -> None:
 
 
 def register_cache_spec() -> None:
-    """Makes vLLM use ``MergeableAttentionManager`` for ``MergeableAttentionSpec``, by vLLM's own registration."""
+    """Makes vLLM use ``MergeableAttentionManager`` for the compressed layers' specs, by vLLM's own registration."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from vllm_kvmerge.engine.blocks import MergeableAttentionManager, MergeableAttentionSpec
+    from vllm_kvmerge.engine.blocks import MERGEABLE_SPECS, MergeableAttentionManager
 
     KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(
-        MergeableAttentionSpec, manager_class=MergeableAttentionManager, uniform_type_base_spec=FullAttentionSpec
-    )
+    for spec in MERGEABLE_SPECS:
+        KVCacheSpecRegistry.register(
+            spec, manager_class=MergeableAttentionManager, uniform_type_base_spec=FullAttentionSpec
+        )
 
 
 def hash_blocks_of(coordinator: "KVCacheCoordinator", may_hash: Callable[["Request"], bool]) -> None:
@@ -196,6 +198,7 @@ def register_attention_backend() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     else:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+        register_backend(AttentionBackendEnum.CPU_MLA, CPU_LATENT_BACKEND)
 
 
 def drop_validator(vllm_config: "VllmConfig") -> None:

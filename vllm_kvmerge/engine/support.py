@@ -39,6 +39,12 @@ UNQUANTISED = ("auto", "bfloat16", "float16")
 QUANTISED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """vLLM's names of caches of 8 bits that the CPU's operators know; the first is the second."""
 SINK_MODELS = ("gpt_oss",)
+SPARSE_LATENTS = ("index_topk", "compress_ratios")
+"""Fields of configurations of models that attend to few latents, which an indexer finds."""
+
+CPU_LATENT_SIZE, CPU_LATENT_BLOCK = 576, 16
+"""Numbers of a latent, and tokens of a block, that vLLM's CPU operators of MLA are made for."""
+
 X86 = ("x86_64", "amd64")
 
 
@@ -75,7 +81,11 @@ TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ("no attention", lambda model: model.is_attention_free),
     ("Mamba or linear-attention layers", lambda model: model.is_hybrid),
     ("bidirectional attention over a canvas (a diffusion model)", lambda model: model.is_diffusion),
-    ("multi-head latent attention (MLA)", lambda model: model.use_mla),
+    (
+        "sparse attention over latents (DeepSeek-V3.2 and later)",
+        lambda model: model.use_mla and any(hasattr(model.hf_text_config, one) for one in SPARSE_LATENTS),
+    ),
+    ("latent attention (MLA) with a window", lambda model: model.use_mla and has_windows(model)),
     (
         "sliding-window layers alone (--disable-sliding-window caps max_model_len at the window instead), or "
         "chunked-local ones",
@@ -108,6 +118,8 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
     """Says, after "the model", why its keys cannot be turned back to what they were before RoPE; None if they can."""
     config = model.hf_text_config
     parameters = getattr(config, "rope_parameters", None) or {}
+    if getattr(model, "use_mla", False):
+        return "keeps latents (MLA), of which RoPE turns a part"
     if model.using_transformers_backend():
         return "runs in Transformers' implementation, whose RoPE is its own"
     if model.uses_mrope:
@@ -268,7 +280,7 @@ def check_config(vllm_config: "VllmConfig") -> None:
         what = "layers with a window would have no cache of their own; leave it out"
         raise _unsupported("disable_hybrid_kv_cache_manager", True, what)
     if vllm_config.device_config.device_type == "cpu":
-        _check_cpu(cache, model)
+        _check_latents(vllm_config) if model.use_mla else _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":
         _check_cuda(vllm_config)
 
@@ -295,6 +307,29 @@ def _check_cpu(cache: "CacheConfig", model: "ModelConfig") -> None:
             raise _unsupported("kv_cache_dtype", cache.cache_dtype, "vLLM needs AVX-512 for it, which is missing here")
 
 
+def _check_latents(vllm_config: "VllmConfig") -> None:
+    """Checks a model with multi-head latent attention, on the CPU."""
+    import torch
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    if model.get_head_size() != CPU_LATENT_SIZE:
+        explanation = f"its latents (MLA) hold {model.get_head_size()} numbers; allowed on CPU: {CPU_LATENT_SIZE}"
+        raise _unsupported("model", model.model, explanation)
+    if cache.block_size not in (None, CPU_LATENT_BLOCK):  # vLLM sets it
+        raise _unsupported("block_size", cache.block_size, f"allowed on CPU for latents (MLA): {CPU_LATENT_BLOCK}")
+    if cache.cache_dtype in QUANTISED:
+        raise _unsupported("kv_cache_dtype", cache.cache_dtype, "allowed for latents (MLA): auto")
+    if parallel.tensor_parallel_size > 1:
+        what = "each worker would keep other latents of the same tokens; allowed for latents (MLA): 1"
+        raise _unsupported("tensor_parallel_size", parallel.tensor_parallel_size, what)
+    backend = vllm_config.attention_config.backend
+    if torch.cpu._is_amx_tile_supported() and backend is not AttentionBackendEnum.CPU_MLA:
+        name = backend.name if backend else None
+        what = "vLLM's backend for AMX keeps latents in another way; allowed for latents (MLA) on CPU: CPU_MLA"
+        raise _unsupported("attention_backend", name, what)
+
+
 def _check_cuda(vllm_config: "VllmConfig") -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -306,6 +341,7 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
     for trait, has_trait in (
         ("sliding-window or chunked-local layers", has_windows(model)),
         ("layers that share one KV cache", _num_sharers(model)),
+        ("multi-head latent attention (MLA)", model.use_mla),
     ):
         if has_trait:
             raise _unsupported("model", model.model, f"it has {trait}; allowed on CUDA: models without them")

@@ -402,7 +402,7 @@ def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Ten
     destinations = _destinations(seq_layers, destination, places)
     for (at, _), to in zip(_entry_places(seq_layers, kept), destinations, strict=True):
         moves = (~at.exists | at.differ(to)) & to.exists
-        rows = {name: _read(seq_layers.layers, name, at) for name in ("keys", "values")}
+        rows = {name: _read(seq_layers.layers, name, at) for name in seq_layers.layers[0].row_planes}
         for name, values in rows.items():
             _write(seq_layers.layers, name, to, values, moves)
 

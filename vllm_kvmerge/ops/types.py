@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -172,6 +173,9 @@ class PagedKVCache:
     positions: Tensor  # [B, H, bs] int32
     key_scale: float = 1.0
     value_scale: float = 1.0
+
+    row_planes: ClassVar[tuple[str, ...]] = ("keys", "values")
+    """Planes that together hold the rows of entries, each number once."""
 
     @classmethod
     def of(

@@ -82,6 +82,13 @@ class Part(BaseModel):
         queries."""
         return self.query_window == 0
 
+    @property
+    def takes_latents(self) -> bool:
+        """True if the part is right for a model whose entries are single vectors, key and value at once (MLA).
+        Default: it reads no output projections, which do not take latents, and leaves RoPE, which turns a part of a
+        latent, as it is."""
+        return not (self.needs_output_weights or self.needs_rotation)
+
     token_fields: ClassVar[tuple[str, ...]] = ()
     """Names of parameters that are token ids, and for which a request may give a text."""
 
@@ -186,6 +193,11 @@ class Tracker(Part):
     """True if scores come from a model of the tokens' hidden states, as logarithms: ``mode`` is then ``none``."""
 
     @property
+    def takes_latents(self) -> bool:
+        """As of any part, and scores are not predicted: models of hidden states predict those of heads."""
+        return super().takes_latents and not self.predicts_scores
+
+    @property
     def normalizes(self) -> bool:
         """True if the scores of a repetition weigh queries by their hidden states and entries by their values (KVzip+).
         Default: False."""
@@ -266,6 +278,11 @@ class Merger(Part):
     takes_shares: ClassVar[bool] = False
     """True if the merger leaves entries as they are, whatever number of them; the last of ``kept`` are then negative
     where a row has fewer."""
+
+    @property
+    def takes_latents(self) -> bool:
+        """Default: the merger leaves entries as they are."""
+        return super().takes_latents and self.takes_shares
 
     def query_window_with(self, mode: ScoreMode) -> int:
         """``query_window`` beside a tracker of this mode, for a merger that reads queries where the tracker's statistic

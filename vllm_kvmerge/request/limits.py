@@ -24,7 +24,8 @@ class ModelShape:
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
     that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
     num_positions: that RoPE has a turn for; None: not known. has_windows: other layers see the newest tokens alone, and
-    are not compressed."""
+    are not compressed. has_latents: an entry is one vector, key and value at once (MLA), and ``head_size`` its
+    length."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,6 +41,7 @@ class ModelShape:
     has_surrogate: bool = False
     num_positions: int | None = None
     has_windows: bool = False
+    has_latents: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -150,6 +152,7 @@ class Limits:
         """
         self._check_allowed(config)
         self._check_windows(config)
+        self._check_latents(config)
         self._check_softmax(config)
         self._check_rotation(config)
         self._check_hidden_states(config.policy.tracker)
@@ -294,6 +297,24 @@ class Limits:
         if (tracker := config.policy.tracker).repeats_context and not self.has_prefix_cache:
             message = f"{tracker.name!r} {reason} where there is no prefix cache; allowed: another tracker"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "unsupported_model")
+
+    def _check_latents(self, config: CompressionConfig) -> None:
+        """Refuses what needs keys and values of their own, for a model that keeps one latent for both."""
+        if not self.shape.has_latents:
+            return
+        reason = "and the model keeps one latent for both (MLA)"
+        for kind in PARTS:
+            part = getattr(config.policy, kind)
+            if not part.takes_latents:
+                message = f"{part.name!r} of the policy {config.name!r} works on keys and values, {reason}"
+                allowed = "'drop', which evicts" if kind == "merger" else f"another {kind}"
+                raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: {allowed}", "unsupported_model")
+        if config.policy.tracker.normalizes:
+            message = f"{config.policy.tracker.name!r} then weighs values, {reason}; allowed: false"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.normalized", message, "unsupported_model")
+        if config.refresh is not None:
+            message = f"a refresh copies keys and values, {reason}; allowed: null"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.refresh", message, "unsupported_model")
 
     def _check_softmax(self, config: CompressionConfig) -> None:
         """Refuses parts that compute attention otherwise than the model does."""

@@ -27,7 +27,7 @@ class MergeableImpl:
     sinks: Tensor | None
     """``[H * G]``, in any dtype."""
     layer_index: int
-    """The layer's place among those that are compressed; set when the cache has been allocated."""
+    """The layer's place among those that are compressed; ``attach`` sets it."""
     row_major_keys: ClassVar[bool]
     """Layout of keys, see ``PagedKVCache.of``."""
 
@@ -46,6 +46,10 @@ class MergeableImpl:
                 raise UnsupportedConfigError(f"model uses {feature}: not supported with KV cache compression")
         if attn_type != AttentionType.DECODER:
             raise UnsupportedConfigError(f"attention type {attn_type}: only decoder attention is supported")
+
+    def attach(self, layer: Any, index: int) -> None:
+        """Notes, when the cache has been allocated, that this is the attention of ``layer``, and its ``layer_index``."""
+        self.layer_index = index
 
     @property
     def softmax(self) -> Softmax:

@@ -25,7 +25,7 @@ from vllm_kvmerge.engine.support import QUANTISED, UnsupportedConfigError
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, paged_attention
 
 
-def _compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> AttentionBatch:
+def compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> AttentionBatch:
     """``rows``: the compressed ones by their place in the batch."""
     index = torch.tensor(list(rows))
     starts, lens = common.query_start_loc[index], common.query_start_loc.diff()[index]
@@ -36,7 +36,7 @@ def _compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]
     return AttentionBatch(tables, starts, lens, seq_lens, fronts, tails, modes, decays)
 
 
-def _head_pages(rows: Iterable[BatchRow]) -> list[HeadPages] | None:
+def head_pages(rows: Iterable[BatchRow]) -> list[HeadPages] | None:
     """The heads' pages of each layer, one row for each of ``rows``; None if all fronts are ordinary ones."""
     pages = [row.pages for row in rows]
     first = next((one for one in pages if one is not None), None)
@@ -67,18 +67,23 @@ class MergeableAttentionMetadata(CPUAttentionMetadata):
     readers: list[QueryReader] = field(default_factory=list)
 
 
-def _select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[CommonAttentionMetadata, Tensor]:
+def select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[CommonAttentionMetadata, Tensor]:
     """The batch's metadata reduced to ``rows``, and the places of their tokens."""
-    index = torch.tensor(rows)
+    index = torch.tensor(rows, dtype=torch.int64)
     starts, lengths = common.query_start_loc[:-1][index], common.query_start_loc.diff()[index]
     selected = copy.copy(common)
     selected.num_reqs = len(rows)
     selected.num_actual_tokens = int(lengths.sum())
-    selected.max_query_len = int(lengths.max())
+    selected.max_query_len = int(lengths.max()) if rows else 0
     selected.query_start_loc = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    selected.query_start_loc_cpu = selected.query_start_loc
     selected.seq_lens = common.seq_lens[index]
+    if common.seq_lens_cpu_upper_bound is not None:
+        selected.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound[index]
     selected.block_table_tensor = common.block_table_tensor[index]
-    tokens = torch.cat([torch.arange(a, a + n) for a, n in zip(starts.tolist(), lengths.tolist(), strict=True)])
+    tokens = torch.cat(
+        [torch.arange(0), *(torch.arange(a, a + n) for a, n in zip(starts.tolist(), lengths.tolist(), strict=True))]
+    )
     selected.slot_mapping = common.slot_mapping[tokens]
     return selected, tokens
 
@@ -108,13 +113,13 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         batch: AttentionBatch | None = None
         plain_tokens: Tensor | None = None
         if compressed:
-            batch, plain_tokens = _compressed_batch(common, compressed), torch.empty(0, dtype=torch.int64)
+            batch, plain_tokens = compressed_batch(common, compressed), torch.empty(0, dtype=torch.int64)
             plain_rows = [i for i in range(common.num_reqs) if i not in compressed]
             if plain_rows:
-                plain, plain_tokens = _select_rows(common, plain_rows)
+                plain, plain_tokens = select_rows(common, plain_rows)
         stock = super().build(common_prefix_len, plain, fast_build)
         readers = [QueryReader.of(common, i, row) for i, row in enumerate(self.rows) if row.window or row.ring]
-        pages = _head_pages(compressed.values())
+        pages = head_pages(compressed.values())
         ours = MergeableAttentionMetadata(**vars(stock), plain_tokens=plain_tokens, compressed=batch, pages=pages)
         ours.readers = readers
         return ours

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -168,9 +168,10 @@ class Compression:
         return self._compactor
 
     @property
-    def layers(self) -> dict[str, Attention]:
+    def layers(self) -> dict[str, Any]:
         """The model's attention layers by name."""
-        return get_layers_from_vllm_config(self._config, Attention)
+        is_latent = self._config.model_config.use_mla
+        return get_layers_from_vllm_config(self._config, MLAAttention if is_latent else Attention)
 
     def pool_sizes(self) -> tuple[int, list[int]]:
         """Blocks of the pool, the null block included, and ``Limits.window_blocks``."""
@@ -187,7 +188,7 @@ class Compression:
         """Releases a KV cache that is about to be replaced, such as the one that vLLM profiles graphs with."""
         self._compactor = None
         for layer in self.layers.values():
-            layer.impl.forget_cache()  # type: ignore[attr-defined]
+            layer.impl.forget_cache()
 
     def use_cache(self, kv_cache_config: KVCacheConfig, model: nn.Module) -> None:
         """Sets up the layers' caches, which have been allocated."""
@@ -195,11 +196,14 @@ class Compression:
         self._window_blocks = window_blocks(kv_cache_config, self._config)
         group = kv_cache_config.kv_cache_groups[self.group]
         # Of layers that share one cache, the others follow what its own one does.
-        owners = {name: self.layers[name].kv_sharing_target_layer_name or name for name in group.layer_names}
+        all_layers = self.layers
+        owners = {
+            name: getattr(all_layers[name], "kv_sharing_target_layer_name", None) or name for name in group.layer_names
+        }
         layer_names = list(dict.fromkeys(owners.values()))
         for name, owner in owners.items():
-            self.layers[name].impl.layer_index = layer_names.index(owner)  # type: ignore[attr-defined]
-        layers: list[Any] = [self.layers[name] for name in layer_names]
+            all_layers[name].impl.attach(all_layers[name], layer_names.index(owner))
+        layers = [all_layers[name] for name in layer_names]
         pages = [layer.impl.paged(layer, layer.kv_cache) for layer in layers]
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
@@ -235,7 +239,7 @@ class Compression:
             all_heads=heads.gather,
             output_weights=self._output_weights,
             softmax=lambda layer: layers[layer].impl.softmax,
-            rotation=find_rotation(model, layer_names),
+            rotation=None if limits.shape.has_latents else find_rotation(model, layer_names),
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
             max_bytes=limits.max_bytes,
