@@ -13,6 +13,10 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
 WINDOWS = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS, "sliding_window": WINDOW}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0, "original_max_position_embeddings": 4096}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+"""As published models of DeepSeek-V3's have it; with plain RoPE, vLLM 0.32 computes other numbers on the CPU."""
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Mistral": ("mistral", {"sliding_window": None}),
@@ -62,25 +66,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
             "num_experts_per_tok": 2,
             "first_k_dense_replace": 1,
-            "kv_lora_rank": 32,
+            "topk_method": "noaux_tc",
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
             "q_lora_rank": 32,
             "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "head_dim": 64,
             "v_head_dim": 32,
+            "rope_parameters": YARN,
         },
     ),
 }
 """Type of the configuration, and what differs from ``SIZES`` (None: what is left out), by name."""
 
 
-def write_model(folder: Path, name: str) -> Path:
-    """Saves the model, in float32, and the demo model's tokenizer."""
+def write_model(folder: Path, name: str, **changes: Any) -> Path:
+    """Saves the model, in float32, and the demo model's tokenizer. changes: fields that differ from the model's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from vllm_kvmerge.demo.train import build_tokenizer
 
     kind, fields = MODELS[name]
-    sizes = {key: value for key, value in (SIZES | fields).items() if key == "sliding_window" or value is not None}
+    sizes = {key: value for key, value in (SIZES | fields | changes).items() if key == "sliding_window" or value is not None}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32)
     for weight in model.parameters():

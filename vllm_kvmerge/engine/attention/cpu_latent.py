@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import (
     MLAAttention,
+    MLACommonDecodeMetadata,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
 )
@@ -127,6 +128,9 @@ class LatentBuilder(MLACommonMetadataBuilder[LatentMetadata]):
         metadata.num_reqs, metadata.num_actual_tokens = common.num_reqs, common.num_actual_tokens
         metadata.num_decodes, metadata.num_prefills = num_decodes, common.num_reqs - num_decodes
         metadata.num_decode_tokens = first
+        if first and metadata.decode is None:  # vLLM wants to see one, though it has nothing to run
+            none = plain.block_table_tensor[:0], plain.seq_lens[:0]
+            metadata.decode = MLACommonDecodeMetadata(*none, dcp_tot_seq_lens=None)
         watched = [index for index, row in enumerate(self.rows) if row.window or row.ring]
         metadata.readers = [QueryReader.of(common, index, rows[index]) for index in watched]
         metadata.num_decode_readers = sum(index < num_decodes for index in watched)

@@ -1,0 +1,260 @@
+"""A model with multi-head latent attention: an entry is one vector, key and value at once, that all heads share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.conftest import Engine, random_prompt, run
+from tests.engine.spread import spread_over
+from tests.engine.test_hybrid import (
+    MAX_TOKENS,
+    POLICIES,
+    add,
+    check_against_transformers,
+    check_budgets,
+    check_company_and_preemption,
+    greedy,
+    prompts_of_many_lengths,
+    running,
+    stock,
+)
+from tests.engine.test_repetition import PROMPTS, dense_scores, scores
+from tests.models.architectures import write_model
+from tests.presets import SMALL
+from vllm_kvmerge.engine.arguments import request_limits
+from vllm_kvmerge.ops import LatentKVCache
+from vllm_kvmerge.policies import MERGERS, PRESETS
+from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+
+pytestmark = pytest.mark.engine
+
+__all__ = ["scores"]  # a fixture
+
+LATENT, VALUE, BLOCK_SIZE = 576, 512, 16
+ELSEWHERE = {"criticalkv": "selector", "expected_attention": "selector", "compactor": "selector", "kvzap": "tracker"}
+"""Policies that evict, but need what latents do not have, and the part that does."""
+
+MERGING = sorted(name for name, preset in PRESETS.items() if preset.merger != "drop")
+EVICTING = [name for name in POLICIES if name not in MERGING and name not in ELSEWHERE]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    # Without experts, which Transformers does not compute in float64.
+    return write_model(tmp_path_factory.mktemp("deepseek"), "DeepSeek-V3", first_k_dense_replace=2)
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> Iterator[Engine]:
+    with running(folder) as engine:
+        yield engine
+
+
+def test_plain_requests_equal_stock_vllm(engine, folder):
+    layers = engine.compression.compactor.layers
+    assert len(layers) == 2 and all(isinstance(layer, LatentKVCache) for layer in layers)
+    assert layers[0].keys.shape[1:] == (1, LATENT, BLOCK_SIZE) and layers[0].values.shape[3] == VALUE
+    expected = stock(folder)
+    assert len({token for tokens in expected for token in tokens}) > 50
+    prompts = prompts_of_many_lengths()
+    assert engine.tokens(prompts, greedy()) == expected
+    engine.assert_empty()
+    # Blocks that compressed requests wrote are zeroed before others get them.
+    engine.tokens([random_prompt(np.random.default_rng(9), 600)] * 3, greedy("h2o", 40, budget=200))
+    unclean = sorted(engine.manager._unclean)
+    assert len(unclean) > 10
+    for layer in layers:
+        layer.keys[unclean] = float("nan")
+    assert engine.tokens(prompts, greedy()) == expected
+    engine.assert_empty()
+
+
+def test_entries_stay_within_budget_and_interval(engine):
+    check_budgets(engine, EVICTING)
+
+
+def jobs() -> list[tuple[list[int], SamplingParams]]:
+    rng, told = np.random.default_rng(3), [(random_prompt(np.random.default_rng(4), 200), greedy())]
+    fields = [{}, {"context_tokens": 120}, {"prefill": {"chunk": 70}}, {"decode": "bounded"}]
+    for index, policy in enumerate(EVICTING):
+        wanted = {"budget": 64, "interval": 8} | ({} if policy == "kvzip" else fields[index % len(fields)])
+        told.append((random_prompt(rng, int(rng.integers(150, 400))), greedy(policy, 40, **wanted)))
+    for policy, wanted in (
+        ("snapkv", {"allocator": "adaptive"}),
+        ("h2o", {"allocator": "global", "decode": "bounded"}),
+        ("h2o", {"score_window": "all", "context_tokens": 200}),
+        ("morphkv", {"skip_layers": 1, "prefill": {"chunk": 100}}),
+        ("snapkv", {"budget": {"threshold": 0.01, "max": 0.8}, "decode": "bounded"}),
+        ("snapkv", {"protect": {"tokens": [[10, 20]]}}),
+    ):
+        told.append((random_prompt(rng, 350), greedy(policy, 40, **{"budget": 64, "interval": 8} | wanted)))
+    return told
+
+
+def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
+    """After a preemption, generated tokens are a chunk behind a compressed front."""
+    told = jobs()
+    tokens = check_company_and_preemption(engine, told)
+    assert all(len(one) == params.max_tokens for one, (_, params) in zip(tokens, told, strict=True))
+    with spread_over(3) as spread:
+        assert engine.tokens([prompt for prompt, _ in told], [params for _, params in told]) == tokens
+    assert spread.parts
+    engine.assert_empty()
+
+
+def test_streaming_llm_is_a_mask(engine, folder):
+    check_against_transformers(engine, folder)
+
+
+class Dense:
+    """The model in Transformers, in float64, each of whose layers sees the entries that a cache holds."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self.hidden: torch.Tensor | None = None
+        """``[layers, context]`` bool: the context's tokens that later ones do not see."""
+        for number, layer in enumerate(self.model.model.layers):
+            layer.self_attn.register_forward_pre_hook(lambda _, args, kwargs, n=number: self._mask(n, args, kwargs), with_kwargs=True)
+
+    def _mask(self, layer: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        num_tokens = kwargs["hidden_states"].shape[1]
+        seen = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+        if self.hidden is not None:
+            context = self.hidden.shape[1]
+            seen[context:, :context] &= ~self.hidden[layer]
+        mask = torch.zeros(num_tokens, num_tokens, dtype=torch.float64).masked_fill(~seen, float("-inf"))
+        return args, kwargs | {"attention_mask": mask[None, None]}
+
+    def __call__(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits ``[tokens, vocab]``, and probabilities summed over heads, ``[layers, tokens, tokens]``."""
+        with torch.inference_mode():
+            output = self.model(torch.tensor([tokens]), output_attentions=True)
+        return output.logits[0], torch.stack([one[0].sum(0) for one in output.attentions])
+
+
+@pytest.fixture(scope="module")
+def dense(folder) -> Dense:
+    return Dense(folder)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        ("snapkv", {}),
+        ("h2o", {"decode": "bounded", "interval": 60}),
+        ("h2o", {"decode": "bounded", "interval": 60, "score_window": "all", "context_tokens": 280}),
+        ("tova", {"decode": "bounded", "interval": 60}),
+        ("keydiff", {"interval": 60}),
+        ("snapkv", {"allocator": "global"}),
+    ],
+)
+def test_eviction_is_a_mask_and_scores_are_attention(engine, dense, scores, policy, fields):
+    """Tokens, the prompt's scores, and those that attention adds while the request generates."""
+    prompt = random_prompt(np.random.default_rng(21), 300)
+    context, num_tokens = fields.get("context_tokens", len(prompt)), 30
+    config = parse_compression({"policy": policy, "budget": 64, **fields})
+    tracker, layers = config.policy.tracker, engine.compression.compactor.layers
+    add(engine, "one", prompt, greedy(policy, num_tokens, budget=64, **fields))
+    kept, found = [], []
+
+    def watch():
+        for request in engine.scheduler.running:
+            segments, computed = engine.manager.segments.get(request.request_id), request.num_computed_tokens
+            if segments is None:
+                continue
+            (state,) = engine.compression.states.values()
+            blocks = [block.block_id for block in engine.manager.req_to_blocks[request.request_id]]
+            tail = torch.arange(segments.tail, computed)
+            places = torch.tensor(blocks)[tail // BLOCK_SIZE], 0, tail % BLOCK_SIZE
+            kept.clear(), found.clear()
+            for number, layer in enumerate(layers):
+                if state.pages is None:
+                    slots = torch.arange(segments.front)
+                    front = [(layer, int(blocks[slot // BLOCK_SIZE]), int(slot % BLOCK_SIZE)) for slot in slots]
+                else:
+                    pages = state.pages
+                    ids, count = pages.ids[number, 0], int(pages.fronts[number, 0])
+                    in_layer, block, _ = pages.places(ids[torch.arange(count) // BLOCK_SIZE])
+                    lanes = zip(in_layer.tolist(), block.tolist(), strict=True)
+                    front = [(layers[one], id_, slot % BLOCK_SIZE) for slot, (one, id_) in enumerate(lanes)]
+                positions = [int(cache.positions[block, 0, slot]) for cache, block, slot in front]
+                plane = torch.zeros(computed)
+                for position, (cache, block, slot) in zip(positions, front, strict=True):
+                    plane[position] = cache.scores[block, 0, slot]
+                plane[tail] = layer.scores[places]
+                kept.append(positions)
+                found.append(plane)
+
+    tokens = run(engine, watch)["one"]
+    dense.hidden = torch.ones(len(layers), context, dtype=torch.bool)
+    for layer, positions in enumerate(kept):
+        dense.hidden[layer, positions] = False
+    assert abs(sum(map(len, kept)) / len(kept) - 64) <= 1
+    logits, attention = dense([*prompt, *tokens[:-1]])
+    assert logits[len(prompt) - 1 :].argmax(1).tolist() == tokens
+    engine.assert_empty()
+    if not config.policy.accumulates_scores:
+        return
+    window = context if tracker.prompt_window == "all" else tracker.prompt_window
+    (prompt_scores,) = scores
+    age = torch.arange(window - 1, -1, -1, dtype=torch.float64)
+    weighed = attention[:, context - window : context] * (tracker.update_decay**age)[None, :, None]
+    expected = weighed.sum(1)[:, :context]
+    assert (prompt_scores[:, 0, :context] - expected).abs().max() < 1e-4 * expected.max()
+    if not config.tracks_decode:
+        return
+    # From the context's end up to the last token but one, whose successor has not been computed.
+    for layer, plane in enumerate(found):
+        total = torch.cat([expected[layer], torch.zeros(len(plane) - context)])
+        for query in range(context, len(plane)):
+            total = total * tracker.update_decay + attention[layer, query, : len(plane)]
+        seen = [*kept[layer], *range(context, len(plane))]
+        assert (plane[seen] - total[seen]).abs().max() < 1e-4 * total.max()
+
+
+def test_scores_of_a_repeated_context_are_those_of_a_dense_computation(engine, folder, scores):
+    """The repetition is a chunk behind its parent's tokens, which vLLM's operators for latents cannot run."""
+    prompt = random_prompt(np.random.default_rng(61), 320)
+    fields = {"chunk_size": 150, "num_prefix_tokens": 4, **PROMPTS}
+    add(engine, "one", prompt, greedy("kvzip", budget=0.5, context_tokens=300, **fields))
+    run(engine)
+    (found,) = scores
+    expected = dense_scores(prompt[:300], 150, 4, PROMPTS, path=folder).amax(1, keepdim=True)
+    assert (found - expected).abs().max() < 1e-4 * expected.max()
+    engine.assert_empty()
+
+
+REFUSED = [
+    *((name, {}, "merger", PRESETS[name].merger) for name in MERGING),
+    *((name, {}, kind, getattr(PRESETS[name], kind)) for name, kind in ELSEWHERE.items()),
+    *(("snapkv", {"merger": name}, "merger", name) for name in sorted(MERGERS) if name == "cam"),
+    ("snapkv", {"refresh": {"every": 16}, "decode": "bounded"}, "refresh", "a refresh"),
+    ("kvzip", {"normalized": True}, "normalized", "reconstruction"),
+    ("streaming_llm", {"positions": "cache"}, "positions", "cache"),
+    ("snapkv", {"reuse": "turns"}, "reuse", "turns"),
+]
+
+
+@pytest.mark.parametrize(("policy", "fields", "field", "said"), REFUSED, ids=lambda value: str(value)[:20])
+def test_what_needs_keys_and_values_is_refused_by_name(engine, policy, fields, field, said):
+    limits = request_limits(engine.llm.llm_engine.vllm_config)
+    config = parse_compression({"policy": policy, "budget": 64, **SMALL.get(policy, {}), **fields})
+    with pytest.raises(CompressionError) as refusal:
+        limits.check(config, 300, MAX_TOKENS)
+    assert refusal.value.status == 400 and refusal.value.param == f"kv_compression.{field}"
+    assert said in str(refusal.value) and "allowed: " in str(refusal.value)
+    if field == "merger":
+        assert policy in str(refusal.value)
+
+
+def test_a_refused_request_ends_with_the_reason(engine):
+    output = engine.generate([random_prompt(np.random.default_rng(2), 200)], greedy("keepkv", budget=64))[0]
+    assert output.outputs[0].finish_reason == "error"
+    assert "'zip' of the policy 'keepkv'" in output.kv_transfer_params["kvmerge"]["error"]
+    engine.assert_empty()
