@@ -237,6 +237,40 @@ def test_quantised_caches_need_what_vllm_needs(tmp_path: Path, monkeypatch: pyte
     assert "AVX-512" in refusal(config)
 
 
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+
+
+def test_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config(tmp_path, DEEPSEEK, **kvmerge_engine_args())
+    check_config(config)
+    shape = request_limits(config).shape
+    assert (shape.has_latents, shape.num_kv_heads, shape.group_size, shape.head_size) == (True, 1, 4, 576)
+    assert config.cache_config.block_size == 16 and not request_limits(config).has_prefix_cache
+    for name, change, said in (
+        ("small", {"kv_lora_rank": 256}, "its latents (MLA) hold 320 numbers; allowed on CPU: 576"),
+        ("sparse", {"index_topk": 16}, "sparse attention over latents"),
+    ):
+        (tmp_path / name).mkdir()
+        assert said in refusal(vllm_config(tmp_path / name, DEEPSEEK | change, **kvmerge_engine_args()))
+    for option, value in (("parallel_config.tensor_parallel_size", 2), ("cache_config.cache_dtype", "fp8")):
+        holder, _, field = option.partition(".")
+        monkeypatch.setattr(getattr(config, holder), field, value)
+        assert f"={value} is not supported" in refusal(config) and "latents (MLA)" in refusal(config)
+        monkeypatch.undo()
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    assert refusal(config).startswith("attention_backend=None is not supported") and "CPU_MLA" in refusal(config)
+    monkeypatch.undo()
+    assert "latent attention (MLA)" in refusal(cuda_config(tmp_path, DEEPSEEK))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -251,7 +285,6 @@ def test_quantised_caches_need_what_vllm_needs(tmp_path: Path, monkeypatch: pyte
         ({"model_config.runner_type": "pooling"}, "runner=pooling"),
         ({"model_config.is_encoder_decoder": True}, "an encoder and a decoder"),
         ({"model_config.is_hybrid": True}, "Mamba"),
-        ({"model_config.use_mla": True}, "MLA"),
         ({"model_config.is_diffusion": True}, "diffusion"),
         ({"model_config.attention_chunk_size": 8192}, "chunked-local"),
         ({"model_config.rswa_window": 64}, "restricted sliding-window"),

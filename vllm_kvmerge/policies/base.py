@@ -85,9 +85,8 @@ class Part(BaseModel):
     @property
     def takes_latents(self) -> bool:
         """True if the part is right for a model whose entries are single vectors, key and value at once (MLA).
-        Default: it reads no output projections, which do not take latents, and leaves RoPE, which turns a part of a
-        latent, as it is."""
-        return not (self.needs_output_weights or self.needs_rotation)
+        Default: it reads no output projections, which take values of heads."""
+        return not self.needs_output_weights
 
     token_fields: ClassVar[tuple[str, ...]] = ()
     """Names of parameters that are token ids, and for which a request may give a text."""

@@ -306,7 +306,8 @@ class Limits:
         for kind in PARTS:
             part = getattr(config.policy, kind)
             if not part.takes_latents:
-                message = f"{part.name!r} of the policy {config.name!r} works on keys and values, {reason}"
+                what = "merges" if kind == "merger" else "reads"
+                message = f"{part.name!r} of the policy {config.name!r} {what} keys and values, {reason}"
                 allowed = "'drop', which evicts" if kind == "merger" else f"another {kind}"
                 raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: {allowed}", "unsupported_model")
         if config.policy.tracker.normalizes:
