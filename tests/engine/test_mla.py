@@ -120,7 +120,9 @@ class Dense:
         self.hidden: torch.Tensor | None = None
         """``[layers, context]`` bool: the context's tokens that later ones do not see."""
         for number, layer in enumerate(self.model.model.layers):
-            layer.self_attn.register_forward_pre_hook(lambda _, args, kwargs, n=number: self._mask(n, args, kwargs), with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(
+                lambda _, args, kwargs, n=number: self._mask(n, args, kwargs), with_kwargs=True
+            )
 
     def _mask(self, layer: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         num_tokens = kwargs["hidden_states"].shape[1]

@@ -88,7 +88,9 @@ def write_model(folder: Path, name: str, **changes: Any) -> Path:
     from vllm_kvmerge.demo.train import build_tokenizer
 
     kind, fields = MODELS[name]
-    sizes = {key: value for key, value in (SIZES | fields | changes).items() if key == "sliding_window" or value is not None}
+    sizes = {
+        key: value for key, value in (SIZES | fields | changes).items() if key == "sliding_window" or value is not None
+    }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32)
     for weight in model.parameters():

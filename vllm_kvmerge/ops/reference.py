@@ -50,6 +50,15 @@ def _segments(plane: Tensor, blocks: Tensor, front: int, tail: int, seq_len: int
     return parts[0] if len(parts) == 1 else torch.cat(parts, slot_dim)
 
 
+def _keys_and_values(cache: PagedKVCache, blocks: Tensor, front: int, tail: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """``[H, d, n]`` and ``[H, n, d]``; what is a value and a part of a key is read once."""
+    if cache.row_planes == ("keys",):
+        rows = _segments(_plane(cache, "keys"), blocks, front, tail, seq_len).float()
+        return rows.transpose(1, 2), rows[..., : cache.values.shape[3]]
+    keys = _segments(cache.keys, blocks, front, tail, seq_len, slot_dim=2)
+    return keys, _segments(cache.values, blocks, front, tail, seq_len).float()
+
+
 def _scatter(plane: Tensor, blocks: Tensor, start: int, values: Tensor) -> None:
     """Writes ``values`` (``[H, m]``) to the slots of a ``[B, H, bs]`` plane, from ``start`` on."""
     slots = torch.arange(start, start + values.shape[1], device=plane.device)
@@ -94,8 +103,7 @@ def paged_attention(
         if at is not None:
             assert batch.pages is not None
             layers, front = batch.pages.layers, 0
-        keys = _segments(cache.keys, blocks, front, tail, seq_len, slot_dim=2)
-        values = _segments(cache.values, blocks, front, tail, seq_len).float()
+        keys, values = _keys_and_values(cache, blocks, front, tail, seq_len)
         if at is not None:
             keys = torch.cat([_read(layers, "keys", at).transpose(1, 2), keys], 2)
             values = torch.cat([_read(layers, "values", at).float(), values], 1)

@@ -309,7 +309,9 @@ class Limits:
                 what = "merges" if kind == "merger" else "reads"
                 message = f"{part.name!r} of the policy {config.name!r} {what} keys and values, {reason}"
                 allowed = "'drop', which evicts" if kind == "merger" else f"another {kind}"
-                raise CompressionError(f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: {allowed}", "unsupported_model")
+                raise CompressionError(
+                    f"{EXTRA_ARGS_KEY}.{kind}", f"{message}; allowed: {allowed}", "unsupported_model"
+                )
         if config.policy.tracker.normalizes:
             message = f"{config.policy.tracker.name!r} then weighs values, {reason}; allowed: false"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.normalized", message, "unsupported_model")

@@ -48,7 +48,7 @@ class MergeableImpl:
             raise UnsupportedConfigError(f"attention type {attn_type}: only decoder attention is supported")
 
     def attach(self, layer: Any, index: int) -> None:
-        """Notes, when the cache has been allocated, that this is the attention of ``layer``, and its ``layer_index``."""
+        """Notes, when the cache has been allocated, whose attention this is; index: ``layer_index``."""
         self.layer_index = index
 
     @property

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from vllm_kvmerge.engine.attention.common import MergeableImpl
 from vllm_kvmerge.engine.attention.cpu import compressed_batch, head_pages, select_rows
-from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, QueryReader
+from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, PredictedScores, QueryReader
 from vllm_kvmerge.engine.blocks import MergeableLatentSpec
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, LatentKVCache, paged_attention
@@ -169,10 +169,11 @@ class LatentAttentionImpl(MergeableImpl, CPUMLAImpl):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        **kwargs: Any,
     ) -> None:
         if kv_cache.numel() > 0:
             latents = self.paged(None, kv_cache).latents
-            super().do_kv_cache_update(kv_c_normed, k_pe, latents, slot_mapping, kv_cache_dtype, k_scale)
+            super().do_kv_cache_update(kv_c_normed, k_pe, latents, slot_mapping, kv_cache_dtype, k_scale, **kwargs)
 
     def forward_mqa(
         self,
@@ -243,6 +244,7 @@ class LatentAttentionImpl(MergeableImpl, CPUMLAImpl):
         if row.ring is not None:
             row.ring.write(self.layer_index, self._absorbed(query[-row.ring.window :]), reader.seq_len)
         if row.window is not None:
+            assert not isinstance(row.window, PredictedScores), "scores of latents are not predicted"
             newest = query[-row.window.num_queries :]
             for end, part in self._parts(newest, reader.seq_len):
                 where = replace(reader, seq_len=end)
