@@ -79,7 +79,8 @@ def test_entries_stay_within_budget_and_interval(engine):
 
 
 def jobs() -> list[tuple[list[int], SamplingParams]]:
-    rng, told = np.random.default_rng(3), [(random_prompt(np.random.default_rng(4), 200), greedy())]
+    rng = np.random.default_rng(3)
+    told = [(random_prompt(rng, length), greedy(max_tokens=60)) for length in (200, 60, 330)]
     fields = [{}, {"context_tokens": 120}, {"prefill": {"chunk": 70}}, {"decode": "bounded"}]
     for index, policy in enumerate(EVICTING):
         wanted = {"budget": 64, "interval": 8} | ({} if policy == "kvzip" else fields[index % len(fields)])
