@@ -18,6 +18,7 @@ from prometheus_client import Gauge, multiprocess, values
 
 from vllm_kvmerge.engine.metric_files import MetricFile, MetricFiles
 from vllm_kvmerge.engine.processes import METRICS_DIR, end_with_parent
+from vllm_kvmerge.request.proof import PROOFS_KEY
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.request import Request
 
 CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
@@ -79,6 +81,7 @@ def install_front_end(check_prompt: PromptCheck) -> None:
     """Prepares a process that admits requests, before the first one; ``check_prompt`` raises to refuse."""
     install()
     check_prompts(check_prompt)
+    join_params(PROOFS_KEY)
 
 
 @cache
@@ -246,6 +249,35 @@ def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "Samp
         return watch(generate(prompt, sampling_params, *args, **kwargs), sampling_params)
 
     engine_client.generate = generate_and_watch  # type: ignore[method-assign]
+
+
+@cache
+def join_params(key: str) -> None:
+    """Gives the last output of a request with several sequences the lists that schedulers put under ``key`` into the
+    ``kv_transfer_params`` of all of them.
+
+    vLLM keeps those of the sequence that ends last. If it kept all, this would be unnecessary.
+    """
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    process_outputs = OutputProcessor.process_outputs
+
+    @wraps(process_outputs)
+    def process_joined(
+        self: "OutputProcessor", engine_core_outputs: "list[EngineCoreOutput]", *args: Any, **kwargs: Any
+    ) -> Any:
+        for output in engine_core_outputs:
+            params = output.kv_transfer_params
+            if params is None or key not in params:
+                continue
+            state = self.request_states.get(output.request_id)
+            if state is not None and state.parent_req is not None:
+                lists = state.parent_req.__dict__.setdefault("kvmerge_lists", {})
+                lists[output.request_id] = params[key]
+                params[key] = [one for some in lists.values() for one in some]
+        return process_outputs(self, engine_core_outputs, *args, **kwargs)
+
+    OutputProcessor.process_outputs = process_joined  # type: ignore[method-assign]
 
 
 def answer_servers() -> None:

@@ -16,6 +16,7 @@ from vllm_kvmerge.engine.saved_contexts import load_all
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, field_schema
+from vllm_kvmerge.request.proof import CompressionProof
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, keeps_contexts
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
@@ -45,6 +46,12 @@ BODY_MODELS = (
 
 NAMING_MODELS = ("CompletionRequest", "ChatCompletionRequest")
 """Those of bodies whose field may name a context that is kept."""
+
+
+USAGE_MODELS = ("UsageInfo", "ResponseUsage", "AnthropicUsage")
+"""Those of the objects ``usage`` of answers."""
+
+PROOF_SCHEMA = {"$ref": f"#/components/schemas/{CompressionProof.__name__}"}
 
 
 class KVMergeEndpoint:
@@ -122,6 +129,12 @@ def document_field(app: FastAPI, policies: list[str] | None) -> None:
                 properties = models[name].setdefault("properties", {})
                 properties[EXTRA_ARGS_KEY] = named if name in NAMING_MODELS else field
                 models.update(definitions)
+        proof = CompressionProof.model_json_schema(ref_template="#/components/schemas/{model}")
+        models.update(proof.pop("$defs"))
+        models[CompressionProof.__name__] = proof
+        for name in USAGE_MODELS:
+            if name in models:
+                models[name].setdefault("properties", {})[EXTRA_ARGS_KEY] = PROOF_SCHEMA
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
