@@ -7,6 +7,7 @@ vLLM when they run. Each kind of process calls its own ``install`` function; cal
 import logging
 import os
 import pkgutil
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import cache, partial, wraps
@@ -23,8 +24,10 @@ from vllm_kvmerge.request.proof import PROOFS_KEY
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from fastapi import FastAPI
     from vllm import PoolingParams
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.protocol import EngineClient
     from vllm.inputs import EngineInput
     from vllm.outputs import RequestOutput
@@ -92,6 +95,64 @@ def install_server() -> None:
     fail_when_engine_dies()
     fail_when_headless_engine_dies()
     leave_signals_alone()
+
+
+@cache
+def complete_engine_args(complete: Callable[["EngineArgs"], None]) -> None:
+    """Passes engine arguments through ``complete`` before a configuration is made of them.
+
+    A hook for plugins there, or a plugin's own defaults for ``scheduler_cls`` and ``worker_cls``, would make this
+    unnecessary.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    @wraps(create)
+    def create_completed(self: "EngineArgs", *args: Any, **kwargs: Any) -> "VllmConfig":
+        complete(self)
+        return create(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_completed  # type: ignore[method-assign]
+
+
+@cache
+def delegate_serve(serve: Callable[["Namespace"], None]) -> None:
+    """Passes the arguments of the command ``vllm serve`` to ``serve``, which need not return.
+
+    A subcommand that plugins can add to or replace would make this unnecessary.
+    """
+    if (cli := sys.modules.get("vllm.entrypoints.cli.serve")) is None:
+        return
+    validate = cli.ServeSubcommand.validate
+
+    @wraps(validate)
+    def validate_or_serve(self: Any, args: "Namespace") -> None:
+        serve(args)
+        validate(self, args)
+
+    cli.ServeSubcommand.validate = validate_or_serve
+
+
+@cache
+def after_endpoints(hook: Callable[["FastAPI"], None]) -> None:
+    """Calls ``hook`` with each server's application, after its endpoint plugins.
+
+    Endpoint plugins without routes, which vLLM would load without being told their names, would make this unnecessary.
+    """
+    from vllm.plugins.endpoint_plugins import interface
+
+    attach = interface.attach_endpoint_plugins
+
+    @wraps(attach)
+    def attach_and_call(app: "FastAPI", *args: Any, **kwargs: Any) -> None:
+        attach(app, *args, **kwargs)
+        hook(app)
+
+    interface.attach_endpoint_plugins = attach_and_call
+    for module in [one for name, one in sys.modules.items() if name.startswith("vllm.entrypoints.")]:
+        if getattr(module, "attach_endpoint_plugins", None) is attach:
+            module.attach_endpoint_plugins = attach_and_call  # type: ignore[attr-defined]
 
 
 def log_as_vllm() -> None:

@@ -24,6 +24,7 @@ from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 from vllm_kvmerge.server.outputs import follow_outputs
 from vllm_kvmerge.server.page import UI_ROUTE, add_page_routes
+from vllm_kvmerge.server.refusal import refuse_field
 from vllm_kvmerge.server.request_id import mark_log_records
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class KVMergeEndpoint:
         compat.log_as_vllm()
         mark_log_records()
         if app.state.args.scheduler_cls is None:
-            logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
+            refuse_field(app)
             return
         compat.install_front_end(check_prompt)
         add_middleware(app)

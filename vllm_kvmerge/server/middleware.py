@@ -242,7 +242,7 @@ def _checked_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """The objects of ``PLACES`` that the body has."""
     for place in PLACES:
         holder: Any = data
@@ -254,7 +254,7 @@ def _holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, 
 
 def _check_names(data: dict[str, Any]) -> None:
     """Refuses names that are nearly the field's: vLLM ignores what it does not know."""
-    for place, holder in _holders(data):
+    for place, holder in holders(data):
         for name in holder:
             spelling = name.lower().replace("-", "_")
             if name != FIELD and SequenceMatcher(None, spelling, FIELD).ratio() >= LEAST_LIKENESS:
@@ -263,7 +263,7 @@ def _check_names(data: dict[str, Any]) -> None:
 
 def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...] | None) -> None:
     """Refuses the field where vLLM would ignore it."""
-    for place, holder in _holders(data):
+    for place, holder in holders(data):
         if holder.get(FIELD) is None:
             continue
         name = ".".join((*place, FIELD))

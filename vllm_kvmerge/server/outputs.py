@@ -97,7 +97,7 @@ class Answer:
             return body
         data = json.loads(body)
         data["usage"] = (data.get("usage") or {}) | {EXTRA_ARGS_KEY: proof}
-        return json.dumps(data).encode()
+        return _compact(data)
 
     def _line(self, line: bytes) -> bytes:
         """A line of a stream of events."""
@@ -110,7 +110,7 @@ class Answer:
         for usage in usages:
             if isinstance(usage, dict):
                 usage[EXTRA_ARGS_KEY] = proof
-        return EVENT_PREFIX + json.dumps(data).encode()
+        return EVENT_PREFIX + _compact(data)
 
     def _proof(self) -> dict[str, Any] | None:
         """None while a sequence is going on, or if nothing was compressed by this server."""
@@ -118,6 +118,11 @@ class Answer:
         if not proofs or not all(source.has_ended for source in self._sources):
             return None
         return CompressionProof.of_all(proofs).model_dump()
+
+
+def _compact(data: Any) -> bytes:
+    """JSON as vLLM's servers write it."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 class _Source:
