@@ -39,7 +39,8 @@ def app() -> FastAPI:
     app.state.args = Namespace(scheduler_cls="some.Scheduler", model="some/model", api_key=None, additional_config=None)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> UsageInfo: ...
+    async def completions(body: CompletionRequest) -> UsageInfo:
+        return UsageInfo(prompt_tokens=0)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatCompletionRequest) -> None: ...

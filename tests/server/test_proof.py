@@ -135,6 +135,9 @@ def test_an_answer_that_a_stop_string_ends(server):
     )
     told = proof_in(answer["usage"])
     assert (told.compressions, told.entries.most) == (1, 64) and told.bytes.end < told.bytes.peak
+    body |= {"vllm_xargs": {"kvmerge_usage": 1}, "stop": text[4:6]}
+    report = server.complete(PROMPT, cache_salt="report", **body)["kv_transfer_params"]["kvmerge"]
+    assert report["compressions"] == 1 and report["peak_bytes"] == told.bytes.peak
 
 
 @pytest.mark.parametrize("continuous", [False, True])

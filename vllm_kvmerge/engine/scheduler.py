@@ -137,7 +137,7 @@ class CompressionSchedulerMixin(Scheduler):
             else:
                 if compression is not None:
                     self._compressions[request.request_id] = compression
-            self._usage.begin(request.request_id, extra.get(USAGE_KEY), config)
+            self._usage.begin(request, extra.get(USAGE_KEY), config)
             self._proofs.begin(request, extra.get(EXTRA_ARGS_KEY), config, compression)
         super().add_request(request)
 
