@@ -35,6 +35,21 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 fail = { echo "make setup: $(1)" >&2; exit 1; }
 
+# Fails in an environment in which another checkout has installed itself, which would lose it.
+define CHECK_OWNER
+import json, sys
+from importlib import metadata
+from pathlib import Path
+try:
+    found = metadata.distribution("vllm-kvmerge").read_text("direct_url.json")
+except metadata.PackageNotFoundError:
+    found = None
+url = json.loads(found or "{}").get("url", "")
+other = Path(url.removeprefix("file://"))
+sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys.argv[1]))
+endef
+export CHECK_OWNER
+
 .PHONY: setup serve test test-levels test-benchmarks demo-model cuda sanitize races sanitize-cuda lint image-steps browser
 setup: $(STAMP)
 
@@ -48,6 +63,8 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 		|| $(call fail,no C++ compiler; install one (apt-get install g++) or name it: make setup CXX=clang++)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 		|| $(call fail,cannot create $(VENV); install the venv module (apt-get install python3-venv) or use VENV=DIR)
+	@$(BIN)/python -c "$$CHECK_OWNER" "$(CURDIR)" \
+		|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; then \
 		$(PIP) --editable '.[dev]'; \
 	else \
@@ -63,6 +80,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 	@touch $@
 
 serve: setup
+	@echo "make serve: starting vLLM, which takes a minute or two; it is ready when a request to try is printed"
 	@VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
 

@@ -251,6 +251,8 @@ def test_help_lists_the_plugins_options(capsys: pytest.CaptureFixture[str]) -> N
     help_text = capsys.readouterr().out
     for name in arguments.PLUGIN_OPTIONS:
         assert f"{arguments.OPTION_NAMES.get(name, '--' + name.replace('_', '-'))} " in help_text
+    _, options = arguments._serve_parser()
+    assert options._action_groups[0].title == "KV compression"  # before vLLM's thirty
     assert "--kvzap MODEL" in help_text and "--kvmerge-contexts DIR" in help_text
 
 

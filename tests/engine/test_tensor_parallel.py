@@ -31,13 +31,13 @@ if __name__ == "__main__":
             [SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, extra_args=extra)
              for _, extra in jobs],
             use_tqdm=False)
-        return [list(o.outputs[0].token_ids) for o in outputs]
-    print("TOKENS", json.dumps([run(jobs), run(jobs[::4])]))
+        return [(list(o.outputs[0].token_ids), o.kv_transfer_params) for o in outputs]
+    print("ANSWERS", json.dumps([run(jobs), run(jobs[::4])]))
 """
 
 
 def generate(folder: Path, arguments: dict, jobs: list) -> list:
-    """By two workers, in a process of their own: all jobs, then every fourth."""
+    """By two workers, in a process of their own: tokens and ``kv_transfer_params`` of all jobs, then of each fourth."""
     arguments = kvmerge_engine_args(**arguments, tensor_parallel_size=2)
     script = folder / "generate.py"
     script.write_text(GENERATE)
@@ -46,7 +46,7 @@ def generate(folder: Path, arguments: dict, jobs: list) -> list:
         [sys.executable, str(script)], input=json.dumps([arguments, jobs, NUM_TOKENS]), env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.split("TOKENS", 1)[1].splitlines()[0])
+    return json.loads(done.stdout.split("ANSWERS", 1)[1].splitlines()[0])
 
 
 def splits_among_heads(extra: dict | None) -> bool:
@@ -79,16 +79,20 @@ def test_two_workers_equal_one(engine, tmp_path):
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"kvzap": demo.kvzap_path()}},
     }
-    first, second = generate(tmp_path, arguments, jobs)
+    answers, again = generate(tmp_path, arguments, jobs)
+    (first, told), second = zip(*answers, strict=True), [tokens for tokens, _ in again]
     params = [
         SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in jobs
     ]
     assert {len(tokens) for tokens in first} == {NUM_TOKENS}  # none was refused
-    assert first[::4] == second  # which hits the prefix cache
-    alone = engine.tokens([prompt for prompt, _ in jobs], params)
+    assert list(first[::4]) == second  # which hits the prefix cache
+    outputs = engine.generate([prompt for prompt, _ in jobs], params)
+    alone = [list(output.outputs[0].token_ids) for output in outputs]
     comparable = [index for index, (_, extra) in enumerate(jobs) if not splits_among_heads(extra)]
     assert len(PRESETS) <= len(comparable) < len(jobs)
     assert [first[index] for index in comparable] == [alone[index] for index in comparable]
+    # What each was told counts the heads of both workers.
+    assert [told[index] for index in comparable] == [outputs[index].kv_transfer_params for index in comparable]
 
 
 def test_two_workers_under_pressure(engine, tmp_path):
@@ -98,7 +102,7 @@ def test_two_workers_under_pressure(engine, tmp_path):
     jobs = [(prompt, compression(names[i % 3], budget=64, trigger="pressure")) for i, prompt in enumerate(prompts)]
     # A worker has half of a block.
     sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": (num_blocks + 1) * BYTES_PER_BLOCK // 2}
-    found, _ = generate(tmp_path, engine_arguments() | sizes, jobs)
+    answers, _ = generate(tmp_path, engine_arguments() | sizes, jobs)
     params = [
         SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args={**extra, USAGE_KEY: True})
         for _, extra in jobs
@@ -107,4 +111,4 @@ def test_two_workers_under_pressure(engine, tmp_path):
     with engine.with_blocks(num_blocks):
         outputs = engine.generate(prompts, params)
     assert sum(output.kv_transfer_params[REPORT_KEY]["compressions"] for output in outputs) > 2
-    assert found == [list(output.outputs[0].token_ids) for output in outputs]
+    assert [tokens for tokens, _ in answers] == [list(output.outputs[0].token_ids) for output in outputs]

@@ -9,6 +9,7 @@ from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge.engine.usage import REPORT_KEY, STREAM, USAGE_KEY
 from vllm_kvmerge.request.parameters import compression
+from vllm_kvmerge.request.proof import PROOFS_KEY
 
 
 def params(policy: str, max_tokens: int, asks: bool | str = True, **parameters) -> SamplingParams:
@@ -36,7 +37,7 @@ def test_reports(engine):
         params("h2o", 5, asks=False, budget=96),
     ]
     full, bounded, uneven, silent = [output.kv_transfer_params for output in engine.generate(prompts, asked)]
-    assert silent is None
+    assert silent.keys() == {PROOFS_KEY}
     report = full[REPORT_KEY]
     tails = list(range(3000, 3020))
     assert (report["mean_entries"], report["mean_bytes"]) == pytest.approx(sizes([0] * 20, tails, [0] * 20))
@@ -112,7 +113,7 @@ def test_steps_are_reported_while_requests_run(engine):
         for output in core.step():
             num_outputs[output.request_id] += 1
             if output.request_id == "silent":
-                assert output.kv_transfer_params is None
+                assert (output.kv_transfer_params is None) == (not output.finished)
                 continue
             report = output.kv_transfer_params[REPORT_KEY]
             assert ("mean_entries" in report) == output.finished

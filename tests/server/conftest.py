@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,16 +77,23 @@ ONE_PROCESS_PER_ENGINE = ("--distributed-executor-backend", "vllm.v1.executor.un
 """The worker in its engine's process, as vLLM has it on a GPU. Without it, a worker on the CPU has its own."""
 
 
+OURS = ("-m", "vllm_kvmerge.cli", "serve", "demo")
+
+
 @contextmanager
 def running(
-    *options: str, first: Callable[[], None] = end_with_tests, from_scratch: bool = False, **variables: str
+    *options: str,
+    command: Sequence[str] = OURS,
+    first: Callable[[], None] = end_with_tests,
+    from_scratch: bool = False,
+    **variables: str,
 ) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
     """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
 
-    first: what it does before anything else. from_scratch: whether its processes import vLLM themselves, as a user's
-    do. variables: more of its environment.
+    command: words after the interpreter's name. first: what it does before anything else. from_scratch: whether its
+    processes import vLLM themselves, as a user's do. variables: more of its environment.
     """
-    command = [sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", *OPTIONS, *options]
+    words = [sys.executable, *command, *OPTIONS, *options]
     # Several of them share this machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
     # What an engine inside this process, or a command tried in it, has left: servers would count in one folder.
@@ -95,7 +102,7 @@ def running(
     environment |= variables
     start = subprocess.Popen if from_scratch else preloaded.Popen
     process = start(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=first
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=first
     )
     log: list[str] = []
     assert process.stdout is not None
@@ -110,12 +117,12 @@ def running(
 
 
 @contextmanager
-def serving(*options: str, **more: Any) -> Iterator[Server]:
-    """A server that is ready; ``more`` as for ``running``."""
+def serving(*options: str, ready: str = "ready on", **more: Any) -> Iterator[Server]:
+    """A server that is ready, which its log says in these words; ``more`` as for ``running``."""
     port, scheme = free_port(), "https" if "--ssl-certfile" in options else "http"
     with running("--port", str(port), *options, **more) as (process, log, reader):
         deadline = time.monotonic() + 400
-        while not any("ready on" in line for line in log):
+        while not any(ready in line for line in log):
             assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
             time.sleep(0.2)
         yield Server(f"{scheme}://127.0.0.1:{port}", process, log, reader)

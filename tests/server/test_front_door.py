@@ -225,7 +225,8 @@ def test_a_rendered_request_carries_the_field(guarded: Server, client: httpx.Cli
     rendered = client.post("/v1/completions/render", json=BODY | {"kv_compression": field}).json()[0]
     assert json.loads(rendered["sampling_params"]["extra_args"]["kv_compression"]) == field
     before = guarded.metric("vllm:kvmerge_requests_total", policy="snapkv")
-    assert client.post("/inference/v1/generate", json=rendered).status_code == 200
+    answer = client.post("/inference/v1/generate", json=rendered)
+    assert answer.json()["usage"]["kv_compression"]["parameters"]["window_size"] == 8
     assert guarded.metric("vllm:kvmerge_requests_total", policy="snapkv") == before + 1
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import request_schema
+from vllm_kvmerge.request.proof import CompressionProof
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 
@@ -28,13 +29,18 @@ class EmbeddingRequest(BaseModel):
     input: str
 
 
+class UsageInfo(BaseModel):
+    prompt_tokens: int
+
+
 @pytest.fixture
 def app() -> FastAPI:
     app = FastAPI()
     app.state.args = Namespace(scheduler_cls="some.Scheduler", model="some/model", api_key=None, additional_config=None)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> None: ...
+    async def completions(body: CompletionRequest) -> UsageInfo:
+        return UsageInfo(prompt_tokens=0)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatCompletionRequest) -> None: ...
@@ -68,6 +74,8 @@ def test_generation_bodies_have_the_field(app: FastAPI) -> None:
         named = {ref.rsplit("/", 1)[1] for ref in references(field)}
         assert named | {"Protect", "Refresh"} == set(request_schema()["$defs"])
     assert "kv_compression" not in models["EmbeddingRequest"]["properties"]
+    said = models["UsageInfo"]["properties"]["kv_compression"]["$ref"].rsplit("/", 1)[1]
+    assert set(models[said]["properties"]) == set(CompressionProof.model_fields)
     assert len(models["NewContext"]["properties"]["kv_compression"]["anyOf"]) == 2  # it cannot name another
 
 

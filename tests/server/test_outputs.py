@@ -24,6 +24,7 @@ def steps(*numbers: int) -> list[dict[str, int]]:
 
 class Output:
     def __init__(self, report: dict[str, Any] | None) -> None:
+        self.finished = False
         self.kv_transfer_params = None if report is None else {"kvmerge": report}
 
 

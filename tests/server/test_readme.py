@@ -3,6 +3,7 @@
 ``tests/engine/test_processes.py`` runs the quickstart's offline program.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -56,20 +57,20 @@ def test_the_request_of_the_readme(server):
     (answer,) = map(json.loads, run_here(server, blocks(README, "bash")))
     (shown,) = map(json.loads, blocks(README, "json"))
     assert shown["choices"][0].items() <= answer["choices"][0].items()
+    told, held = shown["usage"].pop("kv_compression"), answer["usage"].pop("kv_compression")
     assert shown["usage"].items() <= answer["usage"].items()
-    told, held = shown["kv_transfer_params"]["kvmerge"], answer["kv_transfer_params"]["kvmerge"]
-    assert {name: held[name] for name in ("mean_entries", "peak_entries")} == {
-        name: told[name] for name in ("mean_entries", "peak_entries")
-    }
     # The server of these tests has float32, which takes other bytes beside the same metadata.
-    assert held["mean_bytes"] / held["peak_bytes"] == pytest.approx(told["mean_bytes"] / told["peak_bytes"])
+    in_readme, here = told.pop("bytes"), held.pop("bytes")
+    assert here["end"] / here["peak"] == pytest.approx(in_readme["end"] / in_readme["peak"])
+    assert told.items() <= held.items()
 
 
 def test_completions_with_and_without_a_policy(outputs):
-    for text in outputs[:2]:
-        usage = json.loads(text)["usage"]
-        assert usage["prompt_tokens"] == 1000
-        assert 1 <= usage["completion_tokens"] <= 5
+    plain, compressed = (json.loads(text) for text in outputs[:2])
+    for answer in (plain, compressed):
+        assert answer["usage"]["prompt_tokens"] == 1000 and 1 <= answer["usage"]["completion_tokens"] <= 5
+    assert plain["choices"][0]["text"].split() == compressed["choices"][0]["text"].split()
+    assert compressed["usage"]["kv_compression"]["entries"]["most"] == 300
 
 
 def test_chat_streams(outputs):
@@ -116,7 +117,21 @@ def test_a_document_before_its_question(outputs):
 
 def test_the_official_client(server):
     client, _ = blocks(QUICKSTART, "python")
-    assert run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).strip()
+    said, told = run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).splitlines()
+    answer, expected = said.split("expected:")
+    assert len(answer.split()) == len(expected.split()) == 4
+    assert ast.literal_eval(told)["entries"]["mean"] == 300
+
+
+def test_the_command_that_the_server_prints(server):
+    start = next(index for index, line in enumerate(server.log) if line.startswith("PROMPT="))
+    answer = json.loads(run(["bash", "-c", "".join(server.log[start : start + 3])]))
+    assert answer["usage"]["kv_compression"]["entries"]["mean"] == 250
+
+
+def test_the_command_of_the_page_on_verifying(server):
+    (answer,) = map(json.loads, run_here(server, blocks((ROOT / "docs" / "verify.md").read_text(), "bash")))
+    assert answer["usage"]["kv_compression"]["entries"]["mean"] == 250
 
 
 def test_the_commands_of_the_page_on_contexts(server):

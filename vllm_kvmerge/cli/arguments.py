@@ -141,7 +141,8 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
     options.usage = "vllm-kvmerge serve MODEL [options]"
     options.description = "Serves MODEL (the word demo: the model that comes with vllm-kvmerge) as vllm serve does."
     options.epilog = options.epilog.replace("vllm serve", "vllm-kvmerge serve")
-    group = options.add_argument_group("KV compression")
+    group = options.add_argument_group("KV compression", "What vllm-kvmerge adds: --help='KV compression'.")
+    options._action_groups.insert(0, options._action_groups.pop())  # vLLM's are thirty
     group.add_argument(
         "--kv-compression",
         metavar="JSON|FILE",

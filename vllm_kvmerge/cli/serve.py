@@ -103,8 +103,6 @@ def _serve_metrics(host: str | None, port: int) -> None:
 
 def _announce(args: argparse.Namespace) -> None:
     """Waits for the server, then prints its URL and an example request."""
-    from vllm_kvmerge.demo.language import KEY_WORDS
-
     if args.uds or args.headless:
         return
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else DEFAULT_HOST
@@ -114,17 +112,21 @@ def _announce(args: argparse.Namespace) -> None:
         time.sleep(0.5)
     url = f"http{'s' if is_tls else ''}://{url_host}:{args.port}"
     name = (args.served_model_name or [args.model])[0]
-    # The demo model knows only its own made-up words.
-    prompt = f"remember {KEY_WORDS[0]} 4821. recall {KEY_WORDS[0]}" if args.model == model_path() else "Hello"
-    body = {"model": name, "prompt": prompt, "max_tokens": 16, "kv_compression": {"policy": "keepkv", "budget": 256}}
+    prompt = "seq 1 400 | tr '\\n' ' '"
+    if args.model == model_path():  # which knows its own made-up words alone
+        prompt = f"{sys.executable} -m vllm_kvmerge.demo.recall --length 1000 --facts 16"
     ready = f"ready on {url} (model {name}, vllm-kvmerge {__version__})"
     if args.logging_config.formatter == "json":
         logger.info(ready)
         return
     key = " -H 'Authorization: Bearer KEY'" if args.api_key or os.environ.get("VLLM_API_KEY") else ""
+    body = {"model": name, "max_tokens": 8, "temperature": 0, "kv_compression": {"policy": "keydiff", "budget": 0.25}}
     print(
-        f"vllm-kvmerge: {ready}. Try:\n"
-        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        f"vllm-kvmerge: {ready}. Try it; usage.kv_compression of the answer says what became of the cache:",
+        f"PROMPT=$({prompt})",
+        f"curl -s {url}/v1/completions{key} -H 'Content-Type: application/json' \\",
+        f'  -d \'{json.dumps(body)[:-1]}, "prompt": "\'"$PROMPT"\'"}}\'',
+        sep="\n",
         flush=True,
     )
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 WORKER_CLS = "vllm_kvmerge.engine.worker.cpu_worker.KVMergeWorker"
 CUDA_WORKER_CLS = "vllm_kvmerge.engine.worker.cuda_worker.KVMergeCUDAWorker"
@@ -213,6 +214,24 @@ def kvmerge_engine_args(kv_compression: dict[str, Any] | str | None = None, **ov
     processors = list(overrides.get("logits_processors") or [])
     overrides["logits_processors"] = processors if VALIDATOR in processors else [*processors, VALIDATOR]
     return {"scheduler_cls": SCHEDULER_CLS, "block_size": BLOCK_SIZE} | overrides
+
+
+def complete(engine_args: "EngineArgs") -> None:
+    """Fills in what compression takes if ``additional_config`` asks for it. Raises as ``kvmerge_engine_args``."""
+    if engine_args.scheduler_cls is not None or not is_asked(engine_args.additional_config):
+        return
+    given = {
+        name: value
+        for name, field in type(engine_args).__dataclass_fields__.items()
+        if (value := getattr(engine_args, name)) != field.default
+    }
+    for name, value in kvmerge_engine_args(**given).items():
+        setattr(engine_args, name, value)
+
+
+def is_asked(additional_config: Any) -> bool:
+    """Whether an engine's ``additional_config`` asks for compression."""
+    return isinstance(additional_config, dict) and additional_config.get(CONFIG_KEY) is not None
 
 
 def _with_default(

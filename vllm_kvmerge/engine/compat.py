@@ -7,6 +7,7 @@ vLLM when they run. Each kind of process calls its own ``install`` function; cal
 import logging
 import os
 import pkgutil
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import cache, partial, wraps
@@ -18,17 +19,21 @@ from prometheus_client import Gauge, multiprocess, values
 
 from vllm_kvmerge.engine.metric_files import MetricFile, MetricFiles
 from vllm_kvmerge.engine.processes import METRICS_DIR, end_with_parent
+from vllm_kvmerge.request.proof import PROOFS_KEY
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from fastapi import FastAPI
     from vllm import PoolingParams
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.protocol import EngineClient
     from vllm.inputs import EngineInput
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.request import Request
 
 CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
@@ -80,6 +85,7 @@ def install_front_end(check_prompt: PromptCheck) -> None:
     """Prepares a process that admits requests, before the first one; ``check_prompt`` raises to refuse."""
     install()
     check_prompts(check_prompt)
+    join_params(PROOFS_KEY)
 
 
 @cache
@@ -90,6 +96,64 @@ def install_server() -> None:
     fail_when_engine_dies()
     fail_when_headless_engine_dies()
     leave_signals_alone()
+
+
+@cache
+def complete_engine_args(complete: Callable[["EngineArgs"], None]) -> None:
+    """Passes engine arguments through ``complete`` before a configuration is made of them.
+
+    A hook for plugins there, or a plugin's own defaults for ``scheduler_cls`` and ``worker_cls``, would make this
+    unnecessary.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    @wraps(create)
+    def create_completed(self: "EngineArgs", *args: Any, **kwargs: Any) -> "VllmConfig":
+        complete(self)
+        return create(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_completed  # type: ignore[method-assign]
+
+
+@cache
+def delegate_serve(serve: Callable[["Namespace"], None]) -> None:
+    """Passes the arguments of the command ``vllm serve`` to ``serve``, which need not return.
+
+    A subcommand that plugins can add to or replace would make this unnecessary.
+    """
+    if (cli := sys.modules.get("vllm.entrypoints.cli.serve")) is None:
+        return
+    validate = cli.ServeSubcommand.validate
+
+    @wraps(validate)
+    def validate_or_serve(self: Any, args: "Namespace") -> None:
+        serve(args)
+        validate(self, args)
+
+    cli.ServeSubcommand.validate = validate_or_serve
+
+
+@cache
+def after_endpoints(hook: Callable[["FastAPI"], None]) -> None:
+    """Calls ``hook`` with each server's application, after its endpoint plugins.
+
+    Endpoint plugins without routes, which vLLM would load without being told their names, would make this unnecessary.
+    """
+    from vllm.plugins.endpoint_plugins import interface
+
+    attach = interface.attach_endpoint_plugins
+
+    @wraps(attach)
+    def attach_and_call(app: "FastAPI", *args: Any, **kwargs: Any) -> None:
+        attach(app, *args, **kwargs)
+        hook(app)
+
+    interface.attach_endpoint_plugins = attach_and_call
+    for module in [one for name, one in sys.modules.items() if name.startswith("vllm.entrypoints.")]:
+        if getattr(module, "attach_endpoint_plugins", None) is attach:
+            module.attach_endpoint_plugins = attach_and_call  # type: ignore[attr-defined]
 
 
 def log_as_vllm() -> None:
@@ -249,6 +313,35 @@ def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "Samp
         return watch(generate(prompt, sampling_params, *args, **kwargs), sampling_params)
 
     engine_client.generate = generate_and_watch  # type: ignore[method-assign]
+
+
+@cache
+def join_params(key: str) -> None:
+    """Gives the last output of a request with several sequences the lists that schedulers put under ``key`` into the
+    ``kv_transfer_params`` of all of them.
+
+    vLLM keeps those of the sequence that ends last. If it kept all, this would be unnecessary.
+    """
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    process_outputs = OutputProcessor.process_outputs
+
+    @wraps(process_outputs)
+    def process_joined(
+        self: "OutputProcessor", engine_core_outputs: "list[EngineCoreOutput]", *args: Any, **kwargs: Any
+    ) -> Any:
+        for output in engine_core_outputs:
+            params = output.kv_transfer_params
+            if params is None or key not in params:
+                continue
+            state = self.request_states.get(output.request_id)
+            if state is not None and state.parent_req is not None:
+                lists = state.parent_req.__dict__.setdefault("kvmerge_lists", {})
+                lists[output.request_id] = params[key]
+                params[key] = [one for some in lists.values() for one in some]
+        return process_outputs(self, engine_core_outputs, *args, **kwargs)
+
+    OutputProcessor.process_outputs = process_joined  # type: ignore[method-assign]
 
 
 def answer_servers() -> None:

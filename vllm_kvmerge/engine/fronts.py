@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from vllm_kvmerge.engine.plan import Segments
+from vllm_kvmerge.engine.plan import HeadCounts, Segments
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 
 
@@ -29,7 +29,8 @@ class SharedFront:
 
     Of a context: its front alone. Of a turn: all that a request held when it ended, front and tail. rows: places of the
     ``blocks`` in a request's block table; null blocks lie between. kept_bytes: memory that workers keep for it outside
-    the pool. turn: the hash of its last full block, and its policy, if it is a turn's.
+    the pool. turn: the hash of its last full block, and its policy, if it is a turn's. kept: what its compression came
+    to, if that is known.
     """
 
     key: BlockHash
@@ -39,6 +40,7 @@ class SharedFront:
     blocks: tuple[KVCacheBlock, ...]
     kept_bytes: int = 0
     turn: tuple[BlockHash | None, str] | None = None
+    kept: HeadCounts | None = None
 
     def partial(self, block_size: int) -> tuple[KVCacheBlock, ...]:
         """The block that further tokens are written to, if it is among them."""

@@ -241,6 +241,19 @@ class FrontReport:
 
 
 @dataclass(frozen=True)
+class HeadCounts:
+    """What a compression came to, over the model's compressed layers and their KV heads. heads: their number. merged,
+    evicted: entries. kept: entries that are left. least, most: of these in one head."""
+
+    heads: int
+    merged: int
+    evicted: int
+    kept: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far a worker has come with a plan that is carried out in parts. done: share of the work. seconds: that all of
     it would take at the pace of the last parts; None: not known."""
@@ -252,10 +265,11 @@ class Progress:
 @dataclass
 class CompressionReport:
     """A worker's report after a step. failures: by request; the caches of these hold their newest entries. fronts,
-    progress: by request. rates: this worker's speed, with its first output only."""
+    counts, progress: by request. rates: this worker's speed, with its first output only."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
     fronts: dict[str, FrontReport] = field(default_factory=dict)
+    counts: dict[str, HeadCounts] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     rates: Rates | None = None
 

@@ -43,6 +43,7 @@ from vllm_kvmerge.engine.plan import (
 )
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.pressure import Pressure
+from vllm_kvmerge.engine.proofs import Proofs
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression, cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
@@ -110,7 +111,8 @@ class CompressionSchedulerMixin(Scheduler):
         others = cache.num_blocks - 1 - cdiv(self.max_model_len, self.block_size)
         most = max(0, min(int(options.contexts_share * (cache.num_blocks - 1)), others))
         self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
-        self._sharing = ContextSharing(self._manager, self._compressions, self._engine)
+        self._proofs = Proofs(self._bytes_per_block, self._size)
+        self._sharing = ContextSharing(self._manager, self._compressions, self._engine, self._proofs)
         watermark = self.kv_cache_manager.watermark_blocks
         self._pressure = Pressure(self._manager, self._compressions, self.max_num_scheduled_tokens, watermark)
         self._kept_bytes = KeptBytes()
@@ -124,7 +126,7 @@ class CompressionSchedulerMixin(Scheduler):
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
-            config = None
+            config = compression = None
             try:
                 config = self._requested(request, extra.get(EXTRA_ARGS_KEY))
                 compression = self._resolve(request, config)
@@ -135,7 +137,8 @@ class CompressionSchedulerMixin(Scheduler):
             else:
                 if compression is not None:
                     self._compressions[request.request_id] = compression
-            self._usage.begin(request.request_id, extra.get(USAGE_KEY), config)
+            self._usage.begin(request, extra.get(USAGE_KEY), config)
+            self._proofs.begin(request, extra.get(EXTRA_ARGS_KEY), config, compression)
         super().add_request(request)
 
     def _requested(self, request: Request, asked: Any) -> CompressionConfig | None:
@@ -192,6 +195,7 @@ class CompressionSchedulerMixin(Scheduler):
             raise CompressionError(EXTRA_ARGS_KEY, message, "too_long_to_repeat")
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._proofs.note(request)
         self._drop_spread(request)
         self._release_kept(request)
         if self._awaits_pressure(request):
@@ -226,6 +230,7 @@ class CompressionSchedulerMixin(Scheduler):
         return spread is not None
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._proofs.note(request)
         was_spread = self._drop_spread(request)
         self._release_kept(request)
         self._stop_repeating(request)
@@ -238,7 +243,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
-        return self._usage.end(request.request_id, params), *others
+        params = self._usage.end(request.request_id, params)
+        return self._proofs.end(request, params), *others
 
     # Scheduling of a step: first tokens, by vLLM, then the compressions that follow them.
 
@@ -590,6 +596,7 @@ class CompressionSchedulerMixin(Scheduler):
         is_refresh = compression.is_refresh(segments, num_computed)
         num_tokens = compression.covered(segments, num_computed)
         computed = self._manager.computed_blocks(request_id)
+        self._proofs.note(request)
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
         if relocation is None:
             return False
@@ -648,6 +655,7 @@ class CompressionSchedulerMixin(Scheduler):
         # Where each head has a page that is not full, a compression may take a block more than it frees.
         num_blocks = max(0, num_blocks)
         count_freed(self._policy(request_id), self._engine, num_blocks, num_blocks * self._bytes_per_block)
+        self._proofs.note_returned(request_id, num_blocks)
 
     # Outputs of a step.
 
@@ -665,6 +673,7 @@ class CompressionSchedulerMixin(Scheduler):
         for request_id, progress in report.progress.items():
             if request_id in self._spread:
                 self._spread[request_id].learn(progress)
+        self._proofs.count(report)
         for plan in attached_step(scheduler_output).plans:
             self._sharing.share(plan, report)
         self._failed.update(report.failures)
@@ -675,6 +684,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._end_orphans()
         self._failed.tell(outputs_by_client)
         self._usage.add_steps(outputs_by_client)
+        self._proofs.add_to(outputs_by_client)
         return outputs_by_client
 
     def _update_request_with_output(

@@ -10,6 +10,7 @@ from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import PART, TURN, FrontCache, SharedFront
 from vllm_kvmerge.engine.metrics import count_context
 from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn, Segments
+from vllm_kvmerge.engine.proofs import Proofs
 from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
 from vllm_kvmerge.policies.errors import PartError
 
@@ -17,7 +18,7 @@ from vllm_kvmerge.policies.errors import PartError
 class ContextSharing:
     """The scheduler's side of shared contexts. Without a ``FrontCache`` of its ``manager`` none are shared.
 
-    compressions: of the scheduler's requests. engine: its index.
+    compressions: of the scheduler's requests. engine: its index. proofs: of what requests were given.
     """
 
     def __init__(
@@ -25,8 +26,10 @@ class ContextSharing:
         manager: MergeableAttentionManager,
         compressions: Mapping[str, RequestCompression],
         engine: int,
+        proofs: Proofs,
     ) -> None:
         self._manager, self._compressions, self._engine = manager, compressions, engine
+        self._proofs = proofs
         self._keys: dict[str, BlockHash | None] = {}
         self._parts: dict[str, dict[int, BlockHash]] = {}
         """Keys of a context's parts, longest first, by the number of their tokens."""
@@ -115,6 +118,7 @@ class ContextSharing:
             )
             if restores_output and front.num_tokens % block_size == 0:
                 self._manager.retire(request_id, front.num_tokens // block_size - 1)
+            self._proofs.note_reused(request_id, front)
             count_context(compression.config.name, self._engine, front.num_tokens)
         return adoptions
 
@@ -180,7 +184,7 @@ class ContextSharing:
                 blocks=front.blocks[: reported.num_blocks],
             )
         if front is not None and plan.request_id not in report.failures:
-            self._manager.share(front)
+            self._manager.share(replace(front, kept=report.counts.get(plan.request_id)))
         else:
             self._give_up(fronts, key, front)
 
@@ -225,7 +229,8 @@ class ContextSharing:
         rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
         self._manager.block_pool.touch(blocks)
         turn, num_bytes = fronts.turn(request, num_tokens, policy), compression.shared_bytes(num_tokens)
-        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn))
+        kept = self._proofs.kept(request.request_id)
+        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept))
         self._turns[request.request_id] = KeptTurn(key, num_tokens, num_bytes > 0)
 
     def take_turns(self) -> dict[str, KeptTurn]:

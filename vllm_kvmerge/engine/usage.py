@@ -49,13 +49,15 @@ class CacheUsage:
     """One request's cache sizes after each scheduled step.
 
     Peaks are over all steps, means over the steps from the end of the prompt on, after their compression. streams:
-    whether steps are reported one by one, with times since ``start`` (``time.monotonic()``). config: what the request
-    asks for, for the engine's model; None: no compression.
+    whether steps are reported one by one, with times since ``start`` (``time.monotonic()``). may_stop: the front end
+    may end the request, by a stop string, so every output has the report. config: what the request asks for, for the
+    engine's model; None: no compression.
     """
 
     bytes_per_block: int
     config: CompressionConfig | None = None
     streams: bool = False
+    may_stop: bool = False
     start: float = field(default_factory=time.monotonic)
     num_steps: int = 0
     total_entries: int = 0
@@ -146,10 +148,12 @@ class UsageReports:
     def __len__(self) -> int:
         return len(self._usages)
 
-    def begin(self, request_id: str, asked: Any, config: CompressionConfig | None) -> None:
+    def begin(self, request: "Request", asked: Any, config: CompressionConfig | None) -> None:
         """Starts a request's report if it asked for one. asked: its value of ``USAGE_KEY``."""
         if asked:
-            self._usages[request_id] = CacheUsage(self._bytes_per_block, config, streams=asked == STREAM)
+            may_stop = request.sampling_params is not None and bool(request.sampling_params.stop)
+            usage = CacheUsage(self._bytes_per_block, config, streams=asked == STREAM, may_stop=may_stop)
+            self._usages[request.request_id] = usage
 
     def before_compressions(self, running: "list[Request]", size_of: SizeOf) -> None:
         """Notes the sizes of a scheduled step, before its compressions."""
@@ -184,14 +188,15 @@ class UsageReports:
         return params if usage is None else {**(params or {}), REPORT_KEY: usage.report()}
 
     def add_steps(self, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
-        """Adds the newest steps to the outputs of running requests with a stream."""
+        """Adds the newest steps to the outputs of running requests with a stream, reports to those that may stop."""
         if not self._usages:
             return
         for outputs in outputs_by_client.values():
             for output in outputs.outputs:
                 usage = self._usages.get(output.request_id)
-                if usage is not None and usage.streams:
-                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), REPORT_KEY: usage.steps_report()}
+                if usage is not None and (usage.streams or usage.may_stop):
+                    report = usage.report() if usage.may_stop else usage.steps_report()
+                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), REPORT_KEY: report}
 
     def _reporting(self, running: "list[Request]") -> "Iterator[tuple[Request, CacheUsage]]":
         if self._usages:

@@ -16,6 +16,7 @@ from vllm_kvmerge.engine.saved_contexts import load_all
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, field_schema
+from vllm_kvmerge.request.proof import CompressionProof
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, keeps_contexts
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
@@ -23,6 +24,7 @@ from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 from vllm_kvmerge.server.outputs import follow_outputs
 from vllm_kvmerge.server.page import UI_ROUTE, add_page_routes
+from vllm_kvmerge.server.refusal import refuse_field
 from vllm_kvmerge.server.request_id import mark_log_records
 
 if TYPE_CHECKING:
@@ -47,6 +49,12 @@ NAMING_MODELS = ("CompletionRequest", "ChatCompletionRequest")
 """Those of bodies whose field may name a context that is kept."""
 
 
+USAGE_MODELS = ("UsageInfo", "ResponseUsage", "AnthropicUsage")
+"""Those of the objects ``usage`` of answers."""
+
+PROOF_SCHEMA = {"$ref": f"#/components/schemas/{CompressionProof.__name__}"}
+
+
 class KVMergeEndpoint:
     """Entry point ``kvmerge`` of ``vllm.endpoint_plugins`` (see vLLM's ``EndpointPlugin``)."""
 
@@ -58,7 +66,7 @@ class KVMergeEndpoint:
         compat.log_as_vllm()
         mark_log_records()
         if app.state.args.scheduler_cls is None:
-            logger.warning("%s is ignored: the engine runs vLLM's own scheduler, not vllm-kvmerge's", EXTRA_ARGS_KEY)
+            refuse_field(app)
             return
         compat.install_front_end(check_prompt)
         add_middleware(app)
@@ -122,6 +130,12 @@ def document_field(app: FastAPI, policies: list[str] | None) -> None:
                 properties = models[name].setdefault("properties", {})
                 properties[EXTRA_ARGS_KEY] = named if name in NAMING_MODELS else field
                 models.update(definitions)
+        proof = CompressionProof.model_json_schema(ref_template="#/components/schemas/{model}")
+        models.update(proof.pop("$defs"))
+        models[CompressionProof.__name__] = proof
+        for name in USAGE_MODELS:
+            if name in models:
+                models[name].setdefault("properties", {})[EXTRA_ARGS_KEY] = PROOF_SCHEMA
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]

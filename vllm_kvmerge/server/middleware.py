@@ -19,7 +19,7 @@ from vllm_kvmerge.request.parameters import IN_TOKENS, KEPT_CONTEXT, Compression
 from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal, as_refusal
 from vllm_kvmerge.server.contexts import CHECKED_APP, COMPLETIONS_ROUTE, CONTEXTS_ROUTE, with_context
 from vllm_kvmerge.server.messages import CHAT_ROUTE, UnknownModelError, locate, tokenizer_of
-from vllm_kvmerge.server.outputs import FEED, FEED_ROUTES, UsageFeed
+from vllm_kvmerge.server.outputs import ANSWER, FEED, FEED_ROUTES, Answer, UsageFeed
 
 CARRIERS: dict[str, tuple[str, ...]] = {
     COMPLETIONS_ROUTE: ("vllm_xargs",),
@@ -67,7 +67,8 @@ LEAST_LIKENESS = 0.85
 class CompressionFieldMiddleware:
     """ASGI middleware over vLLM's routes, inside ``BodyMiddleware``, which passes it whole bodies.
 
-    Requests without the field pass unchanged, and so do responses, except streams that report ``kvmerge_usage``.
+    Requests without the field pass unchanged, and so do their responses, except streams that report ``kvmerge_usage``.
+    Others say in ``usage`` what compression did.
     has_default: whether requests without the field are compressed too.
     """
 
@@ -92,10 +93,10 @@ class _Exchange:
     """A request and its response: the body is inspected as the application reads it, and determines how the response is
     handled.
 
-    By then the router has chosen the route, so the path's spelling does not matter. FEED, VERDICT and PREFIX are set in
-    the application's context and never reset: each request is a task with a context of its own. The response is held
-    back until there is a verdict on the request, and replaced by HTTP 400 if that is a refusal: vLLM checks the prompt
-    after it has sent a stream's status, and would report the error as an event of the stream, or cut it off.
+    By then the router has chosen the route, so the path's spelling does not matter. FEED, ANSWER, VERDICT and PREFIX
+    are set in the application's context and never reset: each request is a task with a context of its own. The response
+    is held back until there is a verdict on the request, and replaced by HTTP 400 if that is a refusal: vLLM checks the
+    prompt after it has sent a stream's status, and would report the error as an event of the stream, or cut it off.
     """
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, has_default: bool) -> None:
@@ -103,6 +104,7 @@ class _Exchange:
         self._has_default = has_default
         self._is_read = self._is_refused = False
         self._feed: UsageFeed | None = None
+        self._answer: Answer | None = None
         self._verdict: Verdict | None = None  # None once the response need not wait for it
         self._held: list[Message] = []
 
@@ -129,6 +131,8 @@ class _Exchange:
         if (is_named or (self._has_default and route in CARRIERS)) and route != CONTEXTS_ROUTE:
             self._verdict = Verdict()
             VERDICT.set(self._verdict)
+            self._answer = Answer()
+            ANSWER.set(self._answer)
         return {**message, "body": body}
 
     async def _with_context(self, route: str, body: bytes) -> bytes:
@@ -195,7 +199,8 @@ class _Exchange:
     async def _pass_on(self, message: Message) -> None:
         if self._feed is not None and message["type"] == "http.response.body":
             message = {**message, "body": self._feed.add_to(bytes(message.get("body", b"")))}
-        await self._send(message)
+        for one in [message] if self._answer is None else self._answer.messages(message):
+            await self._send(one)
 
 
 def rewrite_body(route: str, body: bytes) -> bytes | None:
@@ -237,7 +242,7 @@ def _checked_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """The objects of ``PLACES`` that the body has."""
     for place in PLACES:
         holder: Any = data
@@ -249,7 +254,7 @@ def _holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, 
 
 def _check_names(data: dict[str, Any]) -> None:
     """Refuses names that are nearly the field's: vLLM ignores what it does not know."""
-    for place, holder in _holders(data):
+    for place, holder in holders(data):
         for name in holder:
             spelling = name.lower().replace("-", "_")
             if name != FIELD and SequenceMatcher(None, spelling, FIELD).ratio() >= LEAST_LIKENESS:
@@ -258,7 +263,7 @@ def _check_names(data: dict[str, Any]) -> None:
 
 def _check_places(route: str, data: dict[str, Any], carrier: tuple[str, ...] | None) -> None:
     """Refuses the field where vLLM would ignore it."""
-    for place, holder in _holders(data):
+    for place, holder in holders(data):
         if holder.get(FIELD) is None:
             continue
         name = ".".join((*place, FIELD))

@@ -1,19 +1,22 @@
-"""The engine's outputs on their way to HTTP responses: errors of requests that it ended, and reports for streams that
-ask with ``kvmerge_usage``."""
+"""The engine's outputs on their way to HTTP responses: errors of requests that it ended, what compression did for
+those that it answers, and reports for streams that ask with ``kvmerge_usage``."""
 
 import json
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from starlette.types import Message
 from vllm.exceptions import GenerationError
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STEPS_KEY
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
+from vllm_kvmerge.request.proof import PROOFS_KEY, CompressionProof
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
 FEED_ROUTES = ("/v1/completions", "/v1/chat/completions")
@@ -54,8 +57,95 @@ class UsageFeed:
         return EVENT_PREFIX + json.dumps(chunk).encode() + EVENT_END
 
 
+class Answer:
+    """One HTTP response, in whose ``usage`` is put what compression did for its sequences: a JSON object's, or that of
+    the events of a stream that have one once all sequences have ended."""
+
+    def __init__(self) -> None:
+        self._sources: list[_Source] = []
+        self._start: Message | None = None
+
+    def begin(self) -> "_Source":
+        """Starts one of the engine's requests: there are several for a list of prompts."""
+        self._sources.append(_Source())
+        return self._sources[-1]
+
+    def messages(self, message: Message) -> list[Message]:
+        """The messages to send now instead of this one of the application."""
+        if message["type"] == "http.response.start":
+            content_type = dict(message["headers"]).get(b"content-type", b"")
+            if message["status"] != 200 or not content_type.startswith(b"application/json"):
+                return [message]
+            self._start = message
+            return []
+        if message["type"] != "http.response.body":
+            return [message]
+        body = bytes(message.get("body", b""))
+        if self._start is None:
+            return [{**message, "body": b"\n".join(map(self._line, body.split(b"\n")))}]
+        start, self._start = self._start, None
+        if message.get("more_body", False):
+            return [start, message]
+        body = self._object(body)
+        headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        return [{**start, "headers": headers}, {**message, "body": body}]
+
+    def _object(self, body: bytes) -> bytes:
+        proof = self._proof()
+        if proof is None:
+            return body
+        data = json.loads(body)
+        data["usage"] = (data.get("usage") or {}) | {EXTRA_ARGS_KEY: proof}
+        return _compact(data)
+
+    def _line(self, line: bytes) -> bytes:
+        """A line of a stream of events."""
+        if not line.startswith(EVENT_PREFIX + b"{") or b'"usage":' not in line or (proof := self._proof()) is None:
+            return line
+        data = json.loads(line.removeprefix(EVENT_PREFIX))
+        usages = [one.get("usage") for one in (data, data.get("response")) if isinstance(one, dict)]
+        if data.get("choices") or not any(isinstance(usage, dict) for usage in usages):
+            return line
+        for usage in usages:
+            if isinstance(usage, dict):
+                usage[EXTRA_ARGS_KEY] = proof
+        return EVENT_PREFIX + _compact(data)
+
+    def _proof(self) -> dict[str, Any] | None:
+        """None while a sequence is going on, or if nothing was compressed by this server."""
+        proofs = [CompressionProof.model_validate(proof) for source in self._sources for proof in source.proofs]
+        if not proofs or not all(source.has_ended for source in self._sources):
+            return None
+        return CompressionProof.of_all(proofs).model_dump()
+
+
+def _compact(data: Any) -> bytes:
+    """JSON as vLLM's servers write it."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class _Source:
+    """One of the engine's requests. proofs: of its sequences."""
+
+    def __init__(self) -> None:
+        self.proofs: list[dict[str, Any]] = []
+        self.has_ended = False
+
+    def take(self, output: "RequestOutput") -> None:
+        """Takes the output's proofs out of it."""
+        self.has_ended = output.finished
+        params = output.kv_transfer_params
+        if params is not None and PROOFS_KEY in params:
+            self.proofs = params[PROOFS_KEY]
+            output.kv_transfer_params = {key: params[key] for key in params if key != PROOFS_KEY} or None
+
+
 FEED: ContextVar[UsageFeed | None] = ContextVar("kvmerge_usage_feed", default=None)
 """The feed of the HTTP request being served; None if it does not ask for one."""
+
+ANSWER: ContextVar[Answer | None] = ContextVar("kvmerge_answer", default=None)
+"""The response to the HTTP request being served; None if it says nothing of compression."""
 
 
 def follow_outputs(engine_client: "EngineClient", has_default: bool) -> None:
@@ -70,12 +160,13 @@ def follow_outputs(engine_client: "EngineClient", has_default: bool) -> None:
             feed.num_sequences += params.n
         elif not has_default and EXTRA_ARGS_KEY not in (params.extra_args or {}):
             return outputs
-        return _followed(outputs, feed)
+        answer = ANSWER.get()
+        return _followed(outputs, feed, None if answer is None else answer.begin())
 
     compat.watch_outputs(engine_client, follow)
 
 
-async def _followed(outputs: compat.Outputs, feed: UsageFeed | None) -> compat.Outputs:
+async def _followed(outputs: compat.Outputs, feed: UsageFeed | None, source: _Source | None) -> compat.Outputs:
     async with aclosing(outputs):
         async for output in outputs:
             report = (output.kv_transfer_params or {}).get(REPORT_KEY) or {}
@@ -83,4 +174,6 @@ async def _followed(outputs: compat.Outputs, feed: UsageFeed | None) -> compat.O
                 raise GenerationError(f"{EXTRA_ARGS_KEY}: {report[ERROR_KEY]}")
             if feed is not None and report:
                 feed.note(report)
+            if source is not None:
+                source.take(output)
             yield output

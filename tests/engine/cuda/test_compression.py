@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryRings
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, PromptWindow
+from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, HeadCounts, PromptWindow, attached_report
 from vllm_kvmerge.engine.worker import reporting, tensor_parallel
 from vllm_kvmerge.engine.worker.compactor import Execution
 from vllm_kvmerge.engine.worker.compression import Compression, RequestState
@@ -24,7 +25,7 @@ def compression() -> Compression:
         model_config=SimpleNamespace(dtype=torch.float32), parallel_config=SimpleNamespace(data_parallel_index=0)
     )
     made = Compression(config, CPU)
-    made._compactor = SimpleNamespace(layers=[SimpleNamespace(num_kv_heads=HEADS)])
+    made._compactor = SimpleNamespace(layers=[SimpleNamespace(num_kv_heads=HEADS)], num_kv_heads=HEADS)
     made._query_shape = (HEADS * GROUPS, HEAD_SIZE)
     made.rings = QueryRings(1, 1, 4, HEADS * GROUPS, HEAD_SIZE, torch.float32, CPU)
     return made
@@ -89,12 +90,20 @@ def test_runner_v1_keeps_them_out_of_full_graphs(compression, monkeypatch):
 
 
 def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypatch):
-    """Four workers, two KV heads: the first and the third have one each, the others hold the same."""
+    """Four workers, two KV heads: the first and the third have one each, the others hold the same. What requests are
+    told counts both."""
     config = compression._config
     config.parallel_config.tensor_parallel_size = 4
     config.model_config.get_total_num_kv_heads = lambda: 2
-    compression._compactor.execute = lambda compactions, begun: Execution(torch.tensor([[3, 5, 1]]), {}, {}, {})
-    monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
+    compression._compactor.execute = lambda compactions, begun: Execution(
+        torch.tensor([[3, 5, 1, 9, 2, 7]]), {}, {}, {}
+    )
+    of_first, of_third = [3, 5, 1, 9, 2, 7], [1, 2, 0, 8, 3, 5]
+    group = SimpleNamespace(cpu_group=None)
+    group.all_gather = lambda bits, dim: torch.cat(
+        [torch.tensor([own]).unsqueeze(-1).view(bits.dtype) for own in (of_first, of_first, of_third, of_third)]
+    )
+    monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: group)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: None)
     plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])
     counted = []
@@ -104,3 +113,5 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
         compression.step = CompressionStep(plans=[plan])
         compression.run_plans(lambda request: torch.tensor([0]))
     assert counted == [(0, ("h2o", 0, 3, 5, 1)), (2, ("h2o", 0, 3, 5, 1))]
+    told = attached_report(compression.reporter.attach_to(ModelRunnerOutput([], {}))).counts
+    assert told == {"a": HeadCounts(heads=2 * HEADS, merged=4, evicted=7, kept=17, least=2, most=7)}

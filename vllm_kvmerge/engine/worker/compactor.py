@@ -46,6 +46,12 @@ MAX_COSTS = 64
 SLACK = 4
 """Tolerance for a policy's time, as a multiple of its estimate: estimates and machines vary."""
 
+FEWEST, MOST = 4, 5
+"""Columns of ``Execution.counts`` that are not sums."""
+
+NO_COUNT = 1 << 40
+"""More entries than any head has: the fewest of none."""
+
 ANALYSIS = 0.25
 """Work of reading all layers once before they are compressed (budgets, statistics), as a share of compressing them."""
 
@@ -190,8 +196,9 @@ class _Batch:
 class Execution:
     """Results of a step's plans.
 
-    counts: ``[plans, 3]`` int64 on the cache's device, over layers and heads: entries merged, entries evicted, and
-    entries left unchanged because the merged ones were not finite. failures: errors of policies, by index of the plan.
+    counts: ``[plans, 6]`` int64 on the cache's device, over layers and heads: entries merged, entries evicted,
+    entries left unchanged because the merged ones were not finite, entries kept, and the fewest and the most of these
+    in one head. failures: errors of policies, by index of the plan.
     The newest entries of such requests were kept, so they must not go on generating. pages: of the new fronts, by index
     of the plan, where heads have some of their own. fronts: what they hold, where that depends on data.
     """
@@ -284,7 +291,7 @@ class Compactor:
         done = self.execute(compactions)
         for error in done.failures.values():
             raise error
-        return [(merged, evicted) for merged, evicted, _ in done.counts.tolist()]
+        return [(merged, evicted) for merged, evicted, *_ in done.counts.tolist()]
 
     def execute(self, compactions: Sequence[Compaction], begun: Mapping[int, Course] | None = None) -> Execution:
         """Executes a step's plans without waiting for a GPU. A policy that fails affects its own request alone.
@@ -349,7 +356,8 @@ class Compactor:
 
         policy = first.policy
         work.total += ANALYSIS * (policy.allocator.has_layer_statistic + bool(first.plan.share_blocks))
-        counts = torch.zeros(len(compactions), 3, dtype=torch.int64, device=self.device)
+        counts = torch.zeros(len(compactions), 6, dtype=torch.int64, device=self.device)
+        counts[:, FEWEST] = NO_COUNT
         return _Batch(compactions, cost, time_left, work, counts, num_rows)
 
     def _cost(self, policy: CompressionPolicy, shape: CostShape) -> Cost | PartError:
@@ -388,13 +396,14 @@ class Compactor:
         def write(seq_layers: list[_SequenceLayer], result: CompressionResult, rounds: tuple[bool, ...]) -> None:
             assert isinstance(result.source, PagedEntries)
             update = result.update
-            by_head = torch.stack([update.merged, result.evicted, result.as_before], 1)
+            kept = update.is_live.sum(1)
+            by_head = torch.stack([update.merged, result.evicted, result.as_before, kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
             blocks = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
             index = self._sent([one.request for one in seq_layers]).repeat_interleave(self.num_kv_heads)
             written = self._destinations(seq_layers, batch, rounds) if batch.deals else [(blocks, None)]
             for destination, heads in written:
-                batch.counts.index_add_(0, index, by_head if heads is None else by_head * heads.unsqueeze(1))
+                _count(batch.counts, index, by_head, heads)
                 if batch.complete is None:
                     ops.merge_entries(source, destination, update.kept, update.metadata, rows)
                 else:
@@ -735,6 +744,17 @@ class Compactor:
 
 
 R = TypeVar("R")
+
+
+def _count(counts: Tensor, index: Tensor, by_head: Tensor, heads: Tensor | None) -> None:
+    """Adds what heads came to. counts: ``Execution.counts``. index: ``[H]`` plans. by_head: ``[H, 4]``. heads: ``[H]``
+    bool, those that count; None: all."""
+    fewest = most = by_head[:, -1]
+    if heads is not None:
+        by_head, fewest, most = by_head * heads.unsqueeze(1), fewest.where(heads, NO_COUNT), most.where(heads, 0)
+    counts[:, :FEWEST].index_add_(0, index, by_head)
+    counts[:, FEWEST].scatter_reduce_(0, index, fewest, "amin")
+    counts[:, MOST].scatter_reduce_(0, index, most, "amax")
 
 
 def _contained(

@@ -528,6 +528,8 @@ class Compression:
         heads, policies = HeadShare.of(self._config), [config.name for config in configs]
         self.reporter.add_failures(plans, done.failures, heads)
         self.reporter.add_fronts(plans, done.fronts)
+        num_heads = len(self.compactor.layers) * self.compactor.num_kv_heads
+        self.reporter.add_counts(plans, done.counts, heads, num_heads)
         if heads.is_first_replica:
             self._counts.add(policies, done.counts)
         if heads.rank == 0:

@@ -11,7 +11,16 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvmerge.engine.metrics import count_entries
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, Failure, FrontReport, Progress, attach
+from vllm_kvmerge.engine.plan import (
+    CompressionPlan,
+    CompressionReport,
+    Failure,
+    FrontReport,
+    HeadCounts,
+    Progress,
+    attach,
+)
+from vllm_kvmerge.engine.worker.compactor import FEWEST, MOST
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.policies.errors import PartError
@@ -23,11 +32,59 @@ FAILED_ELSEWHERE = Failure(
 )
 
 
+@dataclass
+class _Arriving:
+    """Numbers on their way from a GPU; ``done`` None: they are here."""
+
+    counts: Tensor
+    done: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, counts: Tensor) -> "_Arriving":
+        if counts.is_cpu:
+            return cls(counts)
+        copied = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        copied.copy_(counts, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(copied, done)
+
+    @property
+    def are_here(self) -> bool:
+        return self.done is None or self.done.query()
+
+    def take(self) -> list[list[int]]:
+        """The numbers, waiting for them if need be."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.counts.tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Compressed:
+    """Plans that a step has carried out. heads: that counts are of, in each plan."""
+
+    request_ids: list[str]
+    counts: _Arriving
+    heads: int
+
+
 class Reporter:
     """Reports to the scheduler, kept until the next output that can carry them."""
 
     def __init__(self) -> None:
         self._report = CompressionReport()
+        self._compressed: list[_Compressed] = []
+
+    def add_counts(self, plans: list[CompressionPlan], counts: Tensor, heads: HeadShare, num_heads: int) -> None:
+        """Adds ``Execution.counts`` of plans. All tensor-parallel workers call this. num_heads: of one of them, over
+        all compressed layers."""
+        if heads.num_workers > 1:
+            by_worker = heads.gather(counts).view(-1, *counts.shape)
+            num_heads *= len(by_worker)
+            sums, fewest, most = by_worker[..., :FEWEST].sum(0), by_worker[..., FEWEST], by_worker[..., MOST]
+            counts = torch.cat([sums, fewest.amin(0).unsqueeze(1), most.amax(0).unsqueeze(1)], 1)
+        self._compressed.append(_Compressed([plan.request_id for plan in plans], _Arriving.of(counts), num_heads))
 
     def add_rates(self, rates: Rates) -> None:
         self._report.rates = rates
@@ -54,15 +111,22 @@ class Reporter:
 
     def attach_to(self, output: Any) -> Any:
         """The model runner's output with the report; without an output, the report waits for the next one."""
-        if output is None or self._report == CompressionReport():
+        if output is None or (self._report == CompressionReport() and not self._compressed):
             return output
         report, self._report = self._report, CompressionReport()
+        compressed, self._compressed = self._compressed, []
         if isinstance(output, AsyncModelRunnerOutput):
-            return _ReportingOutput(output, report)
-        return _with_report(output, report)
+            return _ReportingOutput(output, report, compressed)
+        return _with_report(output, report, compressed)
 
 
-def _with_report(output: ModelRunnerOutput, report: CompressionReport) -> ModelRunnerOutput:
+def _with_report(
+    output: ModelRunnerOutput, report: CompressionReport, compressed: list[_Compressed]
+) -> ModelRunnerOutput:
+    """The output, whose tokens have arrived: so have the numbers of compressions, which were made before them."""
+    for one in compressed:
+        for request_id, (merged, evicted, _, *kept) in zip(one.request_ids, one.counts.take(), strict=True):
+            report.counts[request_id] = HeadCounts(one.heads, merged, evicted, *kept)
     output = copy(output)  # vLLM shares the output of steps that compute nothing
     attach(output, report)
     return output
@@ -71,11 +135,13 @@ def _with_report(output: ModelRunnerOutput, report: CompressionReport) -> ModelR
 class _ReportingOutput(AsyncModelRunnerOutput):
     """Adds a report to an output that is still being computed."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, report: CompressionReport) -> None:
-        self._output, self._report = output, report
+    def __init__(
+        self, output: AsyncModelRunnerOutput, report: CompressionReport, compressed: list[_Compressed]
+    ) -> None:
+        self._output, self._report, self._compressed = output, report, compressed
 
     def get_output(self) -> ModelRunnerOutput:
-        return _with_report(self._output.get_output(), self._report)
+        return _with_report(self._output.get_output(), self._report, self._compressed)
 
     def get_kv_connector_output(self) -> Any:
         return self._output.get_kv_connector_output()
@@ -86,25 +152,17 @@ class EntryCounts:
     """Passes numbers of merged and evicted entries to the metrics of ``engine``, without waiting for a GPU."""
 
     engine: int
-    _pending: deque[tuple[list[str], Tensor, torch.cuda.Event]] = field(default_factory=deque)
+    _pending: deque[tuple[list[str], _Arriving]] = field(default_factory=deque)
 
     def add(self, policies: list[str], counts: Tensor) -> None:
-        """Adds ``Execution.counts``, ``[plans, 3]`` int64."""
+        """Adds ``Execution.counts``, by plan."""
+        self._pending.append((policies, _Arriving.of(counts)))
         if counts.is_cpu:
-            self._count(policies, counts)
-            return
-        copied = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        copied.copy_(counts, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        self._pending.append((policies, copied, done))
+            self.flush()
 
     def flush(self) -> None:
         """Counts the numbers that have arrived from the GPU."""
-        while self._pending and self._pending[0][2].query():
-            policies, counts, _ = self._pending.popleft()
-            self._count(policies, counts)
-
-    def _count(self, policies: list[str], counts: Tensor) -> None:
-        for policy, (num_merged, num_evicted, num_overflows) in zip(policies, counts.tolist(), strict=True):
-            count_entries(policy, self.engine, num_merged, num_evicted, num_overflows)
+        while self._pending and self._pending[0][1].are_here:
+            policies, counts = self._pending.popleft()
+            for policy, (num_merged, num_evicted, num_overflows, *_) in zip(policies, counts.take(), strict=True):
+                count_entries(policy, self.engine, num_merged, num_evicted, num_overflows)

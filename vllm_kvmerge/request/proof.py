@@ -1,0 +1,74 @@
+"""What compression did for a request, as its answer says it in ``usage.kv_compression``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PROOFS_KEY = "kv_compression"
+"""Key of a request's proofs, a list with one for each sequence, in the ``kv_transfer_params`` that schedulers give it;
+servers move them to ``usage``."""
+
+
+class EntriesKept(BaseModel):
+    """Entries per KV head after the newest compression, over all compressed layers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mean: float
+    least: int | None = Field(description="In one head; null: not known, of a context that was loaded from a file.")
+    most: int | None = Field(description="As `least`.")
+
+
+class BytesHeld(BaseModel):
+    """Bytes of the blocks that the request held, over all layers and ranks; a block that requests share counts for
+    each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    end: int = Field(description="When the request ended.")
+    peak: int = Field(description="The most at any time.")
+
+
+class CompressionProof(BaseModel):
+    """What compression did for a request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str = Field(description="Its name; `full`: none.")
+    parameters: dict[str, Any] = Field(description="The field with every default spelled out.")
+    sequences: int = Field(default=1, description="Sequences of the answer, over which numbers add up.")
+    budget: int | None = Field(description="Entries per KV head that were asked for, on average; null: no limit.")
+    tokens: int = Field(description="Tokens of prompt and answer that the cache stands for.")
+    entries: EntriesKept = Field(description="After the newest compression; without one, all tokens.")
+    bytes: BytesHeld = Field(description="Bytes of the blocks held.")
+    blocks_returned: int = Field(description="Blocks that compressions gave back to the pool.")
+    compressions: int = Field(description="How often the cache was compressed.")
+    merged: int = Field(description="Entries merged into others, over layers and KV heads.")
+    evicted: int = Field(description="Entries dropped, over layers and KV heads.")
+    reused_tokens: int = Field(description="Tokens of a context that was found compressed.")
+    notes: list[str] = Field(description="What differs from what was asked for, or why nothing was compressed.")
+
+    @classmethod
+    def of_all(cls, proofs: "Sequence[CompressionProof]") -> "CompressionProof":
+        """That of an answer with several sequences, which all asked for the same."""
+        first = proofs[0]
+        if len(proofs) == 1:
+            return first
+        sums = ("tokens", "blocks_returned", "compressions", "merged", "evicted", "reused_tokens")
+        entries = [proof.entries for proof in proofs]
+        return first.model_copy(
+            update={
+                "sequences": len(proofs),
+                "entries": EntriesKept(
+                    mean=sum(one.mean for one in entries) / len(entries),
+                    least=min((one.least for one in entries if one.least is not None), default=None),
+                    most=max((one.most for one in entries if one.most is not None), default=None),
+                ),
+                "bytes": BytesHeld(
+                    end=sum(proof.bytes.end for proof in proofs), peak=sum(proof.bytes.peak for proof in proofs)
+                ),
+                "notes": list(dict.fromkeys(note for proof in proofs for note in proof.notes)),
+                **{name: sum(getattr(proof, name) for proof in proofs) for name in sums},
+            }
+        )
