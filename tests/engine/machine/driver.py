@@ -253,7 +253,8 @@ class Driver:
     @operation
     def delete_context(self, salt: str | None) -> None:
         if self.contexts:
-            call = {"call": "delete", "id": self.contexts.pop(0), "salt": salt}
+            self.contexts.append(self.contexts.pop(0))
+            call = {"call": "delete", "id": self.contexts[-1], "salt": salt}
             if json.loads(self.scheduler.call_contexts(json.dumps(call))) is not None:
                 self.events["kept contexts deleted"] += 1
             self._did("deletions")
