@@ -55,18 +55,21 @@ class Driver:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.events = Counter[str]()
         num_groups = len(self.scheduler.kv_cache_config.kv_cache_groups)
-        self.worker = Worker(
-            setting.num_blocks, num_groups, lambda block: self.pool.blocks[block].ref_cnt, self.events
-        )
+        self.worker = Worker(setting.num_blocks, num_groups, self._holders, self.events)
         self.audit = Audit(self.scheduler, self.worker)
-        self.texts: list[list[int]] = []
-        """Tokens of requests that have ended."""
+        self.texts: list[tuple[list[int], dict[str, Any] | None, str | None]] = []
+        """Tokens of requests that have ended, what they asked for, and their salts."""
         self.contexts: list[str] = []
         """Ids that contexts were to be kept under."""
         self.operations = 0
         self.is_broken = False
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._num_requests = 0
+        self._fields: dict[str, dict[str, Any] | None] = {}
+
+    def _holders(self, block: int) -> tuple[int, bool]:
+        fronts = self.scheduler._manager.fronts
+        return self.pool.blocks[block].ref_cnt, fronts is not None and block in fronts._of_block
 
     @property
     def names(self) -> list[str]:
@@ -107,7 +110,7 @@ class Driver:
             priority=priority,
             block_hasher=block_hasher,
         )
-        self.worker.asked[name] = Asked(salt)
+        self.worker.asked[name], self._fields[name] = Asked(salt), fields
         self.scheduler.add_request(request)
         compression = self.scheduler._compressions.get(name)
         if compression is not None:
@@ -154,11 +157,13 @@ class Driver:
         output, result = self._queue.popleft()
         if aborted is not None:
             self.abort([aborted])
+        self.worker.in_flight -= {plan.key for plan in attached_step(output).plans if plan.key is not None}
         ending = dict(self.scheduler.requests)
         self.scheduler.update_from_output(output, result)
         for name, request in ending.items():
             if name not in self.scheduler.requests and "/" not in name:
-                self.texts = [*self.texts[-5:], list(request.all_token_ids)]
+                text = list(request.all_token_ids), self._fields[name], request.cache_salt
+                self.texts = [*self.texts[-5:], text]
         self.audit.run()
         return True
 

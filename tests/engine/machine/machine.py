@@ -17,7 +17,7 @@ SHARES = st.sampled_from([None, None, None, 0.3, 0.6, 0.9, 1.0])
 RATES = st.sampled_from([None, None, 1e5, 1e6, 1e7, 1e9])
 """Numbers that a worker computes in a second, or that its next compressions fail."""
 
-STEPS = st.sampled_from([0, 0, 1, 2, 5])
+STEPS = st.sampled_from([0, 1, 3, 8, 20])
 """That follow at once."""
 
 FAMILIES = 3
@@ -28,10 +28,10 @@ TEXTS = [[_RNG.randint(1, NUM_TOKEN_IDS) for _ in range(MAX_MODEL_LEN)] for _ in
 
 SETTINGS = st.builds(
     Setting,
-    num_blocks=st.sampled_from([16, 24, 24, 40, 64]),
+    num_blocks=st.sampled_from([64, 40, 24, 16]),
     is_async=st.booleans(),
-    has_windows=st.sampled_from([False, False, True]),
-    has_prefix_cache=st.sampled_from([True, True, True, False]),
+    has_windows=st.sampled_from([False, False, False, True]),
+    has_prefix_cache=st.sampled_from([True, True, True, True, True, False]),
     head_pages=st.sampled_from([True, True, True, False]),
     by_priority=st.booleans(),
     step_tokens=st.sampled_from([2, 7, 16, 32, 64]),
@@ -53,6 +53,8 @@ class Machine(RuleBasedStateMachine):
     @initialize(setting=SETTINGS)
     def start(self, setting: Setting) -> None:
         self.driver = Driver(setting)
+        self.earlier: list[tuple[list[int], dict[str, Any], str | None]] = []
+        """Prompts, what was asked for, and salts."""
 
     @rule(
         index=st.integers(0, 10_000),
@@ -95,15 +97,34 @@ class Machine(RuleBasedStateMachine):
         text=st.integers(0, 5),
         question=st.integers(1, 8),
         max_tokens=st.integers(1, 30),
-        salt=SALTS,
         then=STEPS,
     )
-    def go_on(self, index: int, text: int, question: int, max_tokens: int, salt: str | None, then: int) -> None:
+    def go_on(self, index: int, text: int, question: int, max_tokens: int, then: int) -> None:
         """The next turn of a request that has ended."""
-        before = self.driver.texts[text % len(self.driver.texts)]
+        before, fields, salt = self.driver.texts[text % len(self.driver.texts)]
         prompt = [*before, *(one % NUM_TOKEN_IDS + 1 for one in range(index % 11, index % 11 + question))]
         if len(prompt) < MAX_MODEL_LEN:
-            self._add(index, prompt, None, index % 5 == 0, max_tokens, salt, 1, 0, False)
+            self.driver.add(prompt, max_tokens, None if index % 4 == 0 else fields, salt)
+        self._run(then)
+
+    @precondition(lambda self: self.earlier)
+    @rule(
+        index=st.integers(0, 10_000),
+        which=st.integers(0, 5),
+        question=st.integers(0, 6),
+        max_tokens=st.integers(1, 30),
+        number=st.sampled_from([1, 1, 2]),
+        then=STEPS,
+    )
+    def ask_again(self, index: int, which: int, question: int, max_tokens: int, number: int, then: int) -> None:
+        """Another question after a context that has been asked for before."""
+        prompt, fields, salt = self.earlier[which % len(self.earlier)]
+        context = fields.get("context_tokens", len(prompt))
+        asked = [*prompt[:context], *(one % NUM_TOKEN_IDS + 1 for one in range(index % 7, index % 7 + question))]
+        if "trigger" not in fields:
+            fields = fields | {"context_tokens": context}
+        for _ in range(number):
+            self.driver.add(asked, max_tokens, fields, salt)
         self._run(then)
 
     def _add(
@@ -120,10 +141,11 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         fields: dict[str, Any] | None = None
         if not is_plain:
-            known = catalogue.fields()
+            known = catalogue.REPEATED if index % 5 == 1 else catalogue.fields()
             fields = known[index % len(known)]
             if share is not None and "trigger" not in fields:
                 fields = fields | {"context_tokens": max(1, round(share * len(prompt)))}
+            self.earlier = [*self.earlier[-5:], (prompt, fields, salt)]
         for child in range(number):
             stops = (index + child) % 4 == 0
             self.driver.add(prompt, max_tokens, fields, salt, priority, keeps and not is_plain, stops)
@@ -145,7 +167,8 @@ class Machine(RuleBasedStateMachine):
         if not (meanwhile and self.driver.step(aborted=name)):
             self.driver.abort([name])
 
-    @rule(num_left=st.integers(0, 12), then=STEPS)
+    @precondition(lambda self: not self.driver.audit.taken)
+    @rule(num_left=st.sampled_from([0, 1, 3, 6, 12, 24]), then=STEPS)
     def pin(self, num_left: int, then: int) -> None:
         self.driver.pin(num_left)
         self._run(then)
@@ -175,7 +198,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.names)
     @rule(
         then=STEPS,
-        what=st.sampled_from(["reset", "reset running", "sleep", "delete"]),
+        what=st.sampled_from(["delete", "reset", "delete", "reset running", "delete", "sleep"]),
         mode=st.sampled_from(["abort", "keep", "wait"]),
         level=st.integers(0, 1),
         salt=SALTS,

@@ -83,7 +83,8 @@ class Sequence:
     state: what its next token depends on. front: slots of its front. front_id: what those are. places: of the plan that
     made it. began: first token that was computed since it was admitted. scored: first and end of the tokens whose
     queries have been scored; kept: first of those whose queries are kept. repeated: parts of its context whose
-    repetition has been scored. complete: tokens in its complete cache. course: tokens at which it was compressed.
+    repetition has been scored. complete: tokens in its complete cache. tracks: attention writes scores into its front. has_failed: its last compression
+    has. course: tokens at which it was compressed.
     """
 
     tokens: list[int]
@@ -104,6 +105,8 @@ class Sequence:
     complete: int = 0
     begun: Begun | None = None
     is_adopted: bool = False
+    tracks: bool = False
+    has_failed: bool = False
     course: list[tuple[int, ...]] = field(default_factory=list)
 
     @property
@@ -115,6 +118,7 @@ class Sequence:
         self.scored = self.kept = self.begun = None
         self.front = self.front_id = self.places = self.tail = self.changed_at = self.complete = 0
         self.repeated, self.recalled, self.is_adopted, self.course = [], False, False, []
+        self.tracks = self.has_failed = False
 
     def compute(self, start: int, end: int) -> None:
         """Notes what tokens ``[start, end)`` come to."""
@@ -153,9 +157,12 @@ class KeptFront:
 
 
 class Worker:
-    """num_groups: of layers. is_written: tells whether a block may be written to by the one request that holds it."""
+    """num_groups: of layers. holders: of a block: how many there are, and whether a front in the prefix cache lies in it.
+    events: how often things have happened."""
 
-    def __init__(self, num_blocks: int, num_groups: int, num_holders: Callable[[int], int], events: Counter[str]) -> None:
+    def __init__(
+        self, num_blocks: int, num_groups: int, holders: Callable[[int], tuple[int, bool]], events: Counter[str]
+    ) -> None:
         self.content = np.zeros((num_blocks, BLOCK_SIZE), np.int64)
         self.unclean = np.zeros((num_blocks, BLOCK_SIZE), bool)
         """Slots that hold what a compressed request wrote."""
@@ -167,13 +174,15 @@ class Worker:
         """By user's request."""
         self.courses: dict[str, list[tuple[int, ...]]] = {}
         """Compressions of the longest run of each request, whatever else ran."""
+        self.in_flight: set[bytes] = set()
+        """Keys of fronts made in steps whose outputs the scheduler has not seen."""
         self.to_fail = 0
         """How many of the next compressions fail."""
         self.rates: Rates | None = None
         self.pace = 1.0
         """Of compressions that are spread, their time as a share of the estimate."""
         self.events = events
-        self._num_groups, self._num_holders = num_groups, num_holders
+        self._num_groups, self._holders = num_groups, holders
         self._needed: dict[int, int] = {}
         """Blocks that fronts turned out to need, by what they were made of."""
         self._admitted: set[str] = set()
@@ -256,8 +265,9 @@ class Worker:
     def _check_sole(self, blocks: Iterable[int], what: str, finders: Mapping[int, int] = MappingProxyType({})) -> None:
         for block in blocks:
             check(block != 0, "the null block {}", what)
-            holders = self._num_holders(block) - finders.get(block, 0)
-            check(holders <= 1, "block {} {} while it is shared", block, what)
+            num_holders, is_of_front = self._holders(block)
+            check(num_holders - finders.get(block, 0) <= 1, "block {} {} while it is shared", block, what)
+            check(not is_of_front, "block {} of a front in the prefix cache {}", block, what)
 
     def _update(self, output: SchedulerOutput, step: CompressionStep, adopted: dict[str, KeptFront]) -> dict[str, int]:
         """As the runner's ``_update_states``. Returns the tokens that each scheduled request had computed before."""
@@ -333,6 +343,8 @@ class Worker:
             self._note("outputs restored")
         else:
             check(num_computed == adoption.num_tokens, "{} has {} tokens of its front", name, num_computed)
+        config = known_config(adoption.compression)
+        sequence.tracks = config.tracks(adoption.is_partial)
         if front.keeps_queries:
             sequence.kept = 0
 
@@ -351,6 +363,9 @@ class Worker:
                 sequence.compute(start, end)
                 values = sequence.values[start:end]
             sequence.computed = end
+            if sequence.tracks and (adoption is None or not adoption.restores_output):
+                front = sequence.blocks[0][: -(-sequence.front // BLOCK_SIZE)]
+                self._check_sole(front, f"gets scores of {name}")
             offsets = np.arange(start, end)
             for group, blocks in enumerate(sequence.blocks):
                 ids = np.array(blocks[: -(-end // BLOCK_SIZE)])
@@ -395,6 +410,8 @@ class Worker:
         kept = self.fronts.get(key)
         check(kept is not None, "the worker does not know a front in the prefix cache")
         assert kept is not None
+        check(key not in self.in_flight, "a front is offered before it has been computed")
+        check(not kept.sequence.has_failed, "a front is offered whose compression has failed")
         table = dict(zip(rows, blocks, strict=True))
         row = [table.get(index, 0) for index in range(max(table) + 1)]
         self._check_holds(kept.sequence, row, f"a front of {len(kept.tokens)} tokens")
@@ -601,6 +618,7 @@ class Worker:
         sequence.front, sequence.front_id, sequence.places = slots, state, plan.new_front
         sequence.tail, sequence.changed_at, sequence.state = plan.num_tokens, plan.seq_len, state
         sequence.begun, sequence.scored, sequence.repeated, sequence.recalled = None, None, [], False
+        sequence.tracks, sequence.has_failed = config.tracks(plan.is_partial), has_failed
         # A block that stays where it was may hold tokens behind the front.
         moved = [block for block, old in zip(plan.blocks, sequence.blocks[0], strict=False) if block != old]
         self.content[moved] = hash((state, 0))
@@ -614,6 +632,7 @@ class Worker:
             keeps_queries = config.decode == "bounded" or plan.is_partial
             tokens = tuple(sequence.tokens[: plan.num_tokens])
             self.fronts[plan.key] = KeptFront(tokens, sequence.salt, config.front_policy, kept, keeps_queries)
+            self.in_flight.add(plan.key)
             self._note("fronts made to be shared")
         if has_failed:
             self._report.failures[name] = Failure("planted", "merger:planted")
