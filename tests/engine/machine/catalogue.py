@@ -56,7 +56,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 REPEATED: list[dict[str, Any]] = [
-    {"policy": "kvzip", "budget": budget, "chunk_size": 11, "num_prefix_tokens": 2} for budget in (9, 9, 12, 12, 0.4, 0.4)
+    {"policy": "kvzip", "budget": budget, "chunk_size": 11, "num_prefix_tokens": 2}
+    for budget in (9, 9, 12, 12, 0.4, 0.4)
 ] + [
     {"policy": policy, "budget": 12, "window_size": 3, "score_window": 4, "reuse": "turns"}
     for policy in ("snapkv", "adakv", "snapkv", "pyramidkv")

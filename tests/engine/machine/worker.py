@@ -554,7 +554,9 @@ class Worker:
         check(plan.seq_len == sequence.computed, "the plan of {} is of {} tokens", name, plan.seq_len)
         leaves_tail = plan.is_refresh and config.decode == "grow"
         covered = sequence.tail if leaves_tail else sequence.computed
-        check(plan.num_tokens == covered, "the front of {} stands for {} tokens, not {}", name, plan.num_tokens, covered)
+        check(
+            plan.num_tokens == covered, "the front of {} stands for {} tokens, not {}", name, plan.num_tokens, covered
+        )
         check(not set(plan.blocks) & {0}, "the front of {} is in the null block", name)
         self._check_holds(sequence, sequence.blocks[0], f"the compression of {name}")
         if not sequence.is_compressed and not sequence.is_adopted:
