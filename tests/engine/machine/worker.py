@@ -79,12 +79,12 @@ class Begun:
 class Sequence:
     """A request as the worker knows it.
 
-    blocks: by group of layers. computed: tokens in the cache. values: what the slots of its tokens hold, by position.
-    state: what its next token depends on. front: slots of its front. front_id: what those are. places: of the plan that
-    made it. began: first token that was computed since it was admitted. scored: first and end of the tokens whose
-    queries have been scored; kept: first of those whose queries are kept. repeated: parts of its context whose
-    repetition has been scored. complete: tokens in its complete cache. tracks: attention writes scores into its front. has_failed: its last compression
-    has. course: tokens at which it was compressed.
+    blocks: by group of layers. computed: tokens in the cache. values: what the slots of its tokens hold, by
+    position. state: what its next token depends on. front: slots of its front. front_id: what those are. places: of
+    the plan that made it. began: first token that was computed since it was admitted. scored: first and end of the
+    tokens whose queries have been scored; kept: first of those whose queries are kept. repeated: parts of its
+    context whose repetition has been scored. complete: tokens in its complete cache. tracks: attention writes
+    scores into its front. has_failed: its last compression has. course: tokens at which it was compressed.
     """
 
     tokens: list[int]
@@ -157,7 +157,7 @@ class KeptFront:
 
 
 class Worker:
-    """num_groups: of layers. holders: of a block: how many there are, and whether a front in the prefix cache lies in it.
+    """num_groups: of layers. holders: of a block: how many there are, and whether a cached front lies in it.
     events: how often things have happened."""
 
     def __init__(
@@ -222,7 +222,7 @@ class Worker:
         return result
 
     def _begin(self, output: SchedulerOutput, step: CompressionStep) -> dict[str, KeptFront]:
-        """As ``Compression.begin``: keeps turns, forgets requests, and copies fronts; those that requests begin with."""
+        """As ``Compression.begin``: keeps turns, forgets requests, and copies fronts. Returns those that begin requests."""
         for name, turn in step.turns.items():
             self.fronts[turn.key] = self._turn(self.sequences[name], name, turn.num_tokens, turn.keeps_queries)
             self._note("turns kept")
