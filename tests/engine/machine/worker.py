@@ -222,7 +222,7 @@ class Worker:
         return result
 
     def _begin(self, output: SchedulerOutput, step: CompressionStep) -> dict[str, KeptFront]:
-        """As ``Compression.begin``: keeps turns, forgets requests, and copies fronts. Returns those that begin requests."""
+        """As ``Compression.begin``: keeps turns, forgets requests, and copies fronts. Returns those taken over."""
         for name, turn in step.turns.items():
             self.fronts[turn.key] = self._turn(self.sequences[name], name, turn.num_tokens, turn.keeps_queries)
             self._note("turns kept")
