@@ -10,9 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
-from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.plan import CompressionReport
-from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.schedule import RequestCompression
 from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
 from vllm_kvmerge.engine.sharing import ContextSharing
@@ -104,11 +102,6 @@ def _(original: Any, self: Any, plan: Any, report: Any) -> None:
     original(self, plan, replace(report, failures={}))
 
 
-@mutation("fronts of other policies are found", FrontCache, "key", "another salt or policy|front")
-def _(original: Any, self: Any, request: Any, num_tokens: int, *policy: str) -> Any:
-    return original(self, request, num_tokens)
-
-
 @mutation("a front outlasts its blocks", FrontCache, "lose", "front|not its own|hash")
 def _(original: Any, self: Any, blocks: Any) -> None:
     pass
@@ -153,16 +146,6 @@ def _(original: Any, self: Any, request: Any) -> bool:
 @mutation("a front that turns out smaller gives back a block too many", Manager, "shrink_front", "")
 def _(original: Any, self: Any, request_id: str, report: Any) -> int:
     return original(self, request_id, replace(report, num_blocks=report.num_blocks - 1))
-
-
-@mutation("scores of contexts outlast a reset", KnownScores, "clear", "scores")
-def _(original: Any, self: Any) -> None:
-    pass
-
-
-@mutation("scores of any context are recalled", PrefixKeys, "of", "scores of another context")
-def _(original: Any, self: Any, request: Any, num_tokens: int, *purpose: str) -> Any:
-    return b"any" if purpose[0] == "repetition" else original(self, request, num_tokens, *purpose)
 
 
 @mutation("a compression under way is not dropped with its request", CompressionSchedulerMixin, "_drop_spread", "")
