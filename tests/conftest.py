@@ -40,6 +40,7 @@ def pytest_addoption(parser):
         help="which of vLLM's libraries of CPU operators this process and those that it starts load; default: the one "
         "that vLLM takes on this processor",
     )
+    parser.addoption("--operations", type=int, help="of the random schedules in tests/engine/test_machine.py")
     parser.addoption(
         "--thin",
         type=int,

@@ -97,7 +97,7 @@ class MergeableAttentionManager(FullAttentionManager):
         self.fronts: FrontCache | None = None
         """Compressed contexts in the prefix cache; None: there are none."""
         self.most_tokens: dict[str, int] = {}
-        """Of requests that give slots back before their prompts end: most tokens that they have slots for at once."""
+        """Of requests that give slots back: most tokens that they have slots for at once."""
         self.last_asked = "", 0
         """The request that vLLM asked last whether it finds room, and the blocks that it needs."""
         self._retired: list[KVCacheBlock] = []

@@ -167,11 +167,11 @@ class CompressionSchedulerMixin(Scheduler):
         compression = RequestCompression.of(config, request.num_prompt_tokens, request.max_tokens, self._limits)
         if compression.repeats_context:
             self._check_repetition(request, compression)
-        if compression.config.awaits_pressure:
-            # What it has generated need not fit beside its prompt when it is computed again.
-            self._manager.most_tokens[request.request_id] = self._limits.pool_tokens or self.max_model_len
+        # What it has generated need not fit beside its prompt when it is computed again.
+        room = (self._limits.pool_tokens or self.max_model_len) - self._limits.window_slots(compression.total)
         if compression.chunk is not None:
-            self._manager.most_tokens[request.request_id] = self._limits.slots(config, request.num_prompt_tokens)
+            room = self._limits.slots(config, request.num_prompt_tokens)
+        self._manager.most_tokens[request.request_id] = room
         return compression
 
     def _limit_to_pool(self, request: Request, config: CompressionConfig | None) -> None:
@@ -250,6 +250,7 @@ class CompressionSchedulerMixin(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._end_failed()
+        self._end_orphans()  # of requests preempted between steps, as by a reset of the prefix cache
         self._contexts.expire()
         self._put_repetitions_first()
         # A step takes blocks for new tokens, and the last of each request that is not full.

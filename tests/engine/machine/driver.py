@@ -1,0 +1,285 @@
+"""What vLLM's engine core does with a scheduler and a worker, one operation at a time."""
+
+import json
+import time
+from collections import Counter, deque
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from tests.engine.machine.audit import Audit
+from tests.engine.machine.setting import Setting, block_hasher
+from tests.engine.machine.worker import Asked, Worker, check
+from vllm_kvmerge.engine.contexts import CONTEXT_KEY
+from vllm_kvmerge.engine.known_scores import KnownScores
+from vllm_kvmerge.engine.plan import attached_step
+from vllm_kvmerge.engine.usage import USAGE_KEY
+from vllm_kvmerge.policies.cost import Rates
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
+
+LEAST_STEPS, STEPS_PER_TOKEN = 300, 10
+"""Bound on the steps in which all requests end, once nothing is in their way: preempted ones are computed again."""
+
+
+def operation(method: Any) -> Any:
+    """Marks the driver as broken where something raises: there is no sense in what comes after it."""
+
+    @wraps(method)
+    def operate(self: "Driver", *args: Any, **kwargs: Any) -> Any:
+        before, self.is_broken = self.is_broken, True
+        result = method(self, *args, **kwargs)
+        self.is_broken = before
+        return result
+
+    return operate
+
+
+class Driver:
+    """operations: what has been done so far: steps of the scheduler, and what comes between them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.scheduler = setting.scheduler()
+        limits = self.scheduler._limits
+        if setting.external_tokens is not None:
+            max_bytes = limits.external_bytes(setting.external_tokens)
+            self.scheduler._limits = replace(limits, max_external_bytes=max_bytes)
+        if setting.has_prefix_cache:  # some contexts' scores at a time
+            self.scheduler._known_scores = KnownScores(limits.prompt_score_bytes(70))
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.events = Counter[str]()
+        num_groups = len(self.scheduler.kv_cache_config.kv_cache_groups)
+        self.worker = Worker(setting.num_blocks, num_groups, self._holders, self.events)
+        self.audit = Audit(self.scheduler, self.worker)
+        self.texts: list[tuple[list[int], dict[str, Any] | None, str | None]] = []
+        """Tokens of requests that have ended, what they asked for, and their salts."""
+        self.contexts: list[str] = []
+        """Ids that contexts were to be kept under."""
+        self.operations = 0
+        self.is_broken = False
+        self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._num_requests = 0
+        self._fields: dict[str, dict[str, Any] | None] = {}
+
+    def _holders(self, block: int) -> tuple[int, bool]:
+        fronts = self.scheduler._manager.fronts
+        return self.pool.blocks[block].ref_cnt, fronts is not None and block in fronts._of_block
+
+    @property
+    def names(self) -> list[str]:
+        """Users' requests that have not ended."""
+        return [name for name in self.scheduler.requests if "/" not in name]
+
+    # Requests.
+
+    @operation
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        fields: dict[str, Any] | None,
+        salt: str | None = None,
+        priority: int = 0,
+        keeps_context: bool = False,
+        stops: bool = False,
+    ) -> str:
+        name = f"r{self._num_requests}"
+        self._num_requests += 1
+        extra = {} if fields is None else {EXTRA_ARGS_KEY: json.dumps(fields)}
+        if keeps_context:
+            self.contexts.append(f"c{self._num_requests}")
+            extra[CONTEXT_KEY] = json.dumps({"id": self.contexts[-1]})
+        if self._num_requests % 3 == 0:
+            extra[USAGE_KEY] = "request"
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[3] if stops else None, extra_args=extra or None
+        )
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=float(self._num_requests),
+            cache_salt=salt,
+            priority=priority,
+            block_hasher=block_hasher,
+        )
+        self.worker.asked[name], self._fields[name] = Asked(salt), fields
+        self.scheduler.add_request(request)
+        compression = self.scheduler._compressions.get(name)
+        if compression is not None:
+            config = compression.config
+            tracker = config.policy.tracker
+            asked = Asked(salt, config.front_policy, compression.context, f"{tracker.name} {tracker.model_dump_json()}")
+            self.worker.asked[name] = asked
+            self.events[f"policy {config.name}"] += 1
+        self._did("requests")
+        return name
+
+    @operation
+    def abort(self, names: list[str]) -> None:
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+        self._did("aborts")
+
+    @operation
+    def preempt(self, name: str) -> None:
+        """As the scheduler does when it finds no block."""
+        request = self.scheduler.requests.get(name)
+        if request is not None and request.status == RequestStatus.RUNNING:
+            self.scheduler.running.remove(request)
+            self.scheduler._preempt_request(request, time.monotonic())
+            # It may be resumed at once, as after a reset of the running ones.
+            self.scheduler.prev_step_scheduled_req_ids.discard(name)
+            self._did("preemptions by hand")
+
+    # Steps.
+
+    @operation
+    def step(self, aborted: str | None = None) -> bool:
+        """As ``EngineCore.step``, or with asynchronous scheduling ``step_with_batch_queue``. aborted: a request that is
+        aborted while the model runs. False if there was nothing to do."""
+        depth = 2 if self.setting.is_async else 1
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._note(output)
+            self._queue.append((output, self.worker.execute(output)))
+            self._did("steps")
+            if len(self._queue) < depth and (output.total_num_scheduled_tokens or self.scheduler.has_requests()):
+                return True
+        elif not self._queue:
+            return False
+        output, result = self._queue.popleft()
+        if aborted is not None:
+            self.abort([aborted])
+        self.worker.in_flight -= {plan.key for plan in attached_step(output).plans if plan.key is not None}
+        ending = dict(self.scheduler.requests)
+        self.scheduler.update_from_output(output, result)
+        for name, request in ending.items():
+            if name not in self.scheduler.requests and "/" not in name:
+                text = list(request.all_token_ids), self._fields[name], request.cache_salt
+                self.texts = [*self.texts[-5:], text]
+        self.audit.run()
+        return True
+
+    def _note(self, output: SchedulerOutput) -> None:
+        step = attached_step(output)
+        for what, number in (
+            ("preemptions", len(output.preempted_req_ids or ())),
+            ("steps with several compressions", len(step.plans) > 1),
+            ("blocks zeroed", len(output.new_block_ids_to_zero or ())),
+            ("fronts forgotten", len(step.forgotten)),
+        ):
+            if number:
+                self.events[what] += int(number)
+
+    def _did(self, what: str) -> None:
+        self.operations += 1
+        self.events[what] += 1
+        self.audit.run()
+
+    def has_work(self) -> bool:
+        return bool(self._queue) or self.scheduler.has_requests()
+
+    def run_to_end(self) -> None:
+        """Until nothing is left to do; fails if that takes too long."""
+        requests = self.scheduler.requests.values()
+        num_tokens = sum(one.num_prompt_tokens + one.max_tokens for one in requests)
+        most = LEAST_STEPS + STEPS_PER_TOKEN * num_tokens
+        for _ in range(most):
+            if not self.has_work():
+                return
+            self.step()
+        left = {one.request_id: (one.status.name, one.num_computed_tokens, one.num_tokens) for one in requests}
+        check(False, "requests do not end within {} steps: {}", most, left)
+
+    # The pool and the caches.
+
+    @operation
+    def pin(self, num_left: int) -> None:
+        """Takes all free blocks but so many."""
+        free = self.pool.get_num_free_blocks()
+        if free > num_left:
+            self.audit.taken += self.pool.get_new_blocks(free - num_left)
+            self._did("pins")
+
+    @operation
+    def unpin(self) -> None:
+        self.pool.free_blocks(self.audit.taken)
+        self.audit.taken = []
+        self._did("unpins")
+
+    @operation
+    def reset(self, reset_running: bool) -> None:
+        """Resets the prefix cache; if that succeeds, the model's weights may change."""
+        if reset_running and self.audit.taken:
+            return  # vLLM takes it for a failure if blocks are in use
+        if self.scheduler.reset_prefix_cache(reset_running):
+            self._change_weights()
+            self.events["resets that succeed"] += 1
+        self._did("resets")
+
+    def _change_weights(self) -> None:
+        self.worker.epoch += 1
+        self.audit.forget_hashes()
+
+    @operation
+    def sleep(self, mode: str, level: int) -> None:
+        """As ``EngineCoreProc.sleep``, until the pause is complete. mode: of ``pause_scheduler``."""
+        if mode == "abort":
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        self.scheduler.set_pause_state(state)
+        if mode == "wait" and self.audit.taken:
+            self.unpin()
+        self.run_to_end()
+        if level >= 1:
+            if self.audit.taken:
+                self.unpin()
+            check(self.scheduler.reset_prefix_cache(reset_running_requests=True), "caches cannot be reset for a sleep")
+            self._change_weights()
+            self.worker.lose_memory()
+        self._did(f"sleeps that {mode}")
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.scheduler.pause_state != PauseState.UNPAUSED
+
+    @operation
+    def wake(self) -> None:
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._did("wakes")
+
+    @operation
+    def delete_context(self, salt: str | None) -> None:
+        if self.contexts:
+            self.contexts.append(self.contexts.pop(0))
+            call = {"call": "delete", "id": self.contexts[-1], "salt": salt}
+            if json.loads(self.scheduler.call_contexts(json.dumps(call))) is not None:
+                self.events["kept contexts deleted"] += 1
+            self._did("deletions")
+
+    def set_rates(self, rate: float) -> None:
+        """The worker reports that it computes so many numbers a second."""
+        self.worker.rates = Rates(rate, rate)
+        self.operations += 1
+
+    def finish(self) -> None:
+        """Ends everything, and checks that nothing is left."""
+        self.worker.to_fail = 0
+        if self.audit.taken:
+            self.unpin()
+        if self.is_asleep:
+            self.wake()
+        self.run_to_end()
+        for context in self.contexts:
+            for salt in (None, "other"):
+                self.scheduler.call_contexts(json.dumps({"call": "delete", "id": context, "salt": salt}))
+        # The worker hears in a step of what has gone.
+        self.worker.execute(self.scheduler.schedule())
+        self.audit.run_at_end()

@@ -1,0 +1,125 @@
+"""The scheduler, its blocks and its caches under random schedules, without a model: see tests/engine/machine.
+
+``--operations 100000`` has a longer run, of other examples each time: ``make machine OPERATIONS=100000``.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.engine.machine.driver import Driver
+from tests.engine.machine.machine import TEXTS, Machine
+from tests.engine.machine.mutations import MUTATIONS, planted
+from tests.engine.machine.setting import Setting
+
+pytestmark = pytest.mark.engine
+
+NUM_STEPS = 50
+"""Rules of an example."""
+SEED = 1
+EXAMPLES, EXAMPLES_OF_A_FAULT = 120, 120
+OPERATIONS_OF_AN_EXAMPLE = 100
+"""About."""
+
+EVENTS = (
+    "preemptions",
+    "compressions spread",
+    "compressions failed",
+    "steps with several compressions",
+    "refreshes",
+    "fronts adopted",
+    "fronts reported",
+    "turns kept",
+    "resets that succeed",
+    "blocks zeroed",
+    "prefix-cache hits",
+)
+"""What must come about in a run, or it proves little."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """vLLM logs resets and pauses."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run(num_examples: int, *phases: Phase, is_random: bool = False) -> None:
+    machine: type[Machine] = type("RandomSchedules", (Machine,), {})
+    if not is_random:  # the same examples wherever it runs
+        machine = seed(SEED)(machine)
+    chosen = settings(
+        max_examples=num_examples,
+        stateful_step_count=NUM_STEPS,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
+        report_multiple_bugs=False,
+    )
+    with quiet():
+        run_state_machine_as_test(machine, settings=chosen)
+
+
+@pytest.mark.timeout(7200)
+def test_random_schedules(pytestconfig):
+    asked = pytestconfig.getoption("--operations")
+    before, events, started = Machine.operations, Machine.events.copy(), time.process_time()
+    num_examples = EXAMPLES if asked is None else math.ceil(asked / OPERATIONS_OF_AN_EXAMPLE)
+    while True:
+        run(num_examples, Phase.generate, Phase.shrink, is_random=asked is not None)
+        done = Machine.operations - before
+        if asked is None or done >= asked:
+            break
+        num_examples = math.ceil((asked - done) / OPERATIONS_OF_AN_EXAMPLE)
+    seconds = time.process_time() - started
+    print(f"\n{done} operations, {done / seconds:.0f} per second of processor time")
+    print(", ".join(f"{what}: {number}" for what, number in sorted((Machine.events - events).items())))
+    missing = [event for event in EVENTS if Machine.events[event] == events[event]]
+    assert not missing, f"no {', '.join(missing)} in {done} operations"
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_planted_faults_are_found(fault):
+    *_, found = MUTATIONS[fault]
+    with planted(fault), pytest.raises((AssertionError, KeyError), match=found):
+        run(EXAMPLES_OF_A_FAULT, Phase.generate)
+
+
+# What random schedules have found.
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("has_windows", "decode"), [(False, "bounded"), (False, "grow"), (True, "bounded")])
+def test_a_preempted_request_that_has_outgrown_the_pool_goes_on(is_async, has_windows, decode):
+    """Its prompt and what it has generated are more tokens than the pool has slots."""
+    driver = Driver(Setting(num_blocks=24, is_async=is_async, has_windows=has_windows, step_tokens=16, max_seqs=2))
+    fields = {"policy": "streaming_llm", "budget": 9, "num_sink_tokens": 1, "decode": decode}
+    prompt = 44 if has_windows else 70
+    name = driver.add(TEXTS[0][:prompt], 60, fields)
+    request = driver.scheduler.requests[name]
+    while request.num_tokens <= 23 * 4:
+        assert driver.step()
+    driver.preempt(name)
+    driver.add(TEXTS[1][:20], 5, None)
+    driver.finish()
+    assert request.is_finished() and request.num_preemptions >= 1
+
+
+def test_a_repetition_that_nobody_needs_ends_with_a_reset():
+    driver = Driver(Setting(has_prefix_cache=False))
+    name = driver.add(TEXTS[0][:30], 5, {"policy": "kvzip", "budget": 9, "chunk_size": 11})
+    while not any("/" in one for one in driver.scheduler.requests):
+        assert driver.step()
+    driver.reset(reset_running=True)
+    output = driver.scheduler.schedule()
+    assert list(output.num_scheduled_tokens) == [name]
