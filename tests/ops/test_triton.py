@@ -35,7 +35,7 @@ from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: 
 from vllm_kvmerge.ops import triton  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
-from vllm_kvmerge.ops.types import PageTables  # noqa: E402
+from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
 from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -82,7 +82,8 @@ def run_all(
     pages = PagedKVCache.of(torch.zeros(512, heads, 16, elements, dtype=dtype), head_size, row_major_keys=True)
     table = torch.zeros(rows, width, dtype=torch.int32)
     numbers = torch.full((rows,), 100, dtype=torch.int32)
-    query = torch.zeros(rows * num_queries, heads * groups, head_size, dtype=dtype)
+    wide = torch.bfloat16 if dtype in QUANTISED else dtype
+    query = torch.zeros(rows * num_queries, heads * groups, head_size, dtype=wide)
     batch = AttentionBatch(table, *[numbers] * 6, torch.zeros(rows), num_queries)
     triton.paged_attention(query, pages, batch, 0.1, query.clone())
     if has_pages:
@@ -96,7 +97,7 @@ def run_all(
     for num_rows, weights in ((heads, None), (heads * groups, torch.ones(len(query)))):
         scores = torch.zeros(num_rows, 60)
         triton.score_repetition(query, pages, table[0], 0.1, 100 + len(query), 100, 30, 4, scores, weights)
-    tokens = torch.zeros(64, heads, head_size, dtype=dtype)
+    tokens = torch.zeros(64, heads, head_size, dtype=wide)
     triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
     seq_layers = SequenceLayers((pages, pages), torch.tensor([0, 1]), table[:2], torch.tensor([[50, 60, 110]] * 2))
     index, planes = torch.zeros(2 * heads, 32, dtype=torch.int64), torch.zeros(3, 2 * heads, 32)
@@ -127,6 +128,9 @@ def run_all(
         (torch.bfloat16, 256, 1, 1, [80], None),
         (torch.bfloat16, 64, 8, 1, [90], None),
         (torch.float32, 128, 2, 1, [80], None),
+        (torch.float8_e4m3fn, 128, 4, 1, [89, 90], 90),
+        (torch.float8_e5m2, 64, 8, 1, [80], None),
+        (torch.float8_e4m3fn, 256, 1, 64, [89], None),
     ],
 )
 def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, capabilities, paged_on, tmp_path, gpu):
@@ -134,7 +138,7 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
 
     paged_on: the kind of GPU that kernels are compiled for with head pages, another than without: each takes a second.
     """
-    everything = (dtype, head_size, num_queries) == (torch.bfloat16, 128, 1) and 80 in capabilities
+    everything = (head_size, num_queries) == (128, 1) and paged_on is not None
     with launches() as found:
         run_all(dtype, head_size, groups, num_queries, not everything, has_pages=paged_on is not None)
     found = list({launch.key: launch for launch in found}.values())
@@ -218,7 +222,7 @@ def test_splits_fill_a_gpu(rows, gpu):
     assert long.kept == 0 and long.tiles == 512 // 16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("head_size", [16, 32, 64, 128, 256])
 def test_every_kernel_has_tile_sizes_for_every_shape(dtype, head_size):
     for kernel in {rule["kernel"] for rule in tuning.rules()}:
