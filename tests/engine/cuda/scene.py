@@ -52,7 +52,8 @@ class Scene:
         numbers = {"dtype": torch.int32, "device": self.device}
         self.starts, self.seq_lens = torch.zeros(MAX_ROWS + 1, **numbers), torch.zeros(MAX_ROWS, **numbers)
         self.block_table = torch.zeros(MAX_ROWS, MAX_BLOCKS, **numbers)
-        self.query = torch.zeros(MAX_TOKENS, HEADS * GROUPS, HEAD_SIZE, dtype=self.maker.query_dtype, device=self.device)
+        shape = MAX_TOKENS, HEADS * GROUPS, HEAD_SIZE
+        self.query = torch.zeros(shape, dtype=self.maker.query_dtype, device=self.device)
         self.output = torch.zeros_like(self.query)
 
     def finish_cache(self) -> None:

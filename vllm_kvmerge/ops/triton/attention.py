@@ -84,8 +84,8 @@ class _Call:
         planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
         attention_kernels.attend[(len(self.batch) * plan.tiles, cache.num_kv_heads, plan.splits)](
             self.query, *planes, output, *rows, *self.pages, self.softmax.sinks, buffers.get("partial", lse), lse,
-            buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles, *self.query.stride()[:2], *output.stride()[:2],
-            rows[0].stride(0), *cache.strides,
+            buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles, *self.query.stride()[:2],
+            *output.stride()[:2], rows[0].stride(0), *cache.strides,
             VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.constants, **plan.settings.launch,
         )  # fmt: skip
         return lse

@@ -124,9 +124,10 @@ def averaged(level, score, aux, num_queries, counted, decay):
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
 def attend(
     query, keys, values, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts,
-    tails, score_modes, score_decays, page_tables, addresses, layer, sinks, partial, lse, kept, scale, value_scale, tiles_per_row,
-    stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block, stride_k_head,
-    stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot, stride_m_block, stride_m_head,
+    tails, score_modes, score_decays, page_tables, addresses, layer, sinks, partial, lse, kept, scale, value_scale,
+    tiles_per_row, stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block,
+    stride_k_head, stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot, stride_m_block,
+    stride_m_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, KEEP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,

@@ -40,9 +40,10 @@ def runs_on(device: torch.device) -> str | None:
 @layout_check
 def obstacle(cache: PagedKVCache) -> str | None:
     """Says why these operators cannot work on a cache; None if they can."""
-    if cache.keys.dtype == torch.float8_e4m3fn and cache.device.type == "cuda":
-        if torch.cuda.get_device_capability(cache.device) < E4M3_CAPABILITY:
-            return f"the cache is {cache.keys.dtype}, and the GPU older than compute capability 8.9"
+    on_gpu = cache.device.type == "cuda"
+    is_e4m3 = cache.keys.dtype == torch.float8_e4m3fn
+    if on_gpu and is_e4m3 and torch.cuda.get_device_capability(cache.device) < E4M3_CAPABILITY:
+        return f"the cache is {cache.keys.dtype}, and the GPU older than compute capability 8.9"
     return planes_obstacle(cache)
 
 

@@ -14,7 +14,16 @@ from vllm_kvmerge.ops.triton import entry_kernels, places
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
 from vllm_kvmerge.ops.triton.backend import ELEMENTS, layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
-from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, Destination, HeadPages, Metadata, SequenceLayers, Softmax, sent, stored
+from vllm_kvmerge.ops.types import (
+    PLAIN_SOFTMAX,
+    Destination,
+    HeadPages,
+    Metadata,
+    SequenceLayers,
+    Softmax,
+    sent,
+    stored,
+)
 
 STAGING_BYTES = 64 << 20
 """Bytes of keys or values that are moved at a time."""
@@ -111,7 +120,9 @@ def write_rows(
         if rows is None or rows.numel() == 0:
             continue
         dtype, scales = at.cache.keys.dtype, seq_layers.scales(plane)
-        rows = stored(rows if scales is None else rows / scales, dtype) if at.cache.is_quantised else rounded(rows, dtype)
+        rows = (
+            stored(rows if scales is None else rows / scales, dtype) if at.cache.is_quantised else rounded(rows, dtype)
+        )
         entry_kernels.write_rows[at.grid(places.shape[1], chosen.block_n)](
             *at.layers, blocks, pages, places, rows.contiguous(), *at.counts,
             places.shape[1], blocks.stride(0), *at.strides(plane),
