@@ -33,6 +33,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: E402
 from vllm_kvmerge.ops import triton  # noqa: E402
+from vllm_kvmerge.ops.cuda import backend as cuda_backend  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
@@ -152,6 +153,17 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
             if launch.kernel.__name__ == "attend":
                 assert "cp.async" in code.ptx, "keys and values are not loaded ahead"
                 assert ("mma.sync" in code.ptx or "wgmma" in code.ptx) == (dtype is not torch.float32), told
+
+
+@pytest.mark.parametrize(("dtype", "too_old"), [(torch.float8_e4m3fn, True), (torch.float8_e5m2, False)], ids=str)
+def test_caches_of_8_bits_are_tritons(dtype, too_old, monkeypatch):
+    pages = PagedKVCache.of(torch.zeros(4, 2, 16, 80, dtype=dtype), 32, row_major_keys=True, key_scale=0.5)
+    assert triton.obstacle(pages) is None
+    assert cuda_backend.obstacle(pages) == f"the cache is {dtype}"
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
+    on_gpu = replace(pages)
+    on_gpu.__dict__["device"] = torch.device("cuda")
+    assert ("compute capability 8.9" in (triton.obstacle(on_gpu) or "")) == too_old
 
 
 @pytest.mark.parametrize("num_queries", [1, 4, 100])
