@@ -2,6 +2,7 @@
 
 Its PyTorch reference; vLLM's CPU kernels, on their own layout, where they do the same; and torch's
 ``scaled_dot_product_attention`` over keys and values that lie contiguous already (gathering them is not counted).
+Attention to caches of 8 bits (``--dtype float8_e4m3fn float8_e5m2``) also beside ours to the same numbers in bfloat16.
 
 The floor is the time in which one pass over memory, a copy, or a matrix product of the same size takes, measured in the
 same run on the same threads: ``share`` is floor / time. Bytes are those that must move, each once. In every round all
@@ -13,9 +14,9 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import ModuleType
 
 import torch
@@ -37,11 +38,18 @@ from vllm_kvmerge.ops import (
     cpu,
     reference,
 )
-from vllm_kvmerge.ops.types import PLANES
+from vllm_kvmerge.ops.types import PLANES, QUANTISED, stored
 
 BLOCK_SIZE = 128
 DECAY = 0.9
-QUICK = {"entries": 512, "kv_heads": 2, "working_set": 2, "seconds": 1e-3, "dtype": ["bfloat16"], "head_size": [64]}
+QUICK = {
+    "entries": 512,
+    "kv_heads": 2,
+    "working_set": 2,
+    "seconds": 1e-3,
+    "dtype": ["bfloat16", "float8_e4m3fn"],
+    "head_size": [64],
+}
 
 Side = Callable[[int], Sequence[Tensor]]
 """Runs an operator once and returns what it returns; the argument counts calls and chooses a copy of the cache."""
@@ -84,20 +92,41 @@ class Caches:
         self.copies = max(2, arguments.working_set * 2**20 // (self.entries * self.heads * cell))
         cache = torch.empty(num_blocks, self.heads, BLOCK_SIZE, cell // dtype.itemsize, dtype=dtype)
         pages = PagedKVCache.of(cache, head_size)
-        pages.keys.normal_()
-        pages.values.normal_()
+        for plane in (pages.keys, pages.values):
+            plane.copy_(stored(torch.randn(plane.shape), dtype))
         pages.log_votes.uniform_(0.0, 3.0)
         pages.scores.uniform_()
         pages.aux.fill_(1.0)
         pages.positions.random_(self.entries)
         self.blocks = torch.randperm(num_blocks, dtype=torch.int32)
         self._pages = [PagedKVCache.of(cache.clone(), head_size) for _ in range(self.copies)]
-        stock = torch.cat([pages.stock_keys, pages.values], 2)
+        stock = torch.cat([pages.stock_keys, pages.stock_values], 2)
         self._stock = [stock.clone().chunk(2, 2) for _ in range(self.copies)]
         seq_layers = SequenceLayers.of(pages, self.blocks, 0, 0, self.entries)
         index = torch.arange(self.entries).repeat(self.heads, 1)
-        dense = [reference.gather_rows(seq_layers, plane, index).unsqueeze(0).to(dtype) for plane in ("keys", "values")]
-        self._dense = [[plane.clone() for plane in dense] for _ in range(self.copies)]
+        dense = [reference.gather_rows(seq_layers, plane, index).unsqueeze(0) for plane in ("keys", "values")]
+        self._dense = [[plane.to(self.query_dtype) for plane in dense] for _ in range(self.copies)]
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype in QUANTISED else self.dtype
+
+    @cached_property
+    def wide(self) -> list[PagedKVCache]:
+        """The same numbers in bfloat16, in as many copies."""
+        cell = cell_bytes(self.head_size, torch.bfloat16) // 2
+        shape = *self._pages[0].log_votes.shape, cell
+        copies = [PagedKVCache.of(torch.empty(shape, dtype=torch.bfloat16), self.head_size) for _ in self._pages]
+        for narrow, wide in zip(self._pages, copies, strict=True):
+            for name in PLANES:
+                getattr(wide, name).copy_(getattr(narrow, name))
+        return copies
+
+    @property
+    def vllm_format(self) -> dict[str, object]:
+        """How vLLM's operators are told what their cache is."""
+        names = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+        return {"kv_cache_dtype": names.get(self.dtype, "auto"), "k_scale": 1.0, "v_scale": 1.0}
 
     def pages(self, call: int) -> PagedKVCache:
         return self._pages[call % self.copies]
@@ -116,7 +145,7 @@ class Caches:
 
     @property
     def isa(self) -> str:
-        return str(_get_attn_isa(self.dtype, BLOCK_SIZE, self.head_size))
+        return str(_get_attn_isa(self.query_dtype, BLOCK_SIZE, self.head_size))
 
     def some(self, count: int) -> Tensor:
         """``[H, count]`` int64: random entries, ascending."""
@@ -135,7 +164,7 @@ def vllm_attention(caches: Caches, query: Tensor) -> Side:
     num_queries, num_heads, head_size = query.shape
     starts, lens = (torch.tensor(x, dtype=torch.int32) for x in ([0, num_queries], [caches.entries]))
     metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
-        1, num_heads, caches.heads, head_size, lens, caches.dtype, starts, True, -1, caches.isa, True
+        1, num_heads, caches.heads, head_size, lens, caches.query_dtype, starts, True, -1, caches.isa, True
     )
 
     def run(call: int) -> Sequence[Tensor]:
@@ -154,6 +183,7 @@ def vllm_attention(caches: Caches, query: Tensor) -> Side:
             softcap=0.0,
             scheduler_metadata=metadata,
             s_aux=None,
+            **caches.vllm_format,
         )
         return [output]
 
@@ -170,7 +200,7 @@ def torch_attention(caches: Caches, query: Tensor, front: int) -> Side:
         mask = visible.repeat(num_heads // caches.heads, 1)
     if front:
         log_votes = reference.gather_metadata(caches.seq_layers(0, front))[0]
-        mask = log_votes.to(caches.dtype)[None, :, None]
+        mask = log_votes.to(caches.query_dtype)[None, :, None]
 
     def run(call: int) -> Sequence[Tensor]:
         attended = torch.nn.functional.scaled_dot_product_attention(rows, *caches.dense(call), attn_mask=mask)
@@ -181,16 +211,18 @@ def torch_attention(caches: Caches, query: Tensor, front: int) -> Side:
 
 def attention(caches: Caches, groups: int, num_queries: int, front: int, mode: str) -> Case:
     """Decode where ``num_queries == 1``. front: entries with a vote bias; half of them, or none."""
-    query = torch.randn(num_queries, caches.heads * groups, caches.head_size).to(caches.dtype)
+    query = torch.randn(num_queries, caches.heads * groups, caches.head_size).to(caches.query_dtype)
     update = ScoreUpdate(ScoreMode(mode), DECAY)
     batch = AttentionBatch.single(caches.blocks, num_queries, caches.entries, front, front, update)
 
-    def run(module: ModuleType, call: int) -> Sequence[Tensor]:
+    def attend(module: ModuleType, pages: PagedKVCache) -> Sequence[Tensor]:
         output = torch.empty_like(query)
-        module.paged_attention(query, caches.pages(call), batch, caches.head_size**-0.5, output)
+        module.paged_attention(query, pages, batch, caches.head_size**-0.5, output)
         return [output]
 
-    sides = both(run)
+    sides = both(lambda module, call: attend(module, caches.pages(call)))
+    if caches.dtype in QUANTISED:
+        sides["bfloat16"] = lambda call: attend(cpu, caches.wide[call % caches.copies])
     if not front:
         sides["vLLM"] = vllm_attention(caches, query)
     if mode == "none":
@@ -205,7 +237,7 @@ def attention(caches: Caches, groups: int, num_queries: int, front: int, mode: s
 
 
 def scores(caches: Caches, groups: int, num_queries: int, update: ScoreUpdate) -> Case:
-    query = torch.randn(num_queries, caches.heads * groups, caches.head_size).to(caches.dtype)
+    query = torch.randn(num_queries, caches.heads * groups, caches.head_size).to(caches.query_dtype)
 
     def run(module: ModuleType, call: int) -> Sequence[Tensor]:
         statistics = torch.zeros(2, caches.heads, caches.entries)
@@ -259,7 +291,7 @@ def selections(caches: Caches) -> list[Case]:
         "by_position": (positions,),
         "inverse": (index, n),
         "free_places": (index, kept),
-        "take": (index, [ranking, positions]),
+        "take": (index, [ranking, positions], [0.0, -1]),
         "join_slots": (products, between, source_weights, weights),
     }
 
@@ -301,7 +333,7 @@ def gathers(caches: Caches) -> list[Case]:
 def token_writes(caches: Caches, count: int, name: str, order: Tensor) -> Case:
     """order: all slots, as they are written, ``count`` in each call."""
     slots = (caches.blocks[order // BLOCK_SIZE].long() * BLOCK_SIZE + order % BLOCK_SIZE).view(-1, count)
-    key, value = torch.randn(2, count, caches.heads, caches.head_size).to(caches.dtype)
+    key, value = torch.randn(2, count, caches.heads, caches.head_size).to(caches.query_dtype)
 
     def slots_of(call: int) -> Tensor:
         return slots[call // caches.copies % len(slots)]
@@ -311,7 +343,8 @@ def token_writes(caches: Caches, count: int, name: str, order: Tensor) -> Case:
         return []
 
     def run_vllm(call: int) -> Sequence[Tensor]:
-        vllm_ops.cpu_attn_reshape_and_cache(key, value, *caches.stock(call), slots_of(call), caches.isa)
+        where = slots_of(call), caches.isa
+        vllm_ops.cpu_attn_reshape_and_cache(key, value, *caches.stock(call), *where, **caches.vllm_format)
         return []
 
     sides = {**both(run), "vLLM": run_vllm}
@@ -377,18 +410,19 @@ def all_cases(caches: Caches) -> list[Case]:
 class Runner:
     """Calls a side for about ``seconds``, and goes on with the next copy of the cache when it is called again."""
 
-    def __init__(self, side: Side, seconds: float) -> None:
+    def __init__(self, side: Side, arguments: argparse.Namespace) -> None:
+        self._clock = thread_time if arguments.processor_time else perf_counter
         self._side, self._calls, self._next = side, 1, 0
         self.time()
-        self._calls = math.ceil(seconds / self.time())
+        self._calls = math.ceil(arguments.seconds / self.time())
 
     def time(self) -> float:
         """Seconds of one call."""
         first, self._next = self._next, self._next + self._calls
-        started = perf_counter()
+        started = self._clock()
         for call in range(first, self._next):
             self._side(call)
-        return (perf_counter() - started) / self._calls
+        return (self._clock() - started) / self._calls
 
 
 class Probes:
@@ -398,14 +432,15 @@ class Probes:
         numbers = torch.ones(arguments.working_set * 2**18)
         source, destination = numbers.chunk(2)
         # torch multiplies float16 matrices on CPUs hundreds of times more slowly than float32 ones.
-        matrix = torch.randn(1024, 1024).to(torch.float32 if dtype == torch.float16 else dtype)
+        wide = {torch.float16: torch.float32} | dict.fromkeys(QUANTISED, torch.bfloat16)
+        matrix = torch.randn(1024, 1024).to(wide.get(dtype, dtype))
         sides: dict[str, tuple[int, Side]] = {
             "read": (numbers.nbytes, lambda call: [numbers.amax()]),
             "copy": (numbers.nbytes, lambda call: [destination.copy_(source)]),
             "gemm": (2 * 1024**3, lambda call: [matrix @ matrix]),
         }
         self._amounts = {name: amount for name, (amount, _) in sides.items()}
-        self._runners = {name: Runner(side, arguments.seconds) for name, (_, side) in sides.items()}
+        self._runners = {name: Runner(side, arguments) for name, (_, side) in sides.items()}
 
     def rate(self, name: str) -> float:
         """Bytes or operations per second."""
@@ -438,7 +473,7 @@ def errors(case: Case, pages: PagedKVCache) -> dict[str, float]:
 
 def measure(case: Case, caches: Caches, probes: Probes, arguments: argparse.Namespace) -> Row:
     wrong = errors(case, caches.pages(0))
-    runners = {name: Runner(side, arguments.seconds) for name, side in case.sides.items()}
+    runners = {name: Runner(side, arguments) for name, side in case.sides.items()}
     floors: list[float] = []
     times: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(arguments.repeats):
@@ -464,7 +499,7 @@ def measure(case: Case, caches: Caches, probes: Probes, arguments: argparse.Name
 
 def show(rows: list[Row]) -> None:
     units = {"read": "MB", "copy": "MB", "gemm": "MFLOP"}
-    peers = ("reference", "vLLM", "SDPA")
+    peers = ("reference", "vLLM", "SDPA", "bfloat16")
     print_table(
         f"Native operators at level {cpu.level()}, {torch.get_num_threads()} threads: median (range)",
         ["at least", "us", "share of floor", *(f"times {peer}" for peer in peers), "relative error"],
@@ -494,6 +529,7 @@ def decode_shares(rows: list[Row], dtypes: list[str]) -> dict[str, dict[str, Spr
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--operators", nargs="+", help="default: all")
     parser.add_argument("--head-size", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--entries", type=int, default=8192, help=f"of the sequence, in blocks of {BLOCK_SIZE}")
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -501,6 +537,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.05, help="of each side in a repeat, at least one call")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of one thread, where others keep processors busy"
+    )
     parser.add_argument("--quick", action="store_true", help="sizes that show only that everything runs")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/operators.json"))
     arguments = parser.parse_args()
@@ -513,7 +552,8 @@ def main() -> None:
         probes = Probes(getattr(torch, dtype), arguments)
         for head_size in arguments.head_size:
             caches = Caches(getattr(torch, dtype), head_size, arguments)
-            cases = track(all_cases(caches), f"{dtype}, d {head_size}")
+            chosen = [case for case in all_cases(caches) if case.operator in (arguments.operators or [case.operator])]
+            cases = track(chosen, f"{dtype}, d {head_size}")
             rows += [measure(case, caches, probes, arguments) for case in cases]
     save(arguments.output, vars(arguments) | {"level": cpu.level()}, rows)
     shares = decode_shares(rows, arguments.dtype)

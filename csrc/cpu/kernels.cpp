@@ -300,13 +300,80 @@ inline void multiply(const BF16* x, int64_t stride, int count, int width, const 
   run(x, stride, count, width, q, q_stride, rows, acc, acc_stride, from_zero, ahead);
 }
 
-void chunk_logits(const Chunk<BF16, BF16>& c) {
-  for (int i = 0; i < c.num_runs; ++i)
-    multiply(c.keys[i], c.block_size, c.head_size, c.runs[i].count * kTile, c.query, c.head_size, c.rows,
-             c.logits + c.runs[i].first * kTile, kChunk, true, c.ahead);
+// Numbers of 8 bits as bfloat16, over kUnit: so far their exponents can be completed by setting bits.
+template <class T>
+constexpr float kUnit = 1.0f;
+template <>
+constexpr float kUnit<E4M3> = 256.0f;
+template <>
+constexpr float kUnit<E5M2> = 65536.0f;
+
+// By the last 5 bits, what bits alone do not make: subnormal numbers, and of E5M2 infinity and NaN.
+alignas(64) const uint16_t kSpecialE4M3[32] = {0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860};
+alignas(64) const uint16_t kSpecialE5M2[32] = {0, 0x2f80, 0x3000, 0x3040, 0, 0, 0, 0, 0, 0,      0,      0,      0, 0, 0, 0,
+                                               0, 0,      0,      0,      0, 0, 0, 0, 0, 0, 0, 0, 0x7f80, 0x7fc0, 0x7fc0, 0x7fc0};
+
+// (bits & mask) | exponent where not special, else the table's, with the sign of `bits`.
+inline __m512i completed(__m512i bytes, __m512i bits, int mask, int exponent, __mmask32 special, const uint16_t* table) {
+  const __m512i x = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi16(static_cast<int16_t>(mask)),
+                                              _mm512_set1_epi16(static_cast<int16_t>(exponent)), 0xea);
+  const __m512i y = _mm512_mask_permutexvar_epi16(x, special, bytes, _mm512_load_si512(table));
+  return _mm512_ternarylogic_epi32(y, bits, _mm512_set1_epi16(INT16_MIN), 0xf8);
+}
+inline __m512i as_pairs(const E4M3*, __m256i x) {
+  const __m512i bytes = _mm512_cvtepi8_epi16(x), bits = _mm512_slli_epi16(bytes, 4);
+  const __mmask32 special = _mm512_testn_epi16_mask(bits, _mm512_set1_epi16(0x0780));
+  return completed(bytes, bits, 0x87f0, 0x3800, special, kSpecialE4M3);
+}
+inline __m512i as_pairs(const E5M2*, __m256i x) {
+  const __m512i bytes = _mm512_cvtepi8_epi16(x), bits = _mm512_slli_epi16(bytes, 5);
+  const __m512i next = _mm512_add_epi16(bits, _mm512_set1_epi16(0x80));  // its exponent is 0 or 1
+  const __mmask32 special = _mm512_testn_epi16_mask(next, _mm512_set1_epi16(0x0f00));
+  return completed(bytes, bits, 0x8fe0, 0x3000, special, kSpecialE5M2);
+}
+
+// Some rows of x as bfloat16, over kUnit; width: a multiple of 16.
+template <class T>
+inline void widen_rows(const T* x, int64_t stride, int rows, int width, BF16* out, Prefetcher* ahead) {
+  const char* touched = ahead->claim(static_cast<int64_t>(rows) * width / 64);
+  for (int i = 0; i < rows; ++i, x += stride, out += width, touched += width) {
+    int e = 0;
+    for (; e + 32 <= width; e += 32) {
+      _mm512_storeu_si512(out + e, as_pairs(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + e))));
+      if (e % 64 == 0) prefetch(touched + e);
+    }
+    if (e < width) {
+      const __m256i half = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + e)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + e), _mm512_castsi512_si256(as_pairs(x, half)));
+    }
+  }
+}
+
+inline int rows_at_once(int width) { return static_cast<int>(max64(2, kCachedBytes / (2 * width) & ~1)); }
+
+inline void key_products(const Chunk<BF16, BF16>& c, const Run& run, const BF16* k) {
+  multiply(k, c.block_size, c.head_size, run.count * kTile, c.query, c.head_size, c.rows, c.logits + run.first * kTile,
+           kChunk, true, c.ahead);
+}
+
+template <class T>
+void key_products(const Chunk<T, BF16>& c, const Run& run, const T* k) {
+  alignas(64) BF16 wide[kCachedBytes / 2];
+  const int width = run.count * kTile, step = rows_at_once(width);
+  for (int i = 0; i < c.head_size; i += step) {
+    const int some = static_cast<int>(min64(step, c.head_size - i));
+    widen_rows(k + static_cast<int64_t>(i) * c.block_size, c.block_size, some, width, wide, c.ahead);
+    multiply(wide, width, some, width, c.query + i, c.head_size, c.rows, c.logits + run.first * kTile, kChunk, i == 0,
+             nullptr);
+  }
+}
+
+template <class T>
+void chunk_logits(const Chunk<T, BF16>& c) {
+  for (int i = 0; i < c.num_runs; ++i) key_products(c, c.runs[i], c.keys[i]);
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  const __m512 scale = _mm512_set1_ps(c.scale);
+  const __m512 scale = _mm512_set1_ps(c.scale * kUnit<T>);
   const Run& last = c.runs[c.num_runs - 1];
   for (int r = 0; r < c.rows; ++r)
     for (int t = 0; t < (last.first + last.count) * kTile; t += kTile) {
@@ -349,6 +416,25 @@ void chunk_values(const Chunk<BF16, BF16>& c) {
   }
 }
 
+template <class T>
+void chunk_values(const Chunk<T, BF16>& c) {
+  alignas(64) BF16 wide[kCachedBytes / 2];
+  const int d = c.head_size, step = rows_at_once(d);
+  for (int i = 0; i < c.num_runs; ++i) {
+    const Run& run = c.runs[i];
+    const int end = run.hi + run.hi % 2;
+    for (int t = run.lo & ~1; t < end; t += step) {
+      const int some = static_cast<int>(min64(step, end - t));
+      widen_rows(c.values[i] + static_cast<int64_t>(t) * d, d, some, d, wide, c.ahead);
+      // What shares a pair with a live entry at the border is not one, and may hold anything.
+      if (t < run.lo) __builtin_memset(wide, 0, d * sizeof(BF16));
+      if (t + some > run.hi) __builtin_memset(wide + (some - 1) * d, 0, d * sizeof(BF16));
+      multiply(wide, d, some, d, c.weights + run.first * kTile + t, kChunk, c.rows, c.accumulator, c.acc_stride, false,
+               nullptr);
+    }
+  }
+}
+
 inline void to_weights(const float* p, int count, BF16* out) {  // count: a multiple of 32
   for (int t = 0; t < count; t += 32) {
     const __m512 a = _mm512_loadu_ps(p + t), b = _mm512_loadu_ps(p + t + 16);
@@ -359,6 +445,8 @@ inline void to_weights(const float* p, int count, BF16* out) {  // count: a mult
 inline int pair_order(int e) { return (e & ~31) + (e >> 2 & 1) * 16 + (e >> 3 & 3) * 4 + (e & 3); }
 #else
 constexpr bool kHasPairs = false;
+template <class T>
+constexpr float kUnit = 1.0f;
 #endif
 
 inline void to_weights(const float*, int, float*) {}  // they are used as they are
@@ -368,8 +456,8 @@ template <class T, bool kPairs>
 struct Operand {
   typedef float type;
 };
-template <>
-struct Operand<BF16, true> {
+template <class T>
+struct Operand<T, true> {
   typedef BF16 type;
 };
 
@@ -533,18 +621,29 @@ void attend_as(const Attend& a) {
   }
 }
 
-// Whether pairs are used; they need bfloat16 queries, because others would lose bits.
-inline bool uses_pairs(const PagedKVCache& cache, DType query) {
-  return kHasPairs && cache.dtype == DType::bf16 && query == DType::bf16;
+// Whether pairs are used; they need bfloat16 queries, because others would lose bits. Numbers of 8 bits lose none, but
+// making pairs of E5M2 takes longer than it saves a single row.
+inline bool uses_pairs(const PagedKVCache& cache, DType query, int rows) {
+  const bool fits = cache.dtype == DType::bf16 || cache.dtype == DType::e4m3 || (cache.dtype == DType::e5m2 && rows > 1);
+  return kHasPairs && fits && query == DType::bf16;
+}
+
+template <class T>
+void attend_in(const Attend& a) {
+  return uses_pairs(*a.cache, a.query.dtype, a.num_queries * a.group) ? attend_as<T, kHasPairs>(a) : attend_as<T, false>(a);
 }
 
 void attend(const Attend& a) {
   if (a.cache->dtype == DType::f32) return attend_as<float, false>(a);
   if (a.cache->dtype == DType::f16) return attend_as<F16, false>(a);
-  if (a.cache->dtype == DType::e4m3) return attend_as<E4M3, false>(a);
-  if (a.cache->dtype == DType::e5m2) return attend_as<E5M2, false>(a);
-  if (uses_pairs(*a.cache, a.query.dtype)) return attend_as<BF16, kHasPairs>(a);
-  return attend_as<BF16, false>(a);
+  if (a.cache->dtype == DType::e4m3) return attend_in<E4M3>(a);
+  if (a.cache->dtype == DType::e5m2) return attend_in<E5M2>(a);
+  attend_in<BF16>(a);
+}
+
+// What values are over when pairs are multiplied.
+inline float unit_of(DType dtype) {
+  return dtype == DType::e4m3 ? kUnit<E4M3> : dtype == DType::e5m2 ? kUnit<E5M2> : 1.0f;
 }
 
 void finish(const Finish& f) {
@@ -572,10 +671,11 @@ void finish(const Finish& f) {
     f.total_maximum[r] = top;
     f.total_sum[r] = total;
     if (!f.with_values) continue;
-    const float inverse = total > 0.0f ? f.value_scale / total : (total == 0.0f ? 0.0f : total);
+    const bool in_pairs = uses_pairs(*f.cache, f.query_dtype, rows);
+    const float value_scale = in_pairs ? f.value_scale * unit_of(f.cache->dtype) : f.value_scale;
+    const float inverse = total > 0.0f ? value_scale / total : (total == 0.0f ? 0.0f : total);
     const int64_t token = r / f.group, head = static_cast<int64_t>(f.head) * f.group + r % f.group;
     const int64_t start = token * f.output.token_stride + head * f.output.head_stride;
-    const bool in_pairs = uses_pairs(*f.cache, f.query_dtype);
     for (int e = 0; e < d; ++e) {
 #if defined(__AVX512BF16__)
       const float x = sum[in_pairs ? pair_order(e) : e] * inverse;

@@ -56,43 +56,46 @@ inline VU widen(const uint16_t* p) {
 
 inline VF load(const BF16* p) { return bit_cast<VF>(widen(&p->bits) << 16); }
 
+// Exponent and mantissa moved into place are the value times 2^-112 (also where it is subnormal).
+inline VF of_half(VU half) {
+  const VU magnitude = (half & 0x7fff) << 13;
+  const VU finite = bit_cast<VU>(bit_cast<VF>(magnitude) * 5.192296858534828e33f);
+  const VU special = bit_cast<VU>(magnitude >= 0x0f800000u) & 0x7f800000u;
+  return bit_cast<VF>(finite | special | (half & 0x8000) << 16);
+}
+
 inline VF load(const F16* p) {
 #if defined(__AVX512F__)
   return bit_cast<VF>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
 #elif defined(__F16C__)
   return bit_cast<VF>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #else
-  // Exponent and mantissa moved into place are the value times 2^-112 (also where it is subnormal).
-  const VU half = widen(&p->bits), magnitude = (half & 0x7fff) << 13;
-  const VU finite = bit_cast<VU>(bit_cast<VF>(magnitude) * 5.192296858534828e33f);
-  const VU special = bit_cast<VU>(magnitude >= 0x0f800000u) & 0x7f800000u;
-  return bit_cast<VF>(finite | special | (half & 0x8000) << 16);
+  return of_half(widen(&p->bits));
 #endif
 }
 
-// A byte's exponent and mantissa moved to float32's, which makes a number too small by a power of two.
-inline VF load_byte(const uint8_t* p, int shift, float factor) {
+inline VU widen(const uint8_t* p) {
   VB x;
   __builtin_memcpy(&x, p, sizeof x);
-  const VU wide = __builtin_convertvector(x, VU);
-  const VF magnitude = bit_cast<VF>((wide & 0x7f) << shift) * factor;
-  return bit_cast<VF>(bit_cast<VU>(magnitude) | (wide & 0x80) << 24);
+  return __builtin_convertvector(x, VU);
 }
 
 inline VF load(const E4M3* p) {
   // By float16 where processors know it: its subnormal numbers do not depend on how the thread treats them.
 #if defined(__AVX512F__)
-  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
-  const __m256i magnitude = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
-  return bit_cast<VF>(_mm512_cvtph_ps(_mm256_or_si256(sign, magnitude))) * 256.0f;
+  // The sign is there twice, of which the second one is cleared.
+  const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i half = _mm256_andnot_si256(_mm256_set1_epi16(0x4000), _mm256_slli_epi16(x, 7));
+  return bit_cast<VF>(_mm512_cvtph_ps(half)) * 256.0f;
 #elif defined(__F16C__)
-  const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
-  const __m128i magnitude = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7);
-  return bit_cast<VF>(_mm256_cvtph_ps(_mm_or_si128(sign, magnitude))) * 256.0f;
+  const __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i half = _mm_andnot_si128(_mm_set1_epi16(0x4000), _mm_slli_epi16(x, 7));
+  return bit_cast<VF>(_mm256_cvtph_ps(half)) * 256.0f;
 #else
-  return load_byte(&p->bits, 20, 1.329227995784916e36f);  // 2^120
+  // Exponent and mantissa moved into place are the value times 2^-120.
+  const VU wide = widen(&p->bits);
+  const VF magnitude = bit_cast<VF>((wide & 0x7f) << 20) * 1.329227995784916e36f;
+  return bit_cast<VF>(bit_cast<VU>(magnitude) | (wide & 0x80) << 24);
 #endif
 }
 
@@ -104,7 +107,7 @@ inline VF load(const E5M2* p) {  // the upper half of a float16
   const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   return bit_cast<VF>(_mm256_cvtph_ps(_mm_slli_epi16(x, 8)));
 #else
-  return load_byte(&p->bits, 21, 5.192296858534828e33f);  // 2^112
+  return of_half(widen(&p->bits) << 8);
 #endif
 }
 

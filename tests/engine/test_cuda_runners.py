@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import preloaded
-from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
+from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK, bytes_per_block
 from tests.engine.conftest import engine_arguments, random_prompt
 from tests.engine.full_graphs import SIZES
 from tests.gpu.compare import NUM_CANDIDATES, Generated
@@ -227,6 +227,35 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
         "states": [],
         "lost_blocks": 0,
     }
+
+
+def test_a_cache_of_8_bits():
+    """Policies compress it, and one to which nothing has to go gives the tokens of plain requests."""
+    rng = np.random.default_rng(24)
+    prompts = [random_prompt(rng, length) for length in (60, 130)]
+    fields = [None, compression("h2o", budget=250)]
+    fields += [compression(policy, budget=40, interval=8) for policy in ("keepkv", "snapkv", "adakv", "morphkv", "d2o")]
+    fields += [compression("snapkv", budget=40, positions="cache"), compression("kvzip", budget=40, chunk_size=60)]
+    jobs = [(prompt, extra, 24) for extra in fields for prompt in prompts]
+    arguments = engine_arguments() | {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "fp8_e4m3",
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": MAX_TOKENS,
+        "kv_cache_memory_bytes": 2 * NUM_BLOCKS * bytes_per_block(itemsize=1),
+    }
+    done = preloaded.run(
+        [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
+        input=json.dumps([arguments, jobs, [], []]),
+        env=os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.split("RESULT", 1)[1])
+    plain, unchanged = result["tokens"][:2], result["tokens"][2:4]
+    assert plain == unchanged and all(len(tokens) == 24 for tokens in result["tokens"])
+    assert result["tokens"][4:6] != plain
+    assert result["paged_rows"] > 10 and result["lost_blocks"] == 0 and result["states"] == []
 
 
 def check_chats(chats: list[list[Turn]], found: list) -> None:

@@ -420,7 +420,7 @@ def cuda_config(folder: Path, model: dict[str, Any], **engine_args: Any) -> Any:
     return config
 
 
-def test_cuda(tmp_path: Path) -> None:
+def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM's configuration for CUDA must say, and which models do that CPU does not."""
     check_config(cuda_config(tmp_path, LLAMA | {"head_dim": 48}, block_size=48))
     assert refusal(cuda_config(tmp_path, LLAMA | {"head_dim": 264})).endswith("multiples of 8 from 16 to 256")
@@ -431,6 +431,16 @@ def test_cuda(tmp_path: Path) -> None:
     config = cuda_config(tmp_path, LLAMA)
     config.parallel_config.enable_dbo = True
     assert refusal(config).startswith("enable_dbo=True is not supported")
+    for dtype, said in (("fp8", "8.9"), ("fp8_e4m3", "8.9"), ("fp8_e5m2", None)):
+        config = cuda_config(tmp_path, LLAMA, kv_cache_dtype=dtype)
+        with monkeypatch.context() as newer:
+            newer.setattr("vllm.platforms.current_platform.has_device_capability", lambda least: least <= 89)
+            check_config(config)
+        monkeypatch.setattr("vllm.platforms.current_platform.has_device_capability", lambda least: least <= 86)
+        if said is None:
+            check_config(config)
+        else:
+            assert f"kv_cache_dtype={dtype}" in (found := refusal(config)) and said in found
     config = cuda_config(tmp_path, LLAMA)
     config.attention_config.backend = None
     assert refusal(config).startswith("attention_backend=None is not supported: allowed on CUDA: CUSTOM")

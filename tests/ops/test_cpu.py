@@ -12,6 +12,7 @@ from tests.ops.conftest import NUM_BLOCKS, SOFTMAXES, CacheMaker, batch_of, soft
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import (
     PLAIN_SOFTMAX,
+    AttentionBatch,
     PagedKVCache,
     ScoreMode,
     ScoreUpdate,
@@ -176,6 +177,44 @@ def test_float32_is_rounded_as_pytorch_does(operators):
             back = operators.gather_rows(seq_layers, plane, places)
             scale = maker.pages.scale_of(plane)
             assert torch.equal(back, stored(rows / scale, dtype).float() * scale)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_attention_reads_every_number_of_8_bits(operators, dtype, groups):
+    """As keys, with a query of one dimension, which makes logits of them; and as the values of single tokens."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    # vLLM and we read as 480 what PyTorch takes for NaN; Triton's interpreter knows neither NaN nor infinity.
+    known = numbers.float().isfinite()
+    if dtype == torch.float8_e5m2 and getattr(operators, "INTERPRETED", False) is False:
+        known[:] = True
+    maker = CacheMaker(0, 1, 32, 32, dtype)
+    pages, own = maker.pages, maker.sequence(0, 0, 257)
+    slots = torch.arange(256)
+    where = own.blocks[slots // 32].long(), 0, slots % 32
+    row = torch.zeros(256, 32)
+    row[:, 5] = numbers.float().nan_to_num(0.0, 0.0, 0.0)
+    keys = pages.keys.transpose(2, 3)
+    keys[where] = row.to(dtype)
+    pages.scores.fill_(0.0)
+    pages.aux.fill_(0.0)
+    query = torch.zeros(1, groups, 32, dtype=torch.bfloat16)
+    query[..., 5] = 1.0
+    batch = AttentionBatch.single(own.blocks, 1, 257, update=ScoreUpdate(ScoreMode.LOG_EMA, 0.5))
+    operators.paged_attention(query, pages, batch, 2.0**20, query.clone())
+    expected = row[:, 5].double() * pages.key_scale * 2.0**20 + torch.tensor(0.5).double().log()
+    torch.testing.assert_close(pages.scores[where].double(), expected, rtol=1e-6, atol=1e-6)
+
+    tokens = [maker.sequence(0, 0, 1) for _ in range(8)]
+    for sequence, part in zip(tokens, numbers.view(torch.uint8).where(known, 0).view(8, 32), strict=True):
+        keys[int(sequence.blocks[0]), 0, 0] = torch.zeros(32).to(dtype)
+        pages.values.view(torch.uint8)[int(sequence.blocks[0]), 0, 0] = part
+    output = torch.full((8, groups, 32), torch.nan, dtype=torch.bfloat16)
+    operators.paged_attention(
+        query.expand(8, -1, -1).contiguous(), pages, batch_of(tokens, [1] * 8, [None] * 8), 1.0, output
+    )
+    expected = numbers.float().where(known, 0.0).view(8, 1, 32).expand_as(output) * pages.value_scale
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_library

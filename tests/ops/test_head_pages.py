@@ -20,11 +20,12 @@ from vllm_kvmerge.ops import (
     cpu,
     reference,
 )
-from vllm_kvmerge.ops.types import NO_UPDATE, PageTables
+from vllm_kvmerge.ops.types import NO_UPDATE, QUANTISED, PageTables, stored
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OPERATORS = ["triton"] if INTERPRETED else ["plain-torch", *(cpu.levels() if cpu.LIBRARY.exists() else [])]
 LAYERS, HEADS, GROUPS, SIZE = 3, 2, 2, 32
+SCALES = [{"key_scale": 0.5 * 2**i, "value_scale": 2.0 / 2**i} for i in range(LAYERS)]
 UPDATES = {
     "none": NO_UPDATE,
     "sum": ScoreUpdate(ScoreMode.SUM, 0.9),
@@ -37,7 +38,9 @@ def empty_layers(block_size: int, dtype: torch.dtype, num_blocks: int = 24) -> l
     """Caches full of poison."""
     cell = cell_bytes(SIZE, dtype) // dtype.itemsize
     shape = num_blocks, HEADS, block_size, cell
-    return [PagedKVCache.of(torch.full(shape, torch.nan, dtype=dtype), SIZE) for _ in range(LAYERS)]
+    # A head's entries are over the scales of its own layer, whichever layer's pages they lie in.
+    scales = SCALES if dtype in QUANTISED else [{}] * LAYERS
+    return [PagedKVCache.of(torch.full(shape, torch.nan, dtype=dtype), SIZE, **some) for some in scales]
 
 
 @dataclass
@@ -118,7 +121,7 @@ def page_ids(generator: torch.Generator, blocks: Tensor, counts: Tensor, block_s
     return ids
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16, *QUANTISED], ids=str)
 def dtype(request):
     return request.param
 
@@ -136,8 +139,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize(("groups", "num_queries"), [(4, 1), (2, 5), (1, 23)])
 def test_attention(operators, scene, dtype, update, groups, num_queries):
     """Beside an ordinary row; scores go to the pages, wherever they are."""
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    query = scene.randn(2 * num_queries, HEADS * groups, SIZE).to(dtype)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3}.get(dtype, 3e-2)
+    query = scene.randn(2 * num_queries, HEADS * groups, SIZE).to(torch.bfloat16 if dtype in QUANTISED else dtype)
     front, tail, seq_len = scene.plain.segments[0].tolist()
     batch = AttentionBatch.single(scene.plain.blocks[0], num_queries, seq_len, front, tail, UPDATES[update])
     both = batch.map(lambda t: torch.cat([t, t]), num_queries)
@@ -238,9 +241,10 @@ def test_compaction(operators, scene, dtype):
     changed[:, 3] = -1
     rows = Rows(changed, scene.randn(len(places), 7, SIZE), scene.randn(len(places), 7, SIZE))
     expected = [reference.gather_rows(scene.paged, plane, kept) for plane in ("keys", "values")]
-    for plane, new in zip(expected, (rows.keys, rows.values), strict=True):
+    for name, plane, new in zip(("keys", "values"), expected, (rows.keys, rows.values), strict=True):
         for row, line in enumerate(changed):
-            plane[row, line[line >= 0]] = new[row, line >= 0].to(dtype).float()
+            scale = scene.paged.layers[row // HEADS].scale_of(name)
+            plane[row, line[line >= 0]] = stored(new[row, line >= 0] / scale, dtype).float() * scale
     for mask in (~grows, grows):
         operators.merge_entries(scene.paged, pages.of_heads(mask), kept, metadata, rows)
     segments = torch.tensor([[num_places, *scene.paged.segments[0, 1:].tolist()]] * LAYERS)
@@ -256,7 +260,9 @@ def test_compaction(operators, scene, dtype):
     operators.turn_keys(scene.paged, pages.of_heads(grows), origin, target, rotation.table, True)
     turned = torch.where(half.unsqueeze(-1), rotation.moved(expected[0], origin, target), expected[0])
     keys = reference.gather_rows(after, "keys", places)
-    assert_close(keys[exists], turned[exists], 1e-5 if dtype == torch.float32 else 3e-2)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    relative = 1.01 * torch.finfo(dtype).eps / 2 if dtype in QUANTISED else 0.0
+    torch.testing.assert_close(keys[exists], turned[exists], rtol=relative, atol=tolerance)
     assert torch.equal(keys[exists & ~half], expected[0][exists & ~half])
 
 

@@ -33,9 +33,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: E402
 from vllm_kvmerge.ops import triton  # noqa: E402
+from vllm_kvmerge.ops.cuda import backend as cuda_backend  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
-from vllm_kvmerge.ops.types import PageTables  # noqa: E402
+from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
 from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -82,7 +83,8 @@ def run_all(
     pages = PagedKVCache.of(torch.zeros(512, heads, 16, elements, dtype=dtype), head_size, row_major_keys=True)
     table = torch.zeros(rows, width, dtype=torch.int32)
     numbers = torch.full((rows,), 100, dtype=torch.int32)
-    query = torch.zeros(rows * num_queries, heads * groups, head_size, dtype=dtype)
+    wide = torch.bfloat16 if dtype in QUANTISED else dtype
+    query = torch.zeros(rows * num_queries, heads * groups, head_size, dtype=wide)
     batch = AttentionBatch(table, *[numbers] * 6, torch.zeros(rows), num_queries)
     triton.paged_attention(query, pages, batch, 0.1, query.clone())
     if has_pages:
@@ -96,7 +98,7 @@ def run_all(
     for num_rows, weights in ((heads, None), (heads * groups, torch.ones(len(query)))):
         scores = torch.zeros(num_rows, 60)
         triton.score_repetition(query, pages, table[0], 0.1, 100 + len(query), 100, 30, 4, scores, weights)
-    tokens = torch.zeros(64, heads, head_size, dtype=dtype)
+    tokens = torch.zeros(64, heads, head_size, dtype=wide)
     triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
     seq_layers = SequenceLayers((pages, pages), torch.tensor([0, 1]), table[:2], torch.tensor([[50, 60, 110]] * 2))
     index, planes = torch.zeros(2 * heads, 32, dtype=torch.int64), torch.zeros(3, 2 * heads, 32)
@@ -127,6 +129,9 @@ def run_all(
         (torch.bfloat16, 256, 1, 1, [80], None),
         (torch.bfloat16, 64, 8, 1, [90], None),
         (torch.float32, 128, 2, 1, [80], None),
+        (torch.float8_e4m3fn, 128, 4, 1, [89, 90], 90),
+        (torch.float8_e5m2, 64, 8, 1, [80], None),
+        (torch.float8_e4m3fn, 256, 1, 64, [89], None),
     ],
 )
 def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, capabilities, paged_on, tmp_path, gpu):
@@ -134,7 +139,7 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
 
     paged_on: the kind of GPU that kernels are compiled for with head pages, another than without: each takes a second.
     """
-    everything = (dtype, head_size, num_queries) == (torch.bfloat16, 128, 1) and 80 in capabilities
+    everything = (head_size, num_queries) == (128, 1) and paged_on is not None
     with launches() as found:
         run_all(dtype, head_size, groups, num_queries, not everything, has_pages=paged_on is not None)
     found = list({launch.key: launch for launch in found}.values())
@@ -148,6 +153,17 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
             if launch.kernel.__name__ == "attend":
                 assert "cp.async" in code.ptx, "keys and values are not loaded ahead"
                 assert ("mma.sync" in code.ptx or "wgmma" in code.ptx) == (dtype is not torch.float32), told
+
+
+@pytest.mark.parametrize(("dtype", "too_old"), [(torch.float8_e4m3fn, True), (torch.float8_e5m2, False)], ids=str)
+def test_caches_of_8_bits_are_tritons(dtype, too_old, monkeypatch):
+    pages = PagedKVCache.of(torch.zeros(4, 2, 16, 80, dtype=dtype), 32, row_major_keys=True, key_scale=0.5)
+    assert triton.obstacle(pages) is None
+    assert cuda_backend.obstacle(pages) == f"the cache is {dtype}"
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
+    on_gpu = replace(pages)
+    on_gpu.__dict__["device"] = torch.device("cuda")
+    assert ("compute capability 8.9" in (triton.obstacle(on_gpu) or "")) == too_old
 
 
 @pytest.mark.parametrize("num_queries", [1, 4, 100])
@@ -218,7 +234,7 @@ def test_splits_fill_a_gpu(rows, gpu):
     assert long.kept == 0 and long.tiles == 512 // 16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("head_size", [16, 32, 64, 128, 256])
 def test_every_kernel_has_tile_sizes_for_every_shape(dtype, head_size):
     for kernel in {rule["kernel"] for rule in tuning.rules()}:

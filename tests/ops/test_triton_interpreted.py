@@ -16,14 +16,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 triton = pytest.importorskip("vllm_kvmerge.ops.triton", reason="Triton is not installed")
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
+from vllm_kvmerge.ops.types import QUANTISED, stored  # noqa: E402
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3} | dict.fromkeys([torch.bfloat16, *QUANTISED], 1e-2)
 
 
 def copies(maker, row_major):
     """Two caches with the same entries: transposed keys, and keys as ``row_major`` says."""
-    theirs = PagedKVCache.of(maker.cache.clone(), maker.head_size)
-    ours = PagedKVCache.of(maker.cache.clone(), maker.head_size, row_major)
+    theirs = maker.views(maker.cache.clone())
+    ours = PagedKVCache.of(maker.cache.clone(), maker.head_size, row_major, **maker.scales)
     ours.keys.copy_(theirs.keys)
     return theirs, ours
 
@@ -46,6 +47,8 @@ def live(pages, sequences):
         (torch.bfloat16, 2, 80, [1, 3, 20]),
         (torch.float16, 4, 256, [1, 1, 1]),
         (torch.float16, 40, 32, [1, 1, 1]),
+        (torch.float8_e4m3fn, 4, 128, [1, 1, 1]),
+        (torch.float8_e5m2, 2, 80, [1, 3, 20]),
     ],
 )
 def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
@@ -65,7 +68,7 @@ def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
             values[-length:] = torch.nan
             pages.scores[block, :, offset] = values.unsqueeze(1)
             pages.aux[block, :, offset] = values.unsqueeze(1)
-    query = maker.randn(sum(lens), 2 * groups, head_size).to(dtype)
+    query = maker.randn(sum(lens), 2 * groups, head_size).to(maker.query_dtype)
     expected, actual = torch.full_like(query, torch.nan), torch.full_like(query, torch.nan)
     batch = batch_of(sequences, lens, updates)
     reference.paged_attention(query, theirs, batch, head_size**-0.5, expected)
@@ -207,3 +210,22 @@ def test_triton_scores_of_a_repetition_on_row_major_keys(
     unchanged = scores.clone()
     triton.score_repetition(query[:0], ours, sequence.blocks, 0.3, context, *where[1:], unchanged)
     assert torch.equal(unchanged, scores)
+
+
+@pytest.mark.parametrize("row_major", [True, False])
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_triton_stores_quantised_tokens_as_the_reference(dtype, row_major):
+    """Over both scales, to the nearest; what is beyond the largest number becomes that. Nothing else is written."""
+    maker = CacheMaker(11, 3, 48, 16, dtype)
+    theirs, ours = copies(maker, row_major)
+    key, value = (maker.randn(40, 3, 48) * 10.0 ** torch.randint(-4, 5, (40, 1, 1)) for _ in range(2))
+    slots = torch.randperm(900, generator=maker.generator)[:40]
+    slots[::9] = -1
+    for given in (torch.float32, torch.bfloat16):
+        reference.write_tokens(theirs, slots, key.to(given), value.to(given))
+        triton.write_tokens(ours, slots, key.to(given), value.to(given))
+        for name in ("keys", "values"):
+            mine, expected = (getattr(pages, name).contiguous().view(torch.uint8) for pages in (ours, theirs))
+            assert torch.equal(mine, expected), name
+    block, offset = slots[1] // 16, slots[1] % 16
+    assert torch.equal(ours.values[block, :, offset].float(), stored(value[1].bfloat16() / 2.0, dtype).float())

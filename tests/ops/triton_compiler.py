@@ -22,6 +22,8 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

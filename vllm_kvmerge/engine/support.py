@@ -37,7 +37,8 @@ SUPERVISOR = "data_parallel_multi_port_external_lb"
 SUPERVISOR_OBSTACLE = "its servers would report each other's metrics; start one server per rank instead"
 UNQUANTISED = ("auto", "bfloat16", "float16")
 QUANTISED = ("fp8", "fp8_e4m3", "fp8_e5m2")
-"""vLLM's names of caches of 8 bits that the CPU's operators know; the first is the second."""
+"""vLLM's names of caches of 8 bits; the first is the second."""
+E4M3 = QUANTISED[:2]
 SINK_MODELS = ("gpt_oss",)
 SPARSE_LATENTS = ("index_topk", "compress_ratios")
 """Fields of configurations of models that attend to few latents, which an indexer finds."""
@@ -215,11 +216,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in ONE_ONLY:
         if (value := options.get(name)) not in (None, 1):
             raise _unsupported(name, value, "allowed: 1; tensor_parallel_size and data_parallel_size may be larger")
-    if (dtype := options.get("kv_cache_dtype")) is not None and dtype not in UNQUANTISED:
-        if not current_platform.is_cpu():
-            raise _unsupported("kv_cache_dtype", dtype, "allowed: auto (the cache must not be quantised, but on CPU)")
-        if dtype not in QUANTISED:
-            raise _unsupported("kv_cache_dtype", dtype, f"allowed: auto, {', '.join(QUANTISED)}")
+    if (dtype := options.get("kv_cache_dtype")) is not None and dtype not in (*UNQUANTISED, *QUANTISED):
+        raise _unsupported("kv_cache_dtype", dtype, f"allowed: auto, {', '.join(QUANTISED)}")
     if options.get(SUPERVISOR):
         raise _unsupported(SUPERVISOR, options[SUPERVISOR], SUPERVISOR_OBSTACLE)
     for name in RAY_OPTIONS:
@@ -246,7 +244,7 @@ def unsupported_features() -> dict[str, str]:
     features = {name: f"{feature} does not work with compression" for name, feature in LEFT_OUT.items()}
     features |= dict.fromkeys(ONE_ONLY, "must be 1; tensor_parallel_size and data_parallel_size may be larger")
     features[SUPERVISOR] = SUPERVISOR_OBSTACLE
-    features["kv_cache_dtype"] = f"must be auto or the model's own, or on CPU one of {', '.join(QUANTISED)}"
+    features["kv_cache_dtype"] = f"must be auto or the model's own, or one of {', '.join(QUANTISED)}"
     traits = "; ".join(trait for trait, _ in TRAITS)
     features["model"] = f"must be {DECODERS}, without: {traits}"
     return features
@@ -331,6 +329,7 @@ def _check_latents(vllm_config: "VllmConfig") -> None:
 
 
 def _check_cuda(vllm_config: "VllmConfig") -> None:
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     model, cache, attention = vllm_config.model_config, vllm_config.cache_config, vllm_config.attention_config
@@ -352,6 +351,9 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
         raise _unsupported(option, getattr(parallel, option), "batches cannot be split in two; leave it out")
     if cache.block_size is not None and cache.block_size % CUDA_BLOCK_MULTIPLE:
         raise _unsupported("block_size", cache.block_size, f"allowed on CUDA: multiples of {CUDA_BLOCK_MULTIPLE}")
+    if cache.cache_dtype in E4M3 and not current_platform.has_device_capability(89):
+        what = "the GPU is older than compute capability 8.9; allowed there: auto, fp8_e5m2"
+        raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)
     if model.get_head_size() not in CUDA_HEAD_SIZES:
         allowed = "allowed on CUDA: multiples of 8 from 16 to 256"
         raise _unsupported("model", model.model, f"its head size is {model.get_head_size()}; {allowed}")

@@ -263,7 +263,7 @@ merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__]
 
 def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
     if cache.is_quantised:
-        key, value = key / cache.key_scale, value / cache.value_scale
+        key, value = key.float() / cache.key_scale, value.float() / cache.value_scale
     _function("write_tokens")(cache.keys, slot_mapping, key, value)
 
 

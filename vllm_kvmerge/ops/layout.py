@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops.types import PagedKVCache, SequenceLayers
+from vllm_kvmerge.ops.types import QUANTISED, PagedKVCache, SequenceLayers
 
 Operand: TypeAlias = PagedKVCache | SequenceLayers | Tensor
 """An operator's argument that decides which implementation runs it."""
@@ -38,7 +38,7 @@ def layout_check(check: Callable[[PagedKVCache], str | None]) -> Callable[[Opera
 
 def planes_obstacle(cache: PagedKVCache) -> str | None:
     """Says why kernels that take the planes' addresses and strides cannot work on a cache; None if they can."""
-    if cache.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if cache.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16, *QUANTISED):
         return f"the cache is {cache.keys.dtype}"
     if not 16 <= cache.head_size <= 256:
         return f"head size {cache.head_size} is not from 16 to 256"

@@ -499,8 +499,10 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
     """Stores new tokens: key, value ``[num_tokens, H, d]`` at flat slots ``block * bs + offset`` (negative: none)."""
     wanted = slot_mapping >= 0
     block, offset = slot_mapping[wanted] // cache.block_size, slot_mapping[wanted] % cache.block_size
-    cache.keys[block, :, :, offset] = stored(key[wanted] / cache.key_scale, cache.keys.dtype)
-    cache.values[block, :, offset] = stored(value[wanted] / cache.value_scale, cache.values.dtype)
+    if cache.is_quantised:
+        key, value = key.float() / cache.key_scale, value.float() / cache.value_scale
+    cache.keys[block, :, :, offset] = stored(key[wanted], cache.keys.dtype)
+    cache.values[block, :, offset] = stored(value[wanted], cache.values.dtype)
 
 
 def largest(ranking: Tensor, count: int | Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from torch import Tensor
 METADATA_BYTES = 16
 
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Dtypes of caches that hold keys and values over a scale, rounded to 8 bits. Only operators on the CPU have them."""
+"""Dtypes of caches that hold keys and values over a scale, rounded to 8 bits."""
 
 PLANES = ("keys", "values", "log_votes", "scores", "aux", "positions")
 """Of a ``PagedKVCache``."""

@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.ops.conftest import CacheMaker, Sequence
+from vllm_kvmerge.engine.attention.common import DTYPES
 from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBuilder, CUDAAttentionImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
@@ -43,13 +44,16 @@ class Scene:
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
         self.builder = CUDAAttentionBuilder(MergeableAttentionSpec.of(spec), ["layer"], config, self.device)
-        self.impl = CUDAAttentionImpl(HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS)
+        stored_as = next((name for name, one in DTYPES.items() if one == dtype), "auto")
+        self.impl = CUDAAttentionImpl(HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS, kv_cache_dtype=stored_as)
         self.impl.layer_index = 0
-        self.layer = SimpleNamespace()
+        scales = self.theirs.key_scale, self.theirs.value_scale
+        self.layer = SimpleNamespace(_k_scale_float=scales[0], _v_scale_float=scales[1])
         numbers = {"dtype": torch.int32, "device": self.device}
         self.starts, self.seq_lens = torch.zeros(MAX_ROWS + 1, **numbers), torch.zeros(MAX_ROWS, **numbers)
         self.block_table = torch.zeros(MAX_ROWS, MAX_BLOCKS, **numbers)
-        self.query = torch.zeros(MAX_TOKENS, HEADS * GROUPS, HEAD_SIZE, dtype=dtype, device=self.device)
+        shape = MAX_TOKENS, HEADS * GROUPS, HEAD_SIZE
+        self.query = torch.zeros(shape, dtype=self.maker.query_dtype, device=self.device)
         self.output = torch.zeros_like(self.query)
 
     def finish_cache(self) -> None:
@@ -58,8 +62,10 @@ class Scene:
         self.theirs.scores.copy_(torch.rand(self.theirs.scores.shape, generator=generator))
         self.theirs.aux.copy_(torch.randint(1, 9, self.theirs.aux.shape, generator=generator))
         self.cache = self.maker.cache.clone()
-        self.ours = PagedKVCache.of(self.cache, HEAD_SIZE, row_major_keys=True)
+        self.ours = PagedKVCache.of(self.cache, HEAD_SIZE, row_major_keys=True, **self.maker.scales)
         self.ours.keys.copy_(self.theirs.keys)
+        if self.ours.is_quantised:
+            self.cache = self.cache.view(torch.uint8)  # as vLLM has it
         self.builder.use_pages((self.ours,))
 
     def paged(self, front: int, tail: int, seq_len: int, num_tokens: int, update: ScoreUpdate) -> Request:

@@ -16,8 +16,9 @@ from tests.ops.test_cpu import relative_error  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
 from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, reference  # noqa: E402
+from vllm_kvmerge.ops.types import QUANTISED  # noqa: E402
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 1e-5} | dict.fromkeys([torch.bfloat16, *QUANTISED], 1e-2)
 SUM, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
 
 
@@ -37,14 +38,14 @@ def compressed(scene, front, tail, seq_len, num_tokens=1, update=NO_UPDATE, ring
     return Request(scene.maker.sequence(front, tail, seq_len), num_tokens, row)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_batch_of_everything(dtype):
     """Decoding, chunks and whole prompts, plain and compressed, scored and kept, in no particular order."""
     scene = Scene(1, dtype)
     pool = rings()
-    pool.queries = pool.queries.to(dtype)
+    pool.queries = pool.queries.to(scene.query.dtype)
     window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
-    own = QueryRing.empty(1, 6, HEADS * GROUPS, HEAD_SIZE, dtype)
+    own = QueryRing.empty(1, 6, HEADS * GROUPS, HEAD_SIZE, scene.query.dtype)
     pooled, long = pool.take(4), pool.take(3)
     requests = [
         compressed(scene, 37, 64, 99, update=SUM),

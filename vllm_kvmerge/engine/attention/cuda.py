@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader, QueryRing, QueryRings, seq_len_of
-from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, UnsupportedConfigError
+from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, QUANTISED, UnsupportedConfigError
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, paged_attention, write_tokens
 from vllm_kvmerge.ops.triton.plan import KEPT_ROWS
 from vllm_kvmerge.ops.types import PageTables, addresses_on
@@ -293,7 +293,7 @@ class CUDAAttentionBackend(MergeableBackend, AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]  # type: ignore[list-item]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32", *QUANTISED]  # type: ignore[list-item]
 
     @staticmethod
     def get_name() -> str:

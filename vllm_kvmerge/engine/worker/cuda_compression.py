@@ -14,6 +14,7 @@ from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
+from vllm_kvmerge.engine.attention.common import DTYPES
 from vllm_kvmerge.engine.attention.cuda import shortest_chunk
 from vllm_kvmerge.engine.attention.rows import QueryRings
 from vllm_kvmerge.engine.worker.compression import Compression
@@ -44,7 +45,7 @@ class CUDACompression(Compression):
             self.rings = QueryRings(*ring_shape, dtype, self._device)
         num_blocks = self._most_blocks(sum(spec.page_size_bytes for spec in specs.values()))
         shape = num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size
-        cache = PagedKVCache.planned(*shape, dtype, self._device)
+        cache = PagedKVCache.planned(*shape, DTYPES.get(impl.kv_cache_dtype, dtype), self._device)
         work = workspace_of(self._device)
         width = get_block_table_width(cdiv(max_model_len, spec.block_size), spec.block_size)
         self._reserve_attention(work, cache, impl.num_heads, width)

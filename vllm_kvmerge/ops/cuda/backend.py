@@ -72,6 +72,8 @@ def obstacle(cache: PagedKVCache) -> str | None:
     reason = planes_obstacle(cache)
     if reason is not None:
         return reason
+    if cache.is_quantised:
+        return f"the cache is {cache.keys.dtype}"
     if cache.keys.stride(2) != 1 or cache.keys.transpose(2, 3).stride() != cache.values.stride():
         return "keys do not lie row by row"
     item = cache.keys.element_size()

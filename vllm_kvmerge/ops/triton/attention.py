@@ -55,6 +55,11 @@ class _Call:
     def max_entries(self) -> int:
         return self.batch.block_table.shape[1] * self.cache.block_size
 
+    @property
+    def logit_scale(self) -> float:
+        """What products of queries and stored keys are multiplied by, to the base 2."""
+        return self.scale * LOG2E * self.cache.key_scale
+
     @cached_property
     def constants(self) -> dict[str, Any]:
         """Constants of the call's kernels, including those of ``attend``'s tiles."""
@@ -79,8 +84,8 @@ class _Call:
         planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
         attention_kernels.attend[(len(self.batch) * plan.tiles, cache.num_kv_heads, plan.splits)](
             self.query, *planes, output, *rows, *self.pages, self.softmax.sinks, buffers.get("partial", lse), lse,
-            buffers.get("kept", lse), self.scale * LOG2E, plan.tiles, *self.query.stride()[:2], *output.stride()[:2],
-            rows[0].stride(0), *cache.strides,
+            buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles, *self.query.stride()[:2],
+            *output.stride()[:2], rows[0].stride(0), *cache.strides,
             VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.constants, **plan.settings.launch,
         )  # fmt: skip
         return lse
@@ -98,7 +103,7 @@ class _Call:
             return
         attention_kernels.finish[(len(self.batch) * plan.tiles, cache.num_kv_heads, num_combined + parts)](
             self.query, cache.keys, cache.log_votes, cache.scores, cache.aux, output, *rows, *self.pages,
-            self.work.take("partial", 1), lse, self.work.take("kept", 1), self.scale * LOG2E, plan.tiles, num_combined,
+            self.work.take("partial", 1), lse, self.work.take("kept", 1), self.logit_scale, plan.tiles, num_combined,
             *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
             *cache.log_votes.stride()[:2],
             KEEP=plan.kept, BLOCK_N=plan.settings.block_n, BLOCK_S=min(plan.splits, 16), BLOCK_U=chosen.block_n,
@@ -112,7 +117,7 @@ class _Call:
         most = -(-self.max_entries // chosen.block_n)
         parts = shares(chosen.programs, len(self.batch) * cache.num_kv_heads, most, cache)
         attention_kernels.update_columns[(len(self.batch), cache.num_kv_heads, parts)](
-            self.query, cache.keys, cache.log_votes, scores, aux, *rows, *self.pages, lse, self.scale * LOG2E,
+            self.query, cache.keys, cache.log_votes, scores, aux, *rows, *self.pages, lse, self.logit_scale,
             plan.tiles, *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
             *cache.log_votes.stride()[:2],
             *(scores.stride()[:2] if in_cache else (0, scores.stride(0))),
@@ -209,13 +214,14 @@ def score_repetition(
     blocks, weights = blocks.contiguous(), None if weights is None else weights.contiguous()
     lse = torch.empty(num_queries, num_heads, device=query.device)
     strides = *query.stride()[:2], *cache.keys.stride()
+    scale = scale * LOG2E * cache.key_scale
     attention_kernels.normalize_repetition[(-(-num_queries // (block_m // groups)), cache.num_kv_heads)](
-        query, cache.keys, blocks, weights, softmax.sinks, lse, scale * LOG2E, num_queries, seq_len, context, start,
+        query, cache.keys, blocks, weights, softmax.sinks, lse, scale, num_queries, seq_len, context, start,
         min(sinks, start), num_scored, *strides,
         BLOCK_M=block_m, BLOCK_N=rows.block_n, **constants, **rows.launch,
     )  # fmt: skip
     attention_kernels.raise_scores[(-(-num_scored // columns.block_n), num_rows)](
-        query, cache.keys, blocks, lse, scores, scale * LOG2E, num_queries, num_heads, start, num_scored, *strides,
+        query, cache.keys, blocks, lse, scores, scale, num_queries, num_heads, start, num_scored, *strides,
         scores.stride(0),
         PER_SCORE=num_heads // num_rows, BLOCK_M=block_m, BLOCK_N=columns.block_n, **constants, **columns.launch,
     )  # fmt: skip
@@ -225,11 +231,16 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
     if len(slot_mapping) == 0:
         return
     dtype = cache.keys.dtype
-    key, value = (rounded(t if t.stride(2) == 1 else t.contiguous(), dtype) for t in (key, value))
+    scales = cache.key_scale, cache.value_scale
+    key, value = (
+        rounded(rows if rows.stride(2) == 1 else rows.contiguous(), dtype, scale)
+        for rows, scale in zip((key, value), scales, strict=True)
+    )
     chosen = settings_for("write", cache)
     attention_kernels.write[(len(slot_mapping), -(-cache.num_kv_heads // chosen.block_n))](
-        slot_mapping, key, value, cache.keys, cache.values, cache.num_kv_heads, slot_mapping.stride(0),
+        slot_mapping, key, value, cache.keys, cache.values, *scales, cache.num_kv_heads, slot_mapping.stride(0),
         *key.stride()[:2], *value.stride()[:2], *cache.keys.stride(), *cache.values.stride()[:3],
         HEAD_SIZE=cache.head_size, BLOCK_SIZE=cache.block_size, BLOCK_H=chosen.block_n,
-        BLOCK_D=power_of_two(cache.head_size), **chosen.launch,
+        BLOCK_D=power_of_two(cache.head_size), LIMIT=torch.finfo(dtype).max if cache.is_quantised else 0.0,
+        **chosen.launch,
     )  # fmt: skip

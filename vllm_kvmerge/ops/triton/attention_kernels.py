@@ -124,9 +124,10 @@ def averaged(level, score, aux, num_queries, counted, decay):
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
 def attend(
     query, keys, values, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts,
-    tails, score_modes, score_decays, page_tables, addresses, layer, sinks, partial, lse, kept, scale, tiles_per_row,
-    stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block, stride_k_head,
-    stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot, stride_m_block, stride_m_head,
+    tails, score_modes, score_decays, page_tables, addresses, layer, sinks, partial, lse, kept, scale, value_scale,
+    tiles_per_row, stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block,
+    stride_k_head, stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot, stride_m_block,
+    stride_m_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, KEEP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,
@@ -136,7 +137,8 @@ def attend(
     VALUES: attend to values, beyond the log-sum-exp. KEEP: rows of logits that are kept for ``finish``, 0 if
     none; then all queries of a sequence are one tile, and ``log_ema`` is done here, since it needs no sum over entries.
     Logits are kept at their slots, of which ``kept`` has those of one layer: those of entries in pages, which may be of
-    any, are not kept. COMPUTE: the type of the products. sinks: ``[H * G]``, which count in the first split; None:
+    any, are not kept. COMPUTE: the type of the products. scale, value_scale: include what keys and values that are
+    quantised are stored over. sinks: ``[H * G]``, which count in the first split; None:
     there are none.
     """
     tile = tl.program_id(0)
@@ -233,7 +235,7 @@ def attend(
     at = ((tile.to(tl.int64) * tl.num_programs(1) + head) * SPLITS + split) * BLOCK_M + rows
     tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=wanted)
     if VALUES:
-        sums = sums / tl.where(total > 0, total, 1.0)[:, None]
+        sums = sums * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
         if SPLITS == 1:
             o_row = token * stride_o_token + q_head * stride_o_head
             tl.store(output + o_row[:, None] + dims[None, :], sums, mask=q_mask)
@@ -589,13 +591,23 @@ def raise_scores(
 
 
 @triton.jit
+def quantised(rows, scale, LIMIT: tl.constexpr):
+    """``rows`` over ``scale``, at most LIMIT; NaN stays NaN."""
+    return tl.clamp(rows.to(tl.float32) / scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def write(
-    slot_mapping, key, value, keys, values, num_heads,
+    slot_mapping, key, value, keys, values, key_scale, value_scale, num_heads,
     stride_slot, stride_key_token, stride_key_head, stride_value_token, stride_value_head, stride_k_block,
     stride_k_head, stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Stores one token's keys and values of some heads. Grid: tokens, tiles of heads."""
+    """Stores one token's keys and values of some heads. Grid: tokens, tiles of heads.
+
+    LIMIT: the largest number that a quantised cache holds, over scales; 0: it is not quantised.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token * stride_slot).to(tl.int64)
     if slot < 0:
@@ -607,6 +619,9 @@ def write(
     wanted = (head < num_heads) & (dims < HEAD_SIZE)
     k = tl.load(key + token * stride_key_token + head * stride_key_head + dims, mask=wanted)
     v = tl.load(value + token * stride_value_token + head * stride_value_head + dims, mask=wanted)
+    if LIMIT > 0.0:
+        k = quantised(k, key_scale, LIMIT)
+        v = quantised(v, value_scale, LIMIT)
     k_at = block * stride_k_block + head * stride_k_head + dims * stride_k_dim + offset * stride_k_slot
     tl.store(keys + k_at, k, mask=wanted)
     tl.store(values + block * stride_v_block + head * stride_v_head + offset * stride_v_slot + dims, v, mask=wanted)

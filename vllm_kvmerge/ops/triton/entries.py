@@ -14,7 +14,16 @@ from vllm_kvmerge.ops.triton import entry_kernels, places
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
 from vllm_kvmerge.ops.triton.backend import ELEMENTS, layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
-from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, Destination, HeadPages, Metadata, SequenceLayers, Softmax, sent
+from vllm_kvmerge.ops.types import (
+    PLAIN_SOFTMAX,
+    Destination,
+    HeadPages,
+    Metadata,
+    SequenceLayers,
+    Softmax,
+    sent,
+    stored,
+)
 
 STAGING_BYTES = 64 << 20
 """Bytes of keys or values that are moved at a time."""
@@ -97,7 +106,8 @@ def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], in
             *at.strides(plane),
             PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
         )  # fmt: skip
-    return rows
+    scales = seq_layers.scales(plane)
+    return rows if scales is None else rows.mul_(scales)
 
 
 def write_rows(
@@ -109,8 +119,12 @@ def write_rows(
     for plane, rows in (("keys", keys), ("values", values)):
         if rows is None or rows.numel() == 0:
             continue
+        dtype, scales = at.cache.keys.dtype, seq_layers.scales(plane)
+        rows = (
+            stored(rows if scales is None else rows / scales, dtype) if at.cache.is_quantised else rounded(rows, dtype)
+        )
         entry_kernels.write_rows[at.grid(places.shape[1], chosen.block_n)](
-            *at.layers, blocks, pages, places, rounded(rows, at.cache.keys.dtype).contiguous(), *at.counts,
+            *at.layers, blocks, pages, places, rows.contiguous(), *at.counts,
             places.shape[1], blocks.stride(0), *at.strides(plane),
             PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
         )  # fmt: skip
@@ -203,6 +217,8 @@ def fused_attention(
     if fused.numel() == 0 or lse.numel() == 0:
         return fused.zero_()
     chosen = settings_for("newest", at.cache, groups)
+    key_scales = seq_layers.scales("keys")
+    queries = queries if key_scales is None else queries * key_scales.unsqueeze(1)
     given = (tensor.contiguous() for tensor in (queries, query_positions, log_votes, positions))
     before = *at.entries, *given, lse
     after = scale, *at.counts, n, window, at.blocks.stride(0), *at.strides("keys")
