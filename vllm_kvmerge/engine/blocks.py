@@ -86,8 +86,6 @@ class MergeableAttentionManager(FullAttentionManager):
         """Compressed contexts in the prefix cache; None: there are none."""
         self.most_tokens: dict[str, int] = {}
         """Of requests that give slots back before their prompts end: most tokens that they have slots for at once."""
-        self.last_asked = "", 0
-        """The request that vLLM asked last whether it finds room, and the blocks that it needs."""
         self._retired: list[KVCacheBlock] = []
         self._still_read: dict[str, list[KVCacheBlock]] = {}
         """By request whose compression is under way: blocks that it gives up."""
@@ -299,9 +297,6 @@ class MergeableAttentionManager(FullAttentionManager):
             # itself must stay until it has been copied.
             partial = offer.front.partial(self.block_size)
             needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks(partial)
-        # First for all tokens of a request that waits, then for those of the step.
-        name, most = self.last_asked
-        self.last_asked = request_id, max(needed, most) if name == request_id else needed
         return needed
 
     def _begin_with_front(self, request_id: str, num_full: int, offer: Offer) -> None:

@@ -112,7 +112,15 @@ class CompressionSchedulerMixin(Scheduler):
         self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
         self._sharing = ContextSharing(self._manager, self._compressions, self._engine)
         watermark = self.kv_cache_manager.watermark_blocks
-        self._pressure = Pressure(self._manager, self._compressions, self.max_num_scheduled_tokens, watermark)
+        self._pressure = Pressure(
+            self._manager,
+            self._managers,
+            self._compressions,
+            self.max_num_scheduled_tokens,
+            watermark,
+            is_async=isinstance(self, AsyncScheduler),
+        )
+        compat.watch_asked_blocks(coordinator, self._pressure.note_asked)
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
@@ -166,7 +174,9 @@ class CompressionSchedulerMixin(Scheduler):
             self._check_repetition(request, compression)
         if compression.config.awaits_pressure:
             # What it has generated need not fit beside its prompt when it is computed again.
-            self._manager.most_tokens[request.request_id] = self._limits.pool_tokens or self.max_model_len
+            most = self._limits.pool_tokens or self.max_model_len
+            windows = self._limits.window_slots(request.num_prompt_tokens + request.max_tokens)
+            self._manager.most_tokens[request.request_id] = most - windows
         if compression.chunk is not None:
             self._manager.most_tokens[request.request_id] = self._limits.slots(config, request.num_prompt_tokens)
         return compression
@@ -250,7 +260,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._manager.evict_superseded_first(
             cdiv(self.max_num_scheduled_tokens, self.block_size) + self.max_num_running_reqs
         )
-        self._manager.last_asked = "", 0
+        self._pressure.begin_step()
         output = super().schedule(*args, **kwargs)
         self._end_orphans()
         if self._kept_bytes or self._external_bytes:

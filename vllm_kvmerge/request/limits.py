@@ -288,9 +288,6 @@ class Limits:
         if config.positions == "cache":
             message = f"{config.positions!r} {reason}; allowed: 'text'"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", message, "unsupported_model")
-        if config.awaits_pressure:
-            message = f"{config.trigger!r} {reason}; allowed: 'budget'"
-            raise CompressionError(f"{EXTRA_ARGS_KEY}.trigger", message, "unsupported_model")
         if (tracker := config.policy.tracker).repeats_context and not self.has_prefix_cache:
             message = f"{tracker.name!r} {reason} where there is no prefix cache; allowed: another tracker"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "unsupported_model")
