@@ -15,6 +15,7 @@ from tests.engine.test_hybrid import (
     running,
     stock,
 )
+from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import CHUNK, write_llama4
 
 pytestmark = pytest.mark.engine
@@ -45,6 +46,11 @@ def test_plain_requests_equal_stock_vllm(engine, folder):
 def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
     told = [job for job in jobs() if not any(name in str(job[1].extra_args) for name in ROTATING)]
     check_company_and_preemption(engine, told)
+
+
+@pytest.mark.parametrize("length", [2 * CHUNK + 1, 3 * CHUNK, 6 * CHUNK + 46])
+def test_fronts_are_shared_with_the_chunk_that_they_end_in(engine, length):
+    check_fronts(engine, "snapkv", length)
 
 
 def test_full_layers_forget_what_streaming_llm_drops_and_chunks_do_not(engine, folder):

@@ -30,6 +30,7 @@ from tests.random_model import WINDOW, write_gemma
 from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.engine.scheduler import AsyncCompressionScheduler, SyncCompressionScheduler
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 from vllm_kvmerge.policies import PRESETS
 
 pytestmark = pytest.mark.engine
@@ -69,7 +70,7 @@ def running(folder: Path) -> Iterator[Engine]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    llm = LLM(**kvmerge_engine_args(**arguments(folder)))
+    llm = LLM(**kvmerge_engine_args(**arguments(folder), logits_processors=[ForcedContinuation]))
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
 
@@ -463,7 +464,6 @@ def check_against_transformers(engine: Engine, folder: Path, chunk: int | None =
     ("policy", "fields", "said"),
     [
         ("streaming_llm", {"positions": "cache"}, r"kv_compression.positions: 'cache' .* sliding-window"),
-        ("snapkv", {"reuse": "turns"}, r"kv_compression.reuse: 'turns'"),
     ],
 )
 def test_what_is_refused(engine, policy, fields, said):

@@ -107,7 +107,7 @@ def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None
     layers = ["sliding_attention", "sliding_attention", "full_attention"]
     config = vllm_config(tmp_path, GEMMA | {"num_hidden_layers": 3, "layer_types": layers}, **kvmerge_engine_args())
     limits = request_limits(config)
-    assert limits.shape.num_layers == 1 and limits.shape.has_windows and not limits.shares_contexts
+    assert limits.shape.num_layers == 1 and limits.shape.has_windows and limits.shares_contexts
     limits = request_limits(vllm_config(tmp_path, LLAMA, **kvmerge_engine_args()))
     assert limits.shape.num_layers == 2 and not limits.shape.has_windows and limits.shares_contexts
 

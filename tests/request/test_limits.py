@@ -116,7 +116,6 @@ def test_positions_that_are_taken(fields: dict[str, Any], prompt: int, max_token
     ("policy", "fields", "param"),
     [
         ("h2o", {"positions": "cache"}, "positions"),
-        ("h2o", {"trigger": "pressure"}, "trigger"),
         ("kvzip", {}, "tracker"),
     ],
 )
@@ -126,7 +125,7 @@ def test_what_does_not_work_beside_windows_is_refused(policy: str, fields: dict[
         limits.check(config(policy, **fields), 4000, 100)
     assert caught.value.reason == "unsupported_model" and caught.value.param == f"kv_compression.{param}"
     LIMITS.check(config(policy, **fields), 4000, 100)
-    limits.check(config("h2o"), 4000, 100)
+    limits.check(config("h2o", trigger="pressure"), 4000, 100)
 
 
 def test_layers_with_a_window_take_slots_too() -> None:

@@ -142,12 +142,7 @@ def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
 
 def shares_contexts(vllm_config: "VllmConfig") -> bool:
     """Whether compressed contexts stay in the prefix cache."""
-    # Of a front, layers with a window would need the newest tokens, which it does not hold.
-    return (
-        plugin_config(vllm_config).shared_contexts
-        and bool(vllm_config.cache_config.enable_prefix_caching)
-        and not has_windows(vllm_config.model_config)
-    )
+    return plugin_config(vllm_config).shared_contexts and bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:

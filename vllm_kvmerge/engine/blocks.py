@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
+from vllm_kvmerge.engine.fronts import FrontCache, HeldWindow, SharedFront
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.support import UnsupportedConfigError
@@ -53,10 +53,12 @@ class Relocation:
 
 @dataclass(frozen=True)
 class Offer:
-    """A front that a request may begin with. copied: its blocks that the request writes to, and gets copies of."""
+    """A front that a request may begin with. copied: its blocks that the request writes to, and gets copies of. passed:
+    those of layers with a window that the request does not get, but which may be read in its first step."""
 
     front: SharedFront
     copied: tuple[KVCacheBlock, ...]
+    passed: tuple[KVCacheBlock, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class MergeableAttentionManager(FullAttentionManager):
         self.segments: dict[str, Segments] = {}
         self.fronts: FrontCache | None = None
         """Compressed contexts in the prefix cache; None: there are none."""
+        self.windows: Sequence[SingleTypeKVCacheManager] = ()
+        """vLLM's managers of the other groups of layers, which have windows."""
         self.most_tokens: dict[str, int] = {}
         """Of requests that give slots back before their prompts end: most tokens that they have slots for at once."""
         self._retired: list[KVCacheBlock] = []
@@ -106,22 +110,59 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def offer(
         self, request_id: str, front: SharedFront | None, writes: bool = False, hit: int = 0
-    ) -> list[KVCacheBlock]:
+    ) -> tuple[list[KVCacheBlock], ...]:
         """Offers a front to a request that waits, or takes an offer back (None). Returns the blocks of the request's
-        first ``hit`` tokens as if found in the prefix cache, up to the last full one. writes: the request writes to the
-        front; in any case to the block of its next token."""
+        first ``hit`` tokens as if found in the prefix cache, for each group of layers: up to the last full one; of
+        layers with a window up to the last one, of which vLLM makes a copy if the hit ends in it. writes: the request
+        writes to the front; in any case to the block of its next token."""
         self._offers.pop(request_id, None)
         if front is None:
-            return []
-        self._offers[request_id] = Offer(front, front.blocks if writes else front.partial(self.block_size))
-        return self._row(front, hit // self.block_size)
+            return ()
+        groups, passed = {self.kv_cache_group_id: self._row(front, hit // self.block_size)}, list[KVCacheBlock]()
+        for manager, window in zip(self.windows, front.windows, strict=True):
+            groups[window.group] = rows = window.rows(-(-hit // self.block_size), self._null_block)
+            first = max(0, self._num_passed(manager, hit) - window.first_row)
+            passed += [*window.blocks[:first], *window.blocks[max(0, len(rows) - window.first_row) :]]
+        copied = front.blocks if writes else front.partial(self.block_size)
+        self._offers[request_id] = Offer(front, copied, tuple(passed))
+        return tuple(groups[group] for group in sorted(groups))
 
-    def num_to_begin(self, front: SharedFront, writes: bool, num_tokens: int) -> int:
-        """Free blocks that a request of ``num_tokens`` needs to begin with a front."""
-        partial = front.partial(self.block_size)
-        copied = front.blocks if writes else partial
-        rows = -(-num_tokens // self.block_size) - min(front.num_tokens, num_tokens - 1) // self.block_size
-        return self._get_num_evictable_blocks(front.blocks) + len(copied) + rows - len(partial)
+    def num_to_begin(self, request_id: str, rows: Sequence[list[KVCacheBlock]], num_tokens: int) -> int:
+        """Free blocks that a request of ``num_tokens`` needs to begin with the front that it is offered. rows: what
+        ``offer`` has returned."""
+        offer = self._offers[request_id]
+        front, hit = offer.front, min(offer.front.num_tokens, num_tokens - 1)
+        num_rows = -(-num_tokens // self.block_size) - hit // self.block_size
+        needed = self._get_num_evictable_blocks((*front.blocks, *offer.passed)) + len(offer.copied)
+        needed += num_rows - len(front.partial(self.block_size))
+        for one in self.windows:
+            needed += one.get_num_blocks_to_allocate(
+                request_id, num_tokens, rows[one.kv_cache_group_id], hit, hit, num_tokens, apply_admission_cap=True
+            )
+        return needed
+
+    def _num_passed(self, manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
+        """First rows of a block table that no query after ``num_tokens`` reads."""
+        return manager.get_num_skipped_tokens(num_tokens) // self.block_size
+
+    def num_window_blocks(self, num_tokens: int) -> int:
+        """Blocks that layers with a window need after the first ``num_tokens`` of a request."""
+        num_rows = -(-num_tokens // self.block_size)
+        return sum(num_rows - self._num_passed(one, num_tokens - 1) for one in self.windows)
+
+    def hold_windows(self, request_id: str, num_tokens: int) -> tuple[HeldWindow, ...] | None:
+        """What layers with a window need after the request's first ``num_tokens``, with a reference to each block;
+        None: some of it is gone."""
+        held, num_rows = list[HeldWindow](), -(-num_tokens // self.block_size)
+        for one in self.windows:
+            first = self._num_passed(one, num_tokens - 1)  # whose output, too, a request may have to compute
+            blocks = tuple(one.req_to_blocks.get(request_id, ())[first:num_rows])
+            if len(blocks) < num_rows - first or any(block.is_null for block in blocks):
+                return None
+            held.append(HeldWindow(one.kv_cache_group_id, first, blocks))
+        for window in held:
+            self.block_pool.touch(window.blocks)
+        return tuple(held)
 
     def _row(self, front: SharedFront, num_blocks: int) -> list[KVCacheBlock]:
         """The first blocks of the table of a request that begins with a front."""
@@ -296,12 +337,15 @@ class MergeableAttentionManager(FullAttentionManager):
             # The copy of a block that is not full is the request's next block, which it needs in any case. The block
             # itself must stay until it has been copied.
             partial = offer.front.partial(self.block_size)
-            needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks(partial)
+            needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks((*partial, *offer.passed))
         return needed
 
     def _begin_with_front(self, request_id: str, num_full: int, offer: Offer) -> None:
         front, num_copied = offer.front, len(offer.copied)
         self.block_pool.touch(front.blocks)
+        for window in front.windows:  # before any of them is given to somebody; vLLM takes those that the request gets
+            self.block_pool.touch(window.blocks)
+            self._retired += window.blocks
         copies = dict(
             zip((one.block_id for one in offer.copied), self.block_pool.get_new_blocks(num_copied), strict=True)
         )

@@ -166,7 +166,8 @@ class Adoption:
     num_tokens: that are computed with it. is_partial: more of its context follows. query_window: number of the newest
     queries to keep. sources, blocks: ids of
     some of the front's blocks and of the request's own, to which they are copied before the step. restores_output: the
-    prompt ends with the front. Its last token is computed again, and what comes out replaced by what came out then.
+    prompt ends with the front. Its last token is computed again, and what comes out replaced by what came out then; of
+    layers with a window, the blocks ``exact`` (ids) are then copied to those that it was written to, ``restored``.
     """
 
     key: bytes
@@ -179,6 +180,8 @@ class Adoption:
     sources: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     restores_output: bool = False
+    exact: list[int] = field(default_factory=list)
+    restored: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

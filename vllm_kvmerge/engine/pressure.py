@@ -24,21 +24,19 @@ class Relief:
 class Pressure:
     """Shortages of blocks, and the requests whose compression ends them.
 
-    managers: of all groups of layers; those with a window take blocks of the same pool. compressions: of all requests,
-    by id. step_tokens: most tokens of a step. watermark: blocks that vLLM leaves free when it admits a request.
-    is_async: a step is scheduled while the one before it is computed.
+    compressions: of all requests, by id. step_tokens: most tokens of a step. watermark: blocks that vLLM leaves free
+    when it admits a request. is_async: a step is scheduled while the one before it is computed.
     """
 
     def __init__(
         self,
         manager: MergeableAttentionManager,
-        managers: Sequence[SingleTypeKVCacheManager],
         compressions: Mapping[str, RequestCompression],
         step_tokens: int,
         watermark: int,
         is_async: bool,
     ) -> None:
-        self._manager, self._managers, self._compressions = manager, managers, compressions
+        self._manager, self._compressions = manager, compressions
         self._step_tokens, self._watermark, self._is_async = step_tokens, watermark, is_async
         self._asked = "", 0
         """The request that vLLM asked for last, and the blocks that it needs."""
@@ -59,9 +57,11 @@ class Pressure:
         block_size = self._manager.block_size
         processed = num_computed - request.num_in_flight_tokens
         held = self._manager.num_held_blocks(request.request_id) or num_computed // block_size
-        held += sum(self._num_rows(one, request, num_computed) - _passed(one, processed) for one in self._windows)
+        held += sum(
+            self._num_rows(one, request, num_computed) - _passed(one, processed) for one in self._manager.windows
+        )
         # Each group of layers takes a block for the same tokens.
-        num_rows = (pool_tokens // block_size - held) // len(self._managers)
+        num_rows = (pool_tokens // block_size - held) // (1 + len(self._manager.windows))
         room = num_rows * block_size + -num_computed % block_size
         return min(num_new, room) if room > 0 else num_new
 
@@ -97,18 +97,16 @@ class Pressure:
         """Most blocks that running requests take in another step, one after the other: before one takes any, windows
         that have moved on give some back."""
         left, taken, most = self._step_tokens, 0, 0
+        windows = self._manager.windows
         for request in running:
             computed = request.num_computed_tokens
             new = max(1, min(request.num_tokens - computed, left))
             num_rows = cdiv(computed + new, self._manager.block_size)
-            taken -= sum(self._num_given_back(one, request) for one in self._windows)
-            taken += sum(max(0, num_rows - len(one.req_to_blocks[request.request_id])) for one in self._managers)
+            taken -= sum(self._num_given_back(one, request) for one in windows)
+            for one in (self._manager, *windows):
+                taken += max(0, num_rows - len(one.req_to_blocks[request.request_id]))
             left, most = left - new, max(most, taken)
         return most
-
-    @property
-    def _windows(self) -> list[SingleTypeKVCacheManager]:
-        return [one for one in self._managers if one is not self._manager]
 
     def _num_given_back(self, manager: SingleTypeKVCacheManager, request: Request) -> int:
         """Blocks that the pool gets from a request's window at the beginning of the next step."""

@@ -72,6 +72,7 @@ class CompressionSchedulerMixin(Scheduler):
         manager = self._managers[group]
         assert isinstance(manager, MergeableAttentionManager)
         self._manager = manager
+        manager.windows = [one for one in self._managers if one is not manager]
         for one in self._managers:
             one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
         compat.hash_blocks_of(coordinator, manager.hashes_blocks_of)
@@ -114,7 +115,6 @@ class CompressionSchedulerMixin(Scheduler):
         watermark = self.kv_cache_manager.watermark_blocks
         self._pressure = Pressure(
             self._manager,
-            self._managers,
             self._compressions,
             self.max_num_scheduled_tokens,
             watermark,
@@ -421,11 +421,11 @@ class CompressionSchedulerMixin(Scheduler):
             num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
             compression = self._compressions[request.request_id]
             writes = compression.config.tracks(is_partial=compression.is_in_context(front.segments))
-            own = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
-            needed = self._manager.num_to_begin(front, writes, request.num_tokens)
+            rows = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
+            needed = self._manager.num_to_begin(request.request_id, rows, request.num_tokens)
             # With nothing else running, a front that does not fit would be waited for for ever.
             if self.running or needed <= self._manager.block_pool.get_num_free_blocks():
-                return self.kv_cache_manager.create_kv_cache_blocks((own,)), num_hit_tokens, 0, False
+                return self.kv_cache_manager.create_kv_cache_blocks(rows), num_hit_tokens, 0, False
         self._manager.offer(request.request_id, None)
         blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *longest_hit)
         due_at = self._next_compression(request)

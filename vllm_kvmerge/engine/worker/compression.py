@@ -62,10 +62,12 @@ from vllm_kvmerge.engine.worker.saved_fronts import (
     front_tensors,
     read_front,
     restore_front,
+    restore_windows,
+    window_tensors,
     write_front,
 )
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
-from vllm_kvmerge.ops import NO_UPDATE, HeadPages, ScoreMode, ScoreUpdate, implementation, override
+from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreMode, ScoreUpdate, implementation, override
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.cost import Rates, measure_rates
 from vllm_kvmerge.policies.errors import PartError
@@ -158,6 +160,8 @@ class Compression:
         self._engine = vllm_config.parallel_config.data_parallel_index
         self._counts = EntryCounts(self._engine)
         self.reporter = Reporter()
+        self.pool: list[PagedKVCache] = []
+        """The caches that all blocks lie in, those of other groups of layers included."""
         self.group = 0
         """Index of the compressed layers' group, among those of the KV cache."""
         self._window_blocks: tuple[int, ...] = ()
@@ -201,6 +205,12 @@ class Compression:
             self.layers[name].impl.layer_index = layer_names.index(owner)  # type: ignore[attr-defined]
         layers: list[Any] = [self.layers[name] for name in layer_names]
         pages = [layer.impl.paged(layer, layer.kv_cache) for layer in layers]
+        everything: list[Any] = [
+            self.layers[name] for one in kv_cache_config.kv_cache_groups for name in one.layer_names
+        ]
+        # A layer of each group has the same memory.
+        pool = {layer.kv_cache.data_ptr(): layer.impl.paged(layer, layer.kv_cache) for layer in everything}
+        self.pool = list(pool.values())
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
         if (expected := limits.shape.num_layers) != len(layers):
@@ -281,18 +291,18 @@ class Compression:
             if state is not None and state.ring is not None and self.rings is not None:
                 self.rings.give_back(state.ring)
         copied = [one for one in self.step.adoptions.values() if one.blocks]
-        self._copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
+        self.copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
         for request_id, adoption in self.step.adoptions.items():
             self.states[request_id] = self._adopted(adoption)
         # Last: a request may begin with a front and, when its next compression takes the blocks, end it in one step.
         for key in self.step.forgotten:
             self._fronts.pop(key, None)
 
-    def _copy(self, sources: list[int], targets: list[int]) -> None:
+    def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copies blocks, given by their ids."""
         if targets:
             ids = sent(torch.tensor([sources, targets]), self._device)
-            for cache in self.compactor.layers:
+            for cache in self.pool:
                 cache.copy_blocks(*ids)
 
     def _adopted(self, adoption: Adoption) -> RequestState:
@@ -453,6 +463,7 @@ class Compression:
                 raise SavedFrontError("this worker does not know the front")
             others = {"queries": kept.queries, "output": kept.output}
             tensors = front_tensors(self.compactor.layers, asked["blocks"], kept.pages, others)
+            tensors |= window_tensors(self.pool, asked["window_blocks"])
             path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)
             write_front(path, tensors, asked["manifest"], fingerprint(self._model))
         except (OSError, SafetensorError, SavedFrontError) as error:
@@ -470,6 +481,7 @@ class Compression:
                 "queries": (len(self.compactor.layers), None, *self._query_shape),
                 "output": (self._config.model_config.get_hidden_size(),),
             }
+            restore_windows(self.pool, asked["window_blocks"], tensors)
             pages, others = restore_front(self.compactor.layers, asked["blocks"], tensors, shapes)
         except SavedFrontError as error:
             return str(error)
@@ -487,6 +499,8 @@ class Compression:
         The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
         """
         self._share_scores()
+        adoptions = self.step.adoptions.values()
+        self.copy([id_ for one in adoptions for id_ in one.exact], [id_ for one in adoptions for id_ in one.restored])
         for part in self.step.parts:
             self._carry_on(part, blocks_of)
         plans = self.step.plans
@@ -520,7 +534,7 @@ class Compression:
                 self._fronts[plan.key] = self._kept(plan, config, state)
             state.output = None
         shared = [plan for plan in plans if plan.copies]
-        self._copy([id_ for plan in shared for id_ in plan.blocks], [id_ for plan in shared for id_ in plan.copies])
+        self.copy([id_ for plan in shared for id_ in plan.blocks], [id_ for plan in shared for id_ in plan.copies])
         heads, policies = HeadShare.of(self._config), [config.name for config in configs]
         self.reporter.add_failures(plans, done.failures, heads)
         self.reporter.add_fronts(plans, done.fronts)

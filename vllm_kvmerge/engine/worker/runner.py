@@ -60,7 +60,11 @@ class CompressionRunnerMixin(GPUModelRunner):
             if index is not None:
                 self.input_batch.block_table[group].block_table.np[index, : len(prefix)] = prefix
         self._moves = []
-        return super()._update_states(scheduler_output)
+        # vLLM's own copies assume a cache without metadata. They follow its zeroing of new blocks.
+        copies, scheduler_output.kv_cache_block_copies = scheduler_output.kv_cache_block_copies or [], None
+        result = super()._update_states(scheduler_output)
+        self.compression.copy([one.src_block_id for one in copies], [one.dst_block_id for one in copies])
+        return result
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         is_dummy = kwargs.get("num_scheduled_tokens") is None
