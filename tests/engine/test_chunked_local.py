@@ -1,11 +1,13 @@
 """A model of chunked-local layers beside full attention: these are compressed, those are vLLM's own."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, random_prompt
 from tests.engine.test_hybrid import (
     check_against_transformers,
     check_company_and_preemption,
@@ -17,6 +19,7 @@ from tests.engine.test_hybrid import (
 )
 from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import CHUNK, write_llama4
+from vllm_kvmerge.engine.usage import REPORT_KEY
 
 pytestmark = pytest.mark.engine
 
@@ -55,3 +58,12 @@ def test_fronts_are_shared_with_the_chunk_that_they_end_in(engine, length):
 
 def test_full_layers_forget_what_streaming_llm_drops_and_chunks_do_not(engine, folder):
     check_against_transformers(engine, folder, CHUNK)
+
+
+def test_positions_of_the_cache_are_refused(engine):
+    params = greedy("streaming_llm", budget=64, positions="cache")
+    output = engine.generate([random_prompt(np.random.default_rng(2), 200)], params)[0]
+    assert output.outputs[0].finish_reason == "error"
+    said = r"kv_compression.positions: 'cache' .* does not declare a RoPE of its sliding-window layers; allowed: 'text'"
+    assert re.search(said, output.kv_transfer_params[REPORT_KEY]["error"])
+    engine.assert_empty()

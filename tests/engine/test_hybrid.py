@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -458,16 +457,3 @@ def check_against_transformers(engine: Engine, folder: Path, chunk: int | None =
         assert engine.tokens([prompt], params)[0] == expected
         different += expected != engine.tokens([prompt], greedy())[0]
     assert different > 1
-
-
-@pytest.mark.parametrize(
-    ("policy", "fields", "said"),
-    [
-        ("streaming_llm", {"positions": "cache"}, r"kv_compression.positions: 'cache' .* sliding-window"),
-    ],
-)
-def test_what_is_refused(engine, policy, fields, said):
-    output = engine.generate([random_prompt(np.random.default_rng(2), 200)], greedy(policy, budget=64, **fields))[0]
-    assert output.outputs[0].finish_reason == "error"
-    assert re.search(said, output.kv_transfer_params[REPORT_KEY]["error"])
-    engine.assert_empty()

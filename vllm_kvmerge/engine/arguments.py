@@ -18,6 +18,7 @@ from vllm_kvmerge.engine.support import (
     num_positions,
     platform_obstacle,
     rotation_obstacle,
+    window_rotation_obstacle,
 )
 from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
@@ -169,6 +170,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             has_surrogate=options.kvzap is not None,
             num_positions=num_positions(model),
             has_windows=has_windows(model),
+            window_rotation_obstacle=window_rotation_obstacle(model),
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import FrontCache, HeldWindow, SharedFront
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments, WindowMove
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops.types import cell_bytes
@@ -44,11 +44,12 @@ WINDOW_SPECS = SlidingWindowSpec, ChunkedLocalAttentionSpec
 class Relocation:
     """Location of a compressed front: ids of its ``blocks``, and of the null blocks (``hole``) that follow them in the
     request's block table, up to the first block that the sequence still needs. num_freed: blocks that the pool
-    gains."""
+    gains. windows: of the other groups of layers, if their keys are turned."""
 
     blocks: list[int]
     hole: list[int]
     num_freed: int
+    windows: list[WindowMove]
 
 
 @dataclass(frozen=True)
@@ -232,11 +233,17 @@ class MergeableAttentionManager(FullAttentionManager):
         self._superseded.clear()
 
     def relocate(
-        self, request_id: str, num_tokens: int, new_front: FrontSize, num_computed: int | None = None
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_front: FrontSize,
+        num_computed: int | None = None,
+        turns_windows: bool = False,
     ) -> Relocation | None:
         """Gives a request its own blocks for a front; all others before slot ``num_tokens`` go with ``retire_read``.
 
-        num_computed: tokens computed so far, if they are more.
+        num_computed: tokens computed so far, if they are more. turns_windows: keys of layers with a window are written
+        to as well, so that these blocks, too, must be its own.
 
         Shared blocks are never written to. In this order it takes unhashed blocks that only this request holds, free
         blocks of the pool, and hashed blocks that only this request holds, which lose their hash. The others go back
@@ -248,14 +255,22 @@ class MergeableAttentionManager(FullAttentionManager):
         held = [block for block in row[:num_replaced] if not block.is_null]
         own = [block for block in held if block.ref_cnt == 1]
         private = [block for block in own if block.block_hash is None][:num_front_blocks]
-        num_fresh = min(num_front_blocks - len(private), self.block_pool.get_num_free_blocks())
+        windows = self._windows_at(request_id, num_computed or num_tokens) if turns_windows else []
+        in_windows = [block for _, _, blocks in windows for block in blocks]
+        num_free = self.block_pool.get_num_free_blocks() - sum(block.ref_cnt > 1 for block in in_windows)
+        if num_free < 0:
+            return None
+        num_fresh = min(num_front_blocks - len(private), num_free)
         num_unhashed = num_front_blocks - len(private) - num_fresh
         unhashed = [block for block in own if block.block_hash is not None][:num_unhashed]
         if len(unhashed) < num_unhashed:
             return None
+        hashed = [block for block in in_windows if block.ref_cnt == 1 and block.block_hash is not None]
+        # As above: without room for copies, they lose their hash.
+        lost = unhashed + hashed if len(hashed) > num_free - num_fresh else unhashed
         if self.fronts is not None:
-            self.fronts.lose(unhashed)
-        self.block_pool.evict_blocks({block.block_id for block in unhashed})
+            self.fronts.lose(lost)
+        self.block_pool.evict_blocks({block.block_id for block in lost})
         front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
         hole = [self._null_block] * (num_replaced - num_front_blocks)
         row[:num_replaced] = front + hole
@@ -264,10 +279,43 @@ class MergeableAttentionManager(FullAttentionManager):
         retired = [block for block in held if block.block_id not in taken]
         if request_id in self.segments:
             self._note_unclean(retired)
+        num_freed = len(retired) - num_fresh
+        moves = [self._own_window(request_id, one, first, len(rows), retired) for one, first, rows in windows]
         self._still_read[request_id] = retired
         places = new_front.places if new_front.share_blocks else 0
         self.segments[request_id] = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
-        return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
+        return Relocation(blocks, [block.block_id for block in hole], num_freed, moves)
+
+    def _windows_at(
+        self, request_id: str, num_tokens: int
+    ) -> list[tuple[SingleTypeKVCacheManager, int, list[KVCacheBlock]]]:
+        """Of each group of layers with a window: what a request reads there after ``num_tokens``, from a row of its
+        block table on."""
+        num_rows, found = -(-num_tokens // self.block_size), []
+        for one in self.windows:
+            first = self._num_passed(one, num_tokens)
+            found.append((one, first, one.req_to_blocks[request_id][first:num_rows]))
+        return found
+
+    def _own_window(
+        self,
+        request_id: str,
+        manager: SingleTypeKVCacheManager,
+        first: int,
+        num_rows: int,
+        given_up: list[KVCacheBlock],
+    ) -> WindowMove:
+        """Gives a request blocks of its own in ``num_rows`` rows from ``first`` on, in place of those that others may
+        read, which are added to ``given_up``."""
+        table = manager.req_to_blocks[request_id]
+        before = table[first : first + num_rows]
+        for row, block in enumerate(before, first):
+            if block.ref_cnt > 1 or block.block_hash is not None:
+                given_up.append(block)
+                (table[row],) = self.block_pool.get_new_blocks(1)
+        after = table[first : first + num_rows]
+        ids = ([block.block_id for block in blocks] for blocks in (before, after))
+        return WindowMove(manager.kv_cache_group_id, first, *ids)
 
     def shrink_front(self, request_id: str, report: FrontReport) -> int:
         """Returns the blocks to the pool that a front turned out not to need; the number of them. A report of a front

@@ -63,6 +63,20 @@ class FrontSize:
 
 
 @dataclass(frozen=True)
+class WindowMove:
+    """Blocks of a request in a group of layers with a window, whose keys are turned because its positions have moved.
+
+    group: its index. first_row: place of the first block in the request's block table. sources, blocks: ids before and
+    after; where they differ, because others read the source, it is copied.
+    """
+
+    group: int
+    first_row: int
+    sources: list[int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True)
 class CompressionPlan:
     """Compression of one request's cache after the step's forward pass.
 
@@ -82,7 +96,8 @@ class CompressionPlan:
     statistics are made anew from the newest queries.
 
     key: that the worker keeps the front's state under, for requests that take it over; None: it is not shared. copies:
-    ids of the blocks that the front is copied to for them, because this request goes on writing to its own.
+    ids of the blocks that the front is copied to for them, because this request goes on writing to its own. windows: of
+    the other groups of layers, if RoPE counts entries of the cache.
     """
 
     request_id: str
@@ -104,6 +119,7 @@ class CompressionPlan:
     is_rescored: bool = False
     key: bytes | None = None
     copies: list[int] = field(default_factory=list)
+    windows: list[WindowMove] = field(default_factory=list)
 
     @property
     def seq_len(self) -> int:

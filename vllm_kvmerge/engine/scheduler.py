@@ -600,7 +600,8 @@ class CompressionSchedulerMixin(Scheduler):
         is_refresh = compression.is_refresh(segments, num_computed)
         num_tokens = compression.covered(segments, num_computed)
         computed = self._manager.computed_blocks(request_id)
-        relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
+        turns_windows = compression.config.positions == "cache"
+        relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed, turns_windows)
         if relocation is None:
             return False
         is_of_context = compression.is_in_context(segments)
@@ -628,6 +629,7 @@ class CompressionSchedulerMixin(Scheduler):
             is_rescored=compression.is_rescored(segments),
             key=key,
             copies=copies,
+            windows=relocation.windows,
         )
         self._repeating.pop(request_id, None)
         superseded = computed if is_superseding else []

@@ -67,10 +67,21 @@ from vllm_kvmerge.engine.worker.saved_fronts import (
     write_front,
 )
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
-from vllm_kvmerge.ops import NO_UPDATE, HeadPages, PagedKVCache, ScoreMode, ScoreUpdate, implementation, override
+from vllm_kvmerge.ops import (
+    NO_UPDATE,
+    HeadPages,
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    implementation,
+    override,
+    turn_keys,
+)
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.cost import Rates, measure_rates
 from vllm_kvmerge.policies.errors import PartError
+from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
 
 logger = init_logger(__name__)
@@ -162,6 +173,8 @@ class Compression:
         self.reporter = Reporter()
         self.pool: list[PagedKVCache] = []
         """The caches that all blocks lie in, those of other groups of layers included."""
+        self._windows: dict[int, tuple[list[PagedKVCache], Rotation | None]] = {}
+        """Caches and RoPE of the layers of each group with a window."""
         self.group = 0
         """Index of the compressed layers' group, among those of the KV cache."""
         self._window_blocks: tuple[int, ...] = ()
@@ -211,6 +224,11 @@ class Compression:
         # A layer of each group has the same memory.
         pool = {layer.kv_cache.data_ptr(): layer.impl.paged(layer, layer.kv_cache) for layer in everything}
         self.pool = list(pool.values())
+        self._windows = {
+            index: self._window_layers(model, one.layer_names)
+            for index, one in enumerate(kv_cache_config.kv_cache_groups)
+            if index != self.group
+        }
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
         if (expected := limits.shape.num_layers) != len(layers):
@@ -254,6 +272,30 @@ class Compression:
             rates=self.rates,
         )
         self.reporter.add_rates(self.rates)
+
+    def _window_layers(self, model: nn.Module, layer_names: list[str]) -> tuple[list[PagedKVCache], Rotation | None]:
+        """Caches of layers with a window, and their RoPE if it is one that keys can be turned by."""
+        names = [name for name in layer_names if self.layers[name].kv_sharing_target_layer_name is None]
+        layers: list[Any] = [self.layers[name] for name in names]
+        return [layer.impl.paged(layer, layer.kv_cache) for layer in layers], find_rotation(model, names)
+
+    def _turn_windows(self, plan: CompressionPlan, shift: int) -> None:
+        """Turns the keys that layers with a window have of a request, whose positions move by ``shift``."""
+        for window in plan.windows:
+            copied = [pair for pair in zip(window.sources, window.blocks, strict=True) if pair[0] != pair[1]]
+            self.copy([source for source, _ in copied], [target for _, target in copied])
+            caches, rotation = self._windows[window.group]
+            if not shift or not window.blocks or rotation is None:
+                continue
+            count = plan.seq_len - window.first_row * caches[0].block_size
+            blocks = sent(torch.tensor([window.blocks] * len(caches)), self._device)
+            layers = SequenceLayers(
+                caches, torch.arange(len(caches)), blocks, torch.tensor([[count] * 3] * len(caches))
+            )
+            # Relative to one another: their positions themselves may be negative.
+            size = len(caches) * caches[0].num_kv_heads, count
+            before, after = (torch.full(size, max(0, one), device=self._device) for one in (-shift, shift))
+            turn_keys(layers, blocks, before, after, rotation.table, rotation.is_neox)
 
     def _watched(self, model: nn.Module, layer_names: list[str], heads: list[int]) -> HiddenStates:
         """The model's hidden states, with what the server's surrogate model predicts for this worker's ``heads``."""
@@ -528,6 +570,7 @@ class Compression:
             before, state.shift = state.shift, position_shift(config, state)
             if state.ring is not None and state.shift != before:
                 self.compactor.move_queries(state.ring, plan.seq_len, before, state.shift)
+            self._turn_windows(plan, state.shift - before)
             self._track(state, config, plan.is_partial)
             state.prompt_scores = None
             if plan.key is not None:
@@ -554,6 +597,8 @@ class Compression:
         rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
         sources = blocks, state.prompt_scores, ring
         moves_keys = config.positions == "cache"
+        if any(self._windows[window.group][1] is None for window in plan.windows):
+            return Compaction(plan, config.policy, *sources), PartError("positions", "keys in windows cannot be turned")
         compaction = Compaction(
             plan, config.policy, *sources, pages=state.pages, rescoring=rescoring, moves_keys=moves_keys
         )
