@@ -23,7 +23,7 @@ from vllm_kvmerge.engine.usage import REPORT_KEY
 
 pytestmark = pytest.mark.engine
 
-ROTATING = ("expected_attention", "compactor")
+ROTATING = ("expected_attention", "compactor", '"positions": "cache"')
 """They are refused: layers of full attention have no RoPE."""
 
 

@@ -193,6 +193,8 @@ def jobs() -> list[tuple[list[int], SamplingParams]]:
             told.append((prompt, greedy(policy, 40, budget=64, interval=8)))
     for policy, fields in (("snapkv", {"allocator": "adaptive"}), ("morphkv", {"skip_layers": 1}), ("pyramidkv", {})):
         told.append((random_prompt(rng, 350), greedy(policy, 40, budget=64, interval=8, **fields)))
+    moving = greedy("h2o", 40, budget=64, interval=8, decode="bounded", positions="cache")
+    told.append((random_prompt(rng, 350), moving))
     threshold = {"threshold": 0.01, "max": 0.8}
     told.append((random_prompt(rng, 350), greedy("snapkv", 40, budget=threshold, decode="bounded")))
     return told
