@@ -1,11 +1,13 @@
 """A model of chunked-local layers beside full attention: these are compressed, those are vLLM's own."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, random_prompt
 from tests.engine.test_hybrid import (
     check_against_transformers,
     check_company_and_preemption,
@@ -15,11 +17,13 @@ from tests.engine.test_hybrid import (
     running,
     stock,
 )
+from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import CHUNK, write_llama4
+from vllm_kvmerge.engine.usage import REPORT_KEY
 
 pytestmark = pytest.mark.engine
 
-ROTATING = ("expected_attention", "compactor")
+ROTATING = ("expected_attention", "compactor", '"positions": "cache"')
 """They are refused: layers of full attention have no RoPE."""
 
 
@@ -47,5 +51,19 @@ def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
     check_company_and_preemption(engine, told)
 
 
+@pytest.mark.parametrize("length", [2 * CHUNK + 1, 3 * CHUNK, 6 * CHUNK + 46])
+def test_fronts_are_shared_with_the_chunk_that_they_end_in(engine, length):
+    check_fronts(engine, "snapkv", length)
+
+
 def test_full_layers_forget_what_streaming_llm_drops_and_chunks_do_not(engine, folder):
     check_against_transformers(engine, folder, CHUNK)
+
+
+def test_positions_of_the_cache_are_refused(engine):
+    params = greedy("streaming_llm", budget=64, positions="cache")
+    output = engine.generate([random_prompt(np.random.default_rng(2), 200)], params)[0]
+    assert output.outputs[0].finish_reason == "error"
+    said = r"kv_compression.positions: 'cache' .* does not declare a RoPE of its sliding-window layers; allowed: 'text'"
+    assert re.search(said, output.kv_transfer_params[REPORT_KEY]["error"])
+    engine.assert_empty()

@@ -18,6 +18,7 @@ from tests.engine.test_hybrid import (
     running,
     stock,
 )
+from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import write_gemma3n
 
 pytestmark = pytest.mark.engine
@@ -67,3 +68,7 @@ def test_queries_of_the_caches_own_layer_alone_count(engine):
 
 def test_readers_see_what_is_left_of_their_owners_caches(engine, folder):
     check_against_transformers(engine, folder)
+
+
+def test_fronts_are_shared_with_their_windows(engine):
+    check_fronts(engine, "h2o", 430)

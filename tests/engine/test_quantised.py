@@ -1,5 +1,6 @@
 """A KV cache of 8 bits: plain requests as stock vLLM's, policies within their budget, and what is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from tests.demo_model import BLOCK_SIZE, bytes_per_block
 from tests.engine.conftest import random_prompt
 from tests.engine.generating import BUDGET, MAX_TOKENS, generate
+from tests.models.architectures import write_model
 from tests.presets import SMALL
 from vllm_kvmerge import demo
 from vllm_kvmerge.policies import PRESETS
@@ -21,20 +23,38 @@ ALL = [name for name in sorted(PRESETS) if name not in ("full", "kvzap")]
     ("dtype", "names"), [("fp8_e4m3", ALL), ("fp8_e5m2", ["snapkv", "keepkv", "adakv"])], ids=["e4m3", "e5m2"]
 )
 def test_a_cache_of_8_bits(dtype: str, names: list[str]) -> None:
-    rng = np.random.default_rng(0)
-    prompts = [random_prompt(rng, length) for length in LENGTHS]
-    arguments: dict[str, Any] = {"model": demo.model_path(), "dtype": "bfloat16", "kv_cache_dtype": dtype}
-    arguments |= {"max_model_len": 1500, "max_num_batched_tokens": 256, "block_size": BLOCK_SIZE}
-    arguments["kv_cache_memory_bytes"] = NUM_BLOCKS * bytes_per_block(itemsize=1)
-    stock = generate(arguments, prompts)["tokens"]
-    fields = [{"policy": name, "interval": 16, **SMALL.get(name, {})} for name in names]
     others: list[dict[str, Any]] = [
-        {"policy": "h2o", "budget": LENGTHS[-1] + MAX_TOKENS - 1},  # scored, and nothing has to go
         {"policy": "snapkv", "positions": "cache"},
-        {"policy": "h2o", "prefill": {"chunk": 128}},
         {"policy": "kvzip", "normalized": True},
         {"policy": "keepkv", "refresh": {"every": 16}},
+    ]
+    check(demo.model_path(), dtype, names, others, bytes_per_block(itemsize=1))
+
+
+@pytest.mark.parametrize("model", ["Gemma 3", "gpt-oss"])
+def test_a_cache_of_8_bits_beside_windows(tmp_path: Path, model: str) -> None:
+    names = ["streaming_llm", "h2o", "snapkv", "keepkv", "morphkv", "adakv", "kvzip"] * 2
+    # Each block belongs to two layers with two KV heads of 32 numbers.
+    block_bytes = 2 * 2 * BLOCK_SIZE * (2 * 32 + 16)
+    runs = check(str(write_model(tmp_path, model)), "fp8_e4m3", names, [], block_bytes)
+    first, again = ([[tokens for tokens, _ in run] for run in some] for some in (runs[:7], runs[7:14]))
+    assert first == again  # which begins with the fronts of the first
+
+
+def check(model: str, dtype: str, names: list[str], others: list[dict[str, Any]], block_bytes: int) -> list[Any]:
+    """Compares plain requests with stock vLLM's; returns what policies (names) and fields (others) give, in budget."""
+    rng = np.random.default_rng(0)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    arguments: dict[str, Any] = {"model": model, "dtype": "bfloat16", "kv_cache_dtype": dtype}
+    arguments |= {"max_model_len": 1500, "max_num_batched_tokens": 256, "block_size": BLOCK_SIZE}
+    arguments["kv_cache_memory_bytes"] = NUM_BLOCKS * block_bytes
+    stock = generate(arguments, prompts)["tokens"]
+    fields = [{"policy": name, "interval": 16, **SMALL.get(name, {})} for name in names]
+    others = [
+        {"policy": "h2o", "budget": LENGTHS[-1] + MAX_TOKENS - 1},  # scored, and nothing has to go
+        {"policy": "h2o", "prefill": {"chunk": 128}},
         {"policy": "streaming_llm", "trigger": "pressure"},
+        *others,
     ]
     external = {"additional_config": {"kvmerge": {"external_cache_bytes": 1 << 24}}}
     found = generate(arguments | external, prompts, fields + others)
@@ -45,5 +65,6 @@ def test_a_cache_of_8_bits(dtype: str, names: list[str]) -> None:
             budget = len(prompt) if "trigger" in asked else asked.get("budget", BUDGET)
             # The prompt's last step has all of it, as have those that repeat it; some policies let the answer grow.
             assert report["mean_entries"] <= budget + MAX_TOKENS + 4 * len(prompt) / MAX_TOKENS, (asked, report)
-            assert report["peak_bytes"] <= NUM_BLOCKS * bytes_per_block(itemsize=1)
+            assert report["peak_bytes"] <= NUM_BLOCKS * block_bytes
     assert [tokens for tokens, _ in found["runs"][len(fields)]] == stock
+    return found["runs"]

@@ -52,6 +52,11 @@ def draw(rng: np.random.Generator, num_requests: int) -> Setting:
     "num_requests", [NUM_REQUESTS, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 def test_requests_that_share_contexts(engine, num_requests, monkeypatch):
+    check_sharing(engine, num_requests, monkeypatch)
+
+
+def check_sharing(engine, num_requests: int, monkeypatch, num_blocks: int = 130, num_kept: int = 40) -> None:
+    """num_blocks: that are free. num_kept: that contexts may hold."""
     rng = np.random.default_rng(21)
     setting = draw(rng, num_requests)
     jobs = setting.jobs
@@ -59,8 +64,8 @@ def test_requests_that_share_contexts(engine, num_requests, monkeypatch):
     some = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     assert engine.llm.reset_prefix_cache()
     cold = engine.tokens(plain, some)
-    monkeypatch.setattr(engine.scheduler._contexts, "_max_blocks", 40)
-    with engine.sharing_contexts() as fronts, engine.with_blocks(130):
+    monkeypatch.setattr(engine.scheduler._contexts, "_max_blocks", num_kept)
+    with engine.sharing_contexts() as fronts, engine.with_blocks(num_blocks):
         # Blocks run out: fronts are evicted, requests preempted, contexts refused.
         together, num_preemptions = run_together(engine, jobs, rng)
         assert num_preemptions > 0 and len(fronts) > 0 and len(engine.scheduler._contexts) > 0

@@ -103,11 +103,30 @@ def test_models_whose_keys_cannot_be_turned_back(tmp_path: Path, change: dict[st
     assert found is None if obstacle is None else str(found).startswith(obstacle)
 
 
+@pytest.mark.parametrize(
+    ("model", "obstacle"),
+    [
+        (LLAMA, None),
+        (GEMMA, None),
+        (
+            GEMMA | {"rope_parameters": {"sliding_attention": {"rope_type": "longrope"}}},
+            "has sliding-window layers with",
+        ),
+        (LLAMA_4, "does not declare a RoPE of its sliding-window layers"),
+    ],
+)
+def test_models_whose_windows_cannot_be_turned(tmp_path: Path, model: dict[str, Any], obstacle: str | None) -> None:
+    config = vllm_config(tmp_path, GEMMA if "rope_parameters" in model else model, **kvmerge_engine_args())
+    config.model_config.hf_text_config.update({key: model[key] for key in ("rope_parameters",) if key in model})
+    found = request_limits(config).shape.window_rotation_obstacle
+    assert found is None if obstacle is None else str(found).startswith(obstacle)
+
+
 def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None:
     layers = ["sliding_attention", "sliding_attention", "full_attention"]
     config = vllm_config(tmp_path, GEMMA | {"num_hidden_layers": 3, "layer_types": layers}, **kvmerge_engine_args())
     limits = request_limits(config)
-    assert limits.shape.num_layers == 1 and limits.shape.has_windows and not limits.shares_contexts
+    assert limits.shape.num_layers == 1 and limits.shape.has_windows and limits.shares_contexts
     limits = request_limits(vllm_config(tmp_path, LLAMA, **kvmerge_engine_args()))
     assert limits.shape.num_layers == 2 and not limits.shape.has_windows and limits.shares_contexts
 

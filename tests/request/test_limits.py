@@ -116,17 +116,17 @@ def test_positions_that_are_taken(fields: dict[str, Any], prompt: int, max_token
     ("policy", "fields", "param"),
     [
         ("h2o", {"positions": "cache"}, "positions"),
-        ("h2o", {"trigger": "pressure"}, "trigger"),
         ("kvzip", {}, "tracker"),
     ],
 )
 def test_what_does_not_work_beside_windows_is_refused(policy: str, fields: dict[str, Any], param: str) -> None:
-    limits = replace(LIMITS, shape=replace(DEMO, has_windows=True), has_prefix_cache=False)
+    shape = replace(DEMO, has_windows=True, window_rotation_obstacle="declares no RoPE of its chunked-local layers")
+    limits = replace(LIMITS, shape=shape, has_prefix_cache=False)
     with pytest.raises(CompressionError, match="chunked-local layers.*; allowed: ") as caught:
         limits.check(config(policy, **fields), 4000, 100)
     assert caught.value.reason == "unsupported_model" and caught.value.param == f"kv_compression.{param}"
     LIMITS.check(config(policy, **fields), 4000, 100)
-    limits.check(config("h2o"), 4000, 100)
+    limits.check(config("h2o", trigger="pressure"), 4000, 100)
 
 
 def test_layers_with_a_window_take_slots_too() -> None:

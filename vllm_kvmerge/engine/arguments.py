@@ -18,6 +18,7 @@ from vllm_kvmerge.engine.support import (
     num_positions,
     platform_obstacle,
     rotation_obstacle,
+    window_rotation_obstacle,
 )
 from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
@@ -143,12 +144,7 @@ def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
 
 def shares_contexts(vllm_config: "VllmConfig") -> bool:
     """Whether compressed contexts stay in the prefix cache."""
-    # Of a front, layers with a window would need the newest tokens, which it does not hold.
-    return (
-        plugin_config(vllm_config).shared_contexts
-        and bool(vllm_config.cache_config.enable_prefix_caching)
-        and not has_windows(vllm_config.model_config)
-    )
+    return plugin_config(vllm_config).shared_contexts and bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:
@@ -176,6 +172,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             num_positions=num_positions(model),
             has_windows=has_windows(model),
             has_latents=model.use_mla,
+            window_rotation_obstacle=window_rotation_obstacle(model),
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
+from vllm_kvmerge.engine.fronts import FrontCache, HeldWindow, SharedFront
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments, WindowMove
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import cell_bytes, latent_cell_bytes
@@ -56,19 +56,22 @@ WINDOW_SPECS = SlidingWindowSpec, ChunkedLocalAttentionSpec
 class Relocation:
     """Location of a compressed front: ids of its ``blocks``, and of the null blocks (``hole``) that follow them in the
     request's block table, up to the first block that the sequence still needs. num_freed: blocks that the pool
-    gains."""
+    gains. windows: of the other groups of layers, if their keys are turned."""
 
     blocks: list[int]
     hole: list[int]
     num_freed: int
+    windows: list[WindowMove]
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A front that a request may begin with. copied: its blocks that the request writes to, and gets copies of."""
+    """A front that a request may begin with. copied: its blocks that the request writes to, and gets copies of. passed:
+    those of layers with a window that the request does not get, but which may be read in its first step."""
 
     front: SharedFront
     copied: tuple[KVCacheBlock, ...]
+    passed: tuple[KVCacheBlock, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,10 @@ class MergeableAttentionManager(FullAttentionManager):
         self.segments: dict[str, Segments] = {}
         self.fronts: FrontCache | None = None
         """Compressed contexts in the prefix cache; None: there are none."""
+        self.windows: Sequence[SingleTypeKVCacheManager] = ()
+        """vLLM's managers of the other groups of layers, which have windows."""
         self.most_tokens: dict[str, int] = {}
         """Of requests that give slots back: most tokens that they have slots for at once."""
-        self.last_asked = "", 0
-        """The request that vLLM asked last whether it finds room, and the blocks that it needs."""
         self._retired: list[KVCacheBlock] = []
         self._still_read: dict[str, list[KVCacheBlock]] = {}
         """By request whose compression is under way: blocks that it gives up."""
@@ -120,22 +123,59 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def offer(
         self, request_id: str, front: SharedFront | None, writes: bool = False, hit: int = 0
-    ) -> list[KVCacheBlock]:
+    ) -> tuple[list[KVCacheBlock], ...]:
         """Offers a front to a request that waits, or takes an offer back (None). Returns the blocks of the request's
-        first ``hit`` tokens as if found in the prefix cache, up to the last full one. writes: the request writes to the
-        front; in any case to the block of its next token."""
+        first ``hit`` tokens as if found in the prefix cache, for each group of layers: up to the last full one; of
+        layers with a window up to the last one, of which vLLM makes a copy if the hit ends in it. writes: the request
+        writes to the front; in any case to the block of its next token."""
         self._offers.pop(request_id, None)
         if front is None:
-            return []
-        self._offers[request_id] = Offer(front, front.blocks if writes else front.partial(self.block_size))
-        return self._row(front, hit // self.block_size)
+            return ()
+        groups, passed = {self.kv_cache_group_id: self._row(front, hit // self.block_size)}, list[KVCacheBlock]()
+        for manager, window in zip(self.windows, front.windows, strict=True):
+            groups[window.group] = rows = window.rows(-(-hit // self.block_size), self._null_block)
+            first = max(0, self._num_passed(manager, hit) - window.first_row)
+            passed += [*window.blocks[:first], *window.blocks[max(0, len(rows) - window.first_row) :]]
+        copied = front.blocks if writes else front.partial(self.block_size)
+        self._offers[request_id] = Offer(front, copied, tuple(passed))
+        return tuple(groups[group] for group in sorted(groups))
 
-    def num_to_begin(self, front: SharedFront, writes: bool, num_tokens: int) -> int:
-        """Free blocks that a request of ``num_tokens`` needs to begin with a front."""
-        partial = front.partial(self.block_size)
-        copied = front.blocks if writes else partial
-        rows = -(-num_tokens // self.block_size) - min(front.num_tokens, num_tokens - 1) // self.block_size
-        return self._get_num_evictable_blocks(front.blocks) + len(copied) + rows - len(partial)
+    def num_to_begin(self, request_id: str, rows: Sequence[list[KVCacheBlock]], num_tokens: int) -> int:
+        """Free blocks that a request of ``num_tokens`` needs to begin with the front that it is offered. rows: what
+        ``offer`` has returned."""
+        offer = self._offers[request_id]
+        front, hit = offer.front, min(offer.front.num_tokens, num_tokens - 1)
+        num_rows = -(-num_tokens // self.block_size) - hit // self.block_size
+        needed = self._get_num_evictable_blocks((*front.blocks, *offer.passed)) + len(offer.copied)
+        needed += num_rows - len(front.partial(self.block_size))
+        for one in self.windows:
+            needed += one.get_num_blocks_to_allocate(
+                request_id, num_tokens, rows[one.kv_cache_group_id], hit, hit, num_tokens, apply_admission_cap=True
+            )
+        return needed
+
+    def _num_passed(self, manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
+        """First rows of a block table that no query after ``num_tokens`` reads."""
+        return manager.get_num_skipped_tokens(num_tokens) // self.block_size
+
+    def num_window_blocks(self, num_tokens: int) -> int:
+        """Blocks that layers with a window need after the first ``num_tokens`` of a request."""
+        num_rows = -(-num_tokens // self.block_size)
+        return sum(num_rows - self._num_passed(one, num_tokens - 1) for one in self.windows)
+
+    def hold_windows(self, request_id: str, num_tokens: int) -> tuple[HeldWindow, ...] | None:
+        """What layers with a window need after the request's first ``num_tokens``, with a reference to each block;
+        None: some of it is gone."""
+        held, num_rows = list[HeldWindow](), -(-num_tokens // self.block_size)
+        for one in self.windows:
+            first = self._num_passed(one, num_tokens - 1)  # whose output, too, a request may have to compute
+            blocks = tuple(one.req_to_blocks.get(request_id, ())[first:num_rows])
+            if len(blocks) < num_rows - first or any(block.is_null for block in blocks):
+                return None
+            held.append(HeldWindow(one.kv_cache_group_id, first, blocks))
+        for window in held:
+            self.block_pool.touch(window.blocks)
+        return tuple(held)
 
     def _row(self, front: SharedFront, num_blocks: int) -> list[KVCacheBlock]:
         """The first blocks of the table of a request that begins with a front."""
@@ -205,11 +245,17 @@ class MergeableAttentionManager(FullAttentionManager):
         self._superseded.clear()
 
     def relocate(
-        self, request_id: str, num_tokens: int, new_front: FrontSize, num_computed: int | None = None
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_front: FrontSize,
+        num_computed: int | None = None,
+        turns_windows: bool = False,
     ) -> Relocation | None:
         """Gives a request its own blocks for a front; all others before slot ``num_tokens`` go with ``retire_read``.
 
-        num_computed: tokens computed so far, if they are more.
+        num_computed: tokens computed so far, if they are more. turns_windows: keys of layers with a window are written
+        to as well, so that these blocks, too, must be its own.
 
         Shared blocks are never written to. In this order it takes unhashed blocks that only this request holds, free
         blocks of the pool, and hashed blocks that only this request holds, which lose their hash. The others go back
@@ -221,14 +267,22 @@ class MergeableAttentionManager(FullAttentionManager):
         held = [block for block in row[:num_replaced] if not block.is_null]
         own = [block for block in held if block.ref_cnt == 1]
         private = [block for block in own if block.block_hash is None][:num_front_blocks]
-        num_fresh = min(num_front_blocks - len(private), self.block_pool.get_num_free_blocks())
+        windows = self._windows_at(request_id, num_computed or num_tokens) if turns_windows else []
+        in_windows = [block for _, _, blocks in windows for block in blocks]
+        num_free = self.block_pool.get_num_free_blocks() - sum(block.ref_cnt > 1 for block in in_windows)
+        if num_free < 0:
+            return None
+        num_fresh = min(num_front_blocks - len(private), num_free)
         num_unhashed = num_front_blocks - len(private) - num_fresh
         unhashed = [block for block in own if block.block_hash is not None][:num_unhashed]
         if len(unhashed) < num_unhashed:
             return None
+        hashed = [block for block in in_windows if block.ref_cnt == 1 and block.block_hash is not None]
+        # As above: without room for copies, they lose their hash.
+        lost = unhashed + hashed if len(hashed) > num_free - num_fresh else unhashed
         if self.fronts is not None:
-            self.fronts.lose(unhashed)
-        self.block_pool.evict_blocks({block.block_id for block in unhashed})
+            self.fronts.lose(lost)
+        self.block_pool.evict_blocks({block.block_id for block in lost})
         front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
         hole = [self._null_block] * (num_replaced - num_front_blocks)
         row[:num_replaced] = front + hole
@@ -237,10 +291,43 @@ class MergeableAttentionManager(FullAttentionManager):
         retired = [block for block in held if block.block_id not in taken]
         if request_id in self.segments:
             self._note_unclean(retired)
+        num_freed = len(retired) - num_fresh
+        moves = [self._own_window(request_id, one, first, len(rows), retired) for one, first, rows in windows]
         self._still_read[request_id] = retired
         places = new_front.places if new_front.share_blocks else 0
         self.segments[request_id] = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
-        return Relocation(blocks, [block.block_id for block in hole], num_freed=len(retired) - num_fresh)
+        return Relocation(blocks, [block.block_id for block in hole], num_freed, moves)
+
+    def _windows_at(
+        self, request_id: str, num_tokens: int
+    ) -> list[tuple[SingleTypeKVCacheManager, int, list[KVCacheBlock]]]:
+        """Of each group of layers with a window: what a request reads there after ``num_tokens``, from a row of its
+        block table on."""
+        num_rows, found = -(-num_tokens // self.block_size), []
+        for one in self.windows:
+            first = self._num_passed(one, num_tokens)
+            found.append((one, first, one.req_to_blocks[request_id][first:num_rows]))
+        return found
+
+    def _own_window(
+        self,
+        request_id: str,
+        manager: SingleTypeKVCacheManager,
+        first: int,
+        num_rows: int,
+        given_up: list[KVCacheBlock],
+    ) -> WindowMove:
+        """Gives a request blocks of its own in ``num_rows`` rows from ``first`` on, in place of those that others may
+        read, which are added to ``given_up``."""
+        table = manager.req_to_blocks[request_id]
+        before = table[first : first + num_rows]
+        for row, block in enumerate(before, first):
+            if block.ref_cnt > 1 or block.block_hash is not None:
+                given_up.append(block)
+                (table[row],) = self.block_pool.get_new_blocks(1)
+        after = table[first : first + num_rows]
+        ids = ([block.block_id for block in blocks] for blocks in (before, after))
+        return WindowMove(manager.kv_cache_group_id, first, *ids)
 
     def shrink_front(self, request_id: str, report: FrontReport) -> int:
         """Returns the blocks to the pool that a front turned out not to need; the number of them. A report of a front
@@ -310,15 +397,15 @@ class MergeableAttentionManager(FullAttentionManager):
             # The copy of a block that is not full is the request's next block, which it needs in any case. The block
             # itself must stay until it has been copied.
             partial = offer.front.partial(self.block_size)
-            needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks(partial)
-        # First for all tokens of a request that waits, then for those of the step.
-        name, most = self.last_asked
-        self.last_asked = request_id, max(needed, most) if name == request_id else needed
+            needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks((*partial, *offer.passed))
         return needed
 
     def _begin_with_front(self, request_id: str, num_full: int, offer: Offer) -> None:
         front, num_copied = offer.front, len(offer.copied)
         self.block_pool.touch(front.blocks)
+        for window in front.windows:  # before any of them is given to somebody; vLLM takes those that the request gets
+            self.block_pool.touch(window.blocks)
+            self._retired += window.blocks
         copies = dict(
             zip((one.block_id for one in offer.copied), self.block_pool.get_new_blocks(num_copied), strict=True)
         )

@@ -250,6 +250,22 @@ def hash_blocks_of(coordinator: "KVCacheCoordinator", may_hash: Callable[["Reque
     coordinator.cache_blocks = hash_some_blocks  # type: ignore[method-assign]
 
 
+def watch_asked_blocks(coordinator: "KVCacheCoordinator", note: Callable[[str, int], None]) -> None:
+    """Tells ``note`` of which request vLLM asks whether it finds room, and how many blocks of all layers it needs.
+
+    vLLM tells a scheduler that a request found none, not how much was missing. An attribute of the cache manager with
+    the last answer would make this unnecessary.
+    """
+    ask = coordinator.get_num_blocks_to_allocate
+
+    def ask_and_note(request_id: str, *args: Any, **kwargs: Any) -> int:
+        needed = ask(request_id, *args, **kwargs)
+        note(request_id, needed)
+        return needed
+
+    coordinator.get_num_blocks_to_allocate = ask_and_note  # type: ignore[method-assign]
+
+
 def register_attention_backend() -> None:
     """Makes this worker use our attention, by vLLM's own registration.
 

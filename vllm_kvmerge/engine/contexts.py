@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
-from vllm_kvmerge.engine.fronts import SharedFront
+from vllm_kvmerge.engine.fronts import HeldWindow, SharedFront
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
 from vllm_kvmerge.engine.schedule import RequestCompression
 
@@ -67,7 +68,7 @@ class KeptContext:
             "expires_at": None if self.expires is None else int(self.expires),
             "tokens": len(self.tokens),
             "entries": self.front.segments.front,
-            "bytes": len(self.front.blocks) * bytes_per_block,
+            "bytes": len(self.front.all_blocks) * bytes_per_block,
             "kv_compression": json.loads(self.policy),
             "info": self.asked.info,
         }
@@ -113,7 +114,7 @@ class ContextStore:
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(one.front.blocks) for one in self._kept.values())
+        return sum(len(one.front.all_blocks) for one in self._kept.values())
 
     def ask(self, request: Request, text: str, compression: RequestCompression | None) -> None:
         """Begins a context: its request has arrived. text: the value of ``CONTEXT_KEY``.
@@ -139,6 +140,7 @@ class ContextStore:
         needed = compression.new_front(UNCOMPRESSED, compression.context).num_blocks
         if needed > compression.context // self._manager.block_size:
             raise ContextRefused(400, "its front would save no block; allowed: a smaller budget, or a longer context")
+        needed += self._manager.num_window_blocks(compression.context)
         self._check_room(asked.id, needed, salt)
         return needed
 
@@ -146,7 +148,7 @@ class ContextStore:
         self.expire()
         named = [one.asked.id for one in self._kept.values() if one.salt == salt][:20]
         waiting = [num_blocks for _, num_blocks in self._asked.values()]
-        waiting += [len(one.front.blocks) for one in self._restored.values()]
+        waiting += [len(one.front.all_blocks) for one in self._restored.values()]
         held, size = self.num_blocks + sum(waiting), self._bytes_per_block
         advice = f"; delete some: {', '.join(named)}" if named else ""
         asked = [one.id for one, _ in self._asked.values()]
@@ -243,7 +245,8 @@ class ContextStore:
             front = kept.front
             key = self._key(kept.asked.id, kept.tokens, kept.salt, kept.policy)
             described |= {"key": front.key.hex() if key == front.key else None}
-            described |= {"blocks": [block.block_id for block in front.blocks]}
+            described |= _places(front)
+            described |= {"windows": [[one.group, one.first_row, len(one.blocks)] for one in front.windows]}
             described |= {"policy": kept.policy, "segments": asdict(front.segments), "kept_bytes": front.kept_bytes}
         return json.dumps(described)
 
@@ -263,6 +266,7 @@ class ContextStore:
     def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | str | None:
         """Takes blocks for a saved context; None if it is there already. Raises ContextRefused."""
         fronts, num_blocks = self._manager.fronts, len(saved["blocks"])
+        num_all = num_blocks + len(saved["window_blocks"])
         if saved["id"] in self._restored:
             return WAIT
         if saved["id"] in self._kept:
@@ -271,7 +275,7 @@ class ContextStore:
             raise ContextRefused(404, "its time is up")
         if fronts is None:
             raise ContextRefused(400, "this server keeps no compressed contexts")
-        self._check_room(saved["id"], num_blocks, saved["salt"])
+        self._check_room(saved["id"], num_all, saved["salt"])
         segments = Segments(**saved["segments"])
         asked = AskedContext(id=saved["id"], info=saved["info"], content=saved["content"])
         tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
@@ -280,23 +284,40 @@ class ContextStore:
         if key is not None and (there := fronts.find(key)) is not None:  # of another id with the same tokens and policy
             self.keep(KeptContext(asked, there, tokens, salt, policy, *times))
             return None
-        blocks = None if key is None or fronts.is_known(key) else self._manager.copy_of(num_blocks)
+        blocks = None if key is None or fronts.is_known(key) else self._manager.copy_of(num_all)
         if key is None or blocks is None:
             raise ContextRefused(409, "there is no room for it")
         fronts.expect(key)
-        front = SharedFront(key, segments, segments.tail, tuple(range(num_blocks)), tuple(blocks), saved["kept_bytes"])
+        others, windows = iter(blocks[num_blocks:]), list[HeldWindow]()
+        for group, first_row, number in saved["windows"]:
+            windows.append(HeldWindow(group, first_row, tuple(islice(others, number))))
+        front = SharedFront(
+            key=key,
+            segments=segments,
+            num_tokens=segments.tail,
+            rows=tuple(range(num_blocks)),
+            blocks=tuple(blocks[:num_blocks]),
+            kept_bytes=saved["kept_bytes"],
+            windows=tuple(windows),
+        )
         self._restored[saved["id"]] = KeptContext(asked, front, tokens, salt, policy, *times)
-        return {"key": key.hex(), "blocks": [block.block_id for block in blocks]}
+        return {"key": key.hex(), **_places(front)}
 
     def _end_restore(self, context_id: str, failed: bool) -> None:
         kept = self._restored.pop(context_id)
         if failed:
-            self._manager.discard(kept.front.blocks)
+            self._manager.discard(kept.front.all_blocks)
             if self._manager.fronts is not None:
                 self._manager.fronts.forget(kept.front.key)
             return
         self._manager.share(kept.front)
         self.keep(kept)
+
+
+def _places(front: SharedFront) -> dict[str, list[int]]:
+    """Ids of a front's blocks."""
+    window_blocks = [block.block_id for one in front.windows for block in one.blocks]
+    return {"blocks": [block.block_id for block in front.blocks], "window_blocks": window_blocks}
 
 
 async def call_contexts(engine_client: "EngineClient", call: str, **arguments: Any) -> Any:

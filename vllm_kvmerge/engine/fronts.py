@@ -7,6 +7,7 @@ cached blocks are. A front whose first block is lost is lost as a whole.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.block_pool import BlockPool
@@ -24,13 +25,27 @@ from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 
 
 @dataclass(frozen=True)
+class HeldWindow:
+    """Blocks of one group of layers with a window: all that its layers read after a front. group: its index. first_row:
+    place of the first of the ``blocks`` in a request's block table, in which they follow one another."""
+
+    group: int
+    first_row: int
+    blocks: tuple[KVCacheBlock, ...]
+
+    def rows(self, num_rows: int, null_block: KVCacheBlock) -> list[KVCacheBlock]:
+        """The first rows of a block table that has these blocks."""
+        return [*[null_block] * self.first_row, *self.blocks][:num_rows]
+
+
+@dataclass(frozen=True)
 class SharedFront:
     """Blocks in the prefix cache that hold the first ``num_tokens`` of some request, compressed.
 
     Of a context: its front alone. Of a turn: all that a request held when it ended, front and tail. rows: places of the
     ``blocks`` in a request's block table; null blocks lie between. kept_bytes: memory that workers keep for it outside
     the pool. turn: the hash of its last full block, and its policy, if it is a turn's. kept: what its compression came
-    to, if that is known.
+    to, if that is known. windows: of the other groups of layers, in their order.
     """
 
     key: BlockHash
@@ -41,6 +56,12 @@ class SharedFront:
     kept_bytes: int = 0
     turn: tuple[BlockHash | None, str] | None = None
     kept: HeadCounts | None = None
+    windows: tuple[HeldWindow, ...] = ()
+
+    @property
+    def all_blocks(self) -> tuple[KVCacheBlock, ...]:
+        """Those of all groups of layers."""
+        return (*self.blocks, *(block for window in self.windows for block in window.blocks))
 
     def partial(self, block_size: int) -> tuple[KVCacheBlock, ...]:
         """The block that further tokens are written to, if it is among them."""
@@ -116,13 +137,15 @@ class FrontCache:
     def add(self, front: SharedFront) -> None:
         """Puts a front's blocks, to which the caller holds references, into the prefix cache, and takes over one
         reference to each. There must be no front of this key."""
-        hashes = [self._keys.of_part(front.key, index) for index in range(len(front.blocks))]
-        for block_hash, block in zip(hashes, front.blocks, strict=True):
-            hashed = make_block_hash_with_group_id(block_hash, self._group_id)
-            self._pool._insert_block_hash(hashed, block, num_tokens=front.num_tokens)
-            self._of_block.setdefault(block.block_id, {})[front.key] = hashed
-        if self._pool.enable_kv_cache_events:
-            self._pool.kv_event_queue.append(self._stored(front, hashes))
+        index = count()
+        for group_id, blocks in ((self._group_id, front.blocks), *((one.group, one.blocks) for one in front.windows)):
+            hashes = [self._keys.of_part(front.key, next(index)) for _ in blocks]
+            for block_hash, block in zip(hashes, blocks, strict=True):
+                hashed = make_block_hash_with_group_id(block_hash, group_id)
+                self._pool._insert_block_hash(hashed, block, num_tokens=front.num_tokens)
+                self._of_block.setdefault(block.block_id, {})[front.key] = hashed
+            if self._pool.enable_kv_cache_events and blocks:
+                self._pool.kv_event_queue.append(self._stored(front, group_id, hashes))
         self._fronts[front.key] = front
         self._expected.discard(front.key)
         self._remember(front.key)
@@ -130,7 +153,7 @@ class FrontCache:
             parent, policy = front.turn
             self._turns.setdefault(policy, {}).setdefault(front.num_tokens, {})[front.key] = parent
         # Whoever gets one of them from the pool ends the front.
-        self._pool.unpin_blocks(front.blocks, lambda block: self.lose([block]))
+        self._pool.unpin_blocks(front.all_blocks, lambda block: self.lose([block]))
         while sum(one.kept_bytes for one in self._fronts.values()) > self._max_kept_bytes:
             oldest = (key for key, one in self._fronts.items() if one.kept_bytes and key not in self._pinned)
             if (key := next(oldest, None)) is None:
@@ -139,16 +162,17 @@ class FrontCache:
 
     def pin(self, front: SharedFront) -> None:
         """Keeps a front that is in the cache there, until ``unpin`` has been called as often."""
-        self._pool.touch(front.blocks)
+        self._pool.touch(front.all_blocks)
         self._pinned[front.key] += 1
 
     def unpin(self, front: SharedFront) -> None:
         """Lets a front go when its blocks are needed."""
         self._pinned -= Counter([front.key])
-        self._pool.free_blocks(reversed(front.blocks))
+        self._pool.free_blocks(reversed(front.all_blocks))
 
-    def _stored(self, front: SharedFront, hashes: list[BlockHash]) -> BlockStored:
-        """The event that tells of a front's blocks. They are those of no tokens, so that no plain prompt matches."""
+    def _stored(self, front: SharedFront, group_id: int, hashes: list[BlockHash]) -> BlockStored:
+        """The event that tells of a front's blocks in a group of layers. They are those of no tokens, so that no plain
+        prompt matches."""
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(one) for one in hashes],
             parent_block_hash=maybe_convert_block_hash(front.key),
@@ -157,7 +181,7 @@ class FrontCache:
             lora_id=None,
             medium=self._pool.medium,
             lora_name=None,
-            group_idx=self._group_id,
+            group_idx=group_id,
         )
 
     def lose(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -191,7 +215,7 @@ class FrontCache:
 
     def _drop(self, key: BlockHash) -> None:
         front = self._fronts.pop(key)
-        for block in front.blocks:
+        for block in front.all_blocks:
             keys = self._of_block[block.block_id]
             self._unhash(block, keys.pop(key), front.num_tokens)
             if not keys:

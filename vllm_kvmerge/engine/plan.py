@@ -63,6 +63,20 @@ class FrontSize:
 
 
 @dataclass(frozen=True)
+class WindowMove:
+    """Blocks of a request in a group of layers with a window, whose keys are turned because its positions have moved.
+
+    group: its index. first_row: place of the first block in the request's block table. sources, blocks: ids before and
+    after; where they differ, because others read the source, it is copied.
+    """
+
+    group: int
+    first_row: int
+    sources: list[int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True)
 class CompressionPlan:
     """Compression of one request's cache after the step's forward pass.
 
@@ -82,7 +96,8 @@ class CompressionPlan:
     statistics are made anew from the newest queries.
 
     key: that the worker keeps the front's state under, for requests that take it over; None: it is not shared. copies:
-    ids of the blocks that the front is copied to for them, because this request goes on writing to its own.
+    ids of the blocks that the front is copied to for them, because this request goes on writing to its own. windows: of
+    the other groups of layers, if RoPE counts entries of the cache.
     """
 
     request_id: str
@@ -104,6 +119,7 @@ class CompressionPlan:
     is_rescored: bool = False
     key: bytes | None = None
     copies: list[int] = field(default_factory=list)
+    windows: list[WindowMove] = field(default_factory=list)
 
     @property
     def seq_len(self) -> int:
@@ -166,7 +182,8 @@ class Adoption:
     num_tokens: that are computed with it. is_partial: more of its context follows. query_window: number of the newest
     queries to keep. sources, blocks: ids of
     some of the front's blocks and of the request's own, to which they are copied before the step. restores_output: the
-    prompt ends with the front. Its last token is computed again, and what comes out replaced by what came out then.
+    prompt ends with the front. Its last token is computed again, and what comes out replaced by what came out then; of
+    layers with a window, the blocks ``exact`` (ids) are then copied to those that it was written to, ``restored``.
     """
 
     key: bytes
@@ -179,6 +196,8 @@ class Adoption:
     sources: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     restores_output: bool = False
+    exact: list[int] = field(default_factory=list)
+    restored: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
@@ -24,7 +25,7 @@ class Pressure:
     """Shortages of blocks, and the requests whose compression ends them.
 
     compressions: of all requests, by id. step_tokens: most tokens of a step. watermark: blocks that vLLM leaves free
-    when it admits a request.
+    when it admits a request. is_async: a step is scheduled while the one before it is computed.
     """
 
     def __init__(
@@ -33,16 +34,35 @@ class Pressure:
         compressions: Mapping[str, RequestCompression],
         step_tokens: int,
         watermark: int,
+        is_async: bool,
     ) -> None:
         self._manager, self._compressions = manager, compressions
-        self._step_tokens, self._watermark = step_tokens, watermark
+        self._step_tokens, self._watermark, self._is_async = step_tokens, watermark, is_async
+        self._asked = "", 0
+        """The request that vLLM asked for last, and the blocks that it needs."""
+
+    def begin_step(self) -> None:
+        """Forgets which request found no room in the last step."""
+        self._asked = "", 0
+
+    def note_asked(self, request_id: str, num_blocks: int) -> None:
+        """Notes that vLLM asks whether a request finds ``num_blocks``."""
+        # First for all tokens of a request that waits, then for those of the step.
+        name, most = self._asked
+        self._asked = request_id, max(num_blocks, most) if name == request_id else num_blocks
 
     def fitting(self, request: Request, num_computed: int, num_new: int, pool_tokens: int) -> int:
         """How many of the ``num_new`` tokens find room if the request runs alone; all, if none does. One that is
         computed again may have been compressed before it came to as many. pool_tokens: that the pool has slots for."""
         block_size = self._manager.block_size
-        held = self._manager.num_held_blocks(request.request_id) * block_size
-        room = pool_tokens - held + -num_computed % block_size
+        processed = num_computed - request.num_in_flight_tokens
+        held = self._manager.num_held_blocks(request.request_id) or num_computed // block_size
+        held += sum(
+            self._num_rows(one, request, num_computed) - _passed(one, processed) for one in self._manager.windows
+        )
+        # Each group of layers takes a block for the same tokens.
+        num_rows = (pool_tokens // block_size - held) // (1 + len(self._manager.windows))
+        room = num_rows * block_size + -num_computed % block_size
         return min(num_new, room) if room > 0 else num_new
 
     def reliefs(
@@ -74,19 +94,35 @@ class Pressure:
         return chosen
 
     def _needed_next(self, running: Iterable[Request]) -> int:
-        """Blocks that running requests take in another step."""
-        left, needed = self._step_tokens, 0
+        """Most blocks that running requests take in another step, one after the other: before one takes any, windows
+        that have moved on give some back."""
+        left, taken, most = self._step_tokens, 0, 0
+        windows = self._manager.windows
         for request in running:
             computed = request.num_computed_tokens
             new = max(1, min(request.num_tokens - computed, left))
-            held = len(self._manager.req_to_blocks[request.request_id])
-            needed += max(0, cdiv(computed + new, self._manager.block_size) - held)
-            left -= new
-        return needed
+            num_rows = cdiv(computed + new, self._manager.block_size)
+            taken -= sum(self._num_given_back(one, request) for one in windows)
+            for one in (self._manager, *windows):
+                taken += max(0, num_rows - len(one.req_to_blocks[request.request_id]))
+            left, most = left - new, max(most, taken)
+        return most
+
+    def _num_given_back(self, manager: SingleTypeKVCacheManager, request: Request) -> int:
+        """Blocks that the pool gets from a request's window at the beginning of the next step."""
+        # vLLM waits until no step in flight reads them.
+        in_flight = request.num_in_flight_tokens if self._is_async else 0
+        computed = request.num_computed_tokens - in_flight
+        passed = manager.req_to_blocks[request.request_id][: _passed(manager, computed)]
+        return sum(not block.is_null and block.ref_cnt == 1 for block in passed)
+
+    def _num_rows(self, manager: SingleTypeKVCacheManager, request: Request, num_computed: int) -> int:
+        """Rows of a request's block table; of one that waits, those that it has found in the prefix cache."""
+        return len(manager.req_to_blocks.get(request.request_id, ())) or num_computed // manager.block_size
 
     def _awaited(self, request: Request) -> int:
         """Blocks that a waiting request needs, if the step found no room for it; otherwise 0."""
-        request_id, needed = self._manager.last_asked
+        request_id, needed = self._asked
         return needed + self._watermark if request_id == request.request_id else 0
 
     def _possible(self, requests: Iterable[Request], on_error: Callable[[str, PartError], None]) -> Iterable[Relief]:
@@ -103,3 +139,8 @@ class Pressure:
             num_blocks = self._manager.num_to_free(request_id, num_computed, new_front)
             if num_blocks > 0:
                 yield Relief(request, new_front, num_blocks)
+
+
+def _passed(manager: SingleTypeKVCacheManager, num_computed: int) -> int:
+    """First rows of a block table that no query reads after ``num_computed`` tokens."""
+    return manager.get_num_skipped_tokens(num_computed) // manager.block_size

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the files; those of another are refused."""
 
 UNFINISHED = ".unfinished-"
@@ -135,7 +135,7 @@ async def _load(engine_client: "EngineClient", folder: Path) -> None:
 
 
 def _place(front: dict[str, Any]) -> dict[str, Any]:
-    return {"key": front["key"], "blocks": front["blocks"]}
+    return {name: front[name] for name in ("key", "blocks", "window_blocks")}
 
 
 def _raise_first(errors: list[str | None]) -> None:

@@ -73,6 +73,7 @@ class CompressionSchedulerMixin(Scheduler):
         manager = self._managers[group]
         assert isinstance(manager, MergeableAttentionManager)
         self._manager = manager
+        manager.windows = [one for one in self._managers if one is not manager]
         for one in self._managers:
             one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
         compat.hash_blocks_of(coordinator, manager.hashes_blocks_of)
@@ -114,7 +115,14 @@ class CompressionSchedulerMixin(Scheduler):
         self._proofs = Proofs(self._bytes_per_block, self._size)
         self._sharing = ContextSharing(self._manager, self._compressions, self._engine, self._proofs)
         watermark = self.kv_cache_manager.watermark_blocks
-        self._pressure = Pressure(self._manager, self._compressions, self.max_num_scheduled_tokens, watermark)
+        self._pressure = Pressure(
+            self._manager,
+            self._compressions,
+            self.max_num_scheduled_tokens,
+            watermark,
+            is_async=isinstance(self, AsyncScheduler),
+        )
+        compat.watch_asked_blocks(coordinator, self._pressure.note_asked)
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
@@ -257,7 +265,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._manager.evict_superseded_first(
             cdiv(self.max_num_scheduled_tokens, self.block_size) + self.max_num_running_reqs
         )
-        self._manager.last_asked = "", 0
+        self._pressure.begin_step()
         output = super().schedule(*args, **kwargs)
         self._end_orphans()
         if self._kept_bytes or self._external_bytes:
@@ -418,11 +426,11 @@ class CompressionSchedulerMixin(Scheduler):
             num_hit_tokens = min(front.num_tokens, request.num_tokens - 1)
             compression = self._compressions[request.request_id]
             writes = compression.config.tracks(is_partial=compression.is_in_context(front.segments))
-            own = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
-            needed = self._manager.num_to_begin(front, writes, request.num_tokens)
+            rows = self._manager.offer(request.request_id, front, writes, num_hit_tokens)
+            needed = self._manager.num_to_begin(request.request_id, rows, request.num_tokens)
             # With nothing else running, a front that does not fit would be waited for for ever.
             if self.running or needed <= self._manager.block_pool.get_num_free_blocks():
-                return self.kv_cache_manager.create_kv_cache_blocks((own,)), num_hit_tokens, 0, False
+                return self.kv_cache_manager.create_kv_cache_blocks(rows), num_hit_tokens, 0, False
         self._manager.offer(request.request_id, None)
         blocks, num_hit_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *longest_hit)
         due_at = self._next_compression(request)
@@ -598,7 +606,8 @@ class CompressionSchedulerMixin(Scheduler):
         num_tokens = compression.covered(segments, num_computed)
         computed = self._manager.computed_blocks(request_id)
         self._proofs.note(request)
-        relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed)
+        turns_windows = compression.config.positions == "cache"
+        relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed, turns_windows)
         if relocation is None:
             return False
         is_of_context = compression.is_in_context(segments)
@@ -626,6 +635,7 @@ class CompressionSchedulerMixin(Scheduler):
             is_rescored=compression.is_rescored(segments),
             key=key,
             copies=copies,
+            windows=relocation.windows,
         )
         self._repeating.pop(request_id, None)
         superseded = computed if is_superseding else []

@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
-from vllm_kvmerge.engine.fronts import PART, TURN, FrontCache, SharedFront
+from vllm_kvmerge.engine.fronts import PART, TURN, FrontCache, HeldWindow, SharedFront
 from vllm_kvmerge.engine.metrics import count_context
 from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn, Segments
 from vllm_kvmerge.engine.proofs import Proofs
@@ -104,6 +104,7 @@ class ContextSharing:
         for request_id, taken in self._manager.take_takeovers().items():
             compression, front = self._compressions[request_id], taken.front
             restores_output = front.num_tokens == requests[request_id].num_tokens
+            restored = self._restored_windows(request_id, front) if restores_output else []
             adoptions[request_id] = Adoption(
                 key=front.key,
                 compression=compression.config.text,
@@ -115,12 +116,22 @@ class ContextSharing:
                 sources=taken.sources,
                 blocks=taken.blocks,
                 restores_output=restores_output,
+                exact=[source for source, _ in restored],
+                restored=[target for _, target in restored],
             )
             if restores_output and front.num_tokens % block_size == 0:
                 self._manager.retire(request_id, front.num_tokens // block_size - 1)
             self._proofs.note_reused(request_id, front)
             count_context(compression.config.name, self._engine, front.num_tokens)
         return adoptions
+
+    def _restored_windows(self, request_id: str, front: SharedFront) -> list[tuple[int, int]]:
+        """Of layers with a window, ids of the front's last block and of the request's own, to which the last token is
+        written once more."""
+        row = (front.num_tokens - 1) // self._manager.block_size
+        windows = zip(self._manager.windows, front.windows, strict=True)
+        pairs = [(held.blocks[row - held.first_row], one.req_to_blocks[request_id][row]) for one, held in windows]
+        return [(source.block_id, target.block_id) for source, target in pairs]
 
     def new_contexts(self, request_ids: Iterable[str], requests: Mapping[str, Request]) -> list[str]:
         """Those of a step's requests whose contexts end with it, and are shared."""
@@ -152,11 +163,15 @@ class ContextSharing:
             return None, []
         front, copies = None, list[KVCacheBlock]()
         if compression.config.tracks(is_partial=not is_whole):
+            windows = self._manager.hold_windows(request.request_id, num_tokens)
+            if windows is None:
+                return None, []
             taken = self._manager.copy_of(len(blocks))
             if taken is None:
+                self._manager.block_pool.free_blocks(block for one in windows for block in one.blocks)
                 return None, []
             copies, segments = taken, self._manager.segments_of(request.request_id)
-            front = _front_of_context(key, segments, taken, compression)
+            front = _front_of_context(key, segments, taken, compression, windows)
         self._unshared[key] = front
         fronts.expect(key)
         return key, [block.block_id for block in copies]
@@ -169,12 +184,15 @@ class ContextSharing:
         key = BlockHash(plan.key)
         front, segments = self._unshared.pop(key), self._manager.segments_of(plan.request_id)
         reported = report.fronts.get(plan.request_id)
+        windows = None
         if front is None and segments.changed_at == plan.seq_len:
+            windows = self._manager.hold_windows(plan.request_id, plan.seq_len)
+        if windows is not None:
             blocks = self._manager.req_to_blocks[plan.request_id][
                 : reported.num_blocks if reported else len(plan.blocks)
             ]
             self._manager.block_pool.touch(blocks)
-            front = _front_of_context(key, segments, blocks, self._compressions[plan.request_id])
+            front = _front_of_context(key, segments, blocks, self._compressions[plan.request_id], windows)
         elif front is not None and reported is not None:
             self._manager.discard(front.blocks[reported.num_blocks :])
             front = replace(
@@ -196,7 +214,7 @@ class ContextSharing:
 
     def _give_up(self, fronts: FrontCache, key: BlockHash, front: SharedFront | None) -> None:
         if front is not None:
-            self._manager.discard(front.blocks)
+            self._manager.discard(front.all_blocks)
         fronts.forget(key)
 
     def end(self, request: Request, is_whole: bool = True) -> None:
@@ -225,12 +243,15 @@ class ContextSharing:
         key = fronts.key(request, num_tokens, policy, TURN)
         if key is None or key in fronts:
             return
+        windows = self._manager.hold_windows(request.request_id, num_tokens)
+        if windows is None:
+            return
         table = self._manager.req_to_blocks[request.request_id][: cdiv(num_tokens, self._manager.block_size)]
         rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
         self._manager.block_pool.touch(blocks)
         turn, num_bytes = fronts.turn(request, num_tokens, policy), compression.shared_bytes(num_tokens)
         kept = self._proofs.kept(request.request_id)
-        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept))
+        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept, windows))
         self._turns[request.request_id] = KeptTurn(key, num_tokens, num_bytes > 0)
 
     def take_turns(self) -> dict[str, KeptTurn]:
@@ -240,7 +261,11 @@ class ContextSharing:
 
 
 def _front_of_context(
-    key: BlockHash, segments: Segments, blocks: list[KVCacheBlock], compression: RequestCompression
+    key: BlockHash,
+    segments: Segments,
+    blocks: list[KVCacheBlock],
+    compression: RequestCompression,
+    windows: tuple[HeldWindow, ...],
 ) -> SharedFront:
     rows, num_bytes = tuple(range(len(blocks))), compression.shared_bytes(segments.tail)
-    return SharedFront(key, segments, segments.tail, rows, tuple(blocks), num_bytes)
+    return SharedFront(key, segments, segments.tail, rows, tuple(blocks), num_bytes, windows=windows)

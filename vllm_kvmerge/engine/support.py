@@ -145,6 +145,18 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
     return None
 
 
+def window_rotation_obstacle(model: "ModelConfig") -> str | None:
+    """Says, after "the model", why keys of its layers with a window cannot be turned; None if they can, or there are
+    none."""
+    if not has_windows(model):
+        return None
+    parameters = (getattr(model.hf_text_config, "rope_parameters", None) or {}).get("sliding_attention")
+    if not isinstance(parameters, dict):
+        return "does not declare a RoPE of its sliding-window layers"
+    rope_type = parameters.get("rope_type", "default")
+    return None if rope_type in PLAIN_ROPE else f"has sliding-window layers with a RoPE of another kind ({rope_type})"
+
+
 def num_positions(model: "ModelConfig") -> int | None:
     """Positions in the table of the model's RoPE, one of ``PLAIN_ROPE``, however long vLLM lets requests be; None: the
     model does not declare them."""

@@ -24,8 +24,8 @@ class ModelShape:
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
     that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
     num_positions: that RoPE has a turn for; None: not known. has_windows: other layers see the newest tokens alone, and
-    are not compressed. has_latents: an entry is one vector, key and value at once (MLA), and ``head_size`` its
-    length."""
+    are not compressed. window_rotation_obstacle: why their keys cannot be turned; None: they can. has_latents: an entry
+    is one vector, key and value at once (MLA), and ``head_size`` its length."""
 
     num_layers: int
     num_kv_heads: int
@@ -42,6 +42,7 @@ class ModelShape:
     num_positions: int | None = None
     has_windows: bool = False
     has_latents: bool = False
+    window_rotation_obstacle: str | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -288,12 +289,9 @@ class Limits:
         if not self.shape.has_windows:
             return
         reason = "does not work with a model that has sliding-window or chunked-local layers"
-        if config.positions == "cache":
-            message = f"{config.positions!r} {reason}; allowed: 'text'"
-            raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", message, "unsupported_model")
-        if config.awaits_pressure:
-            message = f"{config.trigger!r} {reason}; allowed: 'budget'"
-            raise CompressionError(f"{EXTRA_ARGS_KEY}.trigger", message, "unsupported_model")
+        if config.positions == "cache" and self.shape.window_rotation_obstacle is not None:
+            message = f"{config.positions!r} needs keys turned, but the model {self.shape.window_rotation_obstacle}"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.positions", f"{message}; allowed: 'text'", "unsupported_model")
         if (tracker := config.policy.tracker).repeats_context and not self.has_prefix_cache:
             message = f"{tracker.name!r} {reason} where there is no prefix cache; allowed: another tracker"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "unsupported_model")
@@ -428,7 +426,8 @@ class Limits:
         if config.positions == "cache":
             places = config.policy.capacity(compression.budget) or compression.num_entries
             keys = min(compression.num_entries, places) * self.shape.head_size
-            cost += Cost(MOVED_NUMBERS * keys, 0, 2 * gathering(keys))
+            in_windows = self.window_slots(self.max_model_len) * self.shape.head_size
+            cost += Cost(MOVED_NUMBERS * keys, 0, 2 * gathering(keys + in_windows))
         if not compression.num_scored:
             return cost
         # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.

@@ -62,13 +62,26 @@ from vllm_kvmerge.engine.worker.saved_fronts import (
     front_tensors,
     read_front,
     restore_front,
+    restore_windows,
+    window_tensors,
     write_front,
 )
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
-from vllm_kvmerge.ops import NO_UPDATE, HeadPages, ScoreMode, ScoreUpdate, implementation, override
+from vllm_kvmerge.ops import (
+    NO_UPDATE,
+    HeadPages,
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    implementation,
+    override,
+    turn_keys,
+)
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.cost import Rates, measure_rates
 from vllm_kvmerge.policies.errors import PartError
+from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
 
 logger = init_logger(__name__)
@@ -158,6 +171,10 @@ class Compression:
         self._engine = vllm_config.parallel_config.data_parallel_index
         self._counts = EntryCounts(self._engine)
         self.reporter = Reporter()
+        self.pool: list[PagedKVCache] = []
+        """The caches that all blocks lie in, those of other groups of layers included."""
+        self._windows: dict[int, tuple[list[PagedKVCache], Rotation | None]] = {}
+        """Caches and RoPE of the layers of each group with a window."""
         self.group = 0
         """Index of the compressed layers' group, among those of the KV cache."""
         self._window_blocks: tuple[int, ...] = ()
@@ -205,6 +222,17 @@ class Compression:
             all_layers[name].impl.attach(all_layers[name], layer_names.index(owner))
         layers = [all_layers[name] for name in layer_names]
         pages = [layer.impl.paged(layer, layer.kv_cache) for layer in layers]
+        everything: list[Any] = [
+            self.layers[name] for one in kv_cache_config.kv_cache_groups for name in one.layer_names
+        ]
+        # A layer of each group has the same memory.
+        pool = {layer.kv_cache.data_ptr(): layer.impl.paged(layer, layer.kv_cache) for layer in everything}
+        self.pool = list(pool.values())
+        self._windows = {
+            index: self._window_layers(model, one.layer_names)
+            for index, one in enumerate(kv_cache_config.kv_cache_groups)
+            if index != self.group
+        }
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
         if (expected := limits.shape.num_layers) != len(layers):
@@ -249,6 +277,30 @@ class Compression:
         )
         self.reporter.add_rates(self.rates)
 
+    def _window_layers(self, model: nn.Module, layer_names: list[str]) -> tuple[list[PagedKVCache], Rotation | None]:
+        """Caches of layers with a window, and their RoPE if it is one that keys can be turned by."""
+        names = [name for name in layer_names if self.layers[name].kv_sharing_target_layer_name is None]
+        layers: list[Any] = [self.layers[name] for name in names]
+        return [layer.impl.paged(layer, layer.kv_cache) for layer in layers], find_rotation(model, names)
+
+    def _turn_windows(self, plan: CompressionPlan, shift: int) -> None:
+        """Turns the keys that layers with a window have of a request, whose positions move by ``shift``."""
+        for window in plan.windows:
+            copied = [pair for pair in zip(window.sources, window.blocks, strict=True) if pair[0] != pair[1]]
+            self.copy([source for source, _ in copied], [target for _, target in copied])
+            caches, rotation = self._windows[window.group]
+            if not shift or not window.blocks or rotation is None:
+                continue
+            count = plan.seq_len - window.first_row * caches[0].block_size
+            blocks = sent(torch.tensor([window.blocks] * len(caches)), self._device)
+            layers = SequenceLayers(
+                caches, torch.arange(len(caches)), blocks, torch.tensor([[count] * 3] * len(caches))
+            )
+            # Relative to one another: their positions themselves may be negative.
+            size = len(caches) * caches[0].num_kv_heads, count
+            before, after = (torch.full(size, max(0, one), device=self._device) for one in (-shift, shift))
+            turn_keys(layers, blocks, before, after, rotation.table, rotation.is_neox)
+
     def _watched(self, model: nn.Module, layer_names: list[str], heads: list[int]) -> HiddenStates:
         """The model's hidden states, with what the server's surrogate model predicts for this worker's ``heads``."""
         name, surrogates = plugin_config(self._config).kvzap, None
@@ -285,18 +337,18 @@ class Compression:
             if state is not None and state.ring is not None and self.rings is not None:
                 self.rings.give_back(state.ring)
         copied = [one for one in self.step.adoptions.values() if one.blocks]
-        self._copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
+        self.copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
         for request_id, adoption in self.step.adoptions.items():
             self.states[request_id] = self._adopted(adoption)
         # Last: a request may begin with a front and, when its next compression takes the blocks, end it in one step.
         for key in self.step.forgotten:
             self._fronts.pop(key, None)
 
-    def _copy(self, sources: list[int], targets: list[int]) -> None:
+    def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copies blocks, given by their ids."""
         if targets:
             ids = sent(torch.tensor([sources, targets]), self._device)
-            for cache in self.compactor.layers:
+            for cache in self.pool:
                 cache.copy_blocks(*ids)
 
     def _adopted(self, adoption: Adoption) -> RequestState:
@@ -457,6 +509,7 @@ class Compression:
                 raise SavedFrontError("this worker does not know the front")
             others = {"queries": kept.queries, "output": kept.output}
             tensors = front_tensors(self.compactor.layers, asked["blocks"], kept.pages, others)
+            tensors |= window_tensors(self.pool, asked["window_blocks"])
             path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)
             write_front(path, tensors, asked["manifest"], fingerprint(self._model))
         except (OSError, SafetensorError, SavedFrontError) as error:
@@ -474,6 +527,7 @@ class Compression:
                 "queries": (len(self.compactor.layers), None, *self._query_shape),
                 "output": (self._config.model_config.get_hidden_size(),),
             }
+            restore_windows(self.pool, asked["window_blocks"], tensors)
             pages, others = restore_front(self.compactor.layers, asked["blocks"], tensors, shapes)
         except SavedFrontError as error:
             return str(error)
@@ -491,6 +545,8 @@ class Compression:
         The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
         """
         self._share_scores()
+        adoptions = self.step.adoptions.values()
+        self.copy([id_ for one in adoptions for id_ in one.exact], [id_ for one in adoptions for id_ in one.restored])
         for part in self.step.parts:
             self._carry_on(part, blocks_of)
         plans = self.step.plans
@@ -518,13 +574,14 @@ class Compression:
             before, state.shift = state.shift, position_shift(config, state)
             if state.ring is not None and state.shift != before:
                 self.compactor.move_queries(state.ring, plan.seq_len, before, state.shift)
+            self._turn_windows(plan, state.shift - before)
             self._track(state, config, plan.is_partial)
             state.prompt_scores = None
             if plan.key is not None:
                 self._fronts[plan.key] = self._kept(plan, config, state)
             state.output = None
         shared = [plan for plan in plans if plan.copies]
-        self._copy([id_ for plan in shared for id_ in plan.blocks], [id_ for plan in shared for id_ in plan.copies])
+        self.copy([id_ for plan in shared for id_ in plan.blocks], [id_ for plan in shared for id_ in plan.copies])
         heads, policies = HeadShare.of(self._config), [config.name for config in configs]
         self.reporter.add_failures(plans, done.failures, heads)
         self.reporter.add_fronts(plans, done.fronts)
@@ -546,6 +603,8 @@ class Compression:
         rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
         sources = blocks, state.prompt_scores, ring
         moves_keys = config.positions == "cache"
+        if any(self._windows[window.group][1] is None for window in plan.windows):
+            return Compaction(plan, config.policy, *sources), PartError("positions", "keys in windows cannot be turned")
         compaction = Compaction(
             plan, config.policy, *sources, pages=state.pages, rescoring=rescoring, moves_keys=moves_keys
         )

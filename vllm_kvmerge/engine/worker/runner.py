@@ -59,8 +59,17 @@ class CompressionRunnerMixin(GPUModelRunner):
             index = self.input_batch.req_id_to_index.get(plan.request_id)
             if index is not None:
                 self.input_batch.block_table[group].block_table.np[index, : len(prefix)] = prefix
+            for window in plan.windows:
+                rows = slice(window.first_row, window.first_row + len(window.blocks))
+                self.requests[plan.request_id].block_ids[window.group][rows] = window.blocks
+                if index is not None:
+                    self.input_batch.block_table[window.group].block_table.np[index, rows] = window.blocks
         self._moves = []
-        return super()._update_states(scheduler_output)
+        # vLLM's own copies assume a cache without metadata. They follow its zeroing of new blocks.
+        copies, scheduler_output.kv_cache_block_copies = scheduler_output.kv_cache_block_copies or [], None
+        result = super()._update_states(scheduler_output)
+        self.compression.copy([one.src_block_id for one in copies], [one.dst_block_id for one in copies])
+        return result
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         is_dummy = kwargs.get("num_scheduled_tokens") is None

@@ -62,6 +62,30 @@ def front_tensors(
     return tensors
 
 
+def window_tensors(caches: Sequence[PagedKVCache], blocks: list[int]) -> dict[str, Tensor]:
+    """What blocks (ids) of layers with a window hold, as tensors on the CPU: keys and values ``[n, H, 2 * bs * d]`` of
+    each of the pool's ``caches``."""
+    if not blocks:
+        return {}
+    index = sent(torch.tensor(blocks), caches[0].device)
+    return {f"window.{number}": cache.content.index_select(0, index).cpu() for number, cache in enumerate(caches)}
+
+
+def restore_windows(caches: Sequence[PagedKVCache], blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
+    """Writes ``window_tensors`` into blocks (ids).
+
+    Raises:
+        SavedFrontError: they do not fit; nothing has been written.
+    """
+    found = [tensors.get(f"window.{number}") for number in range(len(caches))] if blocks else []
+    for cache, one in zip(caches, found, strict=False):
+        fits = one is not None and one.shape == (len(blocks), *cache.content.shape[1:])
+        if one is None or not fits or one.dtype != cache.content.dtype:
+            raise SavedFrontError("its windows do not fit this cache")
+    for cache, one in zip(caches, found, strict=False):
+        cache.content.index_copy_(0, sent(torch.tensor(blocks), cache.device), one.to(cache.device))  # type: ignore[union-attr]
+
+
 def write_front(path: Path, tensors: dict[str, Tensor], manifest: str, weights: str) -> None:
     """Writes a file whose contents can be checked. Raises OSError or SafetensorError."""
     metadata = {MANIFEST: manifest, "weights": weights, "sha256": _checksum(tensors, manifest + weights)}
