@@ -12,6 +12,7 @@ from vllm_kvmerge.engine.support import (
     caps_logits,
     check_options,
     has_sinks,
+    has_states,
     has_windows,
     hidden_states_obstacle,
     num_full_layers,
@@ -142,11 +143,13 @@ def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
 
 def shares_contexts(vllm_config: "VllmConfig") -> bool:
     """Whether compressed contexts stay in the prefix cache."""
-    # Of a front, layers with a window would need the newest tokens, which it does not hold.
+    # Of a front, layers with a window would need the newest tokens, and those with a state the state, which it does not
+    # hold.
     return (
         plugin_config(vllm_config).shared_contexts
         and bool(vllm_config.cache_config.enable_prefix_caching)
         and not has_windows(vllm_config.model_config)
+        and not has_states(vllm_config.model_config)
     )
 
 
@@ -174,6 +177,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             has_surrogate=options.kvzap is not None,
             num_positions=num_positions(model),
             has_windows=has_windows(model),
+            has_states=has_states(model),
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,

@@ -24,7 +24,7 @@ class ModelShape:
     cannot be turned back to what they were before RoPE; None: they can. hidden_states_obstacle: what the server does so
     that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
     num_positions: that RoPE has a turn for; None: not known. has_windows: other layers see the newest tokens alone, and
-    are not compressed."""
+    are not compressed. has_states: others, of Mamba or linear attention, have states, which are not."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,6 +40,7 @@ class ModelShape:
     has_surrogate: bool = False
     num_positions: int | None = None
     has_windows: bool = False
+    has_states: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -121,7 +122,7 @@ class Limits:
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
     num_token_ids: of the model. max_num_seqs: requests that run at once. has_prefix_cache: the server does.
     shares_contexts: what has been compressed stays in the prefix cache. pool_tokens: that the pool has slots for; None:
-    not known yet. window_blocks: blocks that each group of layers with a window takes for one request at most. rates:
+    not known yet. window_blocks: blocks that each group of layers with a window or a state takes for one request at most. rates:
     speed of the workers; None: not known yet, so time is not limited.
     """
 
@@ -150,6 +151,7 @@ class Limits:
         """
         self._check_allowed(config)
         self._check_windows(config)
+        self._check_states(config)
         self._check_softmax(config)
         self._check_rotation(config)
         self._check_hidden_states(config.policy.tracker)
@@ -206,7 +208,7 @@ class Limits:
         return min(front + followed + 2 * self.block_size, num_prompt_tokens)
 
     def window_slots(self, num_tokens: int) -> int:
-        """Most slots that a request of ``num_tokens`` takes in layers with a window."""
+        """Most slots that a request of ``num_tokens`` takes in layers with a window or a state."""
         num_blocks = -(-num_tokens // self.block_size)
         return sum(min(num_blocks, most) for most in self.window_blocks) * self.block_size
 
@@ -294,6 +296,23 @@ class Limits:
         if (tracker := config.policy.tracker).repeats_context and not self.has_prefix_cache:
             message = f"{tracker.name!r} {reason} where there is no prefix cache; allowed: another tracker"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "unsupported_model")
+
+    def _check_states(self, config: CompressionConfig) -> None:
+        """Refuses what would need the states of other layers at an earlier token, or for other positions."""
+        if not self.shape.has_states:
+            return
+        tracker = config.policy.tracker
+        for name, value, is_wanted, allowed in (
+            ("positions", config.positions, config.positions == "cache", "'text'"),
+            ("trigger", config.trigger, config.awaits_pressure, "'budget'"),
+            ("tracker", tracker.name, tracker.repeats_context, "another tracker"),
+            ("reuse", config.reuse, config.reuse is not None, "null"),
+        ):
+            if is_wanted:
+                message = f"{value!r} does not work with a model that has Mamba or linear-attention layers"
+                raise CompressionError(
+                    f"{EXTRA_ARGS_KEY}.{name}", f"{message}; allowed: {allowed}", "unsupported_model"
+                )
 
     def _check_softmax(self, config: CompressionConfig) -> None:
         """Refuses parts that compute attention otherwise than the model does."""

@@ -36,7 +36,7 @@ from vllm_kvmerge.engine.attention.rows import (
     RepetitionWindow,
     ScoreWindow,
 )
-from vllm_kvmerge.engine.blocks import compressed_group, window_blocks
+from vllm_kvmerge.engine.blocks import compressed_group, has_states, window_blocks
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import (
     Adoption,
@@ -161,6 +161,8 @@ class Compression:
         self.group = 0
         """Index of the compressed layers' group, among those of the KV cache."""
         self._window_blocks: tuple[int, ...] = ()
+        self._has_states = False
+        """Blocks of the pool may hold states of Mamba or linear-attention layers."""
 
     @property
     def compactor(self) -> Compactor:
@@ -199,6 +201,9 @@ class Compression:
         layer_names = list(dict.fromkeys(owners.values()))
         for name, owner in owners.items():
             self.layers[name].impl.layer_index = layer_names.index(owner)  # type: ignore[attr-defined]
+        self._has_states = has_states(kv_cache_config)
+        for layer in self.layers.values():
+            layer.impl.interleaved = self._has_states  # type: ignore[attr-defined]
         layers: list[Any] = [self.layers[name] for name in layer_names]
         pages = [layer.impl.paged(layer, layer.kv_cache) for layer in layers]
         override(plugin_config(self._config).operators)
@@ -256,7 +261,7 @@ class Compression:
         return HiddenStates(model, layer_names, max_tokens, surrogates, len(heads), self._device)
 
     def zero_block_ids(self, block_ids: list[int]) -> None:
-        """Zeroes the keys and values of blocks that a compressed request wrote."""
+        """Zeroes the keys and values of blocks that a compressed request, or layers with a state, wrote."""
         index = sent(torch.tensor(block_ids), self._device)
         for pages in self.compactor.layers:
             pages.content.index_fill_(0, index, 0)
