@@ -36,7 +36,7 @@ BYTES_PER_BLOCK = NUM_FULL * 2 * BLOCK_SIZE * (2 * 32 * 4 + 16)
 POLICIES = sorted(set(PRESETS) - {"kvzap"})  # which needs a model of its own
 
 
-def arguments(folder: Path) -> dict:
+def arguments(folder: Path, **others) -> dict:
     return {
         "model": str(folder),
         "dtype": "float32",
@@ -47,6 +47,7 @@ def arguments(folder: Path) -> dict:
         "block_size": BLOCK_SIZE,
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "seed": 0,
+        **others,
     }
 
 
@@ -56,11 +57,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Engine]:
+def running(folder: Path, **others) -> Iterator[Engine]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    llm = LLM(**kvmerge_engine_args(**arguments(folder)))
+    llm = LLM(**kvmerge_engine_args(**arguments(folder, **others)))
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
 
@@ -76,9 +77,9 @@ def prompts_of_many_lengths() -> list[list[int]]:
     return [random_prompt(rng, int(length)) for length in np.geomspace(10, 1500, 12)]
 
 
-def stock(folder: Path) -> list[list[int]]:
+def stock(folder: Path, **others) -> list[list[int]]:
     """Tokens from stock vLLM, in a process of its own into which no plugin is loaded."""
-    job = json.dumps([arguments(folder), prompts_of_many_lengths(), MAX_TOKENS])
+    job = json.dumps([arguments(folder, **others), prompts_of_many_lengths(), MAX_TOKENS])
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -350,19 +351,24 @@ class Masked:
                 for name, mask in (("full_attention", full), *((f"{kind}_attention", near) for kind in KINDS))
             }
             with torch.no_grad():
-                logits = self.model(torch.tensor([tokens]), attention_mask=masks).logits
+                logits = self.logits(torch.tensor([tokens]), masks)
             tokens.append(int(logits[0, -1].argmax()))
         return tokens[len(prompt) :]
+
+    def logits(self, tokens: torch.Tensor, masks: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(tokens, attention_mask=masks).logits
 
 
 def test_full_layers_forget_what_streaming_llm_drops_and_windows_do_not(engine, folder):
     check_against_transformers(engine, folder)
 
 
-def check_against_transformers(engine: Engine, folder: Path, chunk: int | None = None) -> None:
+def check_against_transformers(
+    engine: Engine, folder: Path, chunk: int | None = None, masked_type: type[Masked] = Masked
+) -> None:
     """Compares streaming_llm with the model in Transformers: a prompt computed with full attention, then sinks and the
     newest tokens."""
-    masked, budget, sinks = Masked(folder), 40, 4
+    masked, budget, sinks = masked_type(folder), 40, 4
     different = 0
     for seed in range(4):
         prompt = random_prompt(np.random.default_rng(seed), 150 + 37 * seed)

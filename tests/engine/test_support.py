@@ -112,6 +112,21 @@ def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None
     assert limits.shape.num_layers == 2 and not limits.shape.has_windows and limits.shares_contexts
 
 
+@pytest.mark.parametrize(
+    "types", [{"layers_block_type": ["mamba", "attention", "mamba"]}, {"layer_types": ["full_attention", "mamba", "conv"]}]
+)
+def test_layers_with_a_state_are_not_counted(types: dict[str, list[str]]) -> None:
+    model = plain_config().model_config
+    model.is_hybrid, model.hf_text_config = True, SimpleNamespace(**types)
+    assert support.num_full_layers(model, None) == 1  # type: ignore[arg-type]
+
+
+def test_layers_with_a_state_on_a_gpu(tmp_path: Path) -> None:
+    config = cuda_config(tmp_path, LLAMA)
+    config.model_config.__dict__["_model_info"] = replace(config.model_config._model_info, is_hybrid=True)
+    assert "Mamba or linear-attention layers; allowed on CUDA" in refusal(config)
+
+
 def test_windows_need_caches_of_their_own(tmp_path: Path) -> None:
     config = vllm_config(tmp_path, GEMMA, **kvmerge_engine_args(), disable_hybrid_kv_cache_manager=True)
     assert refusal(config).startswith("disable_hybrid_kv_cache_manager=True is not supported")
@@ -250,7 +265,6 @@ def test_quantised_caches_need_what_vllm_needs(tmp_path: Path, monkeypatch: pyte
         ({"cache_config.kv_offloading_size": 4.0}, "kv_offloading_size=4.0"),
         ({"model_config.runner_type": "pooling"}, "runner=pooling"),
         ({"model_config.is_encoder_decoder": True}, "an encoder and a decoder"),
-        ({"model_config.is_hybrid": True}, "Mamba"),
         ({"model_config.use_mla": True}, "MLA"),
         ({"model_config.is_diffusion": True}, "diffusion"),
         ({"model_config.attention_chunk_size": 8192}, "chunked-local"),

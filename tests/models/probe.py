@@ -142,7 +142,7 @@ def live_entries(engine: Any) -> list[float]:
         segments = engine.manager.segments.get(request.request_id)
         if segments is None:
             continue
-        row = engine.manager.req_to_blocks[request.request_id][: -(-segments.front // BLOCK_SIZE)]
+        row = engine.manager.req_to_blocks[request.request_id][: -(-segments.front // engine.manager.block_size)]
         blocks = [block.block_id for block in row]
         live = [
             float((layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front] >= 0).sum(1).float().mean())
