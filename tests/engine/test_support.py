@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +114,8 @@ def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "types", [{"layers_block_type": ["mamba", "attention", "mamba"]}, {"layer_types": ["full_attention", "mamba", "conv"]}]
+    "types",
+    [{"layers_block_type": ["mamba", "attention", "mamba"]}, {"layer_types": ["full_attention", "mamba", "conv"]}],
 )
 def test_layers_with_a_state_are_not_counted(types: dict[str, list[str]]) -> None:
     model = plain_config().model_config

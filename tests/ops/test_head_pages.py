@@ -37,7 +37,8 @@ def empty_layers(block_size: int, dtype: torch.dtype, num_blocks: int = 24) -> l
     """Caches full of poison."""
     cell = cell_bytes(SIZE, dtype) // dtype.itemsize
     shape = num_blocks, HEADS, block_size, cell
-    return [PagedKVCache.of(torch.full(shape, torch.nan, dtype=dtype), SIZE) for _ in range(LAYERS)]
+    options = {} if INTERPRETED else {"interleaved": dtype == torch.float32}
+    return [PagedKVCache.of(torch.full(shape, torch.nan, dtype=dtype), SIZE, **options) for _ in range(LAYERS)]
 
 
 @dataclass

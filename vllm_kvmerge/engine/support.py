@@ -109,7 +109,8 @@ def has_sinks(model: "ModelConfig") -> bool:
 
 
 DECODERS = (
-    "decoders with full attention in every layer, or beside sliding-window, chunked-local, Mamba or linear-attention ones"
+    "decoders with full attention in every layer, or beside sliding-window, chunked-local, Mamba or linear-attention "
+    "layers"
 )
 
 PLAIN_ROPE = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")

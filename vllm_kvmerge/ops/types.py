@@ -15,9 +15,9 @@ and then, again for each block and KV head,
     positions  [block_size]             int32, of the newest token merged into the entry; -1 where dead
 
 Metadata lies apart so that K and V are where they would be without it: in between, it would shift them across the pages
-of memory at which processors stop reading ahead, which made vLLM's own operator 6% slower. A cache that is *interleaved*
-has the planes of a block and KV head right behind their K and V all the same, because other layers keep something else
-in the same memory, a block at a time.
+of memory at which processors stop reading ahead, which made vLLM's own operator 6% slower. An *interleaved* cache has
+the planes of a block and KV head right behind their K and V all the same, because other layers keep something else in
+the same memory, a block at a time.
 
 On a GPU, ``keys.permute(0, 3, 1, 2)`` and ``values.transpose(1, 2)`` are the ``[B, bs, H, d]`` that FlashAttention
 takes for a paged cache: rows contiguous, strides of blocks, slots and heads as they are.

@@ -122,8 +122,8 @@ class Limits:
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
     num_token_ids: of the model. max_num_seqs: requests that run at once. has_prefix_cache: the server does.
     shares_contexts: what has been compressed stays in the prefix cache. pool_tokens: that the pool has slots for; None:
-    not known yet. window_blocks: blocks that each group of layers with a window or a state takes for one request at most. rates:
-    speed of the workers; None: not known yet, so time is not limited.
+    not known yet. window_blocks: blocks that each group of layers with a window or a state takes for one request at
+    most. rates: speed of the workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
