@@ -123,6 +123,14 @@ def test_layers_with_a_state_are_not_counted(types: dict[str, list[str]]) -> Non
     assert support.num_full_layers(model, None) == 1  # type: ignore[arg-type]
 
 
+def test_hits_within_a_block_of_states_are_refused() -> None:
+    config = plain_config()
+    config.model_config.is_hybrid, config.cache_config.prefix_match_unit = True, None
+    check_config(config)
+    config.cache_config.prefix_match_unit = 32
+    assert "prefix_match_unit=32" in refusal(config)
+
+
 def test_layers_with_a_state_on_a_gpu(tmp_path: Path) -> None:
     config = cuda_config(tmp_path, LLAMA)
     config.model_config.__dict__["_model_info"] = replace(config.model_config._model_info, is_hybrid=True)

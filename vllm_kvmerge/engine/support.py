@@ -283,6 +283,9 @@ def check_config(vllm_config: "VllmConfig") -> None:
     if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         what = "layers with a window would have no cache of their own; leave it out"
         raise _unsupported("disable_hybrid_kv_cache_manager", True, what)
+    if has_states(model) and cache.prefix_match_unit is not None:
+        what = "hits of models with Mamba or linear-attention layers end with a block; leave it out"
+        raise _unsupported("prefix_match_unit", cache.prefix_match_unit, what)
     if vllm_config.device_config.device_type == "cpu":
         _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":
