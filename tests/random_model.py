@@ -79,6 +79,31 @@ def write_llama4(folder: Path) -> Path:
     return _write(folder, Llama4ForCausalLM(Llama4TextConfig(**SIZES | llama, attn_temperature_tuning=False)))
 
 
+def write_granite(folder: Path) -> Path:
+    """Saves a model of Mamba layers and, every third, one of full attention."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    granite = {"num_hidden_layers": 6, "layer_types": ["mamba", "mamba", "attention"] * 2, "attention_multiplier": 0.2}
+    granite |= {"position_embedding_type": "rope", "num_local_experts": 0, "shared_intermediate_size": 128}
+    granite |= {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+    sizes = {name: value for name, value in (SIZES | granite).items() if name != "head_dim"}
+    torch.manual_seed(0)
+    return _write(folder, GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**sizes)))
+
+
+def write_qwen3_next(folder: Path) -> Path:
+    """Saves a model of linear attention and, every third layer, full attention, which vLLM's CPU build runs in
+    bfloat16."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    qwen = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2}
+    qwen |= {"head_dim": 256, "linear_num_key_heads": 1, "linear_num_value_heads": 1}
+    qwen |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    qwen |= {"shared_expert_intermediate_size": 64}
+    torch.manual_seed(0)
+    return _write(folder, Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES | qwen)))
+
+
 def _write(folder: Path, model: Any) -> Path:
     """Saves the model and the demo model's tokenizer."""
     from vllm_kvmerge.demo.train import build_tokenizer

@@ -21,11 +21,11 @@ constexpr int kChunk = kTile * kChunkTiles;
 constexpr int kMaxHeadSize = 256;
 
 // One layer's cache. A (block, head) region holds K [head_size, block_size] and V [block_size, head_size] in the cache
-// dtype. After all of them come the metadata: for each block and head four planes [block_size] of 4 bytes, log_votes,
-// scores, aux, positions (vllm_kvmerge/ops/types.py).
+// dtype, and four planes of metadata [block_size] of 4 bytes, log_votes, scores, aux, positions; these lie behind the
+// region, or those of all regions behind all of them (vllm_kvmerge/ops/types.py).
 struct PagedKVCache {
   char *base, *metadata;
-  int64_t block_stride, head_stride;  // bytes
+  int64_t region_stride, metadata_stride;  // bytes from those of one head to the next one's, and over blocks
   int64_t num_blocks;
   int32_t num_heads, head_size, block_size, item_size;
   DType dtype;

@@ -161,18 +161,19 @@ inline PagedKVCache cache_of(const TensorView& keys) {
   p.num_heads = static_cast<int32_t>(a.size(1));
   p.head_size = static_cast<int32_t>(a.size(2));
   p.block_size = static_cast<int32_t>(a.size(3));
-  p.block_stride = a.stride(0) * p.item_size;
-  p.head_stride = a.stride(1) * p.item_size;
-  const int64_t bytes = 2 * int64_t{p.head_size} * p.item_size * p.block_size;
-  p.metadata = p.base + p.num_blocks * p.num_heads * bytes;
+  const int64_t bytes = 2 * int64_t{p.head_size} * p.item_size * p.block_size, planes = 16 * int64_t{p.block_size};
+  // Strides say where the metadata lie; a single region has none, and they follow it in any case.
+  const int64_t step = a.size(1) > 1 ? a.stride(1) : a.stride(0), block_step = p.num_heads * step;
+  p.region_stride = step > 0 ? step * p.item_size : bytes;
+  const bool interleaved = p.region_stride == bytes + planes;
+  p.metadata = p.base + (interleaved ? 1 : p.num_blocks * p.num_heads) * bytes;
+  p.metadata_stride = interleaved ? p.region_stride : planes;
   KVM_CHECK(p.head_size % 16 == 0 && p.head_size >= 16 && p.head_size <= kMaxHeadSize, ValueError)
       << "head size " << p.head_size << " is not a multiple of 16 up to " << kMaxHeadSize;
   KVM_CHECK(p.block_size % 16 == 0 && p.block_size >= 16, ValueError)
       << "block size " << p.block_size << " is not a multiple of 16";
   KVM_CHECK(a.stride(3) == 1 && a.stride(2) == p.block_size, ValueError) << "cache.keys must be contiguous in a block";
-  KVM_CHECK(
-      (p.num_heads <= 1 || p.head_stride == bytes) && (p.num_blocks <= 1 || p.block_stride == p.num_heads * bytes),
-      ValueError)
+  KVM_CHECK((p.region_stride == bytes || interleaved) && (p.num_blocks <= 1 || a.stride(0) == block_step), ValueError)
       << "cache.keys: regions of blocks and heads must follow each other";
   return p;
 }
@@ -236,10 +237,10 @@ inline HeadPages head_pages_of(const std::vector<PagedKVCache>& layers, const Te
       const int64_t at = i < used ? id[i] : id[0];
       const PagedKVCache& layer = layers[at < 0 ? 0 : at / heads % num_layers];
       KVM_CHECK(0 <= at && at / heads / num_layers < layer.num_blocks, IndexError) << "there is no page " << at;
-      const int64_t place = at / heads / num_layers * heads + at % heads;
+      const int64_t region = at / heads / num_layers * heads + at % heads;
       found.pages[row * count + i] =
-          Page{layer.base + place * (2 * int64_t{first.head_size} * first.item_size * bs),
-               reinterpret_cast<float*>(layer.metadata) + place * 4 * bs};
+          Page{layer.base + region * layer.region_stride,
+               reinterpret_cast<float*>(layer.metadata + region * layer.metadata_stride)};
     }
   }
   return found;

@@ -4,8 +4,8 @@ inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline Page page_of_block(const PagedKVCache& p, int64_t block, int64_t head) {
-  return Page{p.base + block * p.block_stride + head * p.head_stride,
-              reinterpret_cast<float*>(p.metadata) + (block * p.num_heads + head) * 4 * p.block_size};
+  const int64_t region = block * p.num_heads + head;
+  return Page{p.base + region * p.region_stride, reinterpret_cast<float*>(p.metadata + region * p.metadata_stride)};
 }
 
 // The page of a head that slots [index * block_size, ...) of a segment lie in.

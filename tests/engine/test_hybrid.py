@@ -45,7 +45,7 @@ BYTES_PER_BLOCK = NUM_FULL * 2 * BLOCK_SIZE * (2 * 32 * 4 + 16)
 POLICIES = sorted(set(PRESETS) - {"kvzap"})  # which needs a model of its own
 
 
-def arguments(folder: Path) -> dict:
+def arguments(folder: Path, **others) -> dict:
     return {
         "model": str(folder),
         "dtype": "float32",
@@ -56,6 +56,7 @@ def arguments(folder: Path) -> dict:
         "block_size": BLOCK_SIZE,
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "seed": 0,
+        **others,
     }
 
 
@@ -65,11 +66,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Engine]:
+def running(folder: Path, **others) -> Iterator[Engine]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    llm = LLM(**kvmerge_engine_args(**arguments(folder), logits_processors=[ForcedContinuation]))
+    llm = LLM(**kvmerge_engine_args(**arguments(folder, **others), logits_processors=[ForcedContinuation]))
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
 
@@ -85,9 +86,9 @@ def prompts_of_many_lengths() -> list[list[int]]:
     return [random_prompt(rng, int(length)) for length in np.geomspace(10, 1500, 12)]
 
 
-def stock(folder: Path) -> list[list[int]]:
+def stock(folder: Path, **others) -> list[list[int]]:
     """Tokens from stock vLLM, in a process of its own into which no plugin is loaded."""
-    job = json.dumps([arguments(folder), prompts_of_many_lengths(), MAX_TOKENS])
+    job = json.dumps([arguments(folder, **others), prompts_of_many_lengths(), MAX_TOKENS])
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -444,19 +445,24 @@ class Masked:
             is_hybrid = bool(getattr(self.model.config, "layer_types", None))
             with torch.no_grad():
                 mask = masks if is_hybrid else masks["full_attention"]
-                logits = self.model(torch.tensor([tokens]), attention_mask=mask).logits
+                logits = self.logits(torch.tensor([tokens]), mask)
             tokens.append(int(logits[0, -1].argmax()))
         return tokens[len(prompt) :]
+
+    def logits(self, tokens: torch.Tensor, masks: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(tokens, attention_mask=masks).logits
 
 
 def test_full_layers_forget_what_streaming_llm_drops_and_windows_do_not(engine, folder):
     check_against_transformers(engine, folder)
 
 
-def check_against_transformers(engine: Engine, folder: Path, chunk: int | None = None) -> None:
+def check_against_transformers(
+    engine: Engine, folder: Path, chunk: int | None = None, masked_type: type[Masked] = Masked
+) -> None:
     """Compares streaming_llm with the model in Transformers: a prompt computed with full attention, then sinks and the
     newest tokens."""
-    masked, budget, sinks = Masked(folder), 40, 4
+    masked, budget, sinks = masked_type(folder), 40, 4
     different = 0
     for seed in range(4):
         prompt = random_prompt(np.random.default_rng(seed), 150 + 37 * seed)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,30 @@ def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None
     assert limits.shape.num_layers == 1 and limits.shape.has_windows and limits.shares_contexts
     limits = request_limits(vllm_config(tmp_path, LLAMA, **kvmerge_engine_args()))
     assert limits.shape.num_layers == 2 and not limits.shape.has_windows and limits.shares_contexts
+
+
+@pytest.mark.parametrize(
+    "types",
+    [{"layers_block_type": ["mamba", "attention", "mamba"]}, {"layer_types": ["full_attention", "mamba", "conv"]}],
+)
+def test_layers_with_a_state_are_not_counted(types: dict[str, list[str]]) -> None:
+    model = plain_config().model_config
+    model.is_hybrid, model.hf_text_config = True, SimpleNamespace(**types)
+    assert support.num_full_layers(model, None) == 1  # type: ignore[arg-type]
+
+
+def test_hits_within_a_block_of_states_are_refused() -> None:
+    config = plain_config()
+    config.model_config.is_hybrid, config.cache_config.prefix_match_unit = True, None
+    check_config(config)
+    config.cache_config.prefix_match_unit = 32
+    assert "prefix_match_unit=32" in refusal(config)
+
+
+def test_layers_with_a_state_on_a_gpu(tmp_path: Path) -> None:
+    config = cuda_config(tmp_path, LLAMA)
+    config.model_config.__dict__["_model_info"] = replace(config.model_config._model_info, is_hybrid=True)
+    assert "Mamba or linear-attention layers; allowed on CUDA" in refusal(config)
 
 
 def test_windows_need_caches_of_their_own(tmp_path: Path) -> None:
@@ -303,7 +328,6 @@ def test_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cache_config.kv_offloading_size": 4.0}, "kv_offloading_size=4.0"),
         ({"model_config.runner_type": "pooling"}, "runner=pooling"),
         ({"model_config.is_encoder_decoder": True}, "an encoder and a decoder"),
-        ({"model_config.is_hybrid": True}, "Mamba"),
         ({"model_config.is_diffusion": True}, "diffusion"),
         ({"model_config.attention_chunk_size": 8192}, "chunked-local"),
         ({"model_config.rswa_window": 64}, "restricted sliding-window"),

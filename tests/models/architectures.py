@@ -11,6 +11,7 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
 """Types of layers where both occur."""
 
 WINDOWS = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS, "sliding_window": WINDOW}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0, "original_max_position_embeddings": 4096}
@@ -24,7 +25,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("qwen2", {}),
     "Qwen3": ("qwen3", {}),
     "Qwen3-MoE": ("qwen3_moe", EXPERTS | {"num_experts": 4}),
-    "Qwen3-Next": (
+    "Qwen3-Next (bfloat16)": (
         "qwen3_next",
         EXPERTS
         | {
@@ -32,10 +33,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 64,
             "num_hidden_layers": 4,
             "layer_types": ["linear_attention", "full_attention"] * 2,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 1,
         },
     ),
     "Gemma": ("gemma", {}),
@@ -44,6 +44,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3": ("phi3", {"pad_token_id": 0, "sliding_window": None}),
     "OLMo 2": ("olmo2", {}),
     "Granite": ("granite", {"attention_multiplier": 32**-0.5}),
+    "Granite 4, Mamba layers": (
+        "granitemoehybrid",
+        MAMBA
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention"] * 2,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 32**-0.5,
+            "head_dim": None,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 128,
+        },
+    ),
+    "Falcon-H1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 256}),
     "GLM-4": ("glm4", {"pad_token_id": 0}),
     "SmolLM3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "pad_token_id": 0}),
     "Cohere 2": ("cohere2", WINDOWS),
@@ -79,6 +93,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Type of the configuration, and what differs from ``SIZES`` (None: what is left out), by name."""
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "Qwen3-Next (bfloat16)": {"dtype": "bfloat16"},
+    **dict.fromkeys(("Granite 4, Mamba layers", "Falcon-H1"), {"enable_prefix_caching": False}),
+}
+"""With which vLLM's CPU build runs the model, if not with any."""
 
 
 def write_model(folder: Path, name: str, **changes: Any) -> Path:

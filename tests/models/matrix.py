@@ -16,15 +16,15 @@ from typing import Any
 from rich.progress import track
 
 from tests.engine.test_plain import STOCK
-from tests.models.architectures import MODELS, write_model
+from tests.models.architectures import ARGUMENTS, MODELS, write_model
 from tests.models.probe import FEATURES, arguments, prompts
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 HEADER = """# Support matrix
 
 Models of every architecture below were made from Transformers' configurations with random weights, a few small layers
-each, and run on the CPU in float32, by stock vLLM and by the plugin. `python -m tests.models.matrix` writes this page;
-`make test` checks some of its rows, other ones every day.
+each, and run on the CPU, in float32 unless the model's name says otherwise, by stock vLLM and by the plugin. `python -m
+tests.models.matrix` writes this page; `make test` checks some of its rows, other ones every day.
 
 - **plain**: requests without a policy give the tokens of stock vLLM.
 - **policies**: each generates 64 tokens after a prompt of 300, and its live entries, counted in the cache, stay within
@@ -39,15 +39,15 @@ Run = Callable[..., Any]
 
 def found_of(name: str, run: Run = subprocess.run) -> dict[str, Any]:
     """``Found`` of a model, as JSON. run: ``subprocess.run``, or what does the same."""
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment, own = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, ARGUMENTS.get(name, {})
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), name)
-        job = json.dumps([arguments(folder), prompts(), 24])
+        job = json.dumps([arguments(folder, own), prompts(), 24])
         stock = run([sys.executable, "-c", STOCK], input=job, env=environment | {"VLLM_PLUGINS": ""}, **_texts(run))
         tokens = json.loads(stock.stdout.split("TOKENS", 1)[1]) if stock.returncode == 0 else None
         done = run(
             [sys.executable, "-m", "tests.models.probe", folder],
-            input=json.dumps(tokens),
+            input=json.dumps([own, tokens]),
             env=environment,
             **_texts(run),
         )

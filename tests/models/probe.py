@@ -1,7 +1,7 @@
 """What the plugin does with one model: ``python -m tests.models.probe FOLDER``, which prints a ``Found`` as JSON.
 
-Standard input: the tokens that stock vLLM generates for ``prompts()``, or null. Everything runs in one engine, on the
-CPU, in float32.
+Standard input: arguments of the engine that are the model's own, and the tokens that stock vLLM generates for
+``prompts()``, or null. Everything runs in one engine, on the CPU.
 """
 
 import json
@@ -31,7 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 """Request fields, each with a policy that it goes with."""
 
 
-def arguments(folder: str) -> dict[str, Any]:
+def arguments(folder: str, own: dict[str, Any]) -> dict[str, Any]:
     """Of vLLM's engine."""
     return {
         "model": folder,
@@ -43,6 +43,7 @@ def arguments(folder: str) -> dict[str, Any]:
         "block_size": BLOCK_SIZE,
         "kv_cache_memory_bytes": 1 << 27,
         "seed": 0,
+        **own,
     }
 
 
@@ -66,7 +67,7 @@ class Found:
     features: dict[str, str | None] = field(default_factory=dict)
 
 
-def probe(folder: str, stock: list[list[int]] | None) -> Found:
+def probe(folder: str, own: dict[str, Any], stock: list[list[int]] | None) -> Found:
     """Raises AssertionError where a policy exceeds its budget, or blocks are lost."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
@@ -77,7 +78,7 @@ def probe(folder: str, stock: list[list[int]] | None) -> Found:
     from vllm_kvmerge.policies import PRESETS
 
     try:
-        llm = LLM(**kvmerge_engine_args(**arguments(folder)))
+        llm = LLM(**kvmerge_engine_args(**arguments(folder, own)))
     except ValueError as error:
         reason = str(error).split("is not supported: ")[-1] if "is not supported" in str(error) else None
         if reason is None and not isinstance(error, UnsupportedConfigError):
@@ -159,4 +160,4 @@ def reason_of(message: str) -> str:
 
 
 if __name__ == "__main__":
-    print("FOUND", json.dumps(asdict(probe(sys.argv[1], json.load(sys.stdin)))))
+    print("FOUND", json.dumps(asdict(probe(sys.argv[1], *json.load(sys.stdin)))))

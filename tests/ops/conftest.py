@@ -42,18 +42,29 @@ class Sequence:
 class CacheMaker:
     """Fills a paged cache with random sequences in shuffled blocks; everything else in it is poison."""
 
-    def __init__(self, seed: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        dtype: torch.dtype,
+        interleaved: bool = False,
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.num_kv_heads, self.head_size, self.block_size, self.dtype = num_kv_heads, head_size, block_size, dtype
         elements = cell_bytes(head_size, dtype) // dtype.itemsize
         self.cache = torch.full((NUM_BLOCKS, num_kv_heads, block_size, elements), torch.nan, dtype=dtype)
         self.scales = {"key_scale": 0.5, "value_scale": 2.0} if dtype in QUANTISED else {}
+        self.interleaved = interleaved
         self.query_dtype = torch.bfloat16 if dtype in QUANTISED else dtype
         self.pages = self.views(self.cache)
         self._free = (torch.randperm(NUM_BLOCKS - 1, generator=self.generator) + 1).tolist()
 
     def views(self, cache: Tensor) -> PagedKVCache:
         """Of one like this maker's."""
+        if self.interleaved:
+            return PagedKVCache.of(cache, self.head_size, **self.scales, interleaved=True)
         return PagedKVCache.of(cache, self.head_size, **self.scales)
 
     def stored(self, rows: Tensor, plane: str) -> Tensor:

@@ -40,7 +40,9 @@ def empty_layers(block_size: int, dtype: torch.dtype, num_blocks: int = 24) -> l
     shape = num_blocks, HEADS, block_size, cell
     # A head's entries are over the scales of its own layer, whichever layer's pages they lie in.
     scales = SCALES if dtype in QUANTISED else [{}] * LAYERS
-    return [PagedKVCache.of(torch.full(shape, torch.nan, dtype=dtype), SIZE, **some) for some in scales]
+    interleaved = not INTERPRETED and dtype == torch.float32
+    options = {"interleaved": True} if interleaved else {}
+    return [PagedKVCache.of(torch.full(shape, torch.nan, dtype=dtype), SIZE, **some, **options) for some in scales]
 
 
 @dataclass

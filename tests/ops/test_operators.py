@@ -89,7 +89,8 @@ def dense_scores(update, all_logits, all_probabilities, scores, aux, num_new):
 def test_attention_over_front_and_tail(
     operators, dtype, num_kv_heads, groups, head_size, block_size, num_queries, kind, request
 ):
-    maker = CacheMaker(zlib.crc32(request.node.name.encode()), num_kv_heads, head_size, block_size, dtype)
+    seed, interleaved = zlib.crc32(request.node.name.encode()), num_queries > 1
+    maker = CacheMaker(seed, num_kv_heads, head_size, block_size, dtype, interleaved)
     sequences = [
         maker.sequence(front=0, tail=0, seq_len=77),  # never compressed
         maker.sequence(front=37, tail=200, seq_len=231),  # a hole, odd lengths
@@ -242,6 +243,20 @@ def test_write_front_leaves_other_slots_alone():
 def test_cache_of_another_cell_size_is_refused():
     with pytest.raises(ValueError, match="contiguous bytes per cell"):
         PagedKVCache.of(torch.zeros(4, 2, 32, 64), head_size=32)
+
+
+def test_all_of_a_block_lies_in_it_if_a_cache_is_interleaved(operators):
+    maker = CacheMaker(4, 2, 32, 32, torch.bfloat16, interleaved=True)
+    assert maker.pages.is_interleaved and not CacheMaker(4, 2, 32, 32, torch.bfloat16).pages.is_interleaved
+    sequence = maker.sequence(front=40, tail=96, seq_len=150)
+    batch, query = batch_of([sequence], [1], [SUM]), maker.randn(1, 4, 32).to(torch.bfloat16)
+    operators.paged_attention(query, maker.pages, batch, 0.3, torch.empty_like(query))
+    used = sequence.blocks[sequence.blocks > 0].tolist()
+    others = [block for block in range(NUM_BLOCKS) if block not in used]
+    assert maker.cache[others].isnan().all() and not maker.pages.scores[used[:1]].isnan().any()
+    maker.cache[used] = 0
+    for name in PLANES:
+        assert not getattr(maker.pages, name)[used].any()
 
 
 @pytest.fixture

@@ -129,6 +129,24 @@ def test_what_does_not_work_beside_windows_is_refused(policy: str, fields: dict[
     limits.check(config("h2o", trigger="pressure"), 4000, 100)
 
 
+@pytest.mark.parametrize(
+    ("policy", "fields", "param"),
+    [
+        ("h2o", {"positions": "cache"}, "positions"),
+        ("h2o", {"trigger": "pressure"}, "trigger"),
+        ("h2o", {"reuse": "turns"}, "reuse"),
+        ("kvzip", {}, "tracker"),
+    ],
+)
+def test_what_does_not_work_beside_states_is_refused(policy: str, fields: dict[str, Any], param: str) -> None:
+    limits = replace(LIMITS, shape=replace(DEMO, has_states=True), shares_contexts=False)
+    with pytest.raises(CompressionError, match="Mamba or linear-attention layers; allowed: ") as caught:
+        limits.check(config(policy, **fields), 4000, 100)
+    assert caught.value.reason == "unsupported_model" and caught.value.param == f"kv_compression.{param}"
+    LIMITS.check(config(policy, **fields), 4000, 100)
+    limits.check(config("h2o"), 4000, 100)
+
+
 def test_layers_with_a_window_take_slots_too() -> None:
     """Two groups of them, of at most three blocks of 32 each."""
     limits = replace(LIMITS, max_model_len=4096, pool_tokens=640, window_blocks=(3, 3))

@@ -12,6 +12,7 @@ from vllm_kvmerge.engine.support import (
     caps_logits,
     check_options,
     has_sinks,
+    has_states,
     has_windows,
     hidden_states_obstacle,
     num_full_layers,
@@ -144,7 +145,12 @@ def plugin_config(config: "VllmConfig | Namespace") -> PluginConfig:
 
 def shares_contexts(vllm_config: "VllmConfig") -> bool:
     """Whether compressed contexts stay in the prefix cache."""
-    return plugin_config(vllm_config).shared_contexts and bool(vllm_config.cache_config.enable_prefix_caching)
+    # Of a front, layers with a state would need the state at its end, which it does not hold.
+    return (
+        plugin_config(vllm_config).shared_contexts
+        and bool(vllm_config.cache_config.enable_prefix_caching)
+        and not has_states(vllm_config.model_config)
+    )
 
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:
@@ -173,6 +179,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             has_windows=has_windows(model),
             has_latents=model.use_mla,
             window_rotation_obstacle=window_rotation_obstacle(model),
+            has_states=has_states(model),
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     replace_as,
@@ -456,20 +457,28 @@ class MergeableAttentionManager(FullAttentionManager):
 
 
 def compressed_group(config: KVCacheConfig) -> int:
-    """Index of the group of layers that are compressed. Others have windows, and blocks of the same pool.
+    """Index of the group of layers that are compressed. Others have windows or states, and blocks of the same pool.
 
     Raises UnsupportedConfigError if there is not exactly one, or if other layers' cells are not laid out as theirs.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     ours = [index for index, spec in enumerate(specs) if isinstance(spec, MERGEABLE_SPECS)]
     others = [spec for spec in specs if not isinstance(spec, MERGEABLE_SPECS)]
-    if len(ours) != 1 or any(type(spec) not in WINDOW_SPECS for spec in others):
+    if len(ours) != 1 or any(type(spec) not in (*WINDOW_SPECS, MambaSpec) for spec in others):
         raise UnsupportedConfigError(
-            "model layers: all without a window must be full attention with one KV head count and size, and no more "
-            "than those with a window if there are such; vLLM groups these as "
+            "model layers: all without a window or a state must be full attention with one KV head count and size, and "
+            "no more than those with one if there are such; vLLM groups these as "
             f"{[type(spec).__name__ for spec in specs]}"
         )
-    cells = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.page_size_bytes) for spec in specs}  # type: ignore[attr-defined]
+    if any(isinstance(spec, MambaSpec) and _saves_within_prompts(spec) for spec in others):
+        raise UnsupportedConfigError(
+            "enable_prefix_caching=True is not supported: vLLM's operators of the model's Mamba layers fail on the CPU "
+            "where a state within a prompt is to be saved; allowed: --no-enable-prefix-caching"
+        )
+    if len(sizes := {spec.page_size_bytes for spec in specs}) > 1:
+        raise UnsupportedConfigError(f"model layers: their pages must be of one size, got {sorted(sizes)} bytes")
+    attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    cells = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.page_size_bytes) for spec in attention}
     if len(cells) > 1:
         raise UnsupportedConfigError(
             "model layers: those with a window must have as many KV heads of the same size as the others, got "
@@ -478,9 +487,23 @@ def compressed_group(config: KVCacheConfig) -> int:
     return ours[0]
 
 
+def _saves_within_prompts(spec: MambaSpec) -> bool:
+    return spec.mamba_cache_mode == "align" and spec.num_prefill_checkpoint_blocks > 0
+
+
+def has_states(config: KVCacheConfig) -> bool:
+    """True if blocks of the pool may hold states of Mamba or linear-attention layers."""
+    return any(isinstance(group.kv_cache_spec, MambaSpec) for group in config.kv_cache_groups)
+
+
 def window_blocks(config: KVCacheConfig, vllm_config: "VllmConfig") -> tuple[int, ...]:
     """``Limits.window_blocks``."""
     in_flight, length = vllm_config.max_in_flight_tokens, vllm_config.model_config.max_model_len
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    windows = [spec for spec in specs if isinstance(spec, WINDOW_SPECS)]
-    return tuple(spec.max_admission_blocks_per_request(in_flight, length) for spec in windows)
+    return tuple(
+        spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
+        if isinstance(spec, MambaSpec)
+        else spec.max_admission_blocks_per_request(in_flight, length)
+        for spec in specs
+        if isinstance(spec, (*WINDOW_SPECS, MambaSpec))
+    )

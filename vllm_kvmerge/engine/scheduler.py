@@ -11,13 +11,14 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
-from vllm_kvmerge.engine.blocks import MergeableAttentionManager, compressed_group, window_blocks
+from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionManager, compressed_group, window_blocks
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests
 from vllm_kvmerge.engine.fronts import FrontCache
@@ -73,14 +74,17 @@ class CompressionSchedulerMixin(Scheduler):
         manager = self._managers[group]
         assert isinstance(manager, MergeableAttentionManager)
         self._manager = manager
-        manager.windows = [one for one in self._managers if one is not manager]
+        manager.windows = [one for one in self._managers if type(one.kv_cache_spec) in WINDOW_SPECS]
         for one in self._managers:
-            one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
+            if isinstance(one.kv_cache_spec, AttentionSpec):
+                one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
         compat.hash_blocks_of(coordinator, manager.hashes_blocks_of)
         self._default = plugin_config(self.vllm_config).default
-        num_slots = (self.kv_cache_config.num_blocks - 1) * self.block_size
+        num_slots = (self.kv_cache_config.num_blocks - 1) * manager.block_size
         windows = window_blocks(self.kv_cache_config, self.vllm_config)
-        self._limits = replace(request_limits(self.vllm_config), pool_tokens=num_slots, window_blocks=windows)
+        # vLLM's own number is the smallest of all groups, which may be that of states.
+        limits = replace(request_limits(self.vllm_config), block_size=manager.block_size)
+        self._limits = replace(limits, pool_tokens=num_slots, window_blocks=windows)
         self._model = EngineModel(self.vllm_config.model_config)
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
@@ -109,7 +113,7 @@ class CompressionSchedulerMixin(Scheduler):
             pool, max_bytes = self._manager.block_pool, self._limits.max_bytes
             self._manager.fronts = FrontCache(pool, group, self._keys, KEPT_SHARE * max_bytes)
         # Beside them there is room for the longest request, which would otherwise wait for ever.
-        others = cache.num_blocks - 1 - cdiv(self.max_model_len, self.block_size)
+        others = cache.num_blocks - 1 - cdiv(self.max_model_len, manager.block_size)
         most = max(0, min(int(options.contexts_share * (cache.num_blocks - 1)), others))
         self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
         self._proofs = Proofs(self._bytes_per_block, self._size)
@@ -263,7 +267,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._put_repetitions_first()
         # A step takes blocks for new tokens, and the last of each request that is not full.
         self._manager.evict_superseded_first(
-            cdiv(self.max_num_scheduled_tokens, self.block_size) + self.max_num_running_reqs
+            cdiv(self.max_num_scheduled_tokens, self._manager.block_size) + self.max_num_running_reqs
         )
         self._pressure.begin_step()
         output = super().schedule(*args, **kwargs)
@@ -496,7 +500,10 @@ class CompressionSchedulerMixin(Scheduler):
         ) and self._kept_bytes.reserve(request_id, num_bytes, limits.kept_bytes)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
-        return self._manager.take_unclean(self.kv_cache_manager.take_new_block_ids()) or None
+        new = self.kv_cache_manager.take_new_block_ids()
+        unclean = self._manager.take_unclean(new)
+        # Where vLLM zeroes all, any of them may hold a state of other layers.
+        return (new if self.needs_kv_cache_zeroing else unclean) or None
 
     def _is_awaited(self, output: SchedulerOutput) -> bool:
         """True if requests are computed in this step whose next tokens wait for compressions of others."""

@@ -50,6 +50,8 @@ X86 = ("x86_64", "amd64")
 
 
 WINDOW_TYPES = ("sliding_attention", "chunked_attention")
+FULL_TYPES = ("full_attention", "attention", "hybrid")
+"""Of layers beside those with a state; hybrid: with both."""
 
 
 def _layer_types(model: "ModelConfig") -> list[str]:
@@ -64,8 +66,17 @@ def has_windows(model: "ModelConfig") -> bool:
     return bool(window and (not layer_types or any(one in WINDOW_TYPES for one in layer_types)))
 
 
+def has_states(model: "ModelConfig") -> bool:
+    """True if some layers, of Mamba or linear attention, have a state of one size instead of keys and values."""
+    return model.is_hybrid
+
+
 def num_full_layers(model: "ModelConfig", parallel: "ParallelConfig") -> int:
     """Number of layers that see all tokens and have a cache of their own: those that are compressed."""
+    if has_states(model):
+        # vLLM's own count knows one name of full attention for each model, Transformers' releases differ.
+        types = getattr(model.hf_text_config, "layers_block_type", None) or _layer_types(model)
+        return sum(one in FULL_TYPES for one in types) or model.get_num_layers_by_block_type(parallel, "attention")
     num_layers = model.get_num_layers(parallel) - _num_sharers(model)
     if not has_windows(model):
         return num_layers
@@ -80,7 +91,6 @@ def _num_sharers(model: "ModelConfig") -> int:
 TRAITS: tuple[tuple[str, Callable[["ModelConfig"], Any]], ...] = (
     ("an encoder and a decoder", lambda model: model.is_encoder_decoder),
     ("no attention", lambda model: model.is_attention_free),
-    ("Mamba or linear-attention layers", lambda model: model.is_hybrid),
     ("bidirectional attention over a canvas (a diffusion model)", lambda model: model.is_diffusion),
     (
         "sparse attention over latents (DeepSeek-V3.2 and later)",
@@ -109,7 +119,10 @@ def has_sinks(model: "ModelConfig") -> bool:
     return model.hf_text_config.model_type in SINK_MODELS
 
 
-DECODERS = "decoders with full attention in every layer, or beside sliding-window or chunked-local ones"
+DECODERS = (
+    "decoders with full attention in every layer, or beside sliding-window, chunked-local, Mamba or linear-attention "
+    "layers"
+)
 
 PLAIN_ROPE = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")
 """Types of rotary position embeddings that are tables of positions, one for all layers and heads."""
@@ -125,7 +138,10 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
         return "runs in Transformers' implementation, whose RoPE is its own"
     if model.uses_mrope:
         return "has M-RoPE, which turns by more than one position"
-    if not parameters and not getattr(config, "rotary_dim", None):  # GPT-J's name for it
+    if (
+        (not parameters and not getattr(config, "rotary_dim", None))  # GPT-J's name for it
+        or getattr(config, "position_embedding_type", "rope") in (None, "nope")  # Granite 4's
+    ):
         return "declares no RoPE"
     if isinstance(of_full_layers := parameters.get("full_attention"), dict):
         parameters = of_full_layers
@@ -289,6 +305,9 @@ def check_config(vllm_config: "VllmConfig") -> None:
     if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         what = "layers with a window would have no cache of their own; leave it out"
         raise _unsupported("disable_hybrid_kv_cache_manager", True, what)
+    if has_states(model) and cache.prefix_match_unit is not None:
+        what = "hits of models with Mamba or linear-attention layers end with a block; leave it out"
+        raise _unsupported("prefix_match_unit", cache.prefix_match_unit, what)
     if vllm_config.device_config.device_type == "cpu":
         _check_latents(vllm_config) if model.use_mla else _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":
@@ -351,6 +370,7 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
     for trait, has_trait in (
         ("sliding-window or chunked-local layers", has_windows(model)),
+        ("Mamba or linear-attention layers", has_states(model)),
         ("layers that share one KV cache", _num_sharers(model)),
         ("multi-head latent attention (MLA)", model.use_mla),
     ):

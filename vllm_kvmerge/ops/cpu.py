@@ -74,7 +74,8 @@ def _layout_obstacle(cache: PagedKVCache) -> str | None:
         return "keys are not transposed"
     first = cache.keys.data_ptr()
     plane_bytes = cache.block_size * cache.head_size * cache.keys.element_size()
-    metadata = first + cache.keys.shape[0] * cache.num_kv_heads * 2 * plane_bytes
+    num_regions = 1 if cache.is_interleaved else cache.keys.shape[0] * cache.num_kv_heads
+    metadata = first + num_regions * 2 * plane_bytes
     expected = [first, first + plane_bytes, *(metadata + i * 4 * cache.block_size for i in range(4))]
     for name, address, place in zip(PLANES, cache.addresses, expected, strict=True):
         if address != place:

@@ -15,7 +15,9 @@ and then, again for each block and KV head,
     positions  [block_size]             int32, of the newest token merged into the entry; -1 where dead
 
 Metadata lies apart so that K and V are where they would be without it: in between, it would shift them across the pages
-of memory at which processors stop reading ahead, which made vLLM's own operator 6% slower.
+of memory at which processors stop reading ahead, which made vLLM's own operator 6% slower. An *interleaved* cache has
+the planes of a block and KV head right behind their K and V all the same, because other layers keep something else in
+the same memory, a block at a time.
 
 On a GPU, ``keys.permute(0, 3, 1, 2)`` and ``values.transpose(1, 2)`` are the ``[B, bs, H, d]`` that FlashAttention
 takes for a paged cache: rows contiguous, strides of blocks, slots and heads as they are.
@@ -185,11 +187,13 @@ class PagedKVCache:
         row_major_keys: bool | None = None,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        interleaved: bool = False,
     ) -> "PagedKVCache":
         """Views of ``cache``, contiguous ``[B, H, bs, cell]`` in the cache dtype.
 
         The shape only gives the size: bytes of a cell are not contiguous. row_major_keys: layout of K, if not the
         device's own. key_scale, value_scale: what numbers of 8 bits are multiplied by; 1 in any other dtype.
+        interleaved: all that belongs to a block lies in ``cache[block]``.
         """
         num_blocks, num_heads, block_size, cell = cache.shape
         if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache.is_contiguous():
@@ -198,9 +202,16 @@ class PagedKVCache:
                 f"{cell_bytes(head_size, cache.dtype)} contiguous bytes per cell (head size {head_size})"
             )
         plane = block_size * head_size
-        size = num_blocks * num_heads * 2 * plane
-        keys_and_values = cache.view(-1)[:size].view(num_blocks, num_heads, 2, plane)
-        metadata = cache.view(-1)[size:].view(torch.float32).view(num_blocks, num_heads, 4, block_size)
+        if interleaved:
+            regions = cache.view(num_blocks, num_heads, -1)
+            keys_and_values, metadata = regions[..., : 2 * plane], regions[..., 2 * plane :]
+        else:
+            size = num_blocks * num_heads * 2 * plane
+            keys_and_values, metadata = cache.view(-1)[:size], cache.view(-1)[size:]
+            keys_and_values = keys_and_values.view(num_blocks, num_heads, -1)
+            metadata = metadata.view(num_blocks, num_heads, -1)
+        keys_and_values = keys_and_values.unflatten(-1, (2, plane))
+        metadata = metadata.view(torch.float32).unflatten(-1, (4, block_size))
         keys = keys_and_values[:, :, 0]
         if row_major_keys is None:
             row_major_keys = not cache.is_cpu
@@ -235,6 +246,12 @@ class PagedKVCache:
     @property
     def is_quantised(self) -> bool:
         return self.keys.dtype in QUANTISED
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Metadata of a block and KV head lie right behind its keys and values."""
+        num_bytes = 2 * self.block_size * self.head_size * self.keys.element_size()
+        return self.keys.stride(1) * self.keys.element_size() > num_bytes
 
     def scale_of(self, plane: str) -> float:
         """What numbers in the plane ``keys`` or ``values`` are multiplied by."""

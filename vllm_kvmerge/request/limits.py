@@ -25,7 +25,8 @@ class ModelShape:
     that hidden states cannot be seen; None: they can. has_surrogate: a model predicts scores of hidden states.
     num_positions: that RoPE has a turn for; None: not known. has_windows: other layers see the newest tokens alone, and
     are not compressed. window_rotation_obstacle: why their keys cannot be turned; None: they can. has_latents: an entry
-    is one vector, key and value at once (MLA), and ``head_size`` its length."""
+    is one vector, key and value at once (MLA), and ``head_size`` its length. has_states: other layers, of Mamba or
+    linear attention, have states, which are not compressed."""
 
     num_layers: int
     num_kv_heads: int
@@ -43,6 +44,7 @@ class ModelShape:
     has_windows: bool = False
     has_latents: bool = False
     window_rotation_obstacle: str | None = None
+    has_states: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -124,8 +126,8 @@ class Limits:
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
     num_token_ids: of the model. max_num_seqs: requests that run at once. has_prefix_cache: the server does.
     shares_contexts: what has been compressed stays in the prefix cache. pool_tokens: that the pool has slots for; None:
-    not known yet. window_blocks: blocks that each group of layers with a window takes for one request at most. rates:
-    speed of the workers; None: not known yet, so time is not limited.
+    not known yet. window_blocks: blocks that each group of layers with a window or a state takes for one request at
+    most. rates: speed of the workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -154,6 +156,7 @@ class Limits:
         self._check_allowed(config)
         self._check_windows(config)
         self._check_latents(config)
+        self._check_states(config)
         self._check_softmax(config)
         self._check_rotation(config)
         self._check_hidden_states(config.policy.tracker)
@@ -210,7 +213,7 @@ class Limits:
         return min(front + followed + 2 * self.block_size, num_prompt_tokens)
 
     def window_slots(self, num_tokens: int) -> int:
-        """Most slots that a request of ``num_tokens`` takes in layers with a window."""
+        """Most slots that a request of ``num_tokens`` takes in layers with a window or a state."""
         num_blocks = -(-num_tokens // self.block_size)
         return sum(min(num_blocks, most) for most in self.window_blocks) * self.block_size
 
@@ -316,6 +319,23 @@ class Limits:
         if config.refresh is not None:
             message = f"a refresh copies keys and values, {reason}; allowed: null"
             raise CompressionError(f"{EXTRA_ARGS_KEY}.refresh", message, "unsupported_model")
+
+    def _check_states(self, config: CompressionConfig) -> None:
+        """Refuses what would need the states of other layers at an earlier token, or for other positions."""
+        if not self.shape.has_states:
+            return
+        tracker = config.policy.tracker
+        for name, value, is_wanted, allowed in (
+            ("positions", config.positions, config.positions == "cache", "'text'"),
+            ("trigger", config.trigger, config.awaits_pressure, "'budget'"),
+            ("tracker", tracker.name, tracker.repeats_context, "another tracker"),
+            ("reuse", config.reuse, config.reuse is not None, "null"),
+        ):
+            if is_wanted:
+                message = f"{value!r} does not work with a model that has Mamba or linear-attention layers"
+                raise CompressionError(
+                    f"{EXTRA_ARGS_KEY}.{name}", f"{message}; allowed: {allowed}", "unsupported_model"
+                )
 
     def _check_softmax(self, config: CompressionConfig) -> None:
         """Refuses parts that compute attention otherwise than the model does."""

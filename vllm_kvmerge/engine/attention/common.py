@@ -31,6 +31,9 @@ class MergeableImpl:
     row_major_keys: ClassVar[bool]
     """Layout of keys, see ``PagedKVCache.of``."""
 
+    interleaved: bool = False
+    """Metadata lie within their blocks (``PagedKVCache.of``); set when the cache has been allocated."""
+
     _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
     def refuse_features(
@@ -65,7 +68,10 @@ class MergeableImpl:
             if (dtype := DTYPES.get(self.kv_cache_dtype)) is not None:
                 kv_cache = kv_cache.view(dtype)
                 scales = {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
-            self._paged = allocation, PagedKVCache.of(kv_cache, self.head_size, self.row_major_keys, **scales)
+            cache = PagedKVCache.of(
+                kv_cache, self.head_size, self.row_major_keys, **scales, interleaved=self.interleaved
+            )
+            self._paged = allocation, cache
         return self._paged[1]
 
     def forget_cache(self) -> None:

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
@@ -36,7 +36,7 @@ from vllm_kvmerge.engine.attention.rows import (
     RepetitionWindow,
     ScoreWindow,
 )
-from vllm_kvmerge.engine.blocks import compressed_group, window_blocks
+from vllm_kvmerge.engine.blocks import compressed_group, has_states, window_blocks
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import (
     Adoption,
@@ -178,6 +178,8 @@ class Compression:
         self.group = 0
         """Index of the compressed layers' group, among those of the KV cache."""
         self._window_blocks: tuple[int, ...] = ()
+        self.has_states = False
+        """Blocks of the pool may hold states of Mamba or linear-attention layers."""
 
     @property
     def compactor(self) -> Compactor:
@@ -220,18 +222,22 @@ class Compression:
         layer_names = list(dict.fromkeys(owners.values()))
         for name, owner in owners.items():
             all_layers[name].impl.attach(all_layers[name], layer_names.index(owner))
+        self.has_states = has_states(kv_cache_config)
+        for layer in all_layers.values():
+            layer.impl.interleaved = self.has_states
         layers = [all_layers[name] for name in layer_names]
         pages = [layer.impl.paged(layer, layer.kv_cache) for layer in layers]
-        everything: list[Any] = [
-            self.layers[name] for one in kv_cache_config.kv_cache_groups for name in one.layer_names
-        ]
+        groups = {
+            index: one.layer_names
+            for index, one in enumerate(kv_cache_config.kv_cache_groups)
+            if not isinstance(one.kv_cache_spec, MambaSpec)
+        }
+        everything: list[Any] = [all_layers[name] for names in groups.values() for name in names]
         # A layer of each group has the same memory.
         pool = {layer.kv_cache.data_ptr(): layer.impl.paged(layer, layer.kv_cache) for layer in everything}
         self.pool = list(pool.values())
         self._windows = {
-            index: self._window_layers(model, one.layer_names)
-            for index, one in enumerate(kv_cache_config.kv_cache_groups)
-            if index != self.group
+            index: self._window_layers(model, names) for index, names in groups.items() if index != self.group
         }
         override(plugin_config(self._config).operators)
         limits, self.rates = request_limits(self._config), measure_rates(self._device)
@@ -312,7 +318,7 @@ class Compression:
         return HiddenStates(model, layer_names, max_tokens, surrogates, len(heads), self._device)
 
     def zero_block_ids(self, block_ids: list[int]) -> None:
-        """Zeroes the keys and values of blocks that a compressed request wrote."""
+        """Zeroes the keys and values of blocks that a compressed request, or layers with a state, wrote."""
         index = sent(torch.tensor(block_ids), self._device)
         for pages in self.compactor.layers:
             pages.content.index_fill_(0, index, 0)

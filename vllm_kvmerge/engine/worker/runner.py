@@ -65,6 +65,8 @@ class CompressionRunnerMixin(GPUModelRunner):
                 if index is not None:
                     self.input_batch.block_table[window.group].block_table.np[index, rows] = window.blocks
         self._moves = []
+        if self.compression.has_states:  # pages in one piece, metadata included
+            return super()._update_states(scheduler_output)
         # vLLM's own copies assume a cache without metadata. They follow its zeroing of new blocks.
         copies, scheduler_output.kv_cache_block_copies = scheduler_output.kv_cache_block_copies or [], None
         result = super()._update_states(scheduler_output)
