@@ -88,6 +88,11 @@ class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
         generators, discarded = self.input_batch.generators, self.discard_request_mask.np
         kept = {row: generators.pop(row) for row in list(generators) if discarded[row]}
         try:
-            return super().sample_tokens(*args, **kwargs)
+            output = super().sample_tokens(*args, **kwargs)
         finally:
             generators.update(kept)
+        if self.compression.holds_queries:
+            # Of a token and its drafts, as many are right as tokens follow.
+            numbers = map(len, output.sampled_token_ids)
+            self.compression.count_verified(dict(zip(output.req_ids, numbers, strict=True)))
+        return output
