@@ -81,7 +81,6 @@ class CompressionSchedulerMixin(Scheduler):
         num_slots = (self.kv_cache_config.num_blocks - 1) * self.block_size
         windows = window_blocks(self.kv_cache_config, self.vllm_config)
         self._limits = replace(request_limits(self.vllm_config), pool_tokens=num_slots, window_blocks=windows)
-        self._is_small_pool = self._limits.most_generated(None, 1) + 1 < self.max_model_len
         self._model = EngineModel(self.vllm_config.model_config)
         self._engine = self.parallel_config.data_parallel_index
         cache = self.kv_cache_config
@@ -478,7 +477,8 @@ class CompressionSchedulerMixin(Scheduler):
         compression, total = self._compressions.get(request.request_id), request.num_prompt_tokens + request.max_tokens
         if compression is None:
             # vLLM lets drafts go on behind the last token that is asked for, where a small pool has no room.
-            return total - 1 if self._is_small_pool else self.max_model_len
+            is_small = self._limits.most_generated(None, 1) + 1 < self.max_model_len
+            return total - 1 if is_small else self.max_model_len
         if not compression.takes_drafts:
             return 0
         due_at = self._next_compression(request)
