@@ -369,7 +369,7 @@ def test_the_prefix_cache_is_unharmed(engine):
 
 def test_sampling(engine):
     """Drafts are verified as the request samples; with a seed, each time alike."""
-    for fields in (None, {"policy": "h2o"}, {"policy": "streaming_llm"}):
+    for fields in (None, {"policy": "keepkv"}):
         prompt = repetitive(3, 230)
         (greedy,) = engine.tokens([prompt], params(fields))
         for more in ({}, {"top_k": 5}, {"top_p": 0.9, "seed": 1}):

@@ -24,7 +24,7 @@ class Pressure:
     """Shortages of blocks, and the requests whose compression ends them.
 
     compressions: of all requests, by id. step_tokens: most tokens of a step. watermark: blocks that vLLM leaves free
-    when it admits a request.
+    when it admits a request. num_drafts: most drafts of a request in a step.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class Pressure:
         compressions: Mapping[str, RequestCompression],
         step_tokens: int,
         watermark: int,
+        num_drafts: int,
     ) -> None:
         self._manager, self._compressions = manager, compressions
-        self._step_tokens, self._watermark = step_tokens, watermark
+        self._step_tokens, self._watermark, self._num_drafts = step_tokens, watermark, num_drafts
 
     def fitting(self, request: Request, num_computed: int, num_new: int, pool_tokens: int) -> int:
         """How many of the ``num_new`` tokens find room if the request runs alone; all, if none does. One that is
@@ -78,7 +79,7 @@ class Pressure:
         left, needed = self._step_tokens, 0
         for request in running:
             computed = request.num_computed_tokens
-            new = max(1, min(request.num_tokens - computed, left))
+            new = max(1 + self._num_drafts, min(request.num_tokens - computed, left))
             held = len(self._manager.req_to_blocks[request.request_id])
             needed += max(0, cdiv(computed + new, self._manager.block_size) - held)
             left -= new

@@ -120,7 +120,9 @@ class CompressionSchedulerMixin(Scheduler):
         self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
         self._sharing = ContextSharing(self._manager, self._compressions, self._engine)
         watermark = self.kv_cache_manager.watermark_blocks
-        self._pressure = Pressure(self._manager, self._compressions, self.max_num_scheduled_tokens, watermark)
+        self._pressure = Pressure(
+            self._manager, self._compressions, self.max_num_scheduled_tokens, watermark, self.num_spec_tokens
+        )
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
