@@ -18,6 +18,7 @@ from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, random_prompt, run
 from tests.engine.test_hybrid import add, check_company_and_preemption
 from tests.engine.test_small_pool import POOL, small_pool
+from tests.engine.test_tensor_parallel import NUM_TOKENS, generate
 from tests.presets import SMALL
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
@@ -329,6 +330,17 @@ def test_beside_each_other_alone_and_preempted(engine):
     told = [(repetitive(seed, 150 + 13 * seed), params(fields)) for seed, fields in enumerate(CASES.values())]
     told += [(repetitive(seed, 100 + 31 * seed), params()) for seed in range(3)]
     check_company_and_preemption(engine, told)
+
+
+def test_two_workers_equal_one(engine, tmp_path):
+    """Each finds the same drafts, and verifies the same tokens."""
+    asked = [
+        params(CASES[name], max_tokens=NUM_TOKENS) for name in ("h2o", "keepkv", "morphkv", "within its budget first")
+    ]
+    texts = [repetitive(seed, 210) for seed in range(len(asked))]
+    jobs = [(text, one.extra_args) for text, one in zip(texts, asked, strict=True)]
+    together, _ = generate(tmp_path, arguments(**DRAFTING), jobs)
+    assert together == engine.tokens(texts, asked)
 
 
 def test_several_answers_to_one_prompt(engine):

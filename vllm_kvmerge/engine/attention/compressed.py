@@ -63,6 +63,5 @@ def _batch_of(readers: Sequence[QueryReader]) -> tuple[AttentionBatch | None, li
     rows, lens = [one.row for one in readers], torch.tensor([one.num_queries for one in readers], dtype=torch.int32)
     starts = lens.cumsum(0, dtype=torch.int32) - lens
     seq_lens = torch.tensor([one.seq_len for one in readers], dtype=torch.int32)
-    return compressed_batch(rows, torch.stack([one.blocks for one in readers]), starts, lens, seq_lens), head_pages(
-        rows
-    )
+    tables = torch.stack([one.blocks for one in readers])
+    return compressed_batch(rows, tables, starts, lens, seq_lens), head_pages(rows)
