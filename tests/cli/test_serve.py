@@ -107,7 +107,7 @@ def test_bad_compression_file(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "speculative_config="),
+        (["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 2}'], "speculative_config="),
         (["--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'], "kv_transfer_config="),
         (["--kv-cache-dtype", "fp8_inc"], "kv_cache_dtype=fp8_inc is not supported: allowed: auto"),
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported: allowed: 1"),

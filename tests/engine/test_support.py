@@ -318,7 +318,7 @@ def test_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"speculative_config": "ngram"}, "speculative_config=ngram"),
+        ({"speculative_config": "eagle"}, "speculative_config=eagle is not supported: allowed: on CPU ngram"),
         ({"kv_transfer_config": "lmcache"}, "kv_transfer_config=lmcache"),
         ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"parallel_config.decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
@@ -374,7 +374,10 @@ def plain_config() -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {"speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "eagle3", "model": "m"}},
+        {"speculative_config": {"method": "suffix"}},
+        {"speculative_config": {"method": "ngram_gpu"}},
+        {"speculative_config": {"model": "m"}},
         {"kv_transfer_config": {"kv_connector": "X"}},
         {"decode_context_parallel_size": 2},
         {"pipeline_parallel_size": 2},
@@ -393,6 +396,9 @@ def test_engine_args_refuse_unsupported_overrides(options: dict[str, Any]) -> No
 def test_supported_options_pass() -> None:
     check_options({"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 1})
     check_options({"kv_cache_dtype": "auto", "speculative_config": None})
+    check_options({"speculative_config": {"method": "ngram"}})
+    check_options({"speculative_config": {"model": "[ngram]"}})
+    check_options({"speculative_config": SimpleNamespace(method="ngram")})
     check_options({"distributed_executor_backend": "mp", "data_parallel_backend": "mp", "enable_expert_parallel": True})
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from fastapi import FastAPI
+    from torch import Tensor
     from vllm import PoolingParams
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -292,6 +293,23 @@ def drop_validator(vllm_config: "VllmConfig") -> None:
 
     model_config = vllm_config.model_config
     model_config.logits_processors = [p for p in model_config.logits_processors or () if p != VALIDATOR] or None
+
+
+def sample_beside_drafts() -> None:
+    """Has drafts verified with their requests' temperature, top_k and top_p, on the CPU.
+
+    vLLM's kernel for CPUs writes these to a copy of what it returns, unless they are int64, so that drafts are verified
+    with whatever lies in memory. A kernel that writes to its output would make this unnecessary.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand_batch_to_tokens(
+        x: "Tensor", cu_num_tokens: "Tensor", num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> "Tensor":
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 def check_prompts(check_prompt: PromptCheck) -> None:

@@ -25,7 +25,8 @@ class Pressure:
     """Shortages of blocks, and the requests whose compression ends them.
 
     compressions: of all requests, by id. step_tokens: most tokens of a step. watermark: blocks that vLLM leaves free
-    when it admits a request. is_async: a step is scheduled while the one before it is computed.
+    when it admits a request. num_drafts: most drafts of a request in a step. is_async: a step is scheduled while the
+    one before it is computed.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class Pressure:
         compressions: Mapping[str, RequestCompression],
         step_tokens: int,
         watermark: int,
+        num_drafts: int,
         is_async: bool,
     ) -> None:
         self._manager, self._compressions = manager, compressions
-        self._step_tokens, self._watermark, self._is_async = step_tokens, watermark, is_async
+        self._step_tokens, self._watermark = step_tokens, watermark
+        self._num_drafts, self._is_async = num_drafts, is_async
         self._asked = "", 0
         """The request that vLLM asked for last, and the blocks that it needs."""
 
@@ -100,7 +103,7 @@ class Pressure:
         windows = self._manager.windows
         for request in running:
             computed = request.num_computed_tokens
-            new = max(1, min(request.num_tokens - computed, left))
+            new = max(1 + self._num_drafts, min(request.num_tokens - computed, left))
             num_rows = cdiv(computed + new, self._manager.block_size)
             taken -= sum(self._num_given_back(one, request) for one in windows)
             for one in (self._manager, *windows):

@@ -103,6 +103,16 @@ class RequestCompression:
         """True if the context is repeated by internal requests before it is compressed."""
         return self.config.policy.tracker.repeats_context
 
+    @property
+    def takes_drafts(self) -> bool:
+        """True if drafts of the request's tokens may be verified.
+
+        Not while it waits for pressure, since it may be compressed after any step, for which its tokens must be known.
+        And not if its turn is kept with scores: verified tokens behind a stop are dropped, but have been counted.
+        """
+        keeps_scores = self.config.reuse == "turns" and self.config.tracks_decode
+        return not self.config.awaits_pressure and not keeps_scores
+
     def is_in_context(self, segments: Segments) -> bool:
         """True if the next compression is one of the context, or of a part of it."""
         if self.config.awaits_pressure:

@@ -66,6 +66,8 @@ from vllm_kvmerge.request.parameters import (
 class CompressionSchedulerMixin(Scheduler):
     """Adds compression to vLLM's scheduler; a request that is not compressed has no ``RequestCompression``."""
 
+    dynamic_sd_lookup: list[int] | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_config(self.vllm_config)
@@ -106,6 +108,12 @@ class CompressionSchedulerMixin(Scheduler):
         """By request, and by the number of tokens that it had then."""
         self._unreported: dict[str, int] = {}
         """Blocks that compressions freed whose workers have not reported yet, by request; negative: that they took."""
+        self._num_drafts: dict[str, int] = {}
+        """Tokens of the step that have yet to be verified, by request."""
+        if self.num_spec_tokens and self.dynamic_sd_lookup is None:
+            # A number for each size of batch, all the same, has vLLM schedule no drafts that nobody has made: such
+            # padding, for CUDA graphs, could not be cut where a compression is due.
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         options = plugin_config(self.vllm_config)
         hash_function = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
         self._keys = PrefixKeys(hash_function, self._manager.block_pool.hash_block_size)
@@ -124,6 +132,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._compressions,
             self.max_num_scheduled_tokens,
             watermark,
+            num_drafts=self.num_spec_tokens,
             is_async=isinstance(self, AsyncScheduler),
         )
         compat.watch_asked_blocks(coordinator, self._pressure.note_asked)
@@ -271,6 +280,7 @@ class CompressionSchedulerMixin(Scheduler):
         )
         self._pressure.begin_step()
         output = super().schedule(*args, **kwargs)
+        self._num_drafts = {one: len(drafts) for one, drafts in output.scheduled_spec_decode_tokens.items()}
         self._end_orphans()
         if self._kept_bytes or self._external_bytes:
             # Room is reserved before vLLM looks for blocks: a request that found none must not keep others waiting.
@@ -456,6 +466,9 @@ class CompressionSchedulerMixin(Scheduler):
         # preempted request recomputes its prompt and generated tokens, in chunks that end where it was compressed the
         # first time, so that its cache comes out the same.
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        num_certain = request.num_tokens + request.num_output_placeholders - num_computed_tokens
+        if num_new_tokens > num_certain:
+            num_new_tokens = max(num_certain, min(num_new_tokens, self._draft_end(request) - num_computed_tokens))
         if request.request_id in self._spread:
             return 0
         due_at, compression = self._next_compression(request), self._compressions.get(request.request_id)
@@ -475,6 +488,21 @@ class CompressionSchedulerMixin(Scheduler):
             # Internal requests begin at this block: windows must not have moved on before the context's end.
             return last_block - num_computed_tokens
         return num_new_tokens
+
+    def _draft_end(self, request: Request) -> int:
+        """Number of tokens that a step may come to if some of them are drafts.
+
+        A compression follows a step whose tokens are all certain, so one token before it is left to such a step.
+        """
+        compression, total = self._compressions.get(request.request_id), request.num_prompt_tokens + request.max_tokens
+        if compression is None:
+            # vLLM lets drafts go on behind the last token that is asked for, where a small pool has no room.
+            is_small = self._limits.most_generated(None, 1) + 1 < self.max_model_len
+            return total - 1 if is_small else self.max_model_len
+        if not compression.takes_drafts:
+            return 0
+        due_at = self._next_compression(request)
+        return total - 1 if due_at is None else min(total, due_at) - 1
 
     def _leaves_room_to_repeat(self, request: Request, compression: RequestCompression) -> bool:
         """False if a request must wait so that those whose contexts are repeated do not take all places to run."""
@@ -721,8 +749,8 @@ class CompressionSchedulerMixin(Scheduler):
         return compression.config.name if compression else FULL
 
     def _size(self, request: Request) -> CacheSize:
-        num_tokens = request.num_computed_tokens
         request_id = request.request_id
+        num_tokens = request.num_computed_tokens - self._num_drafts.get(request_id, 0)
         segments, compression = self._manager.segments_of(request_id), self._compressions.get(request_id)
         if request_id in self._spread:
             segments = self._spread[request_id].before

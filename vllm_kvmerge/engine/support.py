@@ -27,10 +27,12 @@ CUDA_HEAD_SIZES = range(16, 257, 8)
 """Head sizes that the Triton operators support."""
 
 LEFT_OUT = {
-    "speculative_config": "speculative decoding",
     "kv_transfer_config": "a KV connector",
     "kv_offloading_size": "KV cache offloading",
 }
+NGRAM = ("ngram", "[ngram]")
+"""vLLM's names of speculative decoding that looks drafts up in the request's own tokens."""
+SPECULATION = f"allowed: on CPU {NGRAM[0]}, whose drafts need no model"
 ONE_ONLY = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 RAY_OPTIONS = ("distributed_executor_backend", "data_parallel_backend")
 SUPERVISOR = "data_parallel_multi_port_external_lb"
@@ -241,6 +243,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, feature in LEFT_OUT.items():
         if options.get(name):
             raise _unsupported(name, options[name], f"{feature} does not work with compression; leave it out")
+    speculation = options.get("speculative_config")
+    if speculation is not None and not (current_platform.is_cpu() and _method(speculation) in NGRAM):
+        raise _unsupported("speculative_config", speculation, SPECULATION)
     for name in ONE_ONLY:
         if (value := options.get(name)) not in (None, 1):
             raise _unsupported(name, value, "allowed: 1; tensor_parallel_size and data_parallel_size may be larger")
@@ -252,6 +257,14 @@ def check_options(options: Mapping[str, Any]) -> None:
         # Without a Ray resource to ask for, vLLM's engine would fail when it starts.
         if options.get(name) == "ray" and not current_platform.ray_device_key:
             raise _unsupported(name, "ray", "vLLM gives Ray no workers on this platform; allowed: mp")
+
+
+def _method(speculation: Any) -> Any:
+    """The method of a ``speculative_config``: of an object of vLLM's, or of what it is made from."""
+    if isinstance(speculation, Mapping):
+        # vLLM takes a model of this name for the method.
+        return speculation.get("method") or speculation.get("model")
+    return getattr(speculation, "method", speculation)
 
 
 def platform_obstacle() -> str | None:
@@ -270,6 +283,7 @@ def platform_obstacle() -> str | None:
 def unsupported_features() -> dict[str, str]:
     """Engine options that are refused on every machine, each with the reason or the allowed values."""
     features = {name: f"{feature} does not work with compression" for name, feature in LEFT_OUT.items()}
+    features["speculative_config"] = SPECULATION
     features |= dict.fromkeys(ONE_ONLY, "must be 1; tensor_parallel_size and data_parallel_size may be larger")
     features[SUPERVISOR] = SUPERVISOR_OBSTACLE
     features["kv_cache_dtype"] = f"must be auto or the model's own, or one of {', '.join(QUANTISED)}"
@@ -308,6 +322,15 @@ def check_config(vllm_config: "VllmConfig") -> None:
     if has_states(model) and cache.prefix_match_unit is not None:
         what = "hits of models with Mamba or linear-attention layers end with a block; leave it out"
         raise _unsupported("prefix_match_unit", cache.prefix_match_unit, what)
+    if vllm_config.speculative_config is not None:
+        for trait, has_trait in (
+            ("Mamba or linear-attention layers", has_states(model)),
+            ("latent attention (MLA)", model.use_mla),
+            ("sliding-window or chunked-local layers", has_windows(model)),
+        ):
+            if has_trait:
+                what = f"drafts are not verified beside {trait}; leave it out"
+                raise _unsupported("speculative_config", vllm_config.speculative_config.method, what)
     if vllm_config.device_config.device_type == "cpu":
         _check_latents(vllm_config) if model.use_mla else _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":

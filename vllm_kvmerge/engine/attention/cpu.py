@@ -4,7 +4,6 @@ Requests without a compressed front run on vLLM's own CPU operators over strided
 """
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,37 +19,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
+from vllm_kvmerge.engine.attention.compressed import head_pages, rows_of_batch
 from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader
 from vllm_kvmerge.engine.support import QUANTISED, UnsupportedConfigError
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, paged_attention
-
-
-def compressed_batch(common: CommonAttentionMetadata, rows: dict[int, BatchRow]) -> AttentionBatch:
-    """``rows``: the compressed ones by their place in the batch."""
-    index = torch.tensor(list(rows))
-    starts, lens = common.query_start_loc[index], common.query_start_loc.diff()[index]
-    numbers = [(row.front, row.tail, row.update.mode.code) for row in rows.values()]
-    fronts, tails, modes = torch.tensor(numbers, dtype=torch.int32).unbind(1)
-    decays = torch.tensor([row.update.decay for row in rows.values()])
-    tables, seq_lens = common.block_table_tensor[index], common.seq_lens[index]
-    return AttentionBatch(tables, starts, lens, seq_lens, fronts, tails, modes, decays)
-
-
-def head_pages(rows: Iterable[BatchRow]) -> list[HeadPages] | None:
-    """The heads' pages of each layer, one row for each of ``rows``; None if all fronts are ordinary ones."""
-    pages = [row.pages for row in rows]
-    first = next((one for one in pages if one is not None), None)
-    if first is None:
-        return None
-    width = max(one.ids.shape[2] for one in pages if one is not None)
-    ids = torch.full((len(pages), *first.ids.shape[:2], width), -1)
-    fronts = torch.zeros(len(pages), *first.fronts.shape, dtype=torch.int64)
-    for row, one in enumerate(pages):
-        if one is not None:
-            ids[row, :, :, : one.ids.shape[2]] = one.ids
-            fronts[row] = one.fronts
-    by_layer = zip(ids.transpose(0, 1).contiguous(), fronts.transpose(0, 1).contiguous(), strict=True)
-    return [HeadPages(first.layers, *one) for one in by_layer]
 
 
 @dataclass
@@ -113,13 +85,13 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         batch: AttentionBatch | None = None
         plain_tokens: Tensor | None = None
         if compressed:
-            batch, plain_tokens = compressed_batch(common, compressed), torch.empty(0, dtype=torch.int64)
+            batch, plain_tokens = rows_of_batch(common, compressed), torch.empty(0, dtype=torch.int64)
             plain_rows = [i for i in range(common.num_reqs) if i not in compressed]
             if plain_rows:
                 plain, plain_tokens = select_rows(common, plain_rows)
         stock = super().build(common_prefix_len, plain, fast_build)
-        readers = [QueryReader.of(common, i, row) for i, row in enumerate(self.rows) if row.window or row.ring]
-        pages = head_pages(compressed.values())
+        readers = [QueryReader.of(common, i, row) for i, row in enumerate(self.rows) if row.reads_queries]
+        pages = head_pages(list(compressed.values()))
         ours = MergeableAttentionMetadata(**vars(stock), plain_tokens=plain_tokens, compressed=batch, pages=pages)
         ours.readers = readers
         return ours

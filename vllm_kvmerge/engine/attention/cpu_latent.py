@@ -21,7 +21,8 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from vllm_kvmerge.engine.attention.common import MergeableImpl
-from vllm_kvmerge.engine.attention.cpu import compressed_batch, head_pages, select_rows
+from vllm_kvmerge.engine.attention.compressed import head_pages, rows_of_batch
+from vllm_kvmerge.engine.attention.cpu import select_rows
 from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, PredictedScores, QueryReader
 from vllm_kvmerge.engine.blocks import MergeableLatentSpec
 from vllm_kvmerge.engine.support import UnsupportedConfigError
@@ -50,11 +51,13 @@ class OwnRows:
     @classmethod
     def of(cls, common: CommonAttentionMetadata, rows: dict[int, BatchRow], plain: Tensor, first: int) -> "OwnRows":
         """rows: by place in the batch. plain: places of others' tokens in the batch; first: of the kind's first."""
-        batch = compressed_batch(common, rows)
+        batch = rows_of_batch(common, rows)
         bounds = zip(batch.query_starts.tolist(), batch.query_lens.tolist(), strict=True)
         tokens = torch.cat([torch.arange(start - first, start - first + length) for start, length in bounds])
         packed = batch.query_lens.cumsum(0, dtype=torch.int32) - batch.query_lens
-        return cls(plain - first, tokens, replace(batch, query_starts=packed), head_pages(rows.values())).in_chunks()
+        return cls(
+            plain - first, tokens, replace(batch, query_starts=packed), head_pages(list(rows.values()))
+        ).in_chunks()
 
     def in_chunks(self) -> "OwnRows":
         """The same with rows of up to ``MAX_CHUNK`` queries: longer ones as several, one after the other."""
@@ -131,7 +134,7 @@ class LatentBuilder(MLACommonMetadataBuilder[LatentMetadata]):
         if first and metadata.decode is None:  # vLLM wants to see one, though it has nothing to run
             none = plain.block_table_tensor[:0], plain.seq_lens[:0]
             metadata.decode = MLACommonDecodeMetadata(*none, dcp_tot_seq_lens=None)
-        watched = [index for index, row in enumerate(self.rows) if row.window or row.ring]
+        watched = [index for index, row in enumerate(self.rows) if row.reads_queries]
         metadata.readers = [QueryReader.of(common, index, rows[index]) for index in watched]
         metadata.num_decode_readers = sum(index < num_decodes for index in watched)
         return metadata

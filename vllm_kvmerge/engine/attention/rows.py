@@ -12,6 +12,7 @@ from vllm_kvmerge.ops import (
     NO_UPDATE,
     HeadPages,
     PagedKVCache,
+    ScoreMode,
     ScoreUpdate,
     Softmax,
     score_prompt_queries,
@@ -245,7 +246,8 @@ class BatchRow:
     the scores in the cache. window: the queries to score into a buffer instead, before its first compression, or before
     that of the request whose context it repeats; or scores of its tokens that come from elsewhere. ring: its newest
     queries, if its policy reads them. pages: of its heads, one row per layer, if the front is not an ordinary one.
-    table: of these pages, on a GPU. shift: what RoPE adds to the positions of its tokens.
+    table: of these pages, on a GPU. shift: what RoPE adds to the positions of its tokens. held: where its queries go
+    if some of its tokens are drafts; it then has no update, window or ring until these have been verified.
     """
 
     front: int = 0
@@ -256,6 +258,17 @@ class BatchRow:
     pages: HeadPages | None = None
     table: Tensor | None = None
     shift: int = 0
+    held: "HeldQueries | None" = None
+
+    @property
+    def counts_queries(self) -> bool:
+        """True if its queries leave something behind."""
+        return self.update.mode is not ScoreMode.NONE or self.reads_queries
+
+    @property
+    def reads_queries(self) -> bool:
+        """True if a ``QueryReader`` looks at its queries."""
+        return self.window is not None or self.ring is not None or self.held is not None
 
     @property
     def needs_hidden_states(self) -> bool:
@@ -268,7 +281,8 @@ class BatchRow:
     @property
     def needs_python(self) -> bool:
         """True if Python code stores or scores its queries, as no captured graph can."""
-        return self.window is not None or (self.ring is not None and self.ring.first is None)
+        in_python = self.window is not None or self.held is not None
+        return in_python or (self.ring is not None and self.ring.first is None)
 
 
 PLAIN = BatchRow()
@@ -276,7 +290,7 @@ PLAIN = BatchRow()
 
 def seq_len_of(common: "CommonAttentionMetadata", index: int) -> int:
     """Number of tokens of a row, those of this step included, without waiting for a GPU."""
-    # vLLM calls it an upper bound because of speculative decoding, which is refused.
+    # vLLM calls it an upper bound because of drafts under asynchronous scheduling, which are refused.
     assert common.seq_lens_cpu_upper_bound is not None
     return int(common.seq_lens_cpu_upper_bound[index])
 
@@ -290,6 +304,10 @@ class QueryReader:
     seq_len: int
     row: BatchRow
 
+    @property
+    def num_queries(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
     @classmethod
     def of(cls, common: "CommonAttentionMetadata", index: int, row: BatchRow) -> "QueryReader":
         """``index``: the row's place in the batch."""
@@ -298,8 +316,38 @@ class QueryReader:
 
     def read(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float, softmax: Softmax) -> None:
         """Stores and scores this row's queries as it asks; ``query``: ``[tokens of the batch, H * G, d]``."""
-        ring, window, query = self.row.ring, self.row.window, query[self.tokens]
+        if self.row.held is not None:
+            self.row.held.keep(layer, query[self.tokens], self)
+        else:
+            self.read_own(layer, query[self.tokens], cache, scale, softmax)
+
+    def read_own(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float, softmax: Softmax) -> None:
+        """``read`` for ``query``: ``[tokens of the row, H * G, d]``."""
+        ring, window = self.row.ring, self.row.window
         if ring is not None:
             ring.write(layer, query[-ring.window :], self.seq_len)
         if window is not None:
             window.score(layer, query, cache, self, scale, softmax)
+
+
+class HeldQueries:
+    """Queries of a row of whose tokens some are drafts, until it is known which of them are accepted."""
+
+    def __init__(self) -> None:
+        self._by_layer: dict[int, Tensor] = {}
+        self._reader: QueryReader | None = None
+
+    def keep(self, layer: int, query: Tensor, reader: QueryReader) -> None:
+        """``query``: ``[q, H * G, d]``, of the row's tokens in the batch, where ``reader`` has them."""
+        self._by_layer[layer], self._reader = query.clone(), reader
+
+    def queries(self, layer: int, count: int) -> Tensor:
+        """The first ``count`` queries in a layer."""
+        return self._by_layer[layer][:count]
+
+    def reader(self, row: BatchRow, count: int) -> QueryReader:
+        """Reads the first ``count`` queries as ``row``, the same request's without the other tokens, asks."""
+        assert self._reader is not None, "no layer has kept any"
+        start, end = self._reader.tokens.start, self._reader.tokens.stop
+        seq_len = self._reader.seq_len - (end - start - count)
+        return QueryReader(slice(start, start + count), self._reader.blocks, seq_len, row)

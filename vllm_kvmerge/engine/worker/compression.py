@@ -6,7 +6,7 @@ Each of vLLM's model runners has one ``Compression``, and supplies the batch's o
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -24,10 +24,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
+from vllm_kvmerge.engine.attention.compressed import read_verified
 from vllm_kvmerge.engine.attention.hidden_states import HiddenStates
 from vllm_kvmerge.engine.attention.rows import (
     PLAIN,
     BatchRow,
+    HeldQueries,
     Normalization,
     PredictedScores,
     PromptScores,
@@ -163,6 +165,10 @@ class Compression:
         self._begun: dict[str, BegunPlan] = {}
         self._last_tokens: dict[str, int] = {}
         """Places in the batch of outputs that are kept or replaced, by request."""
+        self._with_drafts: frozenset[str] = frozenset()
+        """Requests of whose tokens in the step some are drafts."""
+        self._held: dict[str, tuple[int, HeldQueries]] = {}
+        """Their queries, if they count, and the numbers of tokens computed before the step."""
         self.rings: QueryRings | None = None
         self.rates: Rates | None = None
         self._compactor: Compactor | None = None
@@ -329,6 +335,7 @@ class Compression:
         """Begins a step: forgets requests that have ended or start anew."""
         self._counts.flush()
         self.step = attached_step(scheduler_output)
+        self._with_drafts = frozenset(scheduler_output.scheduled_spec_decode_tokens)
         for request_id, turn in self.step.turns.items():
             ended = self.states[request_id]
             queries = ended.ring.queries(turn.num_tokens) if turn.keeps_queries and ended.ring is not None else None
@@ -435,8 +442,8 @@ class Compression:
 
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
         """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
-        rows: list[BatchRow] = []
-        self._last_tokens, self._shifts = {}, None
+        rows, batch = list[BatchRow](), list[tuple[str, int, int]]()
+        self._last_tokens, self._shifts, self._held = {}, None, {}
         if self.states or self.step.windows or self.step.repetitions or self.step.outputs:
             batch = list(order)
             rows = [self.row(*request) for request in batch]
@@ -446,7 +453,32 @@ class Compression:
                 self._shifts = sent(torch.tensor(shifts).repeat_interleave(lengths), self._device)
         if self._hidden_states is not None:
             self._hidden_states.observe(any(row.needs_hidden_states for row in rows))
-        return rows
+        return [self._holding(*request, row) for request, row in zip(batch, rows, strict=True)]
+
+    def _holding(self, request_id: str, num_scheduled: int, num_computed: int, row: BatchRow) -> BatchRow:
+        """The row, but with its queries held back if some of its tokens are drafts, until ``count_verified``."""
+        if request_id not in self._with_drafts or not row.counts_queries:
+            return row
+        held = HeldQueries()
+        self._held[request_id] = num_computed, held
+        return replace(row, update=NO_UPDATE, window=None, ring=None, held=held)
+
+    @property
+    def holds_queries(self) -> bool:
+        """True if queries are held back until ``count_verified``."""
+        return bool(self._held)
+
+    def count_verified(self, num_tokens: Mapping[str, int]) -> None:
+        """Has queries count that were held back: those of tokens that turned out to be right, and of no others.
+
+        num_tokens: of the step's requests, how many of their tokens these are. They are the first ones.
+        """
+        held, self._held = self._held, {}
+        verified = []
+        for request_id, (num_computed, queries) in held.items():
+            count = num_tokens[request_id]
+            verified.append((queries, queries.reader(self.row(request_id, count, num_computed), count)))
+        read_verified(verified, self.compactor.layers, self.compactor.scale, self.compactor.softmax)
 
     def shift_positions(self, positions: Tensor) -> None:
         """Has RoPE count the entries of the cache where requests ask for that. positions: the model's, ``[tokens]``

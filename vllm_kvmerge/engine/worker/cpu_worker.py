@@ -22,6 +22,8 @@ class KVMergeWorker(CPUWorker):
         check_config(vllm_config)
         if vllm_config.use_v2_model_runner:
             raise UnsupportedConfigError("VLLM_USE_V2_MODEL_RUNNER=1 is not supported: allowed on CPU: 0")
+        if vllm_config.speculative_config is not None:
+            compat.sample_beside_drafts()
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:

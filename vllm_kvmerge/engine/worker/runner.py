@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -92,6 +94,11 @@ class CompressionRunnerMixin(GPUModelRunner):
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
     """vLLM's CPU model runner with compression."""
 
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
+        # vLLM verifies drafts even in a step without any, where it fails if a request has a top_k.
+        has_drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        return super()._sample(logits, spec_decode_metadata if has_drafts else None)
+
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         # After a chunk that is not a prompt's last, vLLM discards the sampled token and rewinds the generator of a
         # request with a seed, which CPU generators cannot do: the worker would die. Such rows sample without theirs. A
@@ -99,6 +106,11 @@ class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
         generators, discarded = self.input_batch.generators, self.discard_request_mask.np
         kept = {row: generators.pop(row) for row in list(generators) if discarded[row]}
         try:
-            return super().sample_tokens(*args, **kwargs)
+            output = super().sample_tokens(*args, **kwargs)
         finally:
             generators.update(kept)
+        if self.compression.holds_queries:
+            # Of a token and its drafts, as many are right as tokens follow.
+            numbers = map(len, output.sampled_token_ids)
+            self.compression.count_verified(dict(zip(output.req_ids, numbers, strict=True)))
+        return output
