@@ -347,6 +347,32 @@ def test_everything_else_that_is_refused(change: dict[str, Any], said: str) -> N
     assert said in refusal(config)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_mla": True, "hf_text_config": SimpleNamespace(kv_lora_rank=512)}, "latent attention (MLA)"),
+        ({"is_hybrid": True}, "Mamba or linear-attention layers"),
+        (
+            {
+                "get_sliding_window": lambda: 8,
+                "hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"]),
+            },
+            "sliding-window or chunked-local layers",
+        ),
+    ],
+)
+def test_drafts_beside_other_layers_are_refused(change: dict[str, Any], said: str) -> None:
+    config = plain_config()
+    config.speculative_config = SimpleNamespace(method="ngram")
+    config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+    config.cache_config.prefix_match_unit = None
+    check_config(config)
+    for name, value in change.items():
+        setattr(config.model_config, name, value)
+    message = refusal(config)
+    assert "speculative_config=ngram is not supported" in message and said in message
+
+
 def plain_config() -> Any:
     """A supported configuration, as plain attributes that a test can change."""
     ones = dict.fromkeys(support.ONE_ONLY, 1)
