@@ -314,6 +314,9 @@ def check_config(vllm_config: "VllmConfig") -> None:
     model_dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", model_dtype, *QUANTISED):
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
+    if cache.cache_dtype in QUANTISED and has_states(model):
+        what = "not tried beside Mamba or linear-attention layers; allowed: auto"
+        raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)
     if _num_sharers(model) and cache.kv_sharing_fast_prefill:
         raise _unsupported("kv_sharing_fast_prefill", True, "prompts are scored as a whole; leave it out")
     if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
