@@ -4,6 +4,14 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from vllm.engine.arg_utils import EngineArgs
+
+PLUGIN = "kvmerge"
+"""Our part of ``additional_config``, and what our endpoint marks the application's state with."""
 
 logger = logging.getLogger(__name__)
 
@@ -19,23 +27,40 @@ def register() -> None:
         return  # neither a server nor an engine is set up in this process
     try:
         from vllm_kvmerge.engine import compat
-        from vllm_kvmerge.engine.arguments import complete
-        from vllm_kvmerge.server.refusal import refuse_field
 
-        compat.complete_engine_args(complete)
+        compat.complete_engine_args(_complete)
         compat.delegate_serve(_serve)
-        compat.after_endpoints(refuse_field)
+        compat.after_endpoints(_refuse)
     except Exception:  # of a release of vLLM that is not supported, whose servers must run all the same
         logger.exception("vllm-kvmerge cannot be switched on by additional_config in this release of vLLM")
+
+
+def _is_asked(additional_config: Any) -> bool:
+    # What decides it is imported where it is needed: stock servers shall not wait for it.
+    return isinstance(additional_config, dict) and additional_config.get(PLUGIN) is not None
+
+
+def _complete(engine_args: "EngineArgs") -> None:
+    """Fills in what compression takes if that is asked for."""
+    if _is_asked(engine_args.additional_config):
+        from vllm_kvmerge.engine.arguments import complete
+
+        complete(engine_args)
+
+
+def _refuse(app: "FastAPI") -> None:
+    """Refuses the field where no endpoint of ours reads it."""
+    if PLUGIN not in app.state._state:
+        from vllm_kvmerge.server.refusal import refuse_field
+
+        refuse_field(app)
 
 
 def _serve(args: Namespace) -> None:
     """Goes on as ``vllm-kvmerge serve`` in the same process if that is asked for: metrics and exit statuses depend on
     what happens before vLLM is imported."""
-    from vllm_kvmerge.engine.arguments import is_asked
-
     argv = sys.argv[1:]
-    if argv[:1] != ["serve"] or not is_asked(args.additional_config):
+    if argv[:1] != ["serve"] or not _is_asked(args.additional_config):
         return
     if args.host is None and not args.uds:
         argv += ["--host", "0.0.0.0"]

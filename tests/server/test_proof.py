@@ -91,6 +91,11 @@ def test_sequences_of_an_answer_are_added_up(server, body):
             "nothing was compressed: the request ended at 303 tokens, and its first compression was due at 334",
         ),
         (
+            {"policy": "snapkv", "budget": 303},
+            "nothing was compressed: the 300 tokens of the context are within the budget of 303 entries, and what follows "
+            "them is kept whole",
+        ),
+        (
             {"policy": "local", "budget": 64, "trigger": "pressure"},
             "nothing was compressed: the pool of blocks was never short while the request could be compressed",
         ),

@@ -1,6 +1,7 @@
 """What compression did for each request, which its answer says without being asked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvmerge.engine.fronts import SharedFront
@@ -8,22 +9,27 @@ from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionReport, HeadCounts
 from vllm_kvmerge.engine.schedule import RequestCompression
 from vllm_kvmerge.engine.usage import CacheSize, SizeOf
 from vllm_kvmerge.request.parameters import FULL, CompressionConfig
-from vllm_kvmerge.request.proof import PROOFS_KEY, BytesHeld, CompressionProof, EntriesKept
+from vllm_kvmerge.request.proof import PROOFS_KEY
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
 
 
+NOTED_EVERY = 16
+"""Tokens after which a running request's blocks are counted again."""
+
+
 @dataclass
 class RequestHistory:
     """What has happened to a request so far. config: what it asks for; None: no compression. compression: that in
-    numbers of tokens; None: nothing is ever compressed. kept: what the newest compression came to. held: the last size
-    that was noted."""
+    numbers of tokens; None: nothing is ever compressed. budget: in entries; None: no limit. kept: what the newest
+    compression came to. held: the last size that was noted, at ``noted_at`` tokens."""
 
     request: "Request"
     config: CompressionConfig | None
     compression: RequestCompression | None
+    budget: int | None
     peak_blocks: int = 0
     blocks_returned: int = 0
     compressions: int = 0
@@ -33,61 +39,77 @@ class RequestHistory:
     kept: HeadCounts | None = None
     reused_entries: int = 0
     held: CacheSize = CacheSize(0, 0, 0)
+    noted_at: int = -1
+
+    @classmethod
+    def of(
+        cls, request: "Request", config: CompressionConfig | None, compression: RequestCompression | None
+    ) -> "RequestHistory":
+        """That of a request that begins. Raises what the policy's parts raise."""
+        budget = None
+        if config is not None:
+            budget = config.resolve_budget(config.resolve_context(request.num_prompt_tokens))
+        return cls(request, config, compression, budget)
+
+    @cached_property
+    def asked(self) -> dict[str, Any]:
+        """Of its proof, what does not change."""
+        if self.config is None:
+            return {"policy": FULL, "parameters": {"policy": FULL}, "sequences": 1, "budget": None}
+        return {
+            "policy": self.config.name,
+            "parameters": self.config.parameters,
+            "sequences": 1,
+            "budget": self.budget,
+        }
 
     def note(self, size: CacheSize) -> None:
-        self.held, self.peak_blocks = size, max(self.peak_blocks, size.blocks)
+        self.held, self.peak_blocks, self.noted_at = size, max(self.peak_blocks, size.blocks), size.tokens
 
     def count(self, counts: HeadCounts) -> None:
         self.compressions += 1
         self.merged += counts.merged
         self.evicted += counts.evicted
-        self.kept = counts
+        self.kept, self.noted_at = counts, -1
 
-    def proof(self, bytes_per_block: int) -> CompressionProof:
-        """Of the request as it was when ``held`` was noted."""
-        return CompressionProof(
-            policy=FULL if self.config is None else self.config.name,
-            parameters={"policy": FULL} if self.config is None else self.config.parameters,
-            budget=self._budget(),
-            tokens=self._tokens(),
-            entries=self._entries(),
-            bytes=BytesHeld(end=self.held.blocks * bytes_per_block, peak=self.peak_blocks * bytes_per_block),
-            blocks_returned=self.blocks_returned,
-            compressions=self.compressions,
-            merged=self.merged,
-            evicted=self.evicted,
-            reused_tokens=self.reused_tokens,
-            notes=[note for note in (self._raised(), self._idle()) if note],
-        )
+    def proof(self, bytes_per_block: int) -> dict[str, Any]:
+        """A ``CompressionProof`` as a JSON object, of the request as it was when ``held`` was noted."""
+        return {
+            **self.asked,
+            "tokens": self._tokens(),
+            "entries": self._entries(),
+            "bytes": {"end": self.held.blocks * bytes_per_block, "peak": self.peak_blocks * bytes_per_block},
+            "blocks_returned": self.blocks_returned,
+            "compressions": self.compressions,
+            "merged": self.merged,
+            "evicted": self.evicted,
+            "reused_tokens": self.reused_tokens,
+            "notes": [note for note in (self._raised(), self._idle()) if note],
+        }
 
-    def _entries(self) -> EntriesKept:
+    def _entries(self) -> dict[str, Any]:
         if self.kept is not None:
             mean = round(self.kept.kept / self.kept.heads, 2)
-            return EntriesKept(mean=mean, least=self.kept.least, most=self.kept.most)
+            return {"mean": mean, "least": self.kept.least, "most": self.kept.most}
         if self.reused_tokens:
-            return EntriesKept(mean=self.reused_entries, least=None, most=None)
-        return EntriesKept(mean=self._tokens(), least=self._tokens(), most=self._tokens())
+            return {"mean": self.reused_entries, "least": None, "most": None}
+        return dict.fromkeys(("mean", "least", "most"), self._tokens())
 
     def _tokens(self) -> int:
         """Of which entries are; the newest token of an answer is in no cache, but for steps that are under way."""
         return max(0, min(self.held.tokens, self.request.num_tokens - 1))
 
-    def _budget(self) -> int | None:
-        if self.config is None:
-            return None
-        return self.config.resolve_budget(self.config.resolve_context(self.request.num_prompt_tokens))
-
     def _raised(self) -> str | None:
         """That the policy needs more than the share that was asked for."""
         if self.config is None or isinstance(self.config.budget, int):
             return None
-        context, budget = self.config.resolve_context(self.request.num_prompt_tokens), self._budget()
+        context = self.config.resolve_context(self.request.num_prompt_tokens)
         share = self.config.budget * context
-        if budget is None or budget < share + 1:
+        if self.budget is None or self.budget < share + 1:
             return None
         return (
-            f"the budget was raised from {share:g} entries, {self.config.budget:g} of {context} tokens, to {budget}, "
-            "the least that the policy keeps"
+            f"the budget was raised from {share:g} entries, {self.config.budget:g} of {context} tokens, to "
+            f"{self.budget}, the least that the policy keeps"
         )
 
     def _idle(self) -> str | None:
@@ -101,12 +123,17 @@ class RequestHistory:
         if self.compression is None:
             most = self.request.num_prompt_tokens + self.request.max_tokens
             return (
-                f"nothing was compressed: the budget is {self._budget()} entries, and prompt and answer together "
+                f"nothing was compressed: the budget is {self.budget} entries, and prompt and answer together "
                 f"could come to {most} tokens at most"
             )
         if self.config.awaits_pressure:
             return "nothing was compressed: the pool of blocks was never short while the request could be compressed"
         due_at = self.compression.next_compression(UNCOMPRESSED)
+        if due_at is None:
+            return (
+                f"nothing was compressed: the {self.compression.context} tokens of the context are within the budget of "
+                f"{self.budget} entries, and what follows them is kept whole"
+            )
         return (
             f"nothing was compressed: the request ended at {self._tokens()} tokens, and its first compression was due "
             f"at {due_at}"
@@ -129,9 +156,9 @@ class Proofs:
     def begin(
         self, request: "Request", asked: Any, config: CompressionConfig | None, compression: RequestCompression | None
     ) -> None:
-        """Starts a request's history. asked: its field; None: it has none."""
+        """Starts a request's history. asked: its field; None: it has none. Raises what the policy's parts raise."""
         if asked is not None or config is not None:
-            self._histories[request.request_id] = RequestHistory(request, config, compression)
+            self._histories[request.request_id] = RequestHistory.of(request, config, compression)
 
     def note(self, request: "Request") -> None:
         """Notes what the request holds, before it gives some of it back."""
@@ -172,8 +199,12 @@ class Proofs:
             for output in outputs.outputs:
                 history = self._histories.get(output.request_id)
                 if history is not None and history.request.sampling_params.stop:
-                    self.note(history.request)
+                    tokens = history.request.num_computed_tokens
+                    if history.noted_at <= tokens < history.noted_at + NOTED_EVERY:
+                        history.held = replace(history.held, tokens=tokens)
+                    else:
+                        self.note(history.request)
                     output.kv_transfer_params = self._with_proof(output.kv_transfer_params, history)
 
     def _with_proof(self, params: dict[str, Any] | None, history: RequestHistory) -> dict[str, Any]:
-        return {**(params or {}), PROOFS_KEY: [history.proof(self._bytes_per_block).model_dump()]}
+        return {**(params or {}), PROOFS_KEY: [history.proof(self._bytes_per_block)]}

@@ -110,6 +110,8 @@ class CompressionSchedulerMixin(Scheduler):
         """Blocks that compressions freed whose workers have not reported yet, by request; negative: that they took."""
         self._num_drafts: dict[str, int] = {}
         """Tokens of the step that have yet to be verified, by request."""
+        self._is_small = self._limits.most_generated(None, 1) + 1 < self.max_model_len
+        """The pool does not hold what the model can read."""
         if self.num_spec_tokens and self.dynamic_sd_lookup is None:
             # A number for each size of batch, all the same, has vLLM schedule no drafts that nobody has made: such
             # padding, for CUDA graphs, could not be cut where a compression is due.
@@ -121,7 +123,9 @@ class CompressionSchedulerMixin(Scheduler):
             pool, max_bytes = self._manager.block_pool, self._limits.max_bytes
             self._manager.fronts = FrontCache(pool, group, self._keys, KEPT_SHARE * max_bytes)
         # Beside them there is room for the longest request, which would otherwise wait for ever.
-        others = cache.num_blocks - 1 - cdiv(self.max_model_len, manager.block_size)
+        longest = cdiv(self.max_model_len, manager.block_size)
+        longest += cdiv(self._limits.window_slots(self.max_model_len), manager.block_size)
+        others = cache.num_blocks - 1 - longest
         most = max(0, min(int(options.contexts_share * (cache.num_blocks - 1)), others))
         self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
         self._proofs = Proofs(self._bytes_per_block, self._size)
@@ -147,19 +151,19 @@ class CompressionSchedulerMixin(Scheduler):
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
-            config = compression = None
+            config = None
             try:
                 config = self._requested(request, extra.get(EXTRA_ARGS_KEY))
                 compression = self._resolve(request, config)
                 if (asked := extra.get(CONTEXT_KEY)) is not None:
                     self._contexts.ask(request, asked, compression)
+                self._proofs.begin(request, extra.get(EXTRA_ARGS_KEY), config, compression)
             except Exception as error:  # this request alone ends, before its first step
                 self._failed.add(request.request_id, error)
             else:
                 if compression is not None:
                     self._compressions[request.request_id] = compression
             self._usage.begin(request, extra.get(USAGE_KEY), config)
-            self._proofs.begin(request, extra.get(EXTRA_ARGS_KEY), config, compression)
         super().add_request(request)
 
     def _requested(self, request: Request, asked: Any) -> CompressionConfig | None:
@@ -497,8 +501,7 @@ class CompressionSchedulerMixin(Scheduler):
         compression, total = self._compressions.get(request.request_id), request.num_prompt_tokens + request.max_tokens
         if compression is None:
             # vLLM lets drafts go on behind the last token that is asked for, where a small pool has no room.
-            is_small = self._limits.most_generated(None, 1) + 1 < self.max_model_len
-            return total - 1 if is_small else self.max_model_len
+            return total - 1 if self._is_small else self.max_model_len
         if not compression.takes_drafts:
             return 0
         due_at = self._next_compression(request)
@@ -726,6 +729,7 @@ class CompressionSchedulerMixin(Scheduler):
         # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
         self._end_failed()
         self._usage.computed(attached_step(scheduler_output).usage)
+        self._num_drafts = {}  # vLLM takes back those that were rejected
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         self._end_orphans()
         self._failed.tell(outputs_by_client)

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
 from fastapi import HTTPException
 from starlette.requests import Request
@@ -27,6 +29,17 @@ ERROR_TYPES = {
 }
 
 
+PLACES = (
+    (),
+    ("vllm_xargs",),
+    ("sampling_params", "extra_args"),
+    ("sampling_params",),
+    ("extra_args",),
+    ("extra_body",),
+)
+"""Objects of a body, the body itself included, in which a client may have put the field."""
+
+
 class Refusal(HTTPException):
     """The response, in the OpenAI API's format, to a request that is refused.
 
@@ -45,6 +58,16 @@ class Refusal(HTTPException):
 
 def as_refusal(error: CompressionError) -> Refusal:
     return Refusal(error.status, str(error), error.param)
+
+
+def holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """The objects of ``PLACES`` that the body has."""
+    for place in PLACES:
+        holder: Any = data
+        for key in place:
+            holder = holder.get(key) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            yield place, holder
 
 
 async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:

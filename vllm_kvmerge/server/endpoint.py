@@ -24,7 +24,6 @@ from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 from vllm_kvmerge.server.outputs import follow_outputs
 from vllm_kvmerge.server.page import UI_ROUTE, add_page_routes
-from vllm_kvmerge.server.refusal import refuse_field
 from vllm_kvmerge.server.request_id import mark_log_records
 
 if TYPE_CHECKING:
@@ -66,8 +65,8 @@ class KVMergeEndpoint:
         compat.log_as_vllm()
         mark_log_records()
         if app.state.args.scheduler_cls is None:
-            refuse_field(app)
-            return
+            return  # the field is refused
+        app.state.kvmerge = True
         compat.install_front_end(check_prompt)
         add_middleware(app)
         config = plugin_config(app.state.args)

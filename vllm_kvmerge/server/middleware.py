@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -16,7 +15,7 @@ from vllm_kvmerge.engine.usage import USAGE_KEY
 from vllm_kvmerge.engine.validation import PREFIX, VERDICT, Prefix, Verdict
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.request.parameters import IN_TOKENS, KEPT_CONTEXT, CompressionError, parse_compression
-from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal, as_refusal
+from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal, as_refusal, holders
 from vllm_kvmerge.server.contexts import CHECKED_APP, COMPLETIONS_ROUTE, CONTEXTS_ROUTE, with_context
 from vllm_kvmerge.server.messages import CHAT_ROUTE, UnknownModelError, locate, tokenizer_of
 from vllm_kvmerge.server.outputs import ANSWER, FEED, FEED_ROUTES, Answer, UsageFeed
@@ -36,16 +35,6 @@ CARRIERS: dict[str, tuple[str, ...]] = {
 }
 """Routes that take the field, and the object in their body that becomes ``SamplingParams.extra_args``; none: the route
 is the server's own, and reads the field itself."""
-
-PLACES = (
-    (),
-    ("vllm_xargs",),
-    ("sampling_params", "extra_args"),
-    ("sampling_params",),
-    ("extra_args",),
-    ("extra_body",),
-)
-"""Objects of a body, the body itself included, in which a client may have put the field."""
 
 HOLDERS = {FIELD, *(name for carrier in CARRIERS.values() for name in carrier)}
 """Names whose repetition in an object could hide the field."""
@@ -240,16 +229,6 @@ def _checked_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name in HOLDERS.intersection(repeated):
             raise CompressionError(name, "comes twice in one object; allowed: once", "given_twice")
     return data
-
-
-def holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """The objects of ``PLACES`` that the body has."""
-    for place in PLACES:
-        holder: Any = data
-        for key in place:
-            holder = holder.get(key) if isinstance(holder, dict) else None
-        if isinstance(holder, dict):
-            yield place, holder
 
 
 def _check_names(data: dict[str, Any]) -> None:

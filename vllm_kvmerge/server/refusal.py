@@ -5,18 +5,23 @@ import json
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_kvmerge.engine.arguments import is_asked
+from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.request.parameters import CompressionError
-from vllm_kvmerge.server.body import BODILESS_METHODS, as_refusal
-from vllm_kvmerge.server.middleware import CompressionFieldMiddleware, holders
+from vllm_kvmerge.server.body import BODILESS_METHODS, as_refusal, holders
 
 HOW_TO = "start it by vllm-kvmerge serve MODEL, or vllm serve MODEL --additional-config '{\"kvmerge\": {}}'"
 
 
 def refuse_field(app: FastAPI) -> None:
-    """Adds ``FieldRefusal``, unless the server has what reads the field."""
-    if not any(one.cls is CompressionFieldMiddleware for one in app.user_middleware):
-        app.add_middleware(FieldRefusal)
+    """Adds ``FieldRefusal``. Raises UnsupportedConfigError if the engine compresses."""
+    if is_asked(app.state.args.additional_config):
+        raise UnsupportedConfigError(
+            "additional_config.kvmerge is not supported by this command; allowed: vllm serve MODEL, or "
+            "vllm-kvmerge serve MODEL"
+        )
+    app.add_middleware(FieldRefusal)
 
 
 class FieldRefusal:
