@@ -92,7 +92,7 @@ def test_sequences_of_an_answer_are_added_up(server, body):
         ),
         (
             {"policy": "snapkv", "budget": 303},
-            "nothing was compressed: the 300 tokens of the context are within the budget of 303 entries, and what follows "
+            "nothing was compressed: the context's 300 tokens are within the budget of 303 entries, and what follows "
             "them is kept whole",
         ),
         (

@@ -131,7 +131,7 @@ class RequestHistory:
         due_at = self.compression.next_compression(UNCOMPRESSED)
         if due_at is None:
             return (
-                f"nothing was compressed: the {self.compression.context} tokens of the context are within the budget of "
+                f"nothing was compressed: the context's {self.compression.context} tokens are within the budget of "
                 f"{self.budget} entries, and what follows them is kept whole"
             )
         return (
