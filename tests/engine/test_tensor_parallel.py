@@ -36,7 +36,7 @@ if __name__ == "__main__":
 """
 
 
-def generate(folder: Path, arguments: dict, jobs: list) -> list:
+def answers(folder: Path, arguments: dict, jobs: list) -> list:
     """By two workers, in a process of their own: tokens and ``kv_transfer_params`` of all jobs, then of each fourth."""
     arguments = kvmerge_engine_args(**arguments, tensor_parallel_size=2)
     script = folder / "generate.py"
@@ -47,6 +47,11 @@ def generate(folder: Path, arguments: dict, jobs: list) -> list:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("ANSWERS", 1)[1].splitlines()[0])
+
+
+def generate(folder: Path, arguments: dict, jobs: list) -> list:
+    """The tokens of ``answers`` alone."""
+    return [[tokens for tokens, _ in some] for some in answers(folder, arguments, jobs)]
 
 
 def splits_among_heads(extra: dict | None) -> bool:
@@ -79,8 +84,8 @@ def test_two_workers_equal_one(engine, tmp_path):
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"kvzap": demo.kvzap_path()}},
     }
-    answers, again = generate(tmp_path, arguments, jobs)
-    (first, told), second = zip(*answers, strict=True), [tokens for tokens, _ in again]
+    whole, again = answers(tmp_path, arguments, jobs)
+    (first, told), second = zip(*whole, strict=True), [tokens for tokens, _ in again]
     params = [
         SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in jobs
     ]
@@ -102,7 +107,7 @@ def test_two_workers_under_pressure(engine, tmp_path):
     jobs = [(prompt, compression(names[i % 3], budget=64, trigger="pressure")) for i, prompt in enumerate(prompts)]
     # A worker has half of a block.
     sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": (num_blocks + 1) * BYTES_PER_BLOCK // 2}
-    answers, _ = generate(tmp_path, engine_arguments() | sizes, jobs)
+    found, _ = generate(tmp_path, engine_arguments() | sizes, jobs)
     params = [
         SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args={**extra, USAGE_KEY: True})
         for _, extra in jobs
@@ -111,4 +116,4 @@ def test_two_workers_under_pressure(engine, tmp_path):
     with engine.with_blocks(num_blocks):
         outputs = engine.generate(prompts, params)
     assert sum(output.kv_transfer_params[REPORT_KEY]["compressions"] for output in outputs) > 2
-    assert [tokens for tokens, _ in answers] == [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [list(output.outputs[0].token_ids) for output in outputs]

@@ -172,8 +172,8 @@ def cuda(emulated_library, monkeypatch):
     monkeypatch.setattr(
         PagedKVCache,
         "of",
-        lambda cache, head_size, row_major_keys=None: of(
-            cache, head_size, True if row_major_keys is None else row_major_keys
+        lambda cache, head_size, row_major_keys=None, interleaved=False: of(
+            cache, head_size, True if row_major_keys is None else row_major_keys, interleaved=interleaved
         ),
     )
     cuda.use(emulated_library)

@@ -212,7 +212,7 @@ def test_what_vllm_is_told():
     assert reasons() == reasons(has_sink=True) == []
     for changed in (
         {"head_size": 512},
-        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_ds_mla"},
         {"block_size": 24},
         {"use_mla": True},
         {"has_sliding_window": True},

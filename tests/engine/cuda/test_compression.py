@@ -38,6 +38,7 @@ def begin(
         SimpleNamespace(
             kvmerge=CompressionStep(windows=windows or {}),
             finished_req_ids=gone or set(),
+            scheduled_spec_decode_tokens={},
             preempted_req_ids=None,
             scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
         )

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
-from vllm_kvmerge.engine.fronts import FrontCache, SharedFront
+from vllm_kvmerge.engine.fronts import FrontCache
 from vllm_kvmerge.engine.plan import CompressionReport
 from vllm_kvmerge.engine.schedule import RequestCompression
 from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
@@ -76,11 +76,6 @@ def _(original: Any, self: Any, request_id: str, *args: Any, **kwargs: Any) -> A
 @mutation("a shared front is written to", Manager, "offer", "of a front")
 def _(original: Any, self: Any, request_id: str, front: Any, writes: bool = False, hit: int = 0) -> Any:
     return original(self, request_id, front, False, hit)
-
-
-@mutation("the last block of a front is not copied", SharedFront, "partial", "of a front|is shared|not its own|null")
-def _(original: Any, self: Any, block_size: int) -> Any:
-    return ()
 
 
 @mutation("a copy is left out", ContextSharing, "adoptions", "not its own")
