@@ -66,7 +66,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 		|| $(call fail,no C++ compiler; install one (apt-get install g++) or name it: make setup CXX=clang++)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 		|| $(call fail,cannot create $(VENV); install the venv module (apt-get install python3-venv) or use VENV=DIR)
-	@$(BIN)/python -c "$$CHECK_OWNER" "$(CURDIR)" \
+	@$(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
 		|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; then \
 		$(PIP) --editable '.[dev]'; \
