@@ -118,11 +118,13 @@ SHARED = ("server", "engine")
 
 @cache
 def shared_fixture(path):
-    """Name of the fixture of ``SHARED`` that a test file uses and does not define; None: it uses none."""
+    """Name of the fixture of ``SHARED`` that a test file uses, and neither defines nor has of another; None: it uses
+    none."""
     text = (Path(__file__).parents[1] / path).read_text()
     for name in SHARED:
         used = re.search(rf"(?:def test_\w+|@pytest\.fixture[^\n]*\ndef \w+)\([^)]*\b{name}\b", text)
-        if used and f"\ndef {name}(" not in text:
+        of_its_own = re.search(rf"\ndef {name}\(|\nfrom tests[\w.]* import (?:\([^)]*|[^\n(]*)\b{name}\b", text)
+        if used and not of_its_own:
             return name
     return None
 

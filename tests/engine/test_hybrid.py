@@ -260,23 +260,29 @@ def test_two_workers_equal_one(engine, folder, tmp_path):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "keepkv", "adakv"])
-def test_the_prefix_cache_stays_as_full_attention_left_it(engine, policy):
-    """In all layers: what is computed from approximations is not found, in a window either."""
+def check_prefix_cache(engine: Engine, policy: str, num_tokens: int, num_cached: int) -> None:
+    """What is computed from approximations is not found. num_tokens: that are generated. num_cached: of the prompt's
+    tokens, those that later requests find."""
     prompt = random_prompt(np.random.default_rng(6), 430)
     assert engine.llm.reset_prefix_cache()
     cold, known = engine.generate([prompt], greedy())[0], []
-    for num_tokens in (1, 80):
+    for number in (1, num_tokens):
         assert engine.llm.reset_prefix_cache()
-        answer = engine.tokens([prompt], greedy(policy, num_tokens, budget=100, interval=8))[0]
+        answer = engine.tokens([prompt], greedy(policy, number, budget=100, interval=8))[0]
         known.append(len(engine.pool.cached_block_hash_to_block))
-    assert known[0] == known[1] > 430 // BLOCK_SIZE
+    assert known[0] == known[1] > 430 // engine.scheduler._manager.block_size
     for longer in (prompt, [*prompt, *answer]):
         warm = engine.generate([longer], greedy())[0]
-        assert warm.num_cached_tokens == 416
+        assert warm.num_cached_tokens == num_cached
         if longer == prompt:
             assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
     engine.assert_empty()
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "keepkv", "adakv"])
+def test_the_prefix_cache_stays_as_full_attention_left_it(engine, policy):
+    """In all layers, in a window too."""
+    check_prefix_cache(engine, policy, 80, 416)
 
 
 def test_a_hit_that_is_cut_short_has_its_own_window(engine):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import Engine, preempting, random_prompt, run
-from tests.engine.test_hybrid import add, greedy, num_taken, prompts_of_many_lengths, running, stock
+from tests.engine.test_hybrid import add, check_prefix_cache, greedy, num_taken, prompts_of_many_lengths, running, stock
 from tests.engine.test_mamba import BLOCK_SIZE, jobs
 from tests.random_model import write_qwen3_next
 
@@ -81,21 +81,8 @@ def test_a_request_that_is_preempted_while_it_reads(engine, policy, fields, when
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "keepkv", "adakv"])
 def test_the_prefix_cache_stays_as_full_attention_left_it(engine, policy):
-    """States too: what is computed from approximations is not found."""
-    prompt, known = random_prompt(np.random.default_rng(6), 430), []
-    assert engine.llm.reset_prefix_cache()
-    cold = engine.generate([prompt], greedy())[0]
-    for num_tokens in (1, 200):
-        assert engine.llm.reset_prefix_cache()
-        answer = engine.tokens([prompt], greedy(policy, num_tokens, budget=100, interval=8))[0]
-        known.append(len(engine.pool.cached_block_hash_to_block))
-    assert known[0] == known[1] > 430 // BLOCK_SIZE
-    for longer in (prompt, [*prompt, *answer]):
-        warm = engine.generate([longer], greedy())[0]
-        assert warm.num_cached_tokens == 384
-        if longer == prompt:
-            assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
-    engine.assert_empty()
+    """States too."""
+    check_prefix_cache(engine, policy, 200, 384)
 
 
 @pytest.mark.parametrize(

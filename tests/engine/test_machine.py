@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.engine.machine.driver import Driver
 from tests.engine.machine.machine import TEXTS, Machine
 from tests.engine.machine.mutations import MUTATIONS, planted
-from tests.engine.machine.setting import Setting
+from tests.engine.machine.setting import BLOCK_SIZE, MAX_MODEL_LEN, Setting
 
 pytestmark = pytest.mark.engine
 
@@ -123,3 +123,13 @@ def test_a_repetition_that_nobody_needs_ends_with_a_reset():
     driver.reset(reset_running=True)
     output = driver.scheduler.schedule()
     assert list(output.num_scheduled_tokens) == [name]
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_contexts_that_are_kept_leave_room_for_the_longest_request(has_windows):
+    longest = MAX_MODEL_LEN // BLOCK_SIZE
+    setting = Setting(num_blocks=1 + longest + longest // 2, has_windows=has_windows, step_tokens=MAX_MODEL_LEN)
+    driver = Driver(setting)
+    driver.scheduler._manager.block_pool.get_new_blocks(driver.scheduler._contexts._max_blocks)
+    name = driver.add([3 + i % 500 for i in range(MAX_MODEL_LEN - 1)], 1, None)
+    assert name in driver.scheduler.schedule().num_scheduled_tokens

@@ -23,6 +23,7 @@ from tests.presets import SMALL
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.proof import PROOFS_KEY
 
 pytestmark = pytest.mark.engine
 
@@ -269,6 +270,8 @@ def test_rejected_drafts_leave_no_trace_in_statistics(engine, monkeypatch, field
     (output,) = engine.generate([prompt], params(fields))
     drafted, accepted = numbers([output])
     assert 0 < accepted < drafted
+    (told,) = output.kv_transfer_params[PROOFS_KEY]
+    assert told["tokens"] == len(prompt) + len(output.outputs[0].token_ids) - 1  # drafts are counted once
     assert engine.llm.reset_prefix_cache()
     found = fronts(engine, fields, prompt)
     assert list(found) == list(expected) and len(found) > 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvmerge.engine.fronts import SharedFront
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionReport, HeadCounts
 from vllm_kvmerge.engine.schedule import RequestCompression
-from vllm_kvmerge.engine.usage import CacheSize, SizeOf
+from vllm_kvmerge.engine.usage import CacheSize, SizeOf, outputs_with
 from vllm_kvmerge.request.parameters import FULL, CompressionConfig
 from vllm_kvmerge.request.proof import PROOFS_KEY
 
@@ -193,18 +193,14 @@ class Proofs:
 
     def add_to(self, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
         """Adds proofs to the outputs of running requests with stop strings, which the front end ends by itself."""
-        if not self._histories:
-            return
-        for outputs in outputs_by_client.values():
-            for output in outputs.outputs:
-                history = self._histories.get(output.request_id)
-                if history is not None and history.request.sampling_params.stop:
-                    tokens = history.request.num_computed_tokens
-                    if history.noted_at <= tokens < history.noted_at + NOTED_EVERY:
-                        history.held = replace(history.held, tokens=tokens)
-                    else:
-                        self.note(history.request)
-                    output.kv_transfer_params = self._with_proof(output.kv_transfer_params, history)
+        for output, history in outputs_with(outputs_by_client, self._histories):
+            if history.request.sampling_params.stop:
+                tokens = history.request.num_computed_tokens
+                if history.noted_at <= tokens < history.noted_at + NOTED_EVERY:
+                    history.held = replace(history.held, tokens=tokens)
+                else:
+                    self.note(history.request)
+                output.kv_transfer_params = self._with_proof(output.kv_transfer_params, history)
 
     def _with_proof(self, params: dict[str, Any] | None, history: RequestHistory) -> dict[str, Any]:
         return {**(params or {}), PROOFS_KEY: [history.proof(self._bytes_per_block)]}

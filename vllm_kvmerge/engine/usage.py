@@ -2,14 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import Request
 
 USAGE_KEY = "kvmerge_usage"
@@ -137,6 +137,19 @@ class CacheUsage:
 
 SizeOf = Callable[["Request"], CacheSize]
 
+T = TypeVar("T")
+
+
+def outputs_with(
+    outputs_by_client: "dict[int, EngineCoreOutputs]", kept: Mapping[str, T]
+) -> "Iterator[tuple[EngineCoreOutput, T]]":
+    """A step's outputs of the requests in ``kept``, each with what is kept of it."""
+    if kept:
+        for outputs in outputs_by_client.values():
+            for output in outputs.outputs:
+                if (found := kept.get(output.request_id)) is not None:
+                    yield output, found
+
 
 class UsageReports:
     """The ``CacheUsage`` of each request that asked for a report; the scheduler calls the methods in this order."""
@@ -189,14 +202,10 @@ class UsageReports:
 
     def add_steps(self, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
         """Adds the newest steps to the outputs of running requests with a stream, reports to those that may stop."""
-        if not self._usages:
-            return
-        for outputs in outputs_by_client.values():
-            for output in outputs.outputs:
-                usage = self._usages.get(output.request_id)
-                if usage is not None and (usage.streams or usage.may_stop):
-                    report = usage.report() if usage.may_stop else usage.steps_report()
-                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), REPORT_KEY: report}
+        for output, usage in outputs_with(outputs_by_client, self._usages):
+            if usage.streams or usage.may_stop:
+                report = usage.report() if usage.may_stop else usage.steps_report()
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), REPORT_KEY: report}
 
     def _reporting(self, running: "list[Request]") -> "Iterator[tuple[Request, CacheUsage]]":
         if self._usages:
