@@ -127,6 +127,19 @@ def test_a_repetition_that_nobody_needs_ends_with_a_reset():
     assert list(output.num_scheduled_tokens) == [name]
 
 
+def test_requests_that_wait_for_scores_of_a_step_without_room_are_not_preempted():
+    """They have just been computed; resumed at once, vLLM's worker would not be told their tokens."""
+    driver = Driver(Setting(num_blocks=64, step_tokens=2, chunk=1, max_seqs=4))
+    fields = {"policy": "kvzip", "budget": 9, "chunk_size": 11, "context_tokens": 10}
+    driver.add(TEXTS[0][:10], 1, fields)
+    for _ in range(4):  # its context's blocks are found by the others
+        driver.step()
+    names = [driver.add(TEXTS[0][:11], 1, fields) for _ in range(3)]
+    requests = [driver.scheduler.requests[name] for name in names]
+    driver.finish()
+    assert [request.num_preemptions for request in requests] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("has_windows", [False, True])
 def test_contexts_that_are_kept_leave_room_for_the_longest_request(has_windows):
     longest = MAX_MODEL_LEN // BLOCK_SIZE

@@ -313,8 +313,9 @@ class CompressionSchedulerMixin(Scheduler):
                 self._complete(spread, step)
             else:
                 step.parts.append(part)
-        if stuck and len(stuck) == len(self.running) and self.pause_state != PauseState.PAUSED_ALL:
-            # Deadlock: nothing else runs, and what they wait for finds no room, or is behind others that find none.
+        is_idle = not output.num_scheduled_tokens and self.pause_state != PauseState.PAUSED_ALL
+        if stuck and len(stuck) == len(self.running) and is_idle:
+            # Deadlock: nothing runs, and what they wait for finds no room, or is behind others that find none.
             self.running.remove(stuck[-1])
             self._preempt_request(stuck[-1], time.monotonic())
         self._end_orphans()
