@@ -140,6 +140,27 @@ def test_requests_that_wait_for_scores_of_a_step_without_room_are_not_preempted(
     assert [request.num_preemptions for request in requests] == [0, 0, 0]
 
 
+def test_a_block_in_the_hole_of_a_front_is_zeroed_before_others_get_it():
+    """A request that begins with a front writes its last token there, which the front has already."""
+    driver = Driver(Setting(num_blocks=64))
+    fields = {"policy": "adakv", "budget": 13, "decode": "bounded", "interval": 1, "context_tokens": 20}
+    fields |= {"window_size": 5, "kernel_size": 3, "score_window": 4}
+    for _ in range(3):
+        driver.add(TEXTS[0][:20], 1, fields)
+        driver.run_to_end()
+    assert driver.events["fronts adopted"]
+    for first in range(6):
+        driver.add(TEXTS[1][first : first + 1], 1, None)
+    driver.finish()
+
+
+def test_entries_of_skipped_layers_count_towards_the_pool():
+    """They grow with the text, whatever the budget: the request was preempted and computed again for ever."""
+    driver = Driver(Setting(num_blocks=16, head_pages=False, step_tokens=16))
+    driver.add(TEXTS[0][:37], 35, {"policy": "rkv", "budget": 0.3, "skip_layers": 1})
+    driver.finish()
+
+
 @pytest.mark.parametrize("has_windows", [False, True])
 def test_contexts_that_are_kept_leave_room_for_the_longest_request(has_windows):
     longest = MAX_MODEL_LEN // BLOCK_SIZE

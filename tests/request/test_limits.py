@@ -162,6 +162,9 @@ def test_layers_with_a_window_take_slots_too() -> None:
     assert limits.most_generated(bounded, 100) == 4096 - 100
     assert replace(limits, pool_tokens=64 + 32 + 64 + 192).most_generated(bounded, 100) == 4096 - 100
     assert replace(limits, pool_tokens=64 + 64 + 192).most_generated(bounded, 100) < 200
+    # One that keeps all entries in some layers does not.
+    skipping = config("h2o", budget=64, skip_layers=1)
+    assert limits.most_generated(skipping, 100) == 640 - 192 - 100 - 2 * 32
 
 
 def test_hidden_states_are_refused_where_none_are_seen() -> None:

@@ -194,6 +194,7 @@ class MergeableAttentionManager(FullAttentionManager):
     def retire(self, request_id: str, index: int) -> None:
         """Retires a block in the request's hole that this step writes to, and none reads."""
         row = self.req_to_blocks[request_id]
+        self._note_unclean([row[index]])
         self._retired.append(row[index])
         row[index] = self._null_block
 

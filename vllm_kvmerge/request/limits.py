@@ -219,10 +219,13 @@ class Limits:
 
     def _front(self, config: CompressionConfig, context: int) -> int:
         """Most slots of a compressed context."""
-        budget, capacity = config.resolve_budget(context), config.resolve_capacity(context)
-        if self.head_pages and capacity is not None:
-            capacity = budget
-        return context if capacity is None else min(context, capacity)
+        kept = self._kept(config, context)
+        return context if kept is None else min(context, kept)
+
+    def _kept(self, config: CompressionConfig, context: int) -> int | None:
+        """Most slots that any compression leaves; None: as many as there are tokens, as in layers that are skipped."""
+        capacity = config.resolve_capacity(context)
+        return config.resolve_budget(context) if self.head_pages and capacity is not None else capacity
 
     def most_generated(self, config: CompressionConfig | None, num_prompt_tokens: int) -> int:
         """New tokens that the pool has room for if the request runs alone, up to those that the model can read."""
@@ -243,10 +246,10 @@ class Limits:
             return most
         held = num_prompt_tokens
         if config is not None and config.awaits_pressure:
-            budget, capacity = config.resolve_budget(num_prompt_tokens), config.resolve_capacity(num_prompt_tokens)
-            front = budget if self.head_pages and capacity is not None else capacity or pool
+            kept = self._kept(config, num_prompt_tokens)
+            front = pool if kept is None else kept
             slack = 3 * self.block_size  # to compress before the pool is full, and where front and tail meet
-            interval = config.resolve_interval(budget, self.block_size)
+            interval = config.resolve_interval(config.resolve_budget(num_prompt_tokens), self.block_size)
             if config.decode == "bounded" and front + interval + slack <= pool:
                 return most
             # The pool is filled twice, the second time beside the front.
@@ -255,7 +258,8 @@ class Limits:
             context = config.resolve_context(num_prompt_tokens)
             budget = config.resolve_budget(context)
             interval = config.resolve_interval(budget, self.block_size)
-            if config.decode == "bounded" and budget + interval + 2 * self.block_size <= pool:
+            kept = self._kept(config, context)
+            if config.decode == "bounded" and kept is not None and kept + interval + 2 * self.block_size <= pool:
                 return most
             if context > budget:
                 held = self._front(config, context) + num_prompt_tokens - context + 2 * self.block_size
