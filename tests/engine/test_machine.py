@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.stateful import run_state_machine_as_test
 from vllm import SamplingParams
 from vllm.v1.request import Request
@@ -68,7 +69,9 @@ def run(num_examples: int, *phases: Phase, is_random: bool = False) -> None:
         phases=phases,
         report_multiple_bugs=False,
     )
-    with quiet():
+    # Hypothesis draws constants of the modules that are loaded, which depend on the tests that have run before.
+    with quiet(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
         run_state_machine_as_test(machine, settings=chosen)
 
 
