@@ -12,6 +12,9 @@ from vllm_kvmerge import demo, kvmerge_engine_args
 
 pytestmark = pytest.mark.engine
 
+ROUND = 60
+"""Requests that run together."""
+
 
 @pytest.fixture(scope="module")
 def poisoned():
@@ -44,8 +47,8 @@ def test_free_blocks_are_nan(poisoned):
             assert torch.isnan(plane[free]).all()
 
 
-def run_stress(engine: Engine, num_requests: int):
-    rng = np.random.default_rng(24)
+def run_stress(engine: Engine, num_requests: int, seed: int = 24):
+    rng = np.random.default_rng(seed)
     jobs = draw_jobs(rng, num_requests)
     with engine.with_blocks(130):
         together, num_preemptions = run_together(engine, jobs, rng)
@@ -53,10 +56,16 @@ def run_stress(engine: Engine, num_requests: int):
     return jobs, together, num_preemptions, rng
 
 
-def test_no_request_reads_what_another_left(poisoned):
-    jobs, together, num_preemptions, rng = run_stress(poisoned, 60)
-    assert num_preemptions > 0
-    assert_answers_alone(poisoned, jobs, together, rng, 15)
+@pytest.mark.timeout(0)
+def test_no_request_reads_what_another_left(poisoned, request):
+    """Where a number is asked for, each request is asked again, alone; by default one in four."""
+    asked = request.config.getoption("--requests")
+    for number in range(-(-(asked or ROUND) // ROUND)):
+        jobs, together, num_preemptions, rng = run_stress(poisoned, ROUND, seed=24 + number)
+        assert num_preemptions > 0
+        assert_answers_alone(poisoned, jobs, together, rng, ROUND if asked else ROUND // 4)
+        if asked:
+            print(f"{(number + 1) * ROUND} requests, seed {24 + number}, {num_preemptions} preemptions", flush=True)
 
 
 def test_no_front_reads_what_another_left(poisoned, monkeypatch):
