@@ -1,4 +1,4 @@
-"""The record of defects names tests that there are, and commits."""
+"""The record of defects names tests that there are."""
 
 import re
 from pathlib import Path
