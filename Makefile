@@ -4,6 +4,8 @@
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run, but
 #               for the one that vLLM takes here, and so make test
 # make machine  random schedules on the scheduler and its blocks, without a model: OPERATIONS of them; minutes
+# make stress  REQUESTS of every policy in an engine whose freed blocks are NaN, each compared with its answer alone
+# make reliability  the test of the defect in row CASE of docs/reliability.md
 # make test-benchmarks  each benchmark once, small, and what it compares with
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
@@ -19,6 +21,8 @@
 # TORCH_INDEX=URL  where pip finds CPU builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
 # SIZE=large     of the demo model to train: small (an hour on one CPU core) or large (for a GPU)
 # OPERATIONS=N   of make machine; 100000 unless told
+# REQUESTS=N     of make stress; 10000 unless told
+# CASE=N         of make reliability
 # JOBS=N         test files that run at a time; 3 unless told, for two cores: many tests wait for a server to start
 # ARGS="..."     more options for make serve and make demo-model, or for pytest in make test
 
@@ -28,6 +32,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= 3
 OPERATIONS ?= 100000
+REQUESTS ?= 10000
+CASE ?=
 PORT ?= 8000
 SIZE ?= small
 ARGS ?=
@@ -53,7 +59,7 @@ sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys
 endef
 export CHECK_OWNER
 
-.PHONY: setup serve test test-levels test-benchmarks machine demo-model cuda sanitize races sanitize-cuda lint image-steps browser
+.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -107,6 +113,14 @@ test-benchmarks: setup
 machine: setup
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/engine/test_machine.py -s \
 		-k random_schedules --operations $(OPERATIONS) $(ARGS)
+
+stress: setup
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/engine/test_poison.py -s \
+		-k no_request_reads --requests $(REQUESTS) $(ARGS)
+
+reliability: setup
+	@test -n "$(CASE)" || { echo "make reliability: name a row of docs/reliability.md: CASE=1" >&2; exit 1; }
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m tests.defects $(CASE)
 
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)

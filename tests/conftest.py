@@ -41,6 +41,7 @@ def pytest_addoption(parser):
         "that vLLM takes on this processor",
     )
     parser.addoption("--operations", type=int, help="of the random schedules in tests/engine/test_machine.py")
+    parser.addoption("--requests", type=int, help="of the stress in tests/engine/test_poison.py; default: 60")
     parser.addoption(
         "--thin",
         type=int,

@@ -114,6 +114,10 @@ class PluginConfig(BaseModel):
     """Source of the page's example prompts, module:function; the function returns an object with a prompt and the
     answer to it. Default: none."""
 
+    debug_poison_freed: bool = False
+    """For tests: blocks that nobody holds any more are filled with NaN, keys, values and metadata, so that whatever
+    reads what another request has left shows it. Slower."""
+
     @field_validator("operators")
     @classmethod
     def _check_operators(cls, operators: dict[str, str]) -> dict[str, str]:

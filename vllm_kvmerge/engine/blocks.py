@@ -449,6 +449,10 @@ class MergeableAttentionManager(FullAttentionManager):
         # A hashed block is from before the first compression: the model itself computed its contents.
         self._unclean |= {block.block_id for block in blocks if block.block_hash is None and not block.is_null}
 
+    def note_spoilt(self, block_ids: set[int]) -> None:
+        """Notes blocks that workers fill with what must not be read."""
+        self._unclean |= block_ids
+
     def take_unclean(self, block_ids: Iterable[int]) -> list[int]:
         """Those of the blocks, handed out since the last call to any layers, that must be zeroed before they are
         used."""

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from vllm.inputs import EngineInput
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.request import Request
 
@@ -265,6 +267,22 @@ def watch_asked_blocks(coordinator: "KVCacheCoordinator", note: Callable[[str, i
         return needed
 
     coordinator.get_num_blocks_to_allocate = ask_and_note  # type: ignore[method-assign]
+
+
+def watch_new_blocks(pool: "BlockPool", note: Callable[[list["KVCacheBlock"]], None]) -> None:
+    """Tells ``note`` of all blocks that a pool hands out, while ``debug_poison_freed`` is on.
+
+    vLLM's cache managers note those of new tokens alone. A class for the pool that could be chosen, or a watcher of all
+    its blocks, would make this unnecessary.
+    """
+    get = pool.get_new_blocks
+
+    def get_and_note(num_blocks: int) -> list["KVCacheBlock"]:
+        blocks = get(num_blocks)
+        note(blocks)
+        return blocks
+
+    pool.get_new_blocks = get_and_note  # type: ignore[method-assign]
 
 
 def register_attention_backend() -> None:

@@ -224,6 +224,8 @@ class CompressionStep:
     scores that are needed no more after that.
 
     usage: its ``UsageReports`` entries, which workers ignore.
+
+    poisoned: ids of blocks that are filled with NaN before anything else.
     """
 
     plans: list[CompressionPlan] = field(default_factory=list)
@@ -238,6 +240,7 @@ class CompressionStep:
     recalled_scores: dict[str, int] = field(default_factory=dict)
     forgotten_scores: list[int] = field(default_factory=list)
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
+    poisoned: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from vllm_kvmerge.engine.plan import (
     attached_report,
     attached_step,
 )
+from vllm_kvmerge.engine.poison import FreedBlocks
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.pressure import Pressure
 from vllm_kvmerge.engine.proofs import Proofs
@@ -140,6 +141,7 @@ class CompressionSchedulerMixin(Scheduler):
             is_async=isinstance(self, AsyncScheduler),
         )
         compat.watch_asked_blocks(coordinator, self._pressure.note_asked)
+        self._freed = FreedBlocks(self._manager.block_pool, self._manager) if options.debug_poison_freed else None
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
@@ -283,6 +285,8 @@ class CompressionSchedulerMixin(Scheduler):
             cdiv(self.max_num_scheduled_tokens, self._manager.block_size) + self.max_num_running_reqs
         )
         self._pressure.begin_step()
+        if self._freed is not None:
+            self._freed.begin_step()
         output = super().schedule(*args, **kwargs)
         self._num_drafts = {one: len(drafts) for one, drafts in output.scheduled_spec_decode_tokens.items()}
         self._end_orphans()
@@ -326,6 +330,8 @@ class CompressionSchedulerMixin(Scheduler):
             step.forgotten = self._manager.fronts.take_forgotten()
         compressed = {plan.request_id: plan.is_refresh for plan in step.plans}
         step.usage = self._usage.after_compressions(self.running, self._size, compressed)
+        if self._freed is not None:
+            step.poisoned = self._freed.take()
         attach(output, step)
         if self.log_stats:
             users = [one for one in self.running if not isinstance(one, RepeatingRequest)]

@@ -308,6 +308,13 @@ class PagedKVCache:
         for plane in (self.content, *self.metadata):
             plane.index_copy_(0, targets, plane.index_select(0, sources))
 
+    def poison_blocks(self, ids: Tensor) -> None:
+        """Fills whole blocks, metadata included, with bits that are NaN in any floating-point dtype, and position -1.
+
+        ids: ``[n]`` int64."""
+        for plane in (self.content, *self.metadata):
+            plane.view(torch.uint8).index_fill_(0, ids, 255)
+
     @cached_property
     def stock_keys(self) -> Tensor:
         """The key plane in the shape and dtype that vLLM's CPU operators ask for, ``[B, H, bs, d]`` (they know it is

@@ -329,6 +329,11 @@ class Compression:
         for pages in self.compactor.layers:
             pages.content.index_fill_(0, index, 0)
 
+    def _poison(self, block_ids: list[int]) -> None:
+        index = sent(torch.tensor(block_ids), self._device)
+        for cache in self.pool:
+            cache.poison_blocks(index)
+
     # Rows of a step's batch.
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
@@ -336,6 +341,8 @@ class Compression:
         self._counts.flush()
         self.step = attached_step(scheduler_output)
         self._with_drafts = frozenset(scheduler_output.scheduled_spec_decode_tokens)
+        if self.step.poisoned:
+            self._poison(self.step.poisoned)
         for request_id, turn in self.step.turns.items():
             ended = self.states[request_id]
             queries = ended.ring.queries(turn.num_tokens) if turn.keeps_queries and ended.ring is not None else None
