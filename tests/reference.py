@@ -1,7 +1,6 @@
 """Generated pages of the documentation: ``python -m tests.reference`` writes docs/reference/ anew, from code."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ def metrics_page() -> str:
     return f"""# Metrics reference
 
 {NOTE} the code that defines the metrics. [Operations](../operations.md#metrics) has
-alerts and what else is on `/metrics`.
+alerts, and `vllm:kvmerge_metrics_write_errors`, which a server has beside these.
 
 {table(["name", "type", "labels", "meaning"], sorted(rows))}"""
 
@@ -114,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
