@@ -1,6 +1,7 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   the demo model on http://127.0.0.1:$(PORT)
 # make test    all tests                         make lint   ruff, mypy and import-linter
+# make docs    the documentation's site, into build/site, with its links checked, after its generated pages
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run, but
 #               for the one that vLLM takes here, and so make test
 # make machine  random schedules on the scheduler and its blocks, without a model: OPERATIONS of them; minutes
@@ -59,7 +60,7 @@ sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys
 endef
 export CHECK_OWNER
 
-.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser
+.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -157,6 +158,10 @@ browser: setup
 
 image-steps: setup
 	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest tests/deploy/test_images.py -m image_steps $(ARGS)
+
+docs: setup
+	$(BIN)/python -m tests.reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,54 @@
+"""The documentation's site: it builds without a dead link, and its generated pages are up to date."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.reference import FOLDER, PAGES
+
+ROOT = Path(__file__).parents[1]
+
+
+def build(folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"} | variables,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder, REPOSITORY_URL="https://example.org/project")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_page_is_built(site):
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs")
+        html = name.with_name("index.html") if name.name == "README.md" else name.with_suffix(".html")
+        assert (site / html).is_file(), name
+
+
+def test_links_to_the_repository_lead_there(site):
+    text = (site / "operations.html").read_text()
+    assert 'href="https://example.org/project/blob/main/vllm_kvmerge/policies/cost.py"' in text
+    assert 'href="https://example.org/project/tree/main/deploy/prometheus"' in text
+    assert 'href="SECURITY.html"' in text
+    assert 'href="overview.html#limits"' in (site / "faq.html").read_text()
+
+
+def test_llms_txt_lists_every_page(site):
+    listed = {line.partition("](")[2].rstrip(")") for line in (site / "llms.txt").read_text().splitlines()} - {""}
+    assert listed >= {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert [name for name in listed if not (site / name).is_file()] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_pages_are_up_to_date(name):
+    assert (FOLDER / name).read_text() == PAGES[name](), "run python -m tests.reference"
