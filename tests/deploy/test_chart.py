@@ -103,7 +103,8 @@ def test_resources_of_the_prometheus_operator(render, node_modules):
 
     def fault(monitor: dict[str, Any]) -> str:
         script = (
-            f"import {{{monitor['kind']} as Kind}} from '@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1';"
+            f"import {{{monitor['kind']} as Kind}} "
+            "from '@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1';"
             "import fs from 'fs'; new Kind(JSON.parse(fs.readFileSync(0, 'utf8'))).validate()"
         )
         command = ["node", "--input-type=module", "-e", script]
