@@ -37,6 +37,6 @@ WORKDIR /home/kvmerge
 VOLUME /models
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
-    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+    CMD ["vllm-kvmerge", "health"]
 ENTRYPOINT ["vllm-kvmerge", "serve"]
 CMD ["demo", "--max-model-len", "4096"]

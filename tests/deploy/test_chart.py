@@ -5,6 +5,7 @@ that autoscaling needs are untried.
 """
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ EVERYTHING = KEY | {
     "tls": {"existingSecret": "tls"},
     "autoscaling": {"enabled": True, "maxReplicas": 3},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "networkPolicy": {"enabled": True},
     "modelCache": {"accessModes": ["ReadWriteMany"], "storageClassName": "nfs"},
     "kvCompression": {"policy": "keepkv", "budget": 0.2},
     "imagePullSecrets": [{"name": "registry"}],
@@ -79,6 +82,9 @@ EVERYTHING = KEY | {
 }
 
 
+OPERATORS = ("PodMonitor", "PrometheusRule")
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("values", [KEY, EVERYTHING], ids=["defaults", "everything"])
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -87,19 +93,20 @@ def test_objects_are_valid(render, gpu, device, values, version):
     assert {"Deployment", "Service", "ServiceAccount", "PersistentVolumeClaim"} <= objects.keys()
     for kind, one in objects.items():
         assert one["metadata"]["name"] == "try-vllm-kvmerge"
-        if kind != "PodMonitor":  # of the Prometheus operator's own schema: test_the_pod_monitor
+        if kind not in OPERATORS:  # of the Prometheus operator's own schemas
             kubernetes_validate.validate(one, version, strict=True)
 
 
 @pytest.mark.engine
-def test_the_pod_monitor(render, node_modules):
-    """Against the schema of the Prometheus operator's resource, as an npm package carries it."""
-    script = (
-        "import {PodMonitor} from '@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1';"
-        "import fs from 'fs'; new PodMonitor(JSON.parse(fs.readFileSync(0, 'utf8'))).validate()"
-    )
+def test_resources_of_the_prometheus_operator(render, node_modules):
+    """Against the schemas of the operator's resources, as an npm package carries them."""
 
     def fault(monitor: dict[str, Any]) -> str:
+        script = (
+            f"import {{{monitor['kind']} as Kind}} "
+            "from '@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1';"
+            "import fs from 'fs'; new Kind(JSON.parse(fs.readFileSync(0, 'utf8'))).validate()"
+        )
         command = ["node", "--input-type=module", "-e", script]
         done = subprocess.run(command, cwd=node_modules, input=json.dumps(monitor), capture_output=True, text=True)
         return done.stderr if done.returncode else ""
@@ -109,6 +116,10 @@ def test_the_pod_monitor(render, node_modules):
         assert fault(monitor) == ""
     monitor["spec"]["podMetricsEndpoints"][0]["interval"] = "often"
     assert "interval" in fault(monitor)
+    rule = render(EVERYTHING)["PrometheusRule"]
+    assert fault(rule) == ""
+    rule["spec"]["groups"][0]["rules"][0]["expr"] = []
+    assert "expr" in fault(rule)
 
 
 def test_the_validator_sees_mistakes(render):
@@ -179,13 +190,15 @@ def test_serve_takes_the_arguments(render, parse):
     assert read_compression(args.kv_compression) == {"policy": "keepkv", "budget": 0.2}
 
 
-def test_scaling_follows_the_queue(render):
+def test_scaling_follows_the_queue_and_the_cache(render, repository):
     objects = render(EVERYTHING)
     assert "replicas" not in objects["Deployment"]["spec"]
     spec = objects["HorizontalPodAutoscaler"]["spec"]
     assert spec["scaleTargetRef"]["name"] == objects["Deployment"]["metadata"]["name"]
-    (metric,) = spec["metrics"]
-    assert metric["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
+    targets = {one["pods"]["metric"]["name"]: one["pods"]["target"]["averageValue"] for one in spec["metrics"]}
+    assert targets == {"vllm_num_requests_waiting": "4", "vllm_kv_cache_usage_perc": "800m"}
+    offered = yaml.safe_load((repository / "deploy/prometheus/adapter-values.yaml").read_text())["rules"]["custom"]
+    assert {rule["name"]["as"] for rule in offered} == targets.keys()
     assert (spec["minReplicas"], spec["maxReplicas"]) == (1, 3)
 
 
@@ -201,6 +214,30 @@ def test_a_volume_of_one_node_is_handed_over(render):
     assert render(EVERYTHING)["Deployment"]["spec"]["strategy"]["type"] == "RollingUpdate"
 
 
+def test_rules_are_those_of_the_repository(render, repository, tmp_path):
+    spec = render(EVERYTHING)["PrometheusRule"]["spec"]
+    files = [yaml.safe_load((repository / f"deploy/prometheus/{name}.yml").read_text()) for name in ("rules", "alerts")]
+    assert spec["groups"] == [group for file in files for group in file["groups"]]
+    if shutil.which("promtool"):
+        (tmp_path / "rules.yml").write_text(yaml.safe_dump(spec))
+        subprocess.run(["promtool", "check", "rules", tmp_path / "rules.yml"], check=True, capture_output=True)
+
+
+def test_pods_are_reached_by_who_is_named(render):
+    assert "NetworkPolicy" not in render(KEY)
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}]
+    spec = render(KEY, {"networkPolicy": {"enabled": True, "from": peers, "egress": []}})["NetworkPolicy"]["spec"]
+    assert spec["policyTypes"] == ["Ingress", "Egress"] and not spec["egress"]
+    assert spec["ingress"] == [{"from": peers, "ports": [{"protocol": "TCP", "port": "http"}]}]
+
+
+def test_pods_are_evicted_one_at_a_time(render):
+    assert render(KEY)["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
+    share = {"podDisruptionBudget": {"maxUnavailable": "25%"}}
+    assert render(KEY, share)["PodDisruptionBudget"]["spec"]["maxUnavailable"] == "25%"
+    assert "PodDisruptionBudget" not in render(KEY, {"podDisruptionBudget": {"enabled": False}})
+
+
 def test_the_service_finds_the_pods(render):
     objects = render(EVERYTHING)
     labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
@@ -208,6 +245,8 @@ def test_the_service_finds_the_pods(render):
         objects["Service"]["spec"]["selector"],
         objects["Deployment"]["spec"]["selector"]["matchLabels"],
         objects["PodMonitor"]["spec"]["selector"]["matchLabels"],
+        objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+        objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
     )
     for selector in selectors:
         assert selector.items() <= labels.items()
@@ -226,6 +265,9 @@ def test_the_service_finds_the_pods(render):
         ({"service": {"port": 0}}, "service"),
         ({"modelCache": {"accessModes": ["ReadWriteAlways"]}}, "accessModes"),
         ({"podMonitor": {"interval": "often"}}, "interval"),
+        ({"podDisruptionBudget": {"maxUnavailable": "many"}}, "maxUnavailable"),
+        ({"networkPolicy": {"from": [{}]}}, "from"),
+        ({"autoscaling": {"kvUsagePercent": 0.8}}, "kvUsagePercent"),
     ],
 )
 def test_the_schema_names_what_is_wrong(render, values, said):

@@ -59,7 +59,7 @@ def test_what_the_image_promises(dockerfile):
     assert said["USER"] == "10001:10001"
     assert said["VOLUME"] == "/models"
     assert said["EXPOSE"] == "8000"
-    assert "/health" in said["HEALTHCHECK"]
+    assert said["HEALTHCHECK"].endswith('CMD ["vllm-kvmerge", "health"]')
     for label in ("title", "description", "licenses", "version", "revision"):
         assert f"org.opencontainers.image.{label}=" in said["LABEL"]
     assert "HF_HOME=/models" in said["ENV"]
@@ -130,8 +130,11 @@ def test_compose_publishes_on_loopback_alone(repository):
     assert set(services) == {"server", "prometheus", "grafana"}
     for service in services.values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert "mem_limit" in service
         for source in (volume.split(":")[0] for volume in service["volumes"]):
             assert not source.startswith(".") or (repository / "docker" / source).is_dir()
+    assert services["server"]["environment"]["VLLM_API_KEY"].startswith("${VLLM_API_KEY:?")  # or it does not start
+    assert services["grafana"]["environment"]["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
     build = services["server"]["build"]
     assert (repository / "docker" / build["context"] / build["dockerfile"]).exists()
 
@@ -169,11 +172,10 @@ def check_image(image: image_steps.Stage) -> None:
         "r = u.Request('http://127.0.0.1:8000/v1/completions', json.dumps(body).encode(), "
         "{'Content-Type': 'application/json'}); print(json.load(u.urlopen(r, timeout=60))['choices'][0]['text'])"
     )
-    health = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"
     script = f"""
         {serve} > /tmp/log 2>&1 & server=$!
         for second in $(seq 600); do
-            if python3 -c "{health}" 2> /tmp/health; then break; fi
+            if vllm-kvmerge health 2> /tmp/health; then break; fi
             kill -0 $server || {{ cat /tmp/log; exit 1; }}
             sleep 1
         done

@@ -38,6 +38,14 @@ def test_pods_are_valid(objects, templates):
     assert selector.items() <= leader.items() and not selector.items() <= worker.items()
 
 
+def test_all_pods_have_probes(templates):
+    paths = {"leader": "/health", "worker": "/metrics"}
+    for role, path in paths.items():
+        (container,) = templates[role]["spec"]["containers"]
+        for probe in ("readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"] == {"path": path, "port": "http"}
+
+
 def test_serve_takes_the_arguments(templates, parse):
     parsed = {}
     for role, template in templates.items():

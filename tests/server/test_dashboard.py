@@ -27,6 +27,7 @@ QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in pa
 COMPRESSING = ("keepkv", "snapkv")
 POLICIES = ("full", *COMPRESSING)
 SCRAPE_SECONDS = 1
+POD = {"namespace": "models", "pod": "kv-0"}
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")),
@@ -62,6 +63,8 @@ def prometheus(server, tmp_path_factory) -> Iterator[Prometheus]:
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     config["global"] = dict.fromkeys(config["global"], f"{SCRAPE_SECONDS}s")
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.removeprefix("http://")]
+    # As the Prometheus operator labels a pod's metrics.
+    config["scrape_configs"][0]["static_configs"][0]["labels"] = POD
     for name in config["rule_files"]:
         # The same rules over shorter times.
         rules = (DEPLOY / "prometheus" / name).read_text()
@@ -105,6 +108,26 @@ def filled_in(query: str) -> str:
     filled = query.replace("$__rate_interval", "20s").replace("$job", ".*").replace("$instance", ".*")
     assert "$" not in filled
     return filled
+
+
+@needs_prometheus
+def test_the_adapters_queries_give_what_autoscaling_asks_for(prometheus):
+    """Filled in as prometheus-adapter does for the pods of a namespace; the adapter itself does not run."""
+    rules = yaml.safe_load((DEPLOY / "prometheus/adapter-values.yaml").read_text())["rules"]["custom"]
+    highest = {}
+    for rule in rules:
+        assert {label: one["resource"] for label, one in rule["resources"]["overrides"].items()} == {
+            label: label for label in POD
+        }
+        found = prometheus.get("/api/v1/series", **{"match[]": rule["seriesQuery"]})
+        (name,) = {one["__name__"] for one in found if re.search(rule["name"]["matches"], one["__name__"])}
+        query = rule["metricsQuery"].replace("<<.Series>>", name).replace("<<.GroupBy>>", "pod")
+        query = query.replace("<<.LabelMatchers>>", 'namespace="models",pod=~"kv-0|kv-1"')
+        assert "<<" not in query
+        (series,) = prometheus.series(query)
+        assert series["labels"] == {"pod": "kv-0"}
+        highest[rule["name"]["as"]] = max(series["values"])
+    assert 0 < highest["vllm_kv_cache_usage_perc"] <= 1 and "vllm_num_requests_waiting" in highest
 
 
 @needs_prometheus

@@ -13,6 +13,7 @@ COMMANDS = {
     "eval": "measure policies and budgets on tasks: vllm-kvmerge eval CONFIG.yaml",
     "train-kvzap": "train a KVzap model, which predicts what to keep: vllm-kvmerge train-kvzap MODEL --output FOLDER",
     "doctor": "print versions, devices, operators in use, and what is not supported",
+    "health": "ask the servers that run here whether they are well",
     "policies": "list the policies and parts that a request can name",
 }
 """Summaries by the name of the command and its module, whose ``run`` takes the words after the name."""

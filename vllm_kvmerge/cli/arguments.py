@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import yaml
 
 from vllm_kvmerge.cli.common import check_folder, one_line, quiet
+from vllm_kvmerge.cli.health import DEFAULT_HOST
 from vllm_kvmerge.demo import kvzap_path, model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version, hidden_states_obstacle
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 EXAMPLE_PROMPTS = "vllm_kvmerge.demo.recall:draw_example"
-DEFAULT_HOST = "127.0.0.1"
 DRAIN_SECONDS = 30
 """Default of --shutdown-timeout: seconds that a server that is told to stop has to finish its requests."""
 

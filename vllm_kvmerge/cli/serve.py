@@ -1,22 +1,18 @@
 """``vllm-kvmerge serve``: vLLM's server with compression switched on."""
 
 import argparse
-import http.client
 import json
 import logging
 import os
 import signal
-import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
-from functools import partial
 from typing import Any, NoReturn
 
 from vllm_kvmerge import __version__
-from vllm_kvmerge.cli.arguments import DEFAULT_HOST, read_arguments, set_environment
+from vllm_kvmerge.cli import health
+from vllm_kvmerge.cli.arguments import read_arguments, set_environment
 from vllm_kvmerge.cli.common import one_line
 from vllm_kvmerge.demo import model_path
 from vllm_kvmerge.errors import CommandError
@@ -40,6 +36,10 @@ def run(argv: list[str]) -> int:
     _bind_threads(args)
     if metrics_port is not None:
         _serve_metrics(args.host, metrics_port)
+    if args.headless and metrics_port is not None:
+        health.announce(args.host, metrics_port, is_tls=False)  # answers any path
+    elif not args.uds:
+        health.announce(args.host, args.port, is_tls=_speaks_tls(args))
     args.middleware = [*args.middleware, REQUEST_ID_MIDDLEWARE]
     threading.Thread(target=_announce, args=(args,), daemon=True).start()
     from vllm.entrypoints.cli import serve as vllm_serve
@@ -101,14 +101,18 @@ def _serve_metrics(host: str | None, port: int) -> None:
         ) from None
 
 
+def _speaks_tls(args: argparse.Namespace) -> bool:
+    return bool(args.ssl_keyfile and args.ssl_certfile)
+
+
 def _announce(args: argparse.Namespace) -> None:
     """Waits for the server, then prints its URL and an example request."""
     if args.uds or args.headless:
         return
-    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else DEFAULT_HOST
+    host = health.reachable(args.host)
     url_host = f"[{host}]" if ":" in host else host
-    is_tls = bool(args.ssl_keyfile and args.ssl_certfile)
-    while not _is_healthy(host, args.port, is_tls):
+    is_tls = _speaks_tls(args)
+    while not health.is_healthy(host, args.port, is_tls):
         time.sleep(0.5)
     url = f"http{'s' if is_tls else ''}://{url_host}:{args.port}"
     name = (args.served_model_name or [args.model])[0]
@@ -129,14 +133,3 @@ def _announce(args: argparse.Namespace) -> None:
         sep="\n",
         flush=True,
     )
-
-
-def _is_healthy(host: str, port: int, is_tls: bool) -> bool:
-    connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
-    if is_tls:
-        # The certificate is not checked: it may be for another name.
-        connect = partial(http.client.HTTPSConnection, context=ssl._create_unverified_context())
-    with closing(connect(host, port, timeout=2)) as connection, suppress(OSError, http.client.HTTPException):
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    return False
