@@ -9,6 +9,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
+COPY configs configs
 COPY csrc csrc
 COPY vllm_kvmerge vllm_kvmerge
 # The plugin's own wheel and nothing else: all that it depends on comes with vLLM, whose versions must stay. A wheel that

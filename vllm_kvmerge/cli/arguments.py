@@ -17,7 +17,7 @@ from vllm_kvmerge.cli.health import DEFAULT_HOST
 from vllm_kvmerge.demo import kvzap_path, model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version, hidden_states_obstacle
-from vllm_kvmerge.errors import CommandError
+from vllm_kvmerge.errors import CommandError, shipped
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -259,9 +259,9 @@ def read_compression(text: str | None) -> dict[str, Any] | None:
         if text.lstrip().startswith("{"):
             value = json.loads(text)
         elif text.endswith(".json"):
-            value = json.loads(Path(text).read_text())
+            value = json.loads(shipped(text).read_text())
         elif text.endswith((".yaml", ".yml")):
-            value = yaml.safe_load(Path(text).read_text())
+            value = yaml.safe_load(shipped(text).read_text())
         else:
             raise ValueError("neither a JSON object nor the name of a .json or .yaml file")
     except FileNotFoundError:

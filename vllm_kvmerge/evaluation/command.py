@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm_kvmerge.errors import CommandError
+from vllm_kvmerge.errors import CommandError, shipped
 
 if TYPE_CHECKING:
     from vllm_kvmerge.evaluation.backends import Backend
@@ -90,7 +90,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from vllm_kvmerge.evaluation.results import RunFolder
 
     check_matplotlib()
-    path = Path(arguments.config)
+    path = shipped(arguments.config)
     config = read_config(
         path,
         {
