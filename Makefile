@@ -4,6 +4,7 @@
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run, but
 #               for the one that vLLM takes here, and so make test
 # make machine  random schedules on the scheduler and its blocks, without a model: OPERATIONS of them; minutes
+# make fuzz    Schemathesis over the OpenAPI document of a real server: CASES requests; minutes
 # make test-benchmarks  each benchmark once, small, and what it compares with
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
@@ -19,6 +20,7 @@
 # TORCH_INDEX=URL  where pip finds CPU builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
 # SIZE=large     of the demo model to train: small (an hour on one CPU core) or large (for a GPU)
 # OPERATIONS=N   of make machine; 100000 unless told
+# CASES=N      of make fuzz; 10000 unless told
 # JOBS=N         test files that run at a time; 3 unless told, for two cores: many tests wait for a server to start
 # ARGS="..."     more options for make serve and make demo-model, or for pytest in make test
 
@@ -28,6 +30,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= 3
 OPERATIONS ?= 100000
+CASES ?= 10000
 PORT ?= 8000
 SIZE ?= small
 ARGS ?=
@@ -53,7 +56,7 @@ sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys
 endef
 export CHECK_OWNER
 
-.PHONY: setup serve test test-levels test-benchmarks machine demo-model cuda sanitize races sanitize-cuda lint image-steps browser
+.PHONY: setup serve test test-levels test-benchmarks machine fuzz demo-model cuda sanitize races sanitize-cuda lint image-steps browser
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -107,6 +110,10 @@ test-benchmarks: setup
 machine: setup
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/engine/test_machine.py -s \
 		-k random_schedules --operations $(OPERATIONS) $(ARGS)
+
+fuzz: setup
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/server/test_hostile_input.py -s \
+		--timeout 0 --fuzz-cases $(CASES) $(ARGS)
 
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)

@@ -41,6 +41,7 @@ def pytest_addoption(parser):
         "that vLLM takes on this processor",
     )
     parser.addoption("--operations", type=int, help="of the random schedules in tests/engine/test_machine.py")
+    parser.addoption("--fuzz-cases", type=int, help="requests in tests/server/test_hostile_input.py")
     parser.addoption(
         "--thin",
         type=int,
