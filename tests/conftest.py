@@ -42,6 +42,7 @@ def pytest_addoption(parser):
     )
     parser.addoption("--operations", type=int, help="of the random schedules in tests/engine/test_machine.py")
     parser.addoption("--requests", type=int, help="of the stress in tests/engine/test_poison.py; default: 60")
+    parser.addoption("--fuzz-cases", type=int, help="requests in tests/server/test_hostile_input.py")
     parser.addoption(
         "--thin",
         type=int,

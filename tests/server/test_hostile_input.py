@@ -1,0 +1,127 @@
+"""Schemathesis: requests that the OpenAPI document allows, and such that it does not, to a real server.
+
+None may end with HTTP 500, take long, leave a traceback in the log, or keep others from being answered. Two documents:
+the server's own, all of whose operations are called; and the generating routes with a sound request around
+``kv_compression``, which is drawn from the field's schema, so that most requests reach the field's checks and many the
+engine. ``make fuzz CASES=10000`` calls more than ``make test``.
+"""
+
+import copy
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.server.conftest import Server, serving
+
+schemathesis = pytest.importorskip("schemathesis", reason="make setup installs it")
+
+pytestmark = pytest.mark.engine
+
+SECONDS = 60
+"""That an answer may take on a busy machine: no request here generates more than a few tokens."""
+
+PROMPT = " ".join(f"remember fiso {1000 + i}." for i in range(60)) + " recall fiso"
+SOUND = {
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
+    "/v1/kvmerge/contexts": {"prompt": PROMPT},
+}
+"""Routes that take the field, and what else they need."""
+
+OTHERS = {"/scale_elastic_ep"}
+"""Not called: would change the server for all later cases."""
+
+FEW = 300
+"""Requests of `make test`, over both documents."""
+
+TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as ready:
+        yield ready
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> dict[str, Any]:
+    return httpx.get(server.url + "/openapi.json", timeout=60).json()
+
+
+def around_the_field(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with nothing left to draw but the field."""
+    narrow = copy.deepcopy(document)
+    models = narrow["components"]["schemas"]
+    narrow["paths"] = {path: {"post": narrow["paths"][path]["post"]} for path in SOUND}
+    for path, operation in narrow["paths"].items():
+        name = operation["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+        constants = {"model": "demo", **SOUND[path]}
+        if "contexts" not in path:
+            constants |= {"max_tokens": 4, "temperature": 0}
+        field = models[name]["properties"]["kv_compression"]
+        fixed = {key: {"enum": [value]} for key, value in constants.items()}
+        required = [*constants, "kv_compression"]
+        models[name] = {"type": "object", "additionalProperties": False, "required": required}
+        models[name]["properties"] = fixed | {"kv_compression": field}
+    return narrow
+
+
+def bounded(case: Any) -> None:
+    """The model exists, and what is generated stays short: long answers are no fault."""
+    if isinstance(case.body, dict):
+        if isinstance(case.body.get("model"), str):
+            case.body["model"] = "demo"
+        for name in TOKENS:
+            value = case.body.get(name)
+            if isinstance(value, int) and value > 4:
+                case.body[name] = 4
+        if case.operation.path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            case.body.setdefault("max_tokens" if "responses" not in case.operation.path else "max_output_tokens", 4)
+
+
+def check(server: Server, case: Any, seen: Counter[int]) -> None:
+    start = time.monotonic()
+    response = case.call(base_url=server.url, timeout=SECONDS)
+    seen[response.status_code] += 1
+    assert response.status_code < 500 or response.status_code == 501, (case.as_curl_command(), response.text[:2000])
+    assert "Traceback" not in response.text
+    assert time.monotonic() - start < SECONDS
+    if case.operation.path == "/v1/kvmerge/contexts" and response.status_code == 200 and case.method == "POST":
+        httpx.delete(f"{server.url}/v1/kvmerge/contexts/{response.json()['id']}", timeout=60)
+
+
+def fuzz(server: Server, document: dict[str, Any], cases: int, seen: Counter[int]) -> None:
+    """At least so many, spread over all operations, in both of Schemathesis' modes."""
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [one.ok() for one in schema.get_all_operations()]
+    operations = [one for one in operations if one.path not in OTHERS]
+    each = max(1, cases // (2 * len(operations)))
+    for operation in operations:
+        for mode in schemathesis.GenerationMode:
+            if mode is schemathesis.GenerationMode.NEGATIVE and not list(operation.body):
+                continue
+
+            @settings(max_examples=each, database=None, suppress_health_check=list(HealthCheck), deadline=None)
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def call(case):
+                bounded(case)
+                check(server, case, seen)
+
+            call()
+
+
+@pytest.mark.parametrize("what", ["all operations", "the field"])
+def test_no_request_ends_with_500(what: str, server: Server, document: dict[str, Any], request) -> None:
+    seen: Counter[int] = Counter()
+    cases = request.config.getoption("--fuzz-cases") or FEW
+    fuzz(server, document if what == "all operations" else around_the_field(document), cases // 2, seen)
+    print(f"\n{what}: {seen.total()} requests, by status: {dict(seen)}")
+    assert seen[200]
+    assert server.process.poll() is None
+    assert server.complete(PROMPT, max_tokens=4)["usage"]["completion_tokens"] == 4
+    # vLLM's own route counts tokens for Anthropic's clients, and logs each refused conversation as an error.
+    assert not [line for line in server.log if "Traceback" in line and "api_router.py" not in line]
