@@ -126,6 +126,7 @@ stress: setup
 reliability: setup
 	@test -n "$(CASE)" || { echo "make reliability: name a row of docs/reliability.md: CASE=1" >&2; exit 1; }
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m tests.defects $(CASE)
+
 fuzz: setup
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/server/test_hostile_input.py -s \
 		--timeout 0 --fuzz-cases $(CASES) $(ARGS)

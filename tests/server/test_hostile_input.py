@@ -13,11 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 from tests.server.conftest import Server, serving
-
-schemathesis = pytest.importorskip("schemathesis", reason="make setup installs it")
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +35,7 @@ OTHERS = {"/scale_elastic_ep"}
 """Not called: would change the server for all later cases."""
 
 FEW = 300
-"""Requests of `make test`, over both documents."""
+"""About as many requests in `make test`, the same each time, over both documents."""
 
 TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of")
 
@@ -87,25 +86,33 @@ def check(server: Server, case: Any, seen: Counter[int]) -> None:
     start = time.monotonic()
     response = case.call(base_url=server.url, timeout=SECONDS)
     seen[response.status_code] += 1
-    assert response.status_code < 500 or response.status_code == 501, (case.as_curl_command(), response.text[:2000])
+    # vLLM answers 501 where a model takes no structured decisions.
+    is_known = response.status_code == 501 and case.operation.path == "/v1/systemone"
+    assert response.status_code < 500 or is_known, (case.as_curl_command(), response.text[:2000])
     assert "Traceback" not in response.text
     assert time.monotonic() - start < SECONDS
     if case.operation.path == "/v1/kvmerge/contexts" and response.status_code == 200 and case.method == "POST":
         httpx.delete(f"{server.url}/v1/kvmerge/contexts/{response.json()['id']}", timeout=60)
 
 
-def fuzz(server: Server, document: dict[str, Any], cases: int, seen: Counter[int]) -> None:
-    """At least so many, spread over all operations, in both of Schemathesis' modes."""
+def fuzz(server: Server, document: dict[str, Any], cases: int | None, seen: Counter[int]) -> None:
+    """About so many, spread over all operations, in both of Schemathesis' modes."""
     schema = schemathesis.openapi.from_dict(document)
     operations = [one.ok() for one in schema.get_all_operations()]
     operations = [one for one in operations if one.path not in OTHERS]
-    each = max(1, cases // (2 * len(operations)))
+    each = max(1, (cases or FEW) // 2 // (2 * len(operations)))
     for operation in operations:
         for mode in schemathesis.GenerationMode:
             if mode is schemathesis.GenerationMode.NEGATIVE and not list(operation.body):
                 continue
 
-            @settings(max_examples=each, database=None, suppress_health_check=list(HealthCheck), deadline=None)
+            @settings(
+                max_examples=each,
+                derandomize=cases is None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                deadline=None,
+            )
             @given(case=operation.as_strategy(generation_mode=mode))
             def call(case):
                 bounded(case)
@@ -117,8 +124,8 @@ def fuzz(server: Server, document: dict[str, Any], cases: int, seen: Counter[int
 @pytest.mark.parametrize("what", ["all operations", "the field"])
 def test_no_request_ends_with_500(what: str, server: Server, document: dict[str, Any], request) -> None:
     seen: Counter[int] = Counter()
-    cases = request.config.getoption("--fuzz-cases") or FEW
-    fuzz(server, document if what == "all operations" else around_the_field(document), cases // 2, seen)
+    chosen = document if what == "all operations" else around_the_field(document)
+    fuzz(server, chosen, request.config.getoption("--fuzz-cases"), seen)
     print(f"\n{what}: {seen.total()} requests, by status: {dict(seen)}")
     assert seen[200]
     assert server.process.poll() is None
