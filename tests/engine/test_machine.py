@@ -157,6 +157,15 @@ def test_a_block_in_the_hole_of_a_front_is_zeroed_before_others_get_it():
     driver.finish()
 
 
+def test_blocks_of_a_step_that_is_given_to_others_leave_the_prefix_cache():
+    """vLLM puts them there before they are computed, and then gives their room to a request with a higher priority."""
+    driver = Driver(Setting(num_blocks=11, by_priority=True, step_tokens=16, chunk=8))
+    driver.add(TEXTS[0][:33], 2, None, priority=1)
+    driver.step()
+    driver.add(TEXTS[1][:9], 20, None)  # takes one of the two blocks that are left
+    driver.finish()
+
+
 def test_entries_of_skipped_layers_count_towards_the_pool():
     """They grow with the text, whatever the budget: the request was preempted and computed again for ever."""
     driver = Driver(Setting(num_blocks=16, head_pages=False, step_tokens=16))

@@ -228,7 +228,21 @@ class CompressionSchedulerMixin(Scheduler):
         if self._awaits_pressure(request):
             self._reported.pop(request.request_id, None)  # it will not go through the same compressions again
         self._stop_repeating(request)
+        self._forget_uncomputed(request)
         super()._preempt_request(request, *args, **kwargs)
+
+    def _forget_uncomputed(self, request: Request) -> None:
+        """Takes blocks that nothing has been computed for out of the prefix cache. vLLM puts a step's blocks in when it
+        gives them out, and may then give the step's room to a request with a higher priority (vLLM issue 57580)."""
+        blocks = [
+            block
+            for manager in self._managers
+            for block in manager.req_to_blocks.get(request.request_id, [])[
+                request.num_computed_tokens // manager.block_size :
+            ]
+            if block.block_hash is not None and block.ref_cnt == 1
+        ]
+        self.kv_cache_manager.block_pool.evict_blocks({block.block_id for block in blocks})
 
     def _release_kept(self, request: Request) -> None:
         for kept in (self._kept_bytes, self._external_bytes):
