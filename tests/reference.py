@@ -8,7 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from vllm_kvmerge.engine import metrics
 from vllm_kvmerge.policies.fields import CommonFields
-from vllm_kvmerge.request.catalogue import _type_text, describe_policies
+from vllm_kvmerge.request.catalogue import describe_policies, type_text
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "This page is written by `python -m tests.reference`, from"
@@ -35,7 +35,7 @@ def request_page() -> str:
             return f"object ({', '.join(code(name) for name in properties)})"
         if field.get("type") == "object" and "properties" in field:
             return f"object ({', '.join(code(name) for name in field['properties'])})"
-        return " or ".join(map(kind_of, field["anyOf"])) if "anyOf" in field else _type_text(field)
+        return " or ".join(map(kind_of, field["anyOf"])) if "anyOf" in field else type_text(field)
 
     def shown(value: Any) -> str:
         return "none" if value is None else code(json.dumps(value))

@@ -166,6 +166,18 @@ def test_blocks_of_a_step_that_is_given_to_others_leave_the_prefix_cache():
     driver.finish()
 
 
+@pytest.mark.parametrize("step_tokens", [4, 32])  # computed again before the output of the step in flight, or after
+def test_caches_are_reset_while_a_front_is_copied(step_tokens):
+    driver = Driver(Setting(num_blocks=64, is_async=True, step_tokens=step_tokens))
+    fields = {"policy": "adakv", "budget": 13, "decode": "bounded", "interval": 1, "window_size": 5, "score_window": 4}
+    driver.add(TEXTS[0][:23], 5, fields)
+    while not driver.scheduler._sharing._unshared:
+        assert driver.step()
+    driver.reset(reset_running=True)
+    assert driver.events["resets that succeed"] == 1
+    driver.finish()
+
+
 def test_entries_of_skipped_layers_count_towards_the_pool():
     """They grow with the text, whatever the budget: the request was preempted and computed again for ever."""
     driver = Driver(Setting(num_blocks=16, head_pages=False, step_tokens=16))

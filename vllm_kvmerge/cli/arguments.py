@@ -17,7 +17,8 @@ from vllm_kvmerge.cli.health import DEFAULT_HOST
 from vllm_kvmerge.demo import kvzap_path, model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version, hidden_states_obstacle
-from vllm_kvmerge.errors import CommandError, shipped
+from vllm_kvmerge.errors import CommandError
+from vllm_kvmerge.shipped import shipped
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -364,6 +364,10 @@ class CompressionSchedulerMixin(Scheduler):
         self._known_scores.clear()
         if not self.running or reset_running_requests:
             self._contexts.clear()
+        if reset_running_requests:
+            for request in self.running:
+                self._drop_spread(request)
+            self._sharing.clear()
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

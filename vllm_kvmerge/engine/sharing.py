@@ -1,5 +1,6 @@
 """Contexts that requests share: who leaves compressed fronts in the prefix cache, and who begins with one."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -35,12 +36,14 @@ class ContextSharing:
         """Keys of a context's parts, longest first, by the number of their tokens."""
         self._unshared: dict[BlockHash, SharedFront | None] = {}
         """Fronts that steps in flight make: the copies that they are in, or None where their requests hold them."""
+        self._cleared = Counter[BlockHash]()
+        """Of fronts that steps in flight make and nobody wants any more: how many such steps there are."""
         self._turns: dict[str, KeptTurn] = {}
         """By request that has ended since the last step."""
 
     def __len__(self) -> int:
         """Number of requests and of steps in flight that it knows."""
-        return len(self._keys) + len(self._parts) + len(self._unshared)
+        return len(self._keys) + len(self._parts) + len(self._unshared) + self._cleared.total()
 
     def key(self, request: Request) -> BlockHash | None:
         """The key of the request's compressed context; None: it is not shared."""
@@ -182,6 +185,9 @@ class ContextSharing:
         if plan.key is None or fronts is None:
             return
         key = BlockHash(plan.key)
+        if self._cleared[key]:
+            self._cleared[key] -= 1
+            return
         front, segments = self._unshared.pop(key), self._manager.segments_of(plan.request_id)
         reported = report.fronts.get(plan.request_id)
         windows = None
@@ -211,6 +217,15 @@ class ContextSharing:
         if plan.key is not None and self._manager.fronts is not None:
             key = BlockHash(plan.key)
             self._give_up(self._manager.fronts, key, self._unshared.pop(key))
+
+    def clear(self) -> None:
+        """Forgets the fronts that steps in flight make. They still write to the copies, before whoever gets the blocks
+        next; their requests may come to make fronts with the same keys before the steps' outputs are there."""
+        for key, front in self._unshared.items():
+            assert self._manager.fronts is not None
+            self._give_up(self._manager.fronts, key, front)
+        self._cleared.update(self._unshared.keys())
+        self._unshared.clear()
 
     def _give_up(self, fronts: FrontCache, key: BlockHash, front: SharedFront | None) -> None:
         if front is not None:

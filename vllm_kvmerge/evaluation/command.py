@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm_kvmerge.errors import CommandError, shipped
+from vllm_kvmerge.errors import CommandError
+from vllm_kvmerge.shipped import shipped
 
 if TYPE_CHECKING:
     from vllm_kvmerge.evaluation.backends import Backend

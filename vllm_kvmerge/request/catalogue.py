@@ -38,7 +38,7 @@ def _describe(part: type[Part]) -> dict[str, Any]:
     fields = [
         {
             "name": name,
-            "type": _type_text(field),
+            "type": type_text(field),
             "default": field["default"],
             "description": field.get("description", ""),
             "schema": {key: value for key, value in field.items() if key not in ("title", "default", "description")},
@@ -53,14 +53,14 @@ def _summary(part: type[Part]) -> str:
     return " ".join(inspect.cleandoc(part.__doc__ or part.source).partition("\n\n")[0].replace("``", "").split())
 
 
-def _type_text(field: dict[str, Any]) -> str:
+def type_text(field: dict[str, Any]) -> str:
     """The values that a field's JSON schema allows, in words: ``integer >= 1 or 'all'``."""
     if "anyOf" in field:
-        return " or ".join(_type_text(choice) for choice in field["anyOf"])
+        return " or ".join(type_text(choice) for choice in field["anyOf"])
     if "const" in field or "enum" in field:
         return " or ".join(repr(value) for value in field.get("enum", [field.get("const")]))
     if field.get("type") == "array":
-        return f"list of {_type_text(field['items'])}"
+        return f"list of {type_text(field['items'])}"
     bounds = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
     # Whole numbers in full, others as short as they are exact.
     limits = [f"{sign} {field[key]:.8g}" for sign, key in bounds.items() if key in field]
