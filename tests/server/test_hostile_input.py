@@ -131,6 +131,7 @@ def test_no_request_ends_with_500(what: str, server: Server, document: dict[str,
     assert seen[200]
     assert server.process.poll() is None
     assert server.complete(PROMPT, max_tokens=4)["usage"]["completion_tokens"] == 4
-    # vLLM's route that counts tokens for Anthropic's clients logs conversations that it refuses with a traceback.
-    known = {match[0] for line in server.log if (match := re.search(r"\[\S+:\d+\](?= Error in count_tokens)", line))}
+    # vLLM's routes for Anthropic's clients log conversations that they refuse with a traceback.
+    refused = re.compile(r"\[\S+:\d+\](?= Error in (count_tokens|create_messages))")
+    known = {match[0] for line in server.log if (match := refused.search(line))}
     assert not [line for line in server.log if "Traceback" in line and not any(place in line for place in known)]
