@@ -1,14 +1,17 @@
 """With ``debug_poison_freed``, blocks that nobody holds are NaN: whatever reads what another request left shows it."""
 
+from math import isfinite
+
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments
 from tests.engine.test_stress import assert_answers_alone, draw_jobs, run_together
 from tests.engine.test_stress_contexts import check_sharing
-from vllm_kvmerge import demo, kvmerge_engine_args
+from vllm_kvmerge import compression, demo, kvmerge_engine_args
 
 pytestmark = pytest.mark.engine
 
@@ -66,6 +69,20 @@ def test_no_request_reads_what_another_left(poisoned, request):
         assert_answers_alone(poisoned, jobs, together, rng, ROUND if asked else ROUND // 4)
         if asked:
             print(f"{(number + 1) * ROUND} requests, seed {24 + number}, {num_preemptions} preemptions", flush=True)
+
+
+def test_no_head_gets_places_that_it_has_no_entries_for(poisoned):
+    """Budgets by layer grow with the text, faster than a layer may have entries."""
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=40,
+        logprobs=1,
+        ignore_eos=True,
+        extra_args=compression("pyramidinfer", budget=128, interval=19),
+    )
+    prompt = {"prompt_token_ids": [3 + i % 200 for i in range(158)]}
+    (answer,) = poisoned.llm.generate(prompt, params, use_tqdm=False)[0].outputs
+    assert all(isfinite(one.logprob) for position in answer.logprobs for one in position.values())
 
 
 def test_no_front_reads_what_another_left(poisoned, monkeypatch):

@@ -110,6 +110,17 @@ class Compaction:
         window = max(self.policy.query_window, 0 if self.rescoring is None else self.rescoring.window)
         return len(self.ring.positions(self.plan.seq_len, window))
 
+    def filled(self, shares: list[int]) -> list[int]:
+        """The shares of the heads, layer by layer, without places that there is no entry for. shares: entries that each
+        head may keep."""
+        if self.pages is None or self.complete is not None:  # all have equally many
+            return shares
+        _, tail, end = self.segments
+        return [
+            min(share, front + end - tail)
+            for share, front in zip(shares, self.pages.fronts.flatten().tolist(), strict=True)
+        ]
+
     def newest_queries(self, layers: list[int], window: int) -> tuple[Tensor, Tensor]:
         """Queries, ``[layers, w, H * G, d]`` in the model's dtype, and their positions, ``[w]`` int64."""
         assert self.ring is not None
@@ -502,7 +513,10 @@ class Compactor:
                 yield from self._analyzed(part, batch)
 
         room = plan.share_blocks, self.block_size, policy.min_budget, plan.new_front
-        return [fitted_budgets(policy.allocator, one, num_heads, *room) for one in budgets]
+        return [
+            compaction.filled(fitted_budgets(policy.allocator, one, num_heads, *room))
+            for compaction, one in zip(batch.compactions, budgets, strict=True)
+        ]
 
     def _analyzed(self, part: list[_SequenceLayer], batch: _Batch) -> Iterator[None]:
         """Counts a part of a pass over all layers before they are compressed."""
