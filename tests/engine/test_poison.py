@@ -1,6 +1,9 @@
 """With ``debug_poison_freed``, blocks that nobody holds are NaN: whatever reads what another request left shows it."""
 
+import json
+from contextlib import suppress
 from math import isfinite
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,14 +12,30 @@ from vllm import SamplingParams
 
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments
-from tests.engine.test_stress import assert_answers_alone, draw_jobs, run_together
+from tests.engine.test_stress import Job, assert_answers_alone, draw_jobs, run_together
 from tests.engine.test_stress_contexts import check_sharing
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionError
 
 pytestmark = pytest.mark.engine
 
 ROUND = 60
 """Requests that run together."""
+
+PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "window_size": (8, 16, 32),
+    "score_window": (1, 16, 40, "all"),
+    "recent_window": (1, 8, 24),
+    "num_sink_tokens": (0, 1, 8),
+    "kernel_size": (1, 3, 7),
+    "decay": (0.5, 0.99),
+    "merger": ("drop", "attention_matching", "zip"),
+    "decode": ("bounded", "grow"),
+    "positions": ("text", "cache"),
+    "refresh": ({"every": 20, "queries": 8},),
+    "skip_layers": (1,),
+}
+"""What requests may say beside what ``draw_jobs`` gives them, where their policy takes it."""
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +69,33 @@ def test_free_blocks_are_nan(poisoned):
             assert torch.isnan(plane[free]).all()
 
 
+def vary(jobs: list[Job], rng: np.random.Generator) -> None:
+    """Parameters of the policies, sampling, several answers to one prompt, and ends before the last token."""
+    for job in jobs:
+        extra = dict(job.params.extra_args or {})
+        for name in rng.permutation(list(PARAMETERS))[: rng.integers(4)] if extra else []:
+            values = PARAMETERS[name]
+            with suppress(CompressionError):
+                extra = compression(
+                    **json.loads(extra[EXTRA_ARGS_KEY]) | {str(name): values[rng.integers(len(values))]}
+                )
+        job.params.extra_args = extra or None
+        if rng.random() < 0.4:
+            job.params.temperature = float(rng.choice([0.3, 0.7, 1.0]))
+            job.params.seed = int(rng.integers(2**31))
+            job.params.logprobs = 20
+            job.params.top_k, job.params.top_p = int(rng.choice([0, 20])), float(rng.choice([0.9, 1.0]))
+            job.params.n = int(rng.integers(1, 4))
+        if rng.random() < 0.2:
+            job.params.stop_token_ids = rng.integers(19, 780, 40).tolist()
+        elif rng.random() < 0.2:
+            job.params.stop = [str(digit) for digit in rng.choice(10, 2, replace=False)]
+
+
 def run_stress(engine: Engine, num_requests: int, seed: int = 24):
     rng = np.random.default_rng(seed)
     jobs = draw_jobs(rng, num_requests)
+    vary(jobs, rng)
     with engine.with_blocks(130):
         together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()

@@ -7,6 +7,7 @@ from itertools import cycle
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
@@ -69,10 +70,10 @@ def uneven(rng: np.random.Generator, policy: str, budget: int | float, fields: d
     return compression(policy, budget=budget, **fields)
 
 
-def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[list[list[int]], int]:
-    """Generated tokens of each job, and how often requests were preempted. Requests arrive while others run."""
+def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[list[list[list[int]]], int]:
+    """Tokens of each job's answers, and how often requests were preempted. Requests arrive while others run."""
     core = engine.llm.llm_engine
-    tokens: list[list[int]] = [[] for _ in jobs]
+    tokens: list[list[list[int]]] = [[[] for _ in range(job.params.n)] for job in jobs]
     preempted: set[tuple[str, int]] = set()
     waiting = list(range(len(jobs)))
     while waiting or core.has_unfinished_requests():
@@ -82,9 +83,10 @@ def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[lis
                 core.add_request(str(index), {"prompt_token_ids": jobs[index].prompt}, jobs[index].params)
         for output in core.step():
             index = int(output.request_id)
-            tokens[index] = list(output.outputs[0].token_ids)
+            for answer in output.outputs:
+                tokens[index][answer.index] = list(answer.token_ids)
             stop = jobs[index].abort_after
-            if stop is not None and len(tokens[index]) >= stop and not output.finished:
+            if stop is not None and max(map(len, tokens[index])) >= stop and not output.finished:
                 core.abort_request([output.request_id])
         preempted |= {
             (r.request_id, r.num_preemptions) for r in engine.scheduler.requests.values() if r.num_preemptions
@@ -92,16 +94,34 @@ def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[lis
     return tokens, len(preempted)
 
 
-def assert_same_or_tied(together: list[int], alone, name: str, tolerance: float = 1e-3) -> None:
+def assert_same_or_tied(
+    together: list[int], alone, name: str, tolerance: float = 1e-3, params: SamplingParams | None = None
+) -> bool:
     """Equal up to the first difference, if any, where the two candidates must be as good as tied: ``tolerance``, of
-    log-probabilities."""
+    log-probabilities, to which sampling adds its noise. Returns whether there is none."""
     for position, (token, expected) in enumerate(zip(together, alone.token_ids, strict=False)):
         if token != expected:
             candidates = alone.logprobs[position]
             assert token in candidates, f"{name}: token {position} is not among the best"
             gap = candidates[expected].logprob - candidates[token].logprob
-            assert gap < tolerance, f"{name}: token {position} differs by {gap} in log-probability"
-            return
+            if params is None or not params.temperature:
+                assert gap < tolerance, f"{name}: token {position} differs by {gap} in log-probability"
+            else:
+                seed = params.seed + (alone.index if params.n > 1 else 0)
+                scores = {token: (tolerance - gap) / params.temperature, expected: 0.0}
+                assert _sampled(seed, position, scores) == token, f"{name}: token {position} was not nearly sampled"
+            return False
+    return True
+
+
+def _sampled(seed: int, position: int, scores: dict[int, float]) -> int:
+    """The token that vLLM's CPU sampler takes at a position of an answer: the largest of logits and noise."""
+    draws = torch.Generator().manual_seed(seed)
+    for _ in range(position + 1):
+        drawn = torch.randint(0, 2**31, (1,), generator=draws)
+    logits = torch.full((1, max(scores) + 1), float("-inf"))
+    logits[0, list(scores)] = torch.tensor(list(scores.values()))
+    return int(torch.ops._C.fused_gumbel_argmax(logits, drawn))
 
 
 def assert_every_kind(jobs: list[Job]) -> None:
@@ -140,13 +160,13 @@ def test_compressions_that_are_spread(engine):
     assert_answers_alone(engine, jobs, together, rng, NUM_ALONE)
 
 
-def assert_answers_alone(engine, jobs: list[Job], together: list[list[int]], rng, num_alone: int) -> None:
+def assert_answers_alone(engine, jobs: list[Job], together: list[list[list[int]]], rng, num_alone: int) -> None:
     """Some of the jobs, chosen at random, generate alone what they have ``together``."""
     for index in rng.permutation(len(jobs))[:num_alone]:
-        job, tokens = jobs[index], together[index]
-        alone = engine.generate([job.prompt], job.params)[0].outputs[0]
-        if job.abort_after is None:
-            assert len(tokens) == len(alone.token_ids)
-        assert tokens, f"request {index} generated nothing: {job.params.extra_args}, {len(job.prompt)} tokens"
-        assert_same_or_tied(tokens, alone, f"request {index} ({job.params.extra_args}, {len(job.prompt)} tokens)")
+        job = jobs[index]
+        name = f"request {index} ({job.params}, {len(job.prompt)} tokens)"
+        assert any(together[index]), f"{name} generated nothing"
+        for tokens, alone in zip(together[index], engine.generate([job.prompt], job.params)[0].outputs, strict=True):
+            same = assert_same_or_tied(tokens, alone, name, params=job.params)
+            assert not same or job.abort_after is not None or len(tokens) == len(alone.token_ids), name
     engine.assert_empty()

@@ -75,7 +75,7 @@ def check_sharing(engine, num_requests: int, monkeypatch, num_blocks: int = 130,
     assert engine.tokens(plain, some) == cold
     refused = 0
     for index in rng.permutation(num_requests)[: num_requests * NUM_ALONE // NUM_REQUESTS]:
-        job, tokens = jobs[index], together[index]
+        job, (tokens,) = jobs[index], together[index]
         extra = {key: value for key, value in (job.params.extra_args or {}).items() if key != CONTEXT_KEY}
         if not tokens and CONTEXT_KEY in (job.params.extra_args or {}):
             refused += 1

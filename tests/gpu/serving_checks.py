@@ -153,7 +153,7 @@ def test_requests_of_every_kind_at_once(engine, setting):
     engine.assert_empty()
     assert num_preemptions > 0, "the pool is too large to test preemption"
     assert any(job.abort_after is not None for job in jobs)
-    for index, (job, tokens) in enumerate(zip(jobs, together, strict=True)):
+    for index, (job, (tokens,)) in enumerate(zip(jobs, together, strict=True)):
         name = f"request {index} ({job.params.extra_args}, {len(job.prompt)} tokens)"
         alone = engine.generate([job.prompt], job.params)[0].outputs[0]
         assert tokens and (job.abort_after is not None or len(tokens) == len(alone.token_ids)), name
