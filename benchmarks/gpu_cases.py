@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +42,7 @@ def attention_calls(device: torch.device) -> dict[str, Callable[..., None]]:
     """Each implementation of attention that there is."""
     calls: dict[str, Callable[..., None]] = {"triton": triton.paged_attention}
     if has_cuda(device):
-        calls |= {"cuda": partial(cuda.paged_attention, bulk=False)}
-        if cuda.has_bulk_copies(device):
-            calls |= {"cuda bulk": partial(cuda.paged_attention, bulk=True)}
+        calls["cuda"] = cuda.paged_attention
     return calls
 
 

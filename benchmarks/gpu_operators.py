@@ -1,7 +1,7 @@
 """The operators on a GPU: ``python benchmarks/gpu_operators.py``. Needs torch, Triton, NumPy and pydantic, no vLLM.
 
-Triton's, and beside them CUDA's where csrc/cuda/build.py has built them: attention, loading by threads and by the bulk
-copy engine, and merges. Each case is first checked, on fresh random inputs and into poisoned outputs, against float64
+Triton's, and beside them CUDA's where csrc/cuda/build.py has built them: attention and
+merges. Each case is first checked, on fresh random inputs and into poisoned outputs, against float64
 (attention and scores) or the reference on the CPU (the others); ``error`` is ||out - ref|| / ||ref||. Then it is timed:
 calls rotate over copies of the cache that together are several times the GPU's L2, several calls are one CUDA graph,
 and the time is the median of its replays divided by its calls. ``share`` is the bytes that must move, each once, over

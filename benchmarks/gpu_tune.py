@@ -359,7 +359,7 @@ def chosen(rows: Sequence[Row], gpu: str, head_size: int) -> list[dict[str, Any]
     rules = []
     for operator, parts in (("paged_attention", ("decode",)), ("merge_entries", ("merges", "compaction"))):
         found = [row for row in rows if row.operator == operator and row.part in parts]
-        names = {row.implementation for row in found} & {"triton", "cuda", "cuda bulk"}
+        names = {row.implementation for row in found} & {"triton", "cuda"}
         names -= {row.implementation for row in found if not row.is_right}
         cases: dict[tuple[str, ...], dict[str, float]] = {}
         for row in found:
@@ -370,10 +370,8 @@ def chosen(rows: Sequence[Row], gpu: str, head_size: int) -> list[dict[str, Any]
         means = {name: math.exp(sum(math.log(times[name]) for times in of_all) / len(of_all)) for name in names}
         best = min(means, key=lambda name: (means[name], name))
         rule: dict[str, Any] = {
-            "operator": operator, "device": gpu, "head_sizes": [head_size], "implementation": best.split()[0]
+            "operator": operator, "device": gpu, "head_sizes": [head_size], "implementation": best
         }  # fmt: skip
-        if operator == "paged_attention":
-            rule["bulk"] = best == "cuda bulk"
         others = ", ".join(f"{100 * means[best] / means[name]:.0f}% of {name}'s" for name in sorted(names - {best}))
         rule["measured"] = f"{others} time in {len(of_all)} cases; {_versions()}"
         rules.append(rule)

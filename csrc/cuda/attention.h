@@ -172,18 +172,15 @@ KVM_DEVICE void store_output(const AttendParams& p, int64_t at, float x) {
   else device::from_float(static_cast<F16*>(p.output)[at], x);
 }
 
-// How rows of 16 entries lie in shared memory, so that eight threads that read the same chunk of eight rows, or eight
-// chunks of one, never meet in a bank: with chunks exchanged within 128 bytes, or, where whole rows are copied in one
-// piece, with a chunk of room behind each.
-template <class T, int kHeadSize, bool kWhole>
+// How rows of 16 entries lie in shared memory: with chunks exchanged within 128 bytes, so that eight threads that read the
+// same chunk of eight rows, or eight chunks of one, never meet in a bank.
+template <class T, int kHeadSize>
 struct Tile {
   static constexpr int kEntries = 16, kChunk = 16 / sizeof(T), kChunks = kHeadSize / kChunk;
-  static constexpr int kStride = kHeadSize * static_cast<int>(sizeof(T)) + (kWhole ? 16 : 0);
+  static constexpr int kStride = kHeadSize * static_cast<int>(sizeof(T));
   static constexpr int kBytes = kEntries * kStride;
 
-  static KVM_DEVICE int at(int entry, int chunk) {
-    return entry * kStride + (kWhole ? chunk : chunk ^ (entry & 7)) * 16;
-  }
+  static KVM_DEVICE int at(int entry, int chunk) { return entry * kStride + (chunk ^ (entry & 7)) * 16; }
 };
 
 // What a warp has of 16 entries.
@@ -197,14 +194,12 @@ struct Step {
 
 // Products on the matrix units, for up to 16 rows. A thread has rows lane / 4 and that + 8, and of them every fourth
 // pair of columns.
-template <class T, int kSize, bool kWholeRows>
+template <class T, int kSize>
 struct MatrixUnits {
   typedef T Type;
   static constexpr int kHeadSize = kSize, kMaxRows = kRows;
-  static constexpr bool kWhole = kWholeRows;
-  typedef Tile<T, kSize, kWhole> Entries;
-  typedef Tile<T, kSize, false> Query;
-  static constexpr int kQueryBytes = Query::kBytes;
+  typedef Tile<T, kSize> Entries;
+  static constexpr int kQueryBytes = Entries::kBytes;
   static constexpr bool kHoldsQuery = kSize <= 128;  // in registers, of which larger sums leave too few
 
   uint32_t query[kHoldsQuery ? kSize / 16 : 1][4];
@@ -213,12 +208,12 @@ struct MatrixUnits {
   int limit[2];  // entries that the row's query sees
 
   static KVM_DEVICE void put_query(char* shared, int row, int chunk, const Chunk& x) {
-    *reinterpret_cast<Chunk*>(shared + Query::at(row, chunk)) = x;
+    *reinterpret_cast<Chunk*>(shared + Entries::at(row, chunk)) = x;
   }
 
   static KVM_DEVICE void load_query(uint32_t (&a)[4], const char* shared, int k) {
     const int lane = device::lane();
-    device::load_matrices(a, shared + Query::at(lane % 16, 2 * k + lane / 16));
+    device::load_matrices(a, shared + Entries::at(lane % 16, 2 * k + lane / 16));
   }
 
   KVM_DEVICE void start(const AttendParams& p, const Row& row, const char* shared) {
@@ -379,12 +374,11 @@ struct MatrixUnits {
 
 // Products on the ordinary units, for few rows and for float32. A thread has the logits of entry lane % 16, half of
 // each product; and for the sums one chunk, or several, of every value or of every so many.
-template <class T, int kSize, int kMost, bool kWholeRows>
+template <class T, int kSize, int kMost>
 struct Cores {
   typedef T Type;
   static constexpr int kHeadSize = kSize, kMaxRows = kMost;
-  static constexpr bool kWhole = kWholeRows;
-  typedef Tile<T, kSize, kWhole> Entries;
+  typedef Tile<T, kSize> Entries;
   static constexpr int kChunk = Entries::kChunk, kChunks = Entries::kChunks;
   static constexpr int kParts = kChunks < 32 ? 32 / kChunks : 1, kOwn = kChunks > 32 ? kChunks / 32 : 1;
   static constexpr int kQueryBytes = kMost * kSize * 4;
@@ -532,8 +526,7 @@ struct Attend {
     float sums[kWarps * Product::kMaxRows * kHeadSize];
   };
   static_assert(sizeof(Meeting) <= kWarps * kStages * sizeof(Stage), "");
-  static constexpr int kSharedBytes =
-      Product::kQueryBytes + kWarps * kStages * static_cast<int>(sizeof(Stage) + sizeof(device::CopyBarrier));
+  static constexpr int kSharedBytes = Product::kQueryBytes + kWarps * kStages * static_cast<int>(sizeof(Stage));
 
   // Loads a warp's entries ahead: each thread knows where one of the next 16 is.
   struct Loader {
@@ -541,7 +534,6 @@ struct Attend {
     const Sequence& row;
     int head, first, end;
     Stage* stages;
-    device::CopyBarrier* barriers;
     Place next;
 
     KVM_DEVICE int entry(int number) const { return first + (number * kWarps + device::warp()) * 16; }
@@ -561,28 +553,19 @@ struct Attend {
         device::copy_word(&to.votes[lane], p.log_votes + plane_at(p, place, head), mine < end && mine < row.front);
       }
       const int64_t offset = cell_at(p, place, head);
-      if (Product::kWhole) {
-        const int bytes = p.head_size * static_cast<int>(sizeof(T)), live = end - from < 16 ? end - from : 16;
-        if (lane == 0) device::expect_bytes(barriers + stage, 2 * live * bytes);
-        device::warp_barrier();
-        if (mine < end)
-          device::copy_bulk((lane < 16 ? to.keys : to.values) + Entries::at(lane % 16, 0),
-                            (lane < 16 ? p.keys : p.values) + offset, bytes, barriers + stage);
-      } else {
-        KVM_UNROLL
-        for (int i = 0; i < kChunks / 2; ++i) {
-          const int at = 32 * i + lane, r = at / kChunks, chunk = at % kChunks;
-          const int64_t source = device::shuffle(offset, r) + 16 * chunk;
-          const bool live = from + r < end && chunk * kChunk < p.head_size;
-          device::copy_chunk(to.keys + Entries::at(r, chunk), p.keys + source, live);
-          device::copy_chunk(to.values + Entries::at(r, chunk), p.values + source, live);
-        }
+      KVM_UNROLL
+      for (int i = 0; i < kChunks / 2; ++i) {
+        const int at = 32 * i + lane, r = at / kChunks, chunk = at % kChunks;
+        const int64_t source = device::shuffle(offset, r) + 16 * chunk;
+        const bool live = from + r < end && chunk * kChunk < p.head_size;
+        device::copy_chunk(to.keys + Entries::at(r, chunk), p.keys + source, live);
+        device::copy_chunk(to.values + Entries::at(r, chunk), p.values + source, live);
       }
     }
   };
 
   static KVM_DEVICE void run(const AttendParams& p) {
-    const int head = device::block_y(), warp = device::warp(), lane = device::lane();
+    const int head = device::block_y(), warp = device::warp();
     const Sequence row(p, device::block_x(), head);
     if (row.num_queries == 0) return;
     const int size = split_size(p, row.seen), first = device::block_z() * size;
@@ -592,17 +575,9 @@ struct Attend {
 
     char* query = device::shared_memory();
     Stage* all = reinterpret_cast<Stage*>(query + Product::kQueryBytes);
-    device::CopyBarrier* barriers = reinterpret_cast<device::CopyBarrier*>(all + kWarps * kStages) + warp * kStages;
     const Chunk zeros = {0, 0, 0, 0};
-    Loader loader{p, row, head, first, end, all + warp * kStages, barriers, Place{0, 0}};
+    Loader loader{p, row, head, first, end, all + warp * kStages, Place{0, 0}};
     loader.look_up(0);
-    if (Product::kWhole) {
-      // Behind the head size, and where there is no entry, nothing is copied.
-      for (int i = device::thread(); i < kWarps * kStages * static_cast<int>(sizeof(Stage) / 16); i += kThreads)
-        reinterpret_cast<Chunk*>(all)[i] = zeros;
-      if (lane < kStages) device::start_copy_barrier(barriers + lane);
-      device::show_to_bulk_copies();
-    }
     for (int i = device::thread(); i < kRows * kChunks; i += kThreads) {
       const int r = i / kChunks, chunk = i % kChunks;
       const int64_t token = row.start_token + r / p.group;
@@ -625,10 +600,9 @@ struct Attend {
     }
     Product product;
     product.start(p, row, query);
-    int stage = 0, phase = 0;
+    int stage = 0;
     for (int i = 0; i < mine; ++i) {
       device::wait_copies<kStages - 2>();
-      if (Product::kWhole) device::wait_bytes(barriers + stage, phase);
       device::warp_barrier();  // all threads' copies are there, and what the stage before held is not needed any more
       if (i + kStages - 1 < mine) {
         loader.load(i + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
@@ -638,10 +612,7 @@ struct Attend {
       const Stage& at = loader.stages[stage];
       const Step<EntryPlace> step{at.keys, at.values, at.votes, at.places, loader.entry(i), end};
       product.step(p, row, head, query, step);
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     device::wait_copies<0>();
     device::barrier();

@@ -174,46 +174,6 @@ KVM_DEVICE void store_global(void* to, Chunk x) {
                : "memory");
 }
 
-// Copies by the bulk copy engine (sm_90): of any multiple of 16 bytes, counted by a barrier in shared memory.
-typedef uint64_t CopyBarrier;
-
-KVM_DEVICE void start_copy_barrier(CopyBarrier* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-#endif
-}
-// Makes this thread's ordinary writes to shared memory known to the engine; a barrier must follow.
-KVM_DEVICE void show_to_bulk_copies() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-// One thread says how many bytes will come; a warp barrier must lie between that and the copies.
-KVM_DEVICE void expect_bytes(CopyBarrier* barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-#endif
-}
-KVM_DEVICE void copy_bulk(void* to, const void* from, int bytes, CopyBarrier* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-#endif
-}
-// Until all bytes of the barrier's phase, 0 at first and then the other one by turns, have come.
-KVM_DEVICE void wait_bytes(CopyBarrier* barrier, int phase) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-      "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
-      "r"(phase)
-      : "memory");
-#endif
-}
-
 }  // namespace device
 
 struct Grid {

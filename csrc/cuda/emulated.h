@@ -3,8 +3,8 @@
 // It is meant to find mistakes. Threads run in an order that changes from turn to turn, so that what a missing barrier
 // leaves open differs; shared memory starts as NaN; where an asynchronous copy goes is NaN from its start until it is
 // waited for, so that what is read too early or overwritten too early is seen. What ends as an exception: a barrier that
-// not all threads reach, a write behind the shared memory, a copy from or to an address that is not aligned or of
-// something that changes meanwhile, and a bulk copy before all threads have shown the engine what they wrote.
+// not all threads reach, a write behind the shared memory, and a copy from or to an address that is not aligned or of
+// something that changes meanwhile.
 //
 // Built with ThreadSanitizer (build.py --emulated --races), it knows of the order among threads what a GPU guarantees
 // and nothing else: barriers order memory, shuffles and matrix instructions do not, and blocks are in no order. Then
@@ -55,8 +55,6 @@ struct Grid {
 };
 
 namespace device {
-
-typedef uint64_t CopyBarrier;
 
 // What a race detector is told: which thread runs, and what orders threads. It does not look at the emulation's own
 // variables (KVM_UNWATCHED, Unwatched), which threads share freely.
@@ -128,14 +126,12 @@ class Block {
     shared_.reset(new std::vector<char>(shared_bytes_ + 128 + kGuard, static_cast<char>(0xff)));
     meetings_.reset();
     meetings_.reset(new Meetings((threads_ + 31) / 32));
-    in_flight_.clear();
     current() = this;
     running_ = threads_;
     for (int i = 0; i < threads_; ++i) {
       Fiber& fiber = fibers_[i];
       fiber.done = false;
       fiber.waits_for = nullptr;
-      fiber.shown = kNever;
       fiber.groups.clear();
       fiber.open.clear();
       getcontext(&fiber.context);
@@ -195,7 +191,6 @@ class Block {
     const void* from;
     int bytes;
     bool live;
-    CopyBarrier* barrier;
     uint64_t sum = 0;  // of what is copied, as it was at first
 
     uint64_t sum_now() const {
@@ -232,49 +227,10 @@ class Block {
     for (const Copy& copy : done) copy.make();
   }
 
-  // Bulk copies see what all threads wrote before they showed it, and then only behind a barrier.
-  KVM_UNWATCHED void show() { fibers_[active_].shown = meetings_->block.generation; }
-  void start_bulk(Copy copy) {
-    copy.begin();
-    happened(copy.barrier);
-    const Unwatched unwatched;
-    for (const Fiber& fiber : fibers_)
-      if (fiber.shown >= meetings_->block.generation) fail("a bulk copy to memory that threads may still write to");
-    in_flight_.push_back(copy);
-  }
-  // A barrier is its phase in the highest bit, whether bytes are expected in the next, and the bytes that it waits for.
-  void expect(CopyBarrier* barrier, int bytes) {
-    const CopyBarrier before = *barrier;
-    happened(barrier);
-    const Unwatched unwatched;
-    if (before >> 62 & 1) fail("bytes that are expected before the last ones have come");
-    *barrier = before + (uint64_t{1} << 62) + bytes;
-  }
-  void wait_bulk(CopyBarrier* barrier, int phase) {
-    int pauses = 0;
-    while (phase_of(*barrier) == phase) {
-      std::vector<Copy> arriving = take_bulk(barrier);
-      if (!arriving.empty()) happens_after(barrier);
-      for (const Copy& copy : arriving) copy.make();
-      const Unwatched unwatched;
-      for (const Copy& copy : arriving) *barrier -= copy.bytes;
-      if (*barrier << 1 == uint64_t{1} << 63) {  // expected, and none left
-        *barrier = ~*barrier & (uint64_t{1} << 63);
-        happened(barrier);
-      } else if (++pauses > 100 * threads_) {
-        return fail("bytes that never come");
-      } else {
-        pause();
-      }
-    }
-    happens_after(barrier);
-  }
-
   KVM_UNWATCHED void fail(const char* why) { failure_ = why; }
 
  private:
   static constexpr int kSlot = 32, kGuard = 1024;
-  static constexpr uint64_t kNever = ~uint64_t{0};
 
   // Where threads wait for each other.
   struct Meeting {
@@ -298,7 +254,6 @@ class Block {
     bool done = false;
     Meeting* waits_for = nullptr;
     uint64_t generation = 0;
-    uint64_t shown = kNever;  // after so many barriers
     std::vector<Copy> open;
     std::vector<std::vector<Copy>> groups;
   };
@@ -345,7 +300,6 @@ class Block {
     const Unwatched unwatched;
     return meetings_->warps[active_ / 32];
   }
-  KVM_UNWATCHED static int phase_of(const CopyBarrier& barrier) { return static_cast<int>(barrier >> 63); }
 
   // The thread's copies but for those of the latest `pending` groups.
   std::vector<Copy> take_groups(size_t pending) {
@@ -356,13 +310,6 @@ class Block {
       found.insert(found.end(), groups.front().begin(), groups.front().end());
       groups.erase(groups.begin());
     }
-    return found;
-  }
-  std::vector<Copy> take_bulk(CopyBarrier* barrier) {
-    const Unwatched unwatched;
-    std::vector<Copy> found, others;
-    for (const Copy& copy : in_flight_) (copy.barrier == barrier ? found : others).push_back(copy);
-    in_flight_ = std::move(others);
     return found;
   }
 
@@ -376,7 +323,6 @@ class Block {
   std::vector<Fiber> fibers_;
   std::unique_ptr<std::vector<char>> shared_;
   int shared_bytes_;
-  std::vector<Copy> in_flight_;
   std::unique_ptr<Meetings> meetings_;
 };
 
@@ -419,7 +365,7 @@ inline void check_aligned(const void* p, int bytes) {
 inline void copy(void* to, const void* from, int bytes, bool live) {
   check_aligned(to, bytes);
   check_aligned(from, bytes);
-  Block::current()->start({to, from, bytes, live, nullptr});
+  Block::current()->start({to, from, bytes, live});
 }
 inline void copy_chunk(void* to, const void* from, bool live) { copy(to, from, 16, live); }
 inline void copy_word(void* to, const void* from, bool live) { copy(to, from, 4, live); }
@@ -428,17 +374,6 @@ template <int kPending>
 void wait_copies() {
   Block::current()->wait(kPending);
 }
-
-inline void start_copy_barrier(CopyBarrier* barrier) { *barrier = 0; }
-inline void show_to_bulk_copies() { Block::current()->show(); }
-inline void expect_bytes(CopyBarrier* barrier, int bytes) { Block::current()->expect(barrier, bytes); }
-inline void copy_bulk(void* to, const void* from, int bytes, CopyBarrier* barrier) {
-  check_aligned(to, 16);
-  check_aligned(from, 16);
-  if (bytes % 16) Block::current()->fail("a bulk copy of a size that is no multiple of 16");
-  Block::current()->start_bulk({to, from, bytes, true, barrier});
-}
-inline void wait_bytes(CopyBarrier* barrier, int phase) { Block::current()->wait_bulk(barrier, phase); }
 
 inline float to_float(float x) { return x; }
 inline float to_float(Bf16 x) {

@@ -31,32 +31,31 @@ Variant attend_with() {
 
 // As many stages as let two blocks be on a multiprocessor of an H200, up to a head size of 128, and one on an A100's.
 template <class T, int kHeadSize, bool kPages>
-Variant attend_halves(int query_rows, bool bulk) {
+Variant attend_halves(int query_rows) {
   constexpr int kStages = kHeadSize == 64 ? 4 : kHeadSize == 128 ? 3 : 2;
-  if (query_rows == 1) return attend_with<Cores<T, kHeadSize, 1, false>, 4, kStages, kPages>();
-  if (query_rows == 2) return attend_with<Cores<T, kHeadSize, 2, false>, 4, kStages, kPages>();
-  if (bulk) return attend_with<MatrixUnits<T, kHeadSize, true>, 4, kStages, kPages>();
-  return attend_with<MatrixUnits<T, kHeadSize, false>, 4, kStages, kPages>();
+  if (query_rows == 1) return attend_with<Cores<T, kHeadSize, 1>, 4, kStages, kPages>();
+  if (query_rows == 2) return attend_with<Cores<T, kHeadSize, 2>, 4, kStages, kPages>();
+  return attend_with<MatrixUnits<T, kHeadSize>, 4, kStages, kPages>();
 }
 
 template <int kHeadSize, bool kPages>
-Variant attend_size(int query_rows, bool is_bfloat16, int bits, bool bulk) {
+Variant attend_size(int query_rows, bool is_bfloat16, int bits) {
   if (bits == 32) {
     constexpr int kWarps = kHeadSize == 256 ? 2 : 4, kStages = kHeadSize == 64 ? 3 : 2;
     constexpr int kMost = max_query_rows(32, kHeadSize);
-    if (query_rows <= 4) return attend_with<Cores<float, kHeadSize, 4, false>, kWarps, kStages, kPages>();
-    return attend_with<Cores<float, kHeadSize, kMost, false>, kWarps, kStages, kPages>();
+    if (query_rows <= 4) return attend_with<Cores<float, kHeadSize, 4>, kWarps, kStages, kPages>();
+    return attend_with<Cores<float, kHeadSize, kMost>, kWarps, kStages, kPages>();
   }
-  return is_bfloat16 ? attend_halves<Bf16, kHeadSize, kPages>(query_rows, bulk)
-                     : attend_halves<F16, kHeadSize, kPages>(query_rows, bulk);
+  return is_bfloat16 ? attend_halves<Bf16, kHeadSize, kPages>(query_rows)
+                     : attend_halves<F16, kHeadSize, kPages>(query_rows);
 }
 
 template <bool kPages>
-Variant variant_of(int query_rows, bool is_bfloat16, int bits, int head_size, bool bulk) {
+Variant variant_of(int query_rows, bool is_bfloat16, int bits, int head_size) {
   const auto found = head_size == 64    ? attend_size<64, kPages>
                      : head_size == 128 ? attend_size<128, kPages>
                                         : attend_size<256, kPages>;
-  return found(query_rows, is_bfloat16, bits, bulk);
+  return found(query_rows, is_bfloat16, bits);
 }
 
 typedef void (*Last)(const AttendParams& params, int num_rows, int blocks, const Where& where);
@@ -88,10 +87,10 @@ void merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, 
 }
 
 void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bfloat16, int bits, int head_size,
-            bool bulk, int finish_blocks, const Where& where) {
+            int finish_blocks, const Where& where) {
   const bool pages = params.tables != nullptr;
   const auto variant = pages ? variant_of<true> : variant_of<false>;
-  variant(query_rows, is_bfloat16, bits, head_size, bulk).start(params, num_rows, where);
+  variant(query_rows, is_bfloat16, bits, head_size).start(params, num_rows, where);
   if (finish_blocks == 0) return;
   const auto last = !pages        ? finish_size<void>
                     : bits == 32  ? finish_size<float>
@@ -100,9 +99,9 @@ void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bf
   last(head_size)(params, num_rows, finish_blocks, where);
 }
 
-int attend_bytes(int query_rows, int bits, int head_size, bool bulk, bool pages) {
+int attend_bytes(int query_rows, int bits, int head_size, bool pages) {
   const auto variant = pages ? variant_of<true> : variant_of<false>;
-  return variant(query_rows, true, bits, head_size, bulk).shared_bytes;
+  return variant(query_rows, true, bits, head_size).shared_bytes;
 }
 
 const char* targets() { return KVM_TARGETS; }

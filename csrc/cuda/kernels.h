@@ -16,13 +16,12 @@ struct Where {
 
 // Attention of `num_rows` sequences, of up to `query_rows` queries times query heads each, then, if `finish_blocks` is
 // not 0, the launch that puts splits together and updates scores. bits: of an element; head_size: as it is padded, 64,
-// 128 or 256. bulk: whole rows are copied by the bulk copy engine where there is such a kernel. Heads of some rows have
-// pages of their own where there are tables. Throws std::runtime_error.
+// 128 or 256. Heads of some rows have pages of their own where there are tables. Throws std::runtime_error.
 void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bfloat16, int bits, int head_size,
-            bool bulk, int finish_blocks, const Where& where);
+            int finish_blocks, const Where& where);
 
 // Shared memory of a block of `attend`, which may be more than a GPU has for one. pages: with tables.
-int attend_bytes(int query_rows, int bits, int head_size, bool bulk, bool pages);
+int attend_bytes(int query_rows, int bits, int head_size, bool pages);
 
 // Compactions of `num_rows` heads of sequence layers. shared_bytes: of one block.
 void merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int shared_bytes, const Where& where);

@@ -119,7 +119,7 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
                  TensorView score_modes, TensorView score_decays, MaybeTensor tables, MaybeTensor addresses,
                  int64_t layer, TensorView partial, TensorView lse, TensorView kept, double scale, double cap,
                  MaybeTensor sinks, int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows, int64_t num_combined,
-                 int64_t num_parts, bool bulk, int64_t stream) {
+                 int64_t num_parts, int64_t stream) {
   const Arguments arguments(query);
   AttendParams p{};
   set_cells(p, arguments, keys, values);
@@ -189,7 +189,7 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
       << "the workspace is too small";
   if (rows == 0) return;
   attend(p, static_cast<int>(rows), static_cast<int>(query_rows), code == kDLBfloat, type.bits,
-         static_cast<int>(padded), bulk, static_cast<int>(num_combined + num_parts), arguments.where(stream));
+         static_cast<int>(padded), static_cast<int>(num_combined + num_parts), arguments.where(stream));
 }
 
 void call_merge(TensorView keys, TensorView values, TensorView log_votes, TensorView addresses, TensorView layer,
@@ -241,8 +241,8 @@ void call_merge(TensorView keys, TensorView values, TensorView log_votes, Tensor
         arguments.where(stream));
 }
 
-int64_t call_attend_bytes(int64_t query_rows, int64_t bits, int64_t padded, bool bulk, bool pages) {
-  return attend_bytes(static_cast<int>(query_rows), static_cast<int>(bits), static_cast<int>(padded), bulk, pages);
+int64_t call_attend_bytes(int64_t query_rows, int64_t bits, int64_t padded, bool pages) {
+  return attend_bytes(static_cast<int>(query_rows), static_cast<int>(bits), static_cast<int>(padded), pages);
 }
 
 std::string call_targets() { return targets(); }

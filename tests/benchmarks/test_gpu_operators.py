@@ -360,18 +360,17 @@ def test_what_the_table_has_can_be_tried(load):
 def test_the_faster_implementation_is_chosen_where_it_is_right(load, tmp_path):
     tune, choice = load("gpu_tune"), load("vllm_kvmerge.ops.choice")
 
-    def rows(bulk_error=0.0):
+    def rows(error=0.0):
         return [
-            row_of(load, implementation=name, seconds=seconds, mode=mode, errors={"output": error})
-            for name, seconds, error in (("triton", 1.0, 0.0), ("cuda", 0.8, 0.0), ("cuda bulk", 0.5, bulk_error))
+            row_of(load, implementation=name, seconds=seconds, mode=mode, errors={"output": found})
+            for name, seconds, found in (("triton", 1.0, 0.0), ("cuda", 0.5, error))
             for mode in ("none", "sum")
         ]
 
     (rule,) = tune.chosen(rows(), "Some GPU", 128)
-    assert (rule["operator"], rule["implementation"], rule["bulk"]) == ("paged_attention", "cuda", True)
-    assert rule["measured"].startswith("62% of cuda's, 50% of triton's time in 2 cases")
-    (rule,) = tune.chosen(rows(bulk_error=0.5), "Some GPU", 128)
-    assert (rule["implementation"], rule["bulk"]) == ("cuda", False)
+    assert (rule["operator"], rule["implementation"]) == ("paged_attention", "cuda")
+    assert rule["measured"].startswith("50% of triton's time in 2 cases")
+    assert tune.chosen(rows(error=0.5), "Some GPU", 128) == []
     assert tune.chosen([row for row in rows() if row.implementation == "triton"], "Some GPU", 128) == []
     path = tune.write_rules(tmp_path, choice.RULES, [rule], ("operator", "device", "head_sizes"))
     assert json.loads(path.read_text()) == [*json.loads(choice.RULES.read_text()), rule]

@@ -66,22 +66,6 @@ struct Changes : Kernel<1> {
   }
 };
 
-// The copy engine writes where threads wrote, and counts by a barrier, that they did not show it.
-struct Hides : Kernel<1> {
-  static void run(const Params& p) {
-    device::CopyBarrier* barrier = reinterpret_cast<device::CopyBarrier*>(floats() + 32);
-    if (device::lane() == 0) device::start_copy_barrier(barrier);
-    if (p.right) device::show_to_bulk_copies();
-    device::barrier();
-    if (device::lane() == 0) {
-      device::expect_bytes(barrier, 128);
-      device::copy_bulk(floats(), p.from, 128, barrier);
-    }
-    device::wait_bytes(barrier, 0);
-    p.to[device::lane()] = floats()[31 - device::lane()];
-  }
-};
-
 // Some threads leave before a barrier.
 struct Leaves : Kernel<1> {
   static void run(const Params& p) {
@@ -131,8 +115,8 @@ void run(const Params& params) {
 int main(int count, char** words) {
   const std::map<std::string, void (*)(const Params&)> kernels = {
       {"ReadsEarly", run<ReadsEarly>}, {"OverwritesEarly", run<OverwritesEarly>}, {"Changes", run<Changes>},
-      {"Hides", run<Hides>},           {"Leaves", run<Leaves>},                   {"Shuffles", run<Shuffles>},
-      {"MeetsInWarps", run<MeetsInWarps>}, {"Collides", run<Collides>}};
+      {"Leaves", run<Leaves>},         {"Shuffles", run<Shuffles>},               {"MeetsInWarps", run<MeetsInWarps>},
+      {"Collides", run<Collides>}};
   alignas(16) float from[32], to[32] = {};
   for (int i = 0; i < 32; ++i) from[i] = 1.0f + static_cast<float>(i);
   bool right = true;

@@ -20,7 +20,6 @@ from vllm_kvmerge.ops import (
     Rows,
     SequenceLayers,
     cell_bytes,
-    choice,
     reference,
 )
 from vllm_kvmerge.ops.types import PLANES, PageTables
@@ -166,25 +165,21 @@ ROWS = [(0, 400, 470, (301, 77)), (129, 200, 290, None), (0, 96, 130, (40, 0)), 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "groups", "head_size", "block_size", "lens", "bulk", "modes"),
+    ("dtype", "groups", "head_size", "block_size", "lens", "modes"),
     [
-        (torch.bfloat16, 1, 128, 16, [1, 1, 1, 1], False, ["mean", "log_ema", "sum", "none"]),
-        (torch.float16, 2, 80, 24, [1, 0, 1, 1], False, ["sum", "sum", "log_ema", "mean"]),
-        (torch.bfloat16, 4, 128, 48, [1, 1, 1, 1], False, ["sum", "none", "mean", "log_ema"]),
-        (torch.bfloat16, 4, 64, 24, [3, 2, 0, 4], True, ["mean", "mean", "sum", "log_ema"]),
-        (torch.float16, 5, 256, 16, [3, 1, 2, 1], True, ["log_ema", "sum", "mean", "none"]),
-        (torch.float32, 4, 64, 32, [1, 1, 1, 0], False, ["sum", "log_ema", "mean", "sum"]),
-        (torch.float32, 1, 160, 16, [4, 1, 5, 1], False, ["mean", "sum", "log_ema", "sum"]),
+        (torch.bfloat16, 1, 128, 16, [1, 1, 1, 1], ["mean", "log_ema", "sum", "none"]),
+        (torch.float16, 2, 80, 24, [1, 0, 1, 1], ["sum", "sum", "log_ema", "mean"]),
+        (torch.bfloat16, 4, 128, 48, [1, 1, 1, 1], ["sum", "none", "mean", "log_ema"]),
+        (torch.bfloat16, 4, 64, 24, [3, 2, 0, 4], ["mean", "mean", "sum", "log_ema"]),
+        (torch.float16, 5, 256, 16, [3, 1, 2, 1], ["log_ema", "sum", "mean", "none"]),
+        (torch.float32, 4, 64, 32, [1, 1, 1, 0], ["sum", "log_ema", "mean", "sum"]),
+        (torch.float32, 1, 160, 16, [4, 1, 5, 1], ["mean", "sum", "log_ema", "sum"]),
     ],
     ids=str,
 )
-def test_rows_of_all_kinds_share_a_batch(
-    operators, monkeypatch, dtype, groups, head_size, block_size, lens, bulk, modes
-):
+def test_rows_of_all_kinds_share_a_batch(operators, dtype, groups, head_size, block_size, lens, modes):
     """Fronts of two splits and of none, in pages of all layers, beside ordinary ones; holes, several queries, pages
     that end within a step. Statistics change where they should, in all layers, and nowhere else."""
-    choice.choice.cache_clear()
-    monkeypatch.setattr(choice, "rules", lambda: [{"implementation": "cuda", "bulk": bulk}])
     pool = Pool(groups + head_size, head_size, block_size, dtype, num_blocks=80)
     blocks = torch.zeros(len(ROWS), pool.count(470), dtype=torch.int32)
     ids, fronts = torch.full((len(ROWS), HEADS, pool.count(301)), -1), torch.zeros(len(ROWS), HEADS, dtype=torch.int64)
@@ -218,7 +213,6 @@ def test_rows_of_all_kinds_share_a_batch(
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.scores, other.scores, rtol=1e-4, atol=2e-5)
         assert torch.equal(one.aux, other.aux)
-    choice.choice.cache_clear()
 
 
 NUM_PLACES, OLD_FRONT, TAIL, SEQ_LEN = 70, 90, 160, 190
@@ -305,7 +299,7 @@ def test_nothing_is_asked_of_the_gpu(cuda):
 
 
 KERNELS = {
-    "Attend<MatrixUnits<Bf16, 128, false>, 4, 3, true>": [
+    "Attend<MatrixUnits<Bf16, 128>, 4, 3, true>": [
         "LDGSTS.E.BYPASS.LTC128B.128", "HMMA.16816.F32.BF16", "LDSM.16.M",
     ],
     "Finish<256, float>": ["LDG.E.128"],

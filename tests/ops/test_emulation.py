@@ -15,7 +15,6 @@ SAID = {
     "ReadsEarly": "",
     "OverwritesEarly": "",
     "Changes": "something changes while it is copied",
-    "Hides": "a bulk copy to memory that threads may still write to",
     "Leaves": "a barrier that not all threads reach",
 }
 """Mistakes that show in a result or are said."""

@@ -2,13 +2,11 @@
 
 A rule names an ``implementation``: ``cuda``, ``triton`` or ``reference``; if that cannot run, the next of these does.
 It applies if all conditions that it names match: ``operator``; ``device``, a prefix of the GPU's name; ``head_sizes``,
-a list. ``bulk`` is for CUDA's attention (see there). A rule that prefers ``cuda`` must rest on a measurement
-(benchmarks/gpu_operators.py) on the GPU that it names.
+a list. A rule that prefers ``cuda`` must rest on a measurement (benchmarks/gpu_operators.py) on the GPU that it names.
 """
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,6 @@ import torch
 RULES = Path(__file__).with_name("choice.json")
 
 IMPLEMENTATIONS = ("reference", "native", "triton", "cuda")
-
-
-@dataclass(frozen=True)
-class Choice:
-    implementation: str
-    bulk: bool = False
 
 
 @cache
@@ -38,14 +30,14 @@ def device_name(device: torch.device) -> str:
 
 
 @cache
-def choice(operator: str, device: str, head_size: int = 0) -> Choice:
-    """The choice for an operator on the GPU named ``device``. head_size: 0 for operators on plain tensors."""
-    found: dict[str, Any] = {}
+def choice(operator: str, device: str, head_size: int = 0) -> str:
+    """The implementation for an operator on the GPU named ``device``. head_size: 0 for operators on plain tensors."""
+    found = ""
     for rule in rules():
         holds = rule.get("operator", operator) == operator and device.startswith(rule.get("device", ""))
         if holds and head_size in rule.get("head_sizes", [head_size]):
-            found |= {name: value for name, value in rule.items() if name in ("implementation", "bulk")}
-    return Choice(**found)
+            found = rule["implementation"]
+    return found
 
 
 def check_overrides(overrides: object, operators: Collection[str]) -> dict[str, str]:

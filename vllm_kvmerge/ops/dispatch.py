@@ -119,7 +119,7 @@ def _candidates(operator: str, device: torch.device, operand: Operand | None) ->
     on_gpu = device.type == "cuda"
     if on_gpu and named not in ("cuda", "triton", "reference"):
         head_size = getattr(operand, "head_size", 0)  # a plain tensor has none
-        named = choice.choice(operator, choice.device_name(device), head_size).implementation
+        named = choice.choice(operator, choice.device_name(device), head_size)
     if named == "cuda":
         return ("cuda", "triton" if on_gpu else "native")
     return (named or "native",)

@@ -4,14 +4,13 @@ Calls that these do not suit are those of ``fallback``. The library is built by 
 which tests load with ``use``, runs the same kernels on CPU tensors.
 """
 
-from vllm_kvmerge.ops.cuda.attention import has_bulk_copies, paged_attention
+from vllm_kvmerge.ops.cuda.attention import paged_attention
 from vllm_kvmerge.ops.cuda.backend import LIBRARY, description, library, obstacle, runs_on, use
 from vllm_kvmerge.ops.cuda.merge import merge_entries
 
 __all__ = [
     "LIBRARY",
     "description",
-    "has_bulk_copies",
     "library",
     "merge_entries",
     "obstacle",

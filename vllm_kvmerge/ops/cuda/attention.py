@@ -1,22 +1,14 @@
 """Attention of decode steps in CUDA C++."""
 
-from functools import cache as cached
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops.choice import choice, device_name
 from vllm_kvmerge.ops.cuda import backend
 from vllm_kvmerge.ops.cuda.plan import AttentionPlan, shared_memory
 from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, AttentionBatch, PagedKVCache, PageTables, Softmax, addresses_on
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
-
-
-@cached
-def has_bulk_copies(device: torch.device) -> bool:
-    """Whether there is code for the bulk copy engine: sm_90a's, which no other GPU runs."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _is_aligned(rows: Tensor) -> bool:
@@ -67,13 +59,10 @@ def paged_attention(
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
     workspace: Workspace | None = None,
-    bulk: bool | None = None,
 ) -> None:
     """See ``reference.paged_attention``, and for the workspace ``triton.paged_attention``.
 
-    Up to 16 rows of queries and query heads of a KV head; longer chunks are the fallback's. bulk: from 3 such rows on,
-    keys and values of 16 bits are loaded by the copy engine of a GPU of compute capability 9.0 instead of by threads;
-    None: as the table of choices says.
+    Up to 16 rows of queries and query heads of a KV head; longer chunks are the fallback's.
     """
     if len(batch) == 0:
         return
@@ -89,8 +78,6 @@ def paged_attention(
     plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
     work = workspace or workspace_of(query.device)
     buffers = {name: work.take(name, size) for name, size in plan.sizes.items()}
-    if bulk is None:
-        bulk = choice("paged_attention", device_name(query.device), cache.head_size).bulk
     *integers, decays = batch.tensors
     backend.library().attend(
         query,
@@ -116,6 +103,5 @@ def paged_attention(
         plan.kept,
         plan.num_combined,
         plan.num_parts,
-        bulk and query.dtype != torch.float32 and has_bulk_copies(query.device),
         backend.stream(query.device),
     )

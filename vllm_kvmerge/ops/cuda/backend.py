@@ -94,7 +94,7 @@ def attend_bytes(rows: int, bits: int, head_size: int, pages: bool) -> int:
 
 @cached
 def _attend_bytes(path: Path, rows: int, bits: int, head_size: int, pages: bool) -> int:
-    return int(load(path).attend_bytes(rows, bits, head_size, False, pages))
+    return int(load(path).attend_bytes(rows, bits, head_size, pages))
 
 
 def fallback(device: torch.device) -> ModuleType:
