@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from unittest.mock import patch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 IS_V2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
@@ -44,6 +45,7 @@ from vllm_kvmerge.ops.workspace import workspace_of  # noqa: E402
 
 if IS_V2:
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
 
     from vllm_kvmerge.engine.worker.cuda_runner_v2 import CUDARunnerV2Mixin as Mixin
 else:
@@ -108,6 +110,9 @@ class CUDAOnCPUWorker(CPUWorker):
 
     def compile_or_warm_up_model(self):
         times = super().compile_or_warm_up_model()
+        if IS_V2:  # as workers with a GPU do, but for kernels of sampling that the interpreter cannot run
+            with patch.object(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0)):
+                warmup_kernels(self.model_runner, self.execute_model, lambda _: self.sample_tokens(None))
         if HAS_GRAPHS:
             full_graphs.capture(self.model_runner)
         return times

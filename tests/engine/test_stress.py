@@ -3,7 +3,8 @@
 import json
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle
+from operator import and_, eq
 
 import numpy as np
 import pytest
@@ -167,6 +168,25 @@ def assert_answers_alone(engine, jobs: list[Job], together: list[list[list[int]]
         name = f"request {index} ({job.params}, {len(job.prompt)} tokens)"
         assert any(together[index]), f"{name} generated nothing"
         for tokens, alone in zip(together[index], engine.generate([job.prompt], job.params)[0].outputs, strict=True):
-            same = assert_same_or_tied(tokens, alone, name, params=job.params)
+            try:
+                same = assert_same_or_tied(tokens, alone, name, params=job.params)
+            except AssertionError:
+                tolerance = 4 * _own_difference(engine, job, alone.index)
+                same = assert_same_or_tied(tokens, alone, name, max(tolerance, 1e-3), job.params)
             assert not same or job.abort_after is not None or len(tokens) == len(alone.token_ids), name
     engine.assert_empty()
+
+
+def _own_difference(engine, job: Job, sample: int) -> float:
+    """The largest difference of log-probabilities between an answer whose prompt is computed and the same answer with
+    the prompt from the prefix cache: of what rounding comes to, which a regression over entries makes 10,000 times as
+    large."""
+    assert engine.llm.reset_prefix_cache()
+    computed, cached = (engine.generate([job.prompt], job.params)[0].outputs[sample] for _ in range(2))
+    same = accumulate([True, *map(eq, computed.token_ids, cached.token_ids)], and_)
+    return max(
+        abs(one[token].logprob - other[token].logprob)
+        for one, other, was_same in zip(computed.logprobs, cached.logprobs, same, strict=False)
+        if was_same
+        for token in one.keys() & other.keys()
+    )

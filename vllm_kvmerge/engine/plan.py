@@ -309,5 +309,11 @@ def attached_step(output: "SchedulerOutput") -> CompressionStep:
     return getattr(output, "kvmerge", CompressionStep())
 
 
+def is_scheduled(output: "SchedulerOutput") -> bool:
+    """Whether the scheduler made the output and will get what the worker answers; vLLM warms up with outputs of its
+    own."""
+    return hasattr(output, "kvmerge")
+
+
 def attached_report(output: "ModelRunnerOutput") -> CompressionReport:
     return getattr(output, "kvmerge", CompressionReport())

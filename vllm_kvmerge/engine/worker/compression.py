@@ -6,7 +6,8 @@ Each of vLLM's model runners has one ``Compression``, and supplies the batch's o
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -48,6 +49,7 @@ from vllm_kvmerge.engine.plan import (
     Progress,
     RepeatedChunk,
     attached_step,
+    is_scheduled,
 )
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
@@ -340,6 +342,7 @@ class Compression:
         """Begins a step: forgets requests that have ended or start anew."""
         self._counts.flush()
         self.step = attached_step(scheduler_output)
+        self.reporter.is_heard = is_scheduled(scheduler_output)
         self._with_drafts = frozenset(scheduler_output.scheduled_spec_decode_tokens)
         if self.step.poisoned:
             self._poison(self.step.poisoned)
@@ -363,6 +366,17 @@ class Compression:
         # Last: a request may begin with a front and, when its next compression takes the blocks, end it in one step.
         for key in self.step.forgotten:
             self._fronts.pop(key, None)
+
+    @contextmanager
+    def copying(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
+        """Meanwhile vLLM zeroes a step's new blocks. The step's copies of blocks follow, which vLLM's own function
+        would do as if the cache had no metadata."""
+        if self.has_states:  # pages in one piece, metadata included
+            yield
+            return
+        copies, scheduler_output.kv_cache_block_copies = scheduler_output.kv_cache_block_copies or [], None
+        yield
+        self.copy([one.src_block_id for one in copies], [one.dst_block_id for one in copies])
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copies blocks, given by their ids."""

@@ -8,10 +8,21 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
+from vllm.v1.worker.utils import KVBlockZeroer
 
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compression import set_batch_rows
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
+
+
+class BlockZeroer(KVBlockZeroer):
+    """In place of vLLM's, which assumes a cache without metadata."""
+
+    def __init__(self, compression: CUDACompression) -> None:
+        self._compression = compression
+
+    def zero_block_ids(self, block_ids: list[int]) -> None:
+        self._compression.zero_block_ids(block_ids)
 
 
 class CUDARunnerV2Mixin(GPUModelRunner):
@@ -40,8 +51,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         self.compression.release_cache()
         super().initialize_kv_cache(*args, **kwargs)
         self.compression.use_cache(self.kv_cache_config, self.model)
-        # vLLM's own assumes a cache without metadata.
-        self.kv_block_zeroer = self.compression  # type: ignore[assignment]
+        self.kv_block_zeroer = BlockZeroer(self.compression)
         group = self.compression.group
         self.compression.prepare_attention(self.attn_groups[group], self.block_tables.block_tables[group].gpu.shape[1])
 
@@ -72,7 +82,8 @@ class CUDARunnerV2Mixin(GPUModelRunner):
             if index is not None and plan.request_id not in begun:
                 self.block_tables.block_tables[self.compression.group].stage_write(index, 0, plan.row_prefix)
         self._moves = []
-        super().update_requests(scheduler_output)
+        with self.compression.copying(scheduler_output):
+            super().update_requests(scheduler_output)
 
     def gather_batch_req_state(
         self, scheduler_output: SchedulerOutput, dummy_run: bool

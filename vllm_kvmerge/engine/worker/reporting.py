@@ -70,9 +70,10 @@ class _Compressed:
 
 
 class Reporter:
-    """Reports to the scheduler, kept until the next output that can carry them."""
+    """Reports to the scheduler, kept until the next output that can carry them. is_heard: outputs go to it."""
 
     def __init__(self) -> None:
+        self.is_heard = True
         self._report = CompressionReport()
         self._compressed: list[_Compressed] = []
 
@@ -110,8 +111,8 @@ class Reporter:
         self._report.progress[request_id] = progress
 
     def attach_to(self, output: Any) -> Any:
-        """The model runner's output with the report; without an output, the report waits for the next one."""
-        if output is None or (self._report == CompressionReport() and not self._compressed):
+        """The model runner's output with the report; without one that is heard, the report waits for the next."""
+        if output is None or not self.is_heard or (self._report == CompressionReport() and not self._compressed):
             return output
         report, self._report = self._report, CompressionReport()
         compressed, self._compressed = self._compressed, []

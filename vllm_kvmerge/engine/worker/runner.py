@@ -67,13 +67,8 @@ class CompressionRunnerMixin(GPUModelRunner):
                 if index is not None:
                     self.input_batch.block_table[window.group].block_table.np[index, rows] = window.blocks
         self._moves = []
-        if self.compression.has_states:  # pages in one piece, metadata included
+        with self.compression.copying(scheduler_output):
             return super()._update_states(scheduler_output)
-        # vLLM's own copies assume a cache without metadata. They follow its zeroing of new blocks.
-        copies, scheduler_output.kv_cache_block_copies = scheduler_output.kv_cache_block_copies or [], None
-        result = super()._update_states(scheduler_output)
-        self.compression.copy([one.src_block_id for one in copies], [one.dst_block_id for one in copies])
-        return result
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         is_dummy = kwargs.get("num_scheduled_tokens") is None
