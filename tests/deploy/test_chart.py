@@ -192,6 +192,13 @@ def test_a_new_key_starts_new_pods(render):
     assert checksum("a") != checksum("b")
 
 
+def test_a_digest_replaces_the_tag(render):
+    assert container(render(KEY))["image"] == "vllm-kvmerge:cpu"
+    digest = f"sha256:{'0' * 64}"
+    image = {"repository": "registry.example/vllm-kvmerge", "digest": digest}
+    assert container(render(KEY, {"image": image}))["image"] == f"registry.example/vllm-kvmerge@{digest}"
+
+
 def test_pods_may_do_little(render, gpu):
     for values in ({}, gpu):
         pod = render(values, KEY)["Deployment"]["spec"]["template"]["spec"]
@@ -294,6 +301,7 @@ def test_the_service_finds_the_pods(render):
         ({"replica": 2}, "replica"),
         ({"replicas": "2"}, "replicas"),
         ({"model": ""}, "model"),
+        ({"image": {"digest": "latest"}}, "digest"),
         ({"kvCompression": {"budget": 0.2}}, "kvCompression"),
         ({"service": {"port": 0}}, "service"),
         ({"modelCache": {"accessModes": ["ReadWriteAlways"]}}, "accessModes"),
