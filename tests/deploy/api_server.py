@@ -32,6 +32,7 @@ def programs() -> dict[str, str]:
 
 class APIServer:
     """Its objects are in one namespace, whose pods may do least: Kubernetes' Pod Security Standard "restricted"."""
+
     def __init__(self, url: str, token: str, authority: ssl.SSLContext) -> None:
         self._url, self._token, self._authority = url, token, authority
 
