@@ -7,13 +7,17 @@ KV head. Everything else is a setting, except ``measured``, the measurement behi
 (benchmarks/gpu_operators.py --tune). Rules that name no GPU hold on all; each kernel has some for every shape.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import Required, TypedDict
+
+from vllm_kvmerge.ops.tables import read_table
 
 RULES = Path(__file__).with_name("tuning.json")
 CONDITIONS = ("kernel", "device", "head_size", "row_bytes", "groups")
@@ -41,10 +45,31 @@ class Settings:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
+class Rule(TypedDict, total=False):
+    """Conditions, and the settings where they match."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    kernel: Required[
+        Literal["columns", "decode", "finish", "metadata", "newest", "prefill", "rows", "similar", "write"]
+    ]
+    device: str
+    head_size: list[int]
+    row_bytes: list[int]
+    groups: list[int]
+    measured: Any
+    warps: int
+    stages: int
+    block_n: int
+    block_m: int
+    least: int
+    programs: int
+
+
 @cache
-def rules() -> list[dict[str, Any]]:
-    """The table. Raises OSError or ValueError if it cannot be read."""
-    return list(json.loads(RULES.read_text()))
+def rules() -> list[Rule]:
+    """The table. Raises ValueError, which names its file, if that is missing or broken."""
+    return read_table(RULES, TypeAdapter(list[Rule]))
 
 
 @cache
@@ -60,7 +85,7 @@ def settings(kernel: str, device: str, head_size: int = 32, row_bytes: int = 64,
 
 
 @contextmanager
-def trial(rule: dict[str, Any]) -> Iterator[None]:
+def trial(rule: Rule) -> Iterator[None]:
     """Context manager in which ``rule`` wins over all in the table."""
     rules().append(rule)
     settings.cache_clear()
