@@ -1,4 +1,4 @@
-"""Faults that end a server, or do not: two workers beside a package whose parts fail, without metrics; full shared memory.
+"""Two tensor-parallel workers with parts that fail, without metrics, and with one worker killed; full shared memory.
 
 What is killed: ``deaths``. A disk for metrics that is full, and a stop that requests do not outlive:
 ``test_metric_faults``.
@@ -18,7 +18,7 @@ import pytest
 
 from tests.policies import failing
 from tests.processes import end_with_tests_on_a_disk
-from tests.server.conftest import Server, serving, wait_until
+from tests.server.conftest import Server, free_port, running, serving, wait_until
 from tests.server.deaths import Tree, ask_for_long, check_port, kill, log_of
 from vllm_kvmerge.engine.processes import METRICS_PREFIX
 
@@ -84,10 +84,23 @@ def test_a_tensor_parallel_worker_is_killed_while_it_answers(parallel: Server) -
     asker.check_told()
 
 
-def test_full_shared_memory_is_named_by_the_server_that_dies_of_it() -> None:
+@pytest.fixture
+def may_mount() -> None:
     mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", SHARED_MEMORY]
     if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
+
+
+def test_a_server_without_room_in_shared_memory_does_not_start(may_mount: None) -> None:
+    begin = partial(end_with_tests_on_a_disk, SHARED_MEMORY, "8m")
+    with running("--port", str(free_port()), first=begin) as (process, log, reader):
+        assert process.wait(120) == 1
+        reader.join(60)
+    assert any("Insufficient space in /dev/shm" in line for line in log)
+    assert any(line.startswith("vllm-kvmerge: the server stopped: ") for line in log)
+
+
+def test_full_shared_memory_is_named_by_the_server_that_dies_of_it(may_mount: None) -> None:
     # vLLM's queues between an engine and its worker are 400 MiB, of which pages are taken as they are written to.
     with serving(first=partial(end_with_tests_on_a_disk, SHARED_MEMORY, "600m")) as server:
         tree = Tree(server.process.pid)

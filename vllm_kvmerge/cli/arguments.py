@@ -119,7 +119,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"
 
 def _check_config_files(argv: list[str]) -> None:
     """Refuses files of options that vLLM's parser would fail on, or whose errors it would log without their name."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
         option, _, path = word.partition("=")
         if option == "--config" and (path or following):
             read_object(option, path or following)
@@ -301,7 +301,7 @@ def read_object(option: str, name: str) -> dict[str, Any]:
         text = shipped(name).read_text()
         value = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
     except (ValueError, OSError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        reason = str(error.strerror).lower() if isinstance(error, OSError) else " ".join(str(error).split())
         raise CommandError(f"{option} {name}: {reason}") from None
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise CommandError(f"{option} {name}: must be an object with names, got {type(value).__name__}")

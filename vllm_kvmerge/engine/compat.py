@@ -311,8 +311,8 @@ def register_attention_backend() -> None:
 def forget_worker_memory() -> None:
     """Takes away the names of the memory that tensor-parallel workers on CPU share, once all of them have it.
 
-    vLLM does so in a destructor, which does not run in a worker that is told to stop, or killed: each server left 4 MiB per
-    worker in /dev/shm. The memory itself goes with the last process. Doing so in vLLM would make this unnecessary.
+    vLLM does so in a destructor, which does not run in a worker that is told to stop, or killed: each server left 4 MiB
+    per worker in /dev/shm. The memory itself goes with the last process. Doing so in vLLM would make this unnecessary.
     """
     communicator: Any = import_module("vllm.distributed.device_communicators.cpu_communicator")
     shared = communicator._CPUSHMDistributed

@@ -12,7 +12,7 @@ from typing import Any, Literal, Required
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 from vllm_kvmerge.ops.tables import read_table
 
@@ -32,10 +32,13 @@ class Rule(TypedDict, total=False):
     implementation: Required[Literal["reference", "triton", "cuda"]]
 
 
+SCHEMA: TypeAdapter[Any] = TypeAdapter(list[Rule])
+
+
 @cache
-def rules() -> list[Rule]:
+def rules() -> list[dict[str, Any]]:
     """The table. Raises ValueError, which names its file, if that is missing or broken."""
-    found = read_table(RULES, TypeAdapter(list[Rule]))
+    found: list[dict[str, Any]] = read_table(RULES, SCHEMA)
     if not any(rule.keys() == {"implementation"} for rule in found):
         raise ValueError(f"{RULES} is broken: no rule holds everywhere")
     return found

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Required
 
 from pydantic import ConfigDict, TypeAdapter
-from typing_extensions import Required, TypedDict
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 from vllm_kvmerge.ops.tables import read_table
 
@@ -66,10 +66,14 @@ class Rule(TypedDict, total=False):
     programs: int
 
 
+SCHEMA: TypeAdapter[Any] = TypeAdapter(list[Rule])
+
+
 @cache
-def rules() -> list[Rule]:
+def rules() -> list[dict[str, Any]]:
     """The table. Raises ValueError, which names its file, if that is missing or broken."""
-    return read_table(RULES, TypeAdapter(list[Rule]))
+    found: list[dict[str, Any]] = read_table(RULES, SCHEMA)
+    return found
 
 
 @cache
@@ -85,7 +89,7 @@ def settings(kernel: str, device: str, head_size: int = 32, row_bytes: int = 64,
 
 
 @contextmanager
-def trial(rule: Rule) -> Iterator[None]:
+def trial(rule: dict[str, Any]) -> Iterator[None]:
     """Context manager in which ``rule`` wins over all in the table."""
     rules().append(rule)
     settings.cache_clear()
