@@ -143,6 +143,7 @@ def test_bad_configuration(
     assert f"--config {file}: " in refusal(capsys, "serve", model, "--port", port, *options)
 
 
+BROKEN_TABLES = "{", "[]", "[3]", '[{"kernel": "x"}]', '[{"implementation": "triton", "device": 3}]'
 TABLES: list[tuple[ModuleType, str, Any]] = [
     (choice, "RULES", choice.rules),
     (tuning, "RULES", tuning.rules),
@@ -151,7 +152,7 @@ TABLES: list[tuple[ModuleType, str, Any]] = [
 
 
 @pytest.mark.parametrize("table", TABLES, ids=["choice", "tuning", "recommended"])
-@pytest.mark.parametrize("text", ["{", "[3]", '[{"kernel": "x"}]', '[{"implementation": "triton", "device": 3}]', None], ids=repr)
+@pytest.mark.parametrize("text", [*BROKEN_TABLES, None], ids=repr)
 def test_broken_tables_of_the_package(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Required
+from typing import Any, Literal, Required, get_args
 
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
@@ -45,14 +45,15 @@ class Settings:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
+Kernel = Literal["columns", "decode", "finish", "metadata", "newest", "prefill", "rows", "similar", "write"]
+
+
 class Rule(TypedDict, total=False):
     """Conditions, and the settings where they match."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
-    kernel: Required[
-        Literal["columns", "decode", "finish", "metadata", "newest", "prefill", "rows", "similar", "write"]
-    ]
+    kernel: Required[Kernel]
     device: str
     head_size: list[int]
     row_bytes: list[int]
@@ -73,6 +74,9 @@ SCHEMA: TypeAdapter[Any] = TypeAdapter(list[Rule])
 def rules() -> list[dict[str, Any]]:
     """The table. Raises ValueError, which names its file, if that is missing or broken."""
     found: list[dict[str, Any]] = read_table(RULES, SCHEMA)
+    everywhere = {rule["kernel"] for rule in found if {"warps", "stages"} <= rule.keys() and "device" not in rule}
+    if missing := sorted({*get_args(Kernel)} - everywhere):
+        raise ValueError(f"{RULES} is broken: no rule for all GPUs has warps and stages of {', '.join(missing)}")
     return found
 
 
