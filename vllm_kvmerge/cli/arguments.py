@@ -18,8 +18,6 @@ from vllm_kvmerge.demo import kvzap_path, model_path
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version, hidden_states_obstacle
 from vllm_kvmerge.errors import CommandError
-from vllm_kvmerge.ops import choice
-from vllm_kvmerge.request.recommended import recommendations
 from vllm_kvmerge.shipped import shipped
 
 if TYPE_CHECKING:
@@ -195,6 +193,9 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
 def _check_tables() -> None:
     """Refuses broken files of the package: they would end the engine, or fail requests."""
     from vllm.platforms import current_platform
+
+    from vllm_kvmerge.ops import choice
+    from vllm_kvmerge.request.recommended import recommendations
 
     try:
         recommendations()
