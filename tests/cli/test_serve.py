@@ -9,10 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import httpx
 import pytest
 from vllm.envs import disable_envs_cache
+from vllm.platforms import current_platform
 
 from tests.cli.commands import refusal
 from tests.random_model import LLAMA
@@ -21,6 +24,9 @@ from vllm_kvmerge.demo import kvzap_path
 from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, VALIDATOR, WORKER_CLS
 from vllm_kvmerge.engine.processes import METRICS_DIR
 from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
+from vllm_kvmerge.ops import choice
+from vllm_kvmerge.ops.triton import tuning
+from vllm_kvmerge.request import recommended
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +108,72 @@ def test_bad_compression_file(
 ) -> None:
     (tmp_path / name).write_text(text)
     assert name in refusal(capsys, "serve", model, "--port", port, "--kv-compression", str(tmp_path / name))
+
+
+BROKEN = {
+    "broken.yaml": b"a: [1",
+    "empty.yaml": b"",
+    "list.yaml": b"- 1",
+    "text.yaml": b"max-model-len",
+    "numbers.yaml": b"1: 2",
+    "noise.yaml": bytes(range(128, 256)),
+}
+
+
+@pytest.mark.parametrize("name", [*BROKEN, "missing.yaml", "folder.yaml"])
+@pytest.mark.parametrize("is_systems", [False, True])
+def test_bad_configuration(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    port: str,
+    tmp_path: Path,
+    name: str,
+    is_systems: bool,
+) -> None:
+    file = tmp_path / name
+    if name in BROKEN:
+        file.write_bytes(BROKEN[name])
+    elif name == "folder.yaml":
+        file.mkdir()
+    elif is_systems:
+        return  # then there is none to be read
+    monkeypatch.setattr(arguments, "SYSTEM_CONFIG", file if is_systems else tmp_path / "none")
+    options = [] if is_systems else ["--config", str(file)]
+    assert f"--config {file}: " in refusal(capsys, "serve", model, "--port", port, *options)
+
+
+BROKEN_TABLES = "{", "[]", "[3]", '[{"kernel": "x"}]', '[{"implementation": "triton", "device": 3}]'
+TABLES: list[tuple[ModuleType, str, Any]] = [
+    (choice, "RULES", choice.rules),
+    (tuning, "RULES", tuning.rules),
+    (recommended, "TABLE", recommended.recommendations),
+]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=["choice", "tuning", "recommended"])
+@pytest.mark.parametrize("text", [*BROKEN_TABLES, None], ids=repr)
+def test_broken_tables_of_the_package(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    port: str,
+    tmp_path: Path,
+    table: tuple[ModuleType, str, Any],
+    text: str | None,
+) -> None:
+    module, name, read = table
+    file = tmp_path / "table.json"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(module, name, file)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)  # tuning is read there alone
+    read.cache_clear()
+    try:
+        said = refusal(capsys, "serve", model, "--port", port)
+    finally:
+        read.cache_clear()
+    assert f"{file} {'cannot be read' if text is None else 'is broken'}: " in said and "install" in said
 
 
 @pytest.mark.parametrize(

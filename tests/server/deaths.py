@@ -1,10 +1,11 @@
 """Kills one process of a server and checks its exit status, its last words, and that nothing is left behind.
 
-Each kind of process is killed in a server that other tests have done with: see the last tests of ``test_limits`` and
-``test_nodes``, and ``test_deaths``, which also has those that need a server of their own.
+Each kind of process is killed in a server that other tests have done with: see the last tests of ``test_limits``,
+``test_nodes``, ``test_endless``, and ``test_deaths``, which also has those that need a server of their own.
 """
 
 import re
+import socket
 import tempfile
 import threading
 from collections import defaultdict
@@ -33,7 +34,8 @@ class Tree:
             self.kinds[next((kind for kind in KINDS if kind in title), title)].append(process)
         self.processes = [process for processes in self.kinds.values() for process in processes]
         maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in self.processes)
-        self.memory = set(re.findall(r"/dev/shm/psm_\w+", maps))
+        # What has no name any more goes with the last process.
+        self.memory = set(re.findall(r"/dev/shm/\S+$(?<!deleted\))", maps, re.M))
 
     def remains(self) -> list[str]:
         """Processes, shared memory and folders that are still there."""
@@ -41,29 +43,48 @@ class Tree:
         return alive + [str(path) for path in [*self.folders, *map(Path, self.memory)] if path.exists()]
 
 
-def ask_for_long(server: Server) -> threading.Thread:
-    """A request that is being answered, until the server dies."""
-    begun = threading.Event()
+class Asker(threading.Thread):
+    """A client of a stream. seen: its lines, and the error that cut it off."""
 
-    def stream() -> None:
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.server, self.seen, self.begun = server, [], threading.Event()
+
+    def run(self) -> None:
         body = {"model": "demo", "prompt": "recall", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         body["kv_compression"] = {"policy": "keepkv", "budget": 128}
         try:
-            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120) as response:
-                for _ in response.iter_lines():
-                    begun.set()
-        except httpx.HTTPError:
-            pass
+            with httpx.stream("POST", self.server.url + "/v1/completions", json=body, timeout=120) as response:
+                for line in filter(None, response.iter_lines()):
+                    self.seen.append(line)
+                    self.begun.set()
+        except httpx.HTTPError as error:
+            self.seen.append(f"cut off: {error!r}")
 
-    thread = threading.Thread(target=stream)
-    thread.start()
-    assert begun.wait(120)
-    return thread
+    def check_told(self) -> None:
+        """Checks that it has been told of the failure, by an event or by the end of the connection."""
+        self.join(120)
+        assert not self.is_alive()
+        assert any('"error"' in line or line.startswith("cut off") for line in self.seen[-2:]), self.seen[-3:]
+
+
+def ask_for_long(server: Server) -> Asker:
+    """A request that is being answered, until the server dies."""
+    asker = Asker(server)
+    asker.start()
+    assert asker.begun.wait(120)
+    return asker
 
 
 def log_of(server: Server) -> str:
     server.reader.join(60)
     return "".join(server.log)
+
+
+def check_port(server: Server) -> None:
+    """Checks that nobody listens there any more."""
+    with socket.create_server(("127.0.0.1", httpx.URL(server.url).port)):
+        pass
 
 
 def kill(server: Server, kind: str) -> None:
@@ -74,5 +95,6 @@ def kill(server: Server, kind: str) -> None:
     status = server.process.wait(120)
     assert status == (-9 if kind == "main" else 1), log_of(server)[-3000:]
     wait_until(lambda: tree.remains() == [])
+    check_port(server)
     said = LAST_WORDS.search(log_of(server))
     assert (said is None) == (kind == "main")

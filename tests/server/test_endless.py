@@ -7,6 +7,7 @@ import pytest
 
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.server.conftest import Server, serving
+from tests.server.deaths import ask_for_long, kill
 
 pytestmark = pytest.mark.engine
 
@@ -44,3 +45,10 @@ def test_what_cannot_be_is_refused(endless: Server, fields: dict, param: str, me
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == f"kv_compression.{param}" and message in error["message"]
+
+
+def test_the_engine_is_killed_while_it_answers(endless: Server) -> None:
+    """The last test here."""
+    asker = ask_for_long(endless)
+    kill(endless, "EngineCore")
+    asker.check_told()

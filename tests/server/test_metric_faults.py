@@ -1,13 +1,16 @@
 """A server whose metrics have no room: it serves, says so once, and shows what it has."""
 
 import shutil
+import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
 from tests.processes import end_with_tests_on_a_disk
 from tests.server.conftest import ONE_PROCESS_PER_ENGINE, serving, wait_until
+from tests.server.deaths import Tree, ask_for_long, check_port
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +30,8 @@ def server(folder):
     if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
     begin = partial(end_with_tests_on_a_disk, str(folder), "192k")
-    with serving(*ONE_PROCESS_PER_ENGINE, first=begin, PROMETHEUS_MULTIPROC_DIR=str(folder)) as ready:
+    options = *ONE_PROCESS_PER_ENGINE, "--shutdown-timeout", "1"
+    with serving(*options, first=begin, PROMETHEUS_MULTIPROC_DIR=str(folder)) as ready:
         yield ready
 
 
@@ -55,3 +59,20 @@ def test_a_folder_that_is_emptied_ends_nothing(server, folder):
     # There is room again.
     wait_until(lambda: server.metric("vllm:kvmerge_generation_tokens_total") >= 0)
     assert server.process.poll() is None
+
+
+def test_requests_that_take_too_long_end_with_an_error_when_it_is_stopped(server):
+    """The last test here."""
+    tree, asker = Tree(server.process.pid), ask_for_long(server)
+    body = {"model": "demo", "prompt": "recall", "max_tokens": 4000, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.post, "/v1/completions", body)
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 2)
+        server.process.send_signal(signal.SIGTERM)
+        refusal = whole.result()
+    assert refusal.status_code == 503 and "has been stopped" in refusal.json()["error"]["message"]
+    asker.check_told()
+    assert asker.seen[-1] == "data: [DONE]" and "has been stopped" in asker.seen[-2]
+    assert server.process.wait(60) == 0
+    wait_until(lambda: tree.remains() == [])
+    check_port(server)

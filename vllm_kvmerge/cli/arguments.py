@@ -83,6 +83,7 @@ def read_arguments(argv: list[str], needs_port: bool) -> tuple[argparse.Namespac
     argv: the words after ``serve``. needs_port: whether a port that is in use is an error. Raises CommandError.
     """
     args, options = parse(argv)
+    _check_tables()
     _check_front_end(args)
     _check_model(args)
     if needs_port:
@@ -103,6 +104,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"
     has_config = any(word.split("=")[0] == "--config" for word in argv)
     # The command line's own options win over the file's.
     system_config = [] if has_config or not SYSTEM_CONFIG.exists() else ["--config", str(SYSTEM_CONFIG)]
+    _check_config_files([*argv, *system_config])
     try:
         args = parser.parse_args(["serve", *argv, *system_config])
         configure_logging_from_args(args)
@@ -111,6 +113,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, "FlexibleArgumentParser"
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise CommandError(one_line(error)) from error
     return args, options
+
+
+def _check_config_files(argv: list[str]) -> None:
+    """Refuses files of options that vLLM's parser would fail on, or whose errors it would log without their name."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        option, _, path = word.partition("=")
+        if option == "--config" and (path or following):
+            read_object(option, path or following)
 
 
 def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]:
@@ -178,6 +188,22 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
     )
     options.set_defaults(host=DEFAULT_HOST, shutdown_timeout=DRAIN_SECONDS)
     return parser, options
+
+
+def _check_tables() -> None:
+    """Refuses broken files of the package: they would end the engine, or fail requests."""
+    from vllm.platforms import current_platform
+
+    from vllm_kvmerge.ops import choice
+    from vllm_kvmerge.request.recommended import recommendations
+
+    try:
+        recommendations()
+        choice.rules()
+        if current_platform.is_cuda():  # there is Triton
+            importlib.import_module("vllm_kvmerge.ops.triton.tuning").rules()
+    except ValueError as error:
+        raise CommandError(f"{error}; it comes with vllm-kvmerge: install that again") from None
 
 
 def _check_front_end(args: argparse.Namespace) -> None:
@@ -256,21 +282,30 @@ def read_compression(text: str | None) -> dict[str, Any] | None:
     """The object given by ``--kv-compression``, as JSON or as the name of a file."""
     if text is None:
         return None
+    option = "--kv-compression"
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except ValueError as error:
+            raise CommandError(f"{option} {text}: {one_line(error)}") from None
+    if not text.endswith((".json", ".yaml", ".yml")):
+        raise CommandError(f"{option} {text}: neither a JSON object nor the name of a .json or .yaml file")
+    return read_object(option, text)
+
+
+def read_object(option: str, name: str) -> dict[str, Any]:
+    """The object in a .json or .yaml file, of the package if need be. option: what names it, for errors.
+
+    Raises CommandError.
+    """
     try:
-        if text.lstrip().startswith("{"):
-            value = json.loads(text)
-        elif text.endswith(".json"):
-            value = json.loads(shipped(text).read_text())
-        elif text.endswith((".yaml", ".yml")):
-            value = yaml.safe_load(shipped(text).read_text())
-        else:
-            raise ValueError("neither a JSON object nor the name of a .json or .yaml file")
-    except FileNotFoundError:
-        raise CommandError(f"--kv-compression {text}: no such file") from None
+        text = shipped(name).read_text()
+        value = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
     except (ValueError, OSError, yaml.YAMLError) as error:
-        raise CommandError(f"--kv-compression {text}: {one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise CommandError(f"--kv-compression {text}: must be an object, got {type(value).__name__}")
+        reason = str(error.strerror).lower() if isinstance(error, OSError) else " ".join(str(error).split())
+        raise CommandError(f"{option} {name}: {reason}") from None
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise CommandError(f"{option} {name}: must be an object with names, got {type(value).__name__}")
     return value
 
 

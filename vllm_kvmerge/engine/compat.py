@@ -5,14 +5,18 @@ vLLM when they run. Each kind of process calls its own ``install`` function; cal
 """
 
 import logging
+import math
 import os
 import pkgutil
+import shutil
+import signal
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge, multiprocess, values
@@ -42,6 +46,10 @@ if TYPE_CHECKING:
 CPU_BACKEND = "vllm_kvmerge.engine.attention.cpu.MergeableAttentionBackend"
 CPU_LATENT_BACKEND = "vllm_kvmerge.engine.attention.cpu_latent.LatentAttentionBackend"
 CUDA_BACKEND = "vllm_kvmerge.engine.attention.cuda.CUDAAttentionBackend"
+
+SHARED_MEMORY = "/dev/shm"
+LEAST_BYTES = 1 << 20
+"""Room in it below which it is to blame for an engine's death."""
 
 API_SERVER, ENGINE_CORE = "run_api_server_worker_proc", "run_engine_core"
 MOVED = {
@@ -300,6 +308,27 @@ def register_attention_backend() -> None:
         register_backend(AttentionBackendEnum.CPU_MLA, CPU_LATENT_BACKEND)
 
 
+def forget_worker_memory() -> None:
+    """Takes away the names of the memory that tensor-parallel workers on CPU share, once all of them have it.
+
+    vLLM does so in a destructor, which does not run in a worker that is told to stop, or killed: each server left 4 MiB
+    per worker in /dev/shm. The memory itself goes with the last process. Doing so in vLLM would make this unnecessary.
+    """
+    communicator: Any = import_module("vllm.distributed.device_communicators.cpu_communicator")
+    shared = communicator._CPUSHMDistributed
+    share = shared._init_cpu_shm
+    if hasattr(share, "__wrapped__"):
+        return
+
+    @wraps(share)
+    def share_and_forget(self: Any) -> int:
+        handle: int = share(self)  # at its end workers wait for each other
+        Path(f"{SHARED_MEMORY}/{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    shared._init_cpu_shm = share_and_forget
+
+
 def drop_validator(vllm_config: "VllmConfig") -> None:
     """Removes the validator from a worker's configuration: the front end has loaded it by then.
 
@@ -431,7 +460,17 @@ class EngineDiedError(RuntimeError):
     def __init__(self, manager: Any) -> None:
         ended = manager.finished_procs() if manager is not None else {}
         processes = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
-        super().__init__(f"the engine has died ({processes or 'its log says why'})")
+        # What is written to shared memory without room ends its process by this signal, without a word.
+        is_full = -signal.SIGBUS in ended.values() or _free_bytes(SHARED_MEMORY) < LEAST_BYTES
+        reason = f"; {SHARED_MEMORY} is full" if is_full else ""
+        super().__init__(f"the engine has died ({processes or 'its log says why'}{reason})")
+
+
+def _free_bytes(folder: str) -> float:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:  # there is none
+        return math.inf
 
 
 _originals: dict[str, Callable[..., Any]] = {}

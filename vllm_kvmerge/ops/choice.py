@@ -5,23 +5,43 @@ It applies if all conditions that it names match: ``operator``; ``device``, a pr
 a list. A rule that prefers ``cuda`` must rest on a measurement (benchmarks/gpu_operators.py) on the GPU that it names.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
+
+from vllm_kvmerge.ops.tables import read_table
 
 RULES = Path(__file__).with_name("choice.json")
 
 IMPLEMENTATIONS = ("reference", "native", "triton", "cuda")
 
 
+class Rule(TypedDict, total=False):
+    """Conditions, and what holds where they match."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    operator: str
+    device: str
+    head_sizes: list[int]
+    implementation: Required[Literal["reference", "triton", "cuda"]]
+
+
+SCHEMA: TypeAdapter[Any] = TypeAdapter(list[Rule])
+
+
 @cache
 def rules() -> list[dict[str, Any]]:
-    """The table. Raises OSError or ValueError if it cannot be read."""
-    return list(json.loads(RULES.read_text()))
+    """The table. Raises ValueError, which names its file, if that is missing or broken."""
+    found: list[dict[str, Any]] = read_table(RULES, SCHEMA)
+    if not any(rule.keys() == {"implementation"} for rule in found):
+        raise ValueError(f"{RULES} is broken: no rule holds everywhere")
+    return found
 
 
 @cache

@@ -5,8 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from vllm_kvmerge.ops.tables import read_table
 from vllm_kvmerge.policies.allocators import Uniform
 
 TABLE = Path(__file__).with_name("recommended.json")
@@ -48,7 +49,8 @@ class Recommendations(BaseModel):
 
 @cache
 def recommendations() -> Recommendations:
-    return Recommendations.model_validate_json(TABLE.read_text())
+    """The table. Raises ValueError, which names its file, if that is missing or broken."""
+    return read_table(TABLE, TypeAdapter(Recommendations))
 
 
 def case_of(data: Mapping[str, Any]) -> str:

@@ -172,3 +172,14 @@ def test_time_is_limited_for_each_request() -> None:
     done = run(worker, [replace(worker.first[0], policy=policy)])
     assert str(done.failures[0]) == "merger failing: took longer than it may (--max-compaction-seconds)"
     assert INTERVAL and not run(worker, worker.second).failures  # the alarm is off again
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_limited"), [("keepkv", True), ("tova", False), ("adakv", False), ("d2o", False)]
+)
+def test_nobody_is_interrupted_whom_another_worker_waits_for(policy: str, is_limited: bool) -> None:
+    worker = Worker(policy, (150,))
+    for is_alone in (True, False):
+        compactor = replace(worker.compactor, max_seconds=MAX_SECONDS, is_alone=is_alone)
+        left = compactor._batch([worker.first[0]], 0).time_left()
+        assert (left is not None) == (is_alone or is_limited)

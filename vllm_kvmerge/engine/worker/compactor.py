@@ -279,7 +279,7 @@ class Compactor:
     the model's rotary position embedding, if it is known. group_size: query heads per KV head (G). hidden_size: of the
     model. max_bytes: working memory of a policy for a batch; larger batches are split, down to one layer of one
     request. max_seconds: time that a policy may take for a batch beyond ``SLACK`` times its estimate by ``rates``;
-    None: no limit.
+    None: no limit. is_alone: no other worker compresses the same requests.
     """
 
     layers: Sequence[PagedKVCache]
@@ -293,6 +293,7 @@ class Compactor:
     hidden_size: int = 0
     max_bytes: int = 256 << 20
     max_seconds: float | None = None
+    is_alone: bool = True
     rates: Rates | None = None
     _costs: dict[tuple[int, CostShape], tuple[CompressionPolicy, Cost]] = field(default_factory=dict)
     """By the policy's identity, which holds as long as the policy is kept here."""
@@ -354,6 +355,8 @@ class Compactor:
         )
         cost = self._cost(first.policy, shape)
         is_hurried = self.device.type == "cpu" or any(map(is_foreign, first.policy.parts))
+        if not self.is_alone and _may_exchange(first):
+            is_hurried = False  # others would wait forever for a worker that is interrupted
 
         def time_left() -> float | None:
             if max_seconds is None or not is_hurried:
@@ -769,6 +772,15 @@ def _count(counts: Tensor, index: Tensor, by_head: Tensor, heads: Tensor | None)
     counts[:, :FEWEST].index_add_(0, index, by_head)
     counts[:, FEWEST].scatter_reduce_(0, index, fewest, "amin")
     counts[:, MOST].scatter_reduce_(0, index, most, "amax")
+
+
+def _may_exchange(compaction: Compaction) -> bool:
+    """True if tensor-parallel workers may wait for each other while they compress. Another package's trackers and
+    allocators need not say that they make them."""
+    plan, policy = compaction.plan, compaction.policy
+    compares = policy.selector.pools_heads or policy.allocator.splits_heads or policy.allocator.has_layer_statistic
+    has_shares = bool(plan.share_blocks) or plan.may_shrink or plan.has_pages
+    return compares or has_shares or is_foreign(policy.tracker) or is_foreign(policy.allocator)
 
 
 def _contained(

@@ -285,8 +285,8 @@ class Compression:
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
             max_bytes=limits.max_bytes,
-            # Workers that compare heads wait for each other: one of them must not be interrupted alone.
-            max_seconds=limits.max_seconds if heads.num_workers == 1 else None,
+            max_seconds=limits.max_seconds,
+            is_alone=heads.num_workers == 1,
             rates=self.rates,
         )
         self.reporter.add_rates(self.rates)

@@ -7,13 +7,17 @@ KV head. Everything else is a setting, except ``measured``, the measurement behi
 (benchmarks/gpu_operators.py --tune). Rules that name no GPU hold on all; each kernel has some for every shape.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required, get_args
+
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
+
+from vllm_kvmerge.ops.tables import read_table
 
 RULES = Path(__file__).with_name("tuning.json")
 CONDITIONS = ("kernel", "device", "head_size", "row_bytes", "groups")
@@ -41,10 +45,39 @@ class Settings:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
+Kernel = Literal["columns", "decode", "finish", "metadata", "newest", "prefill", "rows", "similar", "write"]
+
+
+class Rule(TypedDict, total=False):
+    """Conditions, and the settings where they match."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    kernel: Required[Kernel]
+    device: str
+    head_size: list[int]
+    row_bytes: list[int]
+    groups: list[int]
+    measured: Any
+    warps: int
+    stages: int
+    block_n: int
+    block_m: int
+    least: int
+    programs: int
+
+
+SCHEMA: TypeAdapter[Any] = TypeAdapter(list[Rule])
+
+
 @cache
 def rules() -> list[dict[str, Any]]:
-    """The table. Raises OSError or ValueError if it cannot be read."""
-    return list(json.loads(RULES.read_text()))
+    """The table. Raises ValueError, which names its file, if that is missing or broken."""
+    found: list[dict[str, Any]] = read_table(RULES, SCHEMA)
+    everywhere = {rule["kernel"] for rule in found if {"warps", "stages"} <= rule.keys() and "device" not in rule}
+    if missing := sorted({*get_args(Kernel)} - everywhere):
+        raise ValueError(f"{RULES} is broken: no rule for all GPUs has warps and stages of {', '.join(missing)}")
+    return found
 
 
 @cache
