@@ -20,13 +20,13 @@ class CommandParser(argparse.ArgumentParser):
         raise CommandError(f"{message}; see vllm-kvmerge --help")
 
 
-def table_of(title: str, *headers: str) -> "Table":
-    """An empty table whose first column, the names, is never cut."""
+def table_of(title: str, *headers: str, lines: bool = True) -> "Table":
+    """An empty table whose first column, the names, is never cut. lines: whether there are any between its rows."""
     from rich.table import Column, Table
 
     first, *others = headers
     columns = [Column(first, no_wrap=True), *(Column(header, overflow="fold") for header in others)]
-    return Table(*columns, title=title, show_lines=True)
+    return Table(*columns, title=title, show_lines=lines)
 
 
 def check_folder(model: str) -> None:

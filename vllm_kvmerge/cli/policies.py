@@ -38,23 +38,19 @@ def run(argv: list[str]) -> int:
 
 
 def _overview(catalogue: dict[str, Any]) -> "Table":
-    """One row for each preset."""
-    kinds = list(catalogue["parts"])
-    table = table_of("Policies", "policy", *kinds, "source")
+    """One line for each preset, in a terminal of 80 columns."""
+    table = table_of("Policies", "policy", "source", lines=False)
     for preset in catalogue["presets"]:
-        table.add_row(preset["name"], *(preset["parts"].get(kind, "") for kind in kinds), preset["source"])
-    table.caption = (
-        "A request may name other parts, and gives the parameters of those that it ends up with: vllm-kvmerge policies "
-        "NAME, of a policy or a part. Other parts: "
-        + "; ".join(f"{kind} {', '.join(_others(kind, catalogue))}" for kind in kinds if _others(kind, catalogue))
+        table.add_row(preset["name"], preset["source"])
+    parts = "\n".join(
+        f"{kind}: {', '.join(part['name'] for part in catalogue['parts'][kind])}" for kind in catalogue["parts"]
     )
+    table.caption = (
+        "A policy is made of four parts, and a request may name others. vllm-kvmerge policies NAME, of a policy or a "
+        f"part, prints its parameters.\n{parts}"
+    )
+    table.caption_justify = "left"
     return table
-
-
-def _others(kind: str, catalogue: dict[str, Any]) -> list[str]:
-    """Parts of this kind that no preset names."""
-    named = {preset["parts"].get(kind) for preset in catalogue["presets"]}
-    return [part["name"] for part in catalogue["parts"][kind] if part["name"] not in named]
 
 
 def _about(name: str, catalogue: dict[str, Any]) -> "list[Table]":
@@ -62,7 +58,8 @@ def _about(name: str, catalogue: dict[str, Any]) -> "list[Table]":
     tables = []
     for preset in catalogue["presets"]:
         if preset["name"] == name:
-            tables.append(table := table_of(f"Policy {name}: {preset['source']}", "parameter", "value"))
+            title = f"Policy {name}: {preset['source']}"
+            tables.append(table := table_of(title, "parameter", "value", lines=False))
             for field, value in (preset["parts"] | {"decode": preset["decode"], **preset["defaults"]}).items():
                 table.add_row(field, json.dumps(value))
     for kind, parts in catalogue["parts"].items():
