@@ -32,6 +32,7 @@ class Params:
     def __init__(self, n: int, extra_args: dict[str, Any] | None = None) -> None:
         self.n = n
         self.extra_args = extra_args
+        self.structured_outputs = None
 
 
 class Client:

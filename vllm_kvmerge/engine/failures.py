@@ -1,19 +1,27 @@
 """Requests that the engine ends with an error, each alone, with a message for its client."""
 
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 
 from vllm_kvmerge.engine.contexts import ContextRefused
 from vllm_kvmerge.engine.metrics import FAILED
 from vllm_kvmerge.engine.plan import Failure
-from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
+from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STATUS_KEY
 from vllm_kvmerge.policies.errors import PartError, describe
 from vllm_kvmerge.request.parameters import CompressionError
 
 logger = init_logger(__name__)
+
+UNSPELLABLE = (
+    "structured output: no token of the model's vocabulary can come next in what the grammar, schema, pattern or tools "
+    "ask for; allowed: what the tokenizer can spell"
+)
 
 
 class FailedRequests:
@@ -63,3 +71,24 @@ class FailedRequests:
             )
             outputs_by_client.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         self._ended = []
+
+
+def cannot_be_spelled(request: Request, backend: StructuredOutputBackend | None) -> bool:
+    """True for a request that ends because its grammar leaves no token to choose, nor the end.
+
+    The worker then samples one all the same, and vLLM ends the request as if the engine had failed.
+    """
+    asked = request.structured_output_request
+    if request.status != RequestStatus.FINISHED_ERROR or asked is None or backend is None:
+        return False
+    grammar = asked.grammar
+    if not isinstance(grammar, StructuredOutputGrammar):
+        return False  # it did not compile
+    mask = backend.allocate_token_bitmask(1)
+    grammar.fill_bitmask(mask, 0)
+    return not mask.any()
+
+
+def as_bad_request(params: dict[str, Any] | None) -> dict[str, Any]:
+    """The ``kv_transfer_params`` of such a request."""
+    return {**(params or {}), REPORT_KEY: {ERROR_KEY: UNSPELLABLE, STATUS_KEY: HTTPStatus.BAD_REQUEST.value}}

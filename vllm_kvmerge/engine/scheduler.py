@@ -20,7 +20,7 @@ from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionManager, compressed_group, window_blocks
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
-from vllm_kvmerge.engine.failures import FailedRequests
+from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
 from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.metrics import (
@@ -285,6 +285,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
         params = self._usage.end(request.request_id, params)
+        if cannot_be_spelled(request, self.structured_output_manager.backend):
+            params = as_bad_request(params)
         return self._proofs.end(request, params), *others
 
     # Scheduling of a step: first tokens, by vLLM, then the compressions that follow them.

@@ -25,6 +25,9 @@ client about its request; KV connectors, which it is meant for, are refused toge
 ERROR_KEY = "error"
 """Key in the report of a request that failed: the reason."""
 
+STATUS_KEY = "status"
+"""Key beside it: the HTTP status, if the client is at fault."""
+
 STEPS_KEY = "steps"
 """Key in the report of a request that asked for a stream: its newest steps, oldest first."""
 

@@ -7,10 +7,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 
 from vllm_kvmerge.engine import compat
-from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STEPS_KEY
+from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STATUS_KEY, STEPS_KEY
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
 from vllm_kvmerge.request.proof import PROOFS_KEY, CompressionProof
 
@@ -149,7 +149,8 @@ ANSWER: ContextVar[Answer | None] = ContextVar("kvmerge_answer", default=None)
 
 
 def follow_outputs(engine_client: "EngineClient", has_default: bool) -> None:
-    """Puts the error of a failed compression into the response, instead of "Internal server error", and feeds streams.
+    """Puts the error of a failed compression, or of a grammar that the tokenizer cannot spell, into the response,
+    instead of "Internal server error", and feeds streams.
 
     has_default: whether requests without the field are compressed too.
     """
@@ -158,7 +159,7 @@ def follow_outputs(engine_client: "EngineClient", has_default: bool) -> None:
         feed = FEED.get()
         if feed is not None:
             feed.num_sequences += params.n
-        elif not has_default and EXTRA_ARGS_KEY not in (params.extra_args or {}):
+        elif not has_default and EXTRA_ARGS_KEY not in (params.extra_args or {}) and params.structured_outputs is None:
             return outputs
         answer = ANSWER.get() or Answer()  # whose proofs nobody reads
         return _followed(outputs, feed, answer.begin())
@@ -170,6 +171,8 @@ async def _followed(outputs: compat.Outputs, feed: UsageFeed | None, source: _So
     async with aclosing(outputs):
         async for output in outputs:
             report = (output.kv_transfer_params or {}).get(REPORT_KEY) or {}
+            if STATUS_KEY in report:
+                raise VLLMValidationError(report[ERROR_KEY])
             if ERROR_KEY in report:
                 raise GenerationError(f"{EXTRA_ARGS_KEY}: {report[ERROR_KEY]}")
             if feed is not None and report:
