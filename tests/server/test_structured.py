@@ -96,7 +96,7 @@ def test_a_regular_expression(bpe):
 
 
 @pytest.fixture(scope="module")
-def no_whitespace(bpe: Server) -> dict[str, int]:
+def no_whitespace(bpe):
     """A bias against tokens with white space: the grammar of tool calls allows any between JSON's tokens, where random
     weights go on with it for ever, and a call that does not end is answered as text."""
     from transformers import AutoTokenizer
