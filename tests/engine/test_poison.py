@@ -106,12 +106,14 @@ def run_stress(engine: Engine, num_requests: int, seed: int = 24):
 def test_no_request_reads_what_another_left(poisoned, request):
     """Where a number is asked for, each request is asked again, alone; by default one in four."""
     asked = request.config.getoption("--requests")
+    total = 0
     for number in range(-(-(asked or ROUND) // ROUND)):
         jobs, together, num_preemptions, rng = run_stress(poisoned, ROUND, seed=24 + number)
-        assert num_preemptions > 0
+        total += num_preemptions
         assert_answers_alone(poisoned, jobs, together, rng, ROUND if asked else ROUND // 4)
         if asked:
-            print(f"{(number + 1) * ROUND} requests, seed {24 + number}, {num_preemptions} preemptions", flush=True)
+            print(f"{(number + 1) * ROUND} requests, seed {24 + number}, {total} preemptions", flush=True)
+    assert total > 0
 
 
 def test_no_head_gets_places_that_it_has_no_entries_for(poisoned):
