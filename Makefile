@@ -7,6 +7,7 @@
 # make machine  random schedules on the scheduler and its blocks, without a model: OPERATIONS of them; minutes
 # make stress  REQUESTS of every policy in an engine whose freed blocks are NaN, each compared with its answer alone
 # make reliability  the test of the defect in row CASE of docs/reliability.md
+# make soak    a server under steady traffic of every kind for MINUTES, with its plot: docs/reliability.md
 # make fuzz    Schemathesis over the OpenAPI document of a real server: CASES requests; minutes
 # make test-benchmarks  each benchmark once, small, and what it compares with
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
@@ -29,6 +30,7 @@
 # OPERATIONS=N   of make machine; 100000 unless told
 # REQUESTS=N     of make stress; 10000 unless told
 # CASE=N         of make reliability
+# MINUTES=N      of make soak; 60 unless told
 # CASES=N        of make fuzz; 10000 unless told
 # JOBS=N         test files that run at a time; 3 unless told, for two cores: many tests wait for a server to start
 # ARGS="..."     more options for make serve and make demo-model, or for pytest in make test
@@ -42,6 +44,7 @@ OPERATIONS ?= 100000
 REQUESTS ?= 10000
 CASE ?=
 CASES ?= 10000
+MINUTES ?= 60
 PORT ?= 8000
 SIZE ?= small
 ARGS ?=
@@ -67,7 +70,7 @@ sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys
 endef
 export CHECK_OWNER
 
-.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist sbom lock fuzz
+.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist sbom lock fuzz soak
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -133,6 +136,9 @@ reliability: setup
 fuzz: setup
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/server/test_hostile_input.py -s \
 		--timeout 0 --fuzz-cases $(CASES) $(ARGS)
+
+soak: setup
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python benchmarks/soak.py --minutes $(MINUTES) $(ARGS)
 
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)

@@ -86,10 +86,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(path: Path, arguments: dict[str, Any], rows: Sequence[Any]) -> None:
-    """Writes machine, arguments and rows (dataclasses) as JSON."""
+def save(path: Path, arguments: dict[str, Any], rows: Sequence[Any], **more: Any) -> None:
+    """Writes machine, arguments, rows (dataclasses) and what else there is, by name, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": machine(), "arguments": arguments, "rows": [asdict(row) for row in rows]}
+    result = {"machine": machine(), "arguments": arguments, "rows": [asdict(row) for row in rows]} | more
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 
