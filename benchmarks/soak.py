@@ -30,6 +30,7 @@ import httpx
 import numpy as np
 import psutil
 from report import save
+from sides import GUARD
 from traffic import Outcome, Traffic
 
 from vllm_kvmerge.evaluation.options import print_table
@@ -103,13 +104,20 @@ class Server:
     process: psutil.Process
     folder: Path
     """Its ``TMPDIR``."""
+    popen: subprocess.Popen[bytes]
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        return self.popen.poll()
 
     def processes(self) -> dict[str, psutil.Process]:
+        """By what they are; without compilers, which come and go."""
         found = {"API server": self.process}
         for child in self.process.children(recursive=True):
             with suppress(psutil.Error):
                 words = " ".join(child.cmdline())
-                found[next((role for word, role in ROLES.items() if word in words), "another")] = child
+                found |= {role: child for word, role in ROLES.items() if word in words}
         return found
 
     def metrics_bytes(self) -> int:
@@ -145,13 +153,16 @@ def serving(blocks: int, log: Path) -> Iterator[Server]:
     command += ["--kv-cache-memory-bytes", str(blocks * block_bytes)]
     with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"TMPDIR": folder})
+        guard = subprocess.Popen([sys.executable, "-c", GUARD, str(process.pid)], stdin=subprocess.PIPE)
         try:
             while "ready on" not in log.read_text():
                 if process.poll() is not None:
                     raise RuntimeError(f"the server ended: {log.read_text()[-4000:]}")
                 time.sleep(0.5)
-            yield Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), Path(folder))
+            yield Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), Path(folder), process)
         finally:
+            guard.kill()
+            guard.wait()
             process.send_signal(signal.SIGTERM)
             process.wait(120)
 
@@ -261,7 +272,11 @@ def totals(outcomes: list[Outcome], metrics: str) -> dict[str, Any]:
     } | {name: metric(metrics, f"vllm:{name}") for name in names}
 
 
-def plot(path: Path, rows: list[Row], latency: list[dict[str, float]], sizes: list[tuple[float, float, float]]) -> None:
+def is_faulty(summary: dict[str, Any]) -> bool:
+    return any(summary[name] for name in ("leaked_blocks", "live_entries", "mismatches", "faults", "exit_status"))
+
+
+def plot(path: Path, rows: list[Row], latency: list[dict[str, float]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6), layout="constrained")
@@ -305,13 +320,13 @@ def main() -> None:
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
     with serving(arguments.blocks, arguments.log) as server:
         run, metrics = asyncio.run(soak(server, arguments))
-    # Others, such as a compiler, come and go.
-    rows = [run.row(name) for name, samples in run.samples.items() if len(samples) > len(run.sizes) // 2]
+    rows = [run.row(name) for name in run.samples]
     latency, summary = run.latency(), totals(run.traffic.outcomes, metrics)
     sizes = [dict(zip(("minute", "metrics", "shared"), map(float, one), strict=True)) for one in run.sizes]
+    summary["exit_status"] = server.exit_status
     summary |= {f"{name}_mib": [round(one[name], 2) for one in (sizes[0], sizes[-1])] for name in ("metrics", "shared")}
     save(arguments.output, vars(arguments), rows, totals=summary, latency=latency)
-    plot(arguments.plot, rows, latency, run.sizes)
+    plot(arguments.plot, rows, latency)
     print_table(
         f"Second half of {arguments.minutes:g} minutes, MiB per hour (95% interval)",
         ["unique", "resident", "cores", "descriptors", "threads"],
@@ -328,8 +343,7 @@ def main() -> None:
     )
     for name, value in summary.items():
         print(f"{name}: {value}")
-    if summary["leaked_blocks"] or summary["live_entries"] or summary["faults"]:
-        sys.exit(1)
+    sys.exit(is_faulty(summary))
 
 
 if __name__ == "__main__":
