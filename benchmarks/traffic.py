@@ -88,7 +88,8 @@ def random_fields(rng: np.random.Generator, policy: str, length: int) -> Body:
     fields: Body = {"policy": policy, "budget": budget, "interval": int(rng.integers(1, 50)), **SMALL.get(policy, {})}
     changes = [CHANGES[number] for number in rng.choice(len(CHANGES), 2, replace=False)]
     for change in [*changes, {"context_tokens": int(rng.integers(1, length + 1))}][rng.integers(3) :]:
-        if is_valid(fields | change):
+        too_small = "protect" in fields and "budget" in change  # for what is protected; it needs a model to see that
+        if is_valid(fields | change) and not too_small:
             fields |= change
     return fields
 

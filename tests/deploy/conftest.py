@@ -1,5 +1,6 @@
 """Shared by the tests of images, charts and manifests."""
 
+import fcntl
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -22,10 +23,12 @@ def node_modules(repository: Path) -> Path:
         pytest.skip("npm is not installed")
     folder = repository / "build/npm"
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(repository / "tests/deploy/package.json", folder)
-    if not (folder / "node_modules/.bin/dclint").exists():
-        command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # files of tests run side by side
+        shutil.copy(repository / "tests/deploy/package.json", folder)
+        if not (folder / "node_modules/.bin/dclint").exists():
+            command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder / "node_modules"
 
 
