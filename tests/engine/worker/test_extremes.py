@@ -1,0 +1,149 @@
+"""Caches at the limits of their dtype, and entries that stand for tens of thousands of tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.worker.test_batches import BLOCK_SIZE, GROUPS, HEAD_SIZE, NUM_HEADS, Worker
+from tests.entries import gather_entries
+from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.compactor import Compaction
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, dispatch, paged_attention
+from vllm_kvmerge.policies import PRESETS, Entries
+
+LARGE = {torch.float16: 6e4, torch.bfloat16: 1e38}
+KINDS = ["keys", "equal keys", "no keys", "nothing", "subnormal", "values", "one head", "one token"]
+LENGTH = 150
+
+
+def fill(pages: PagedKVCache, kind: str) -> None:
+    dtype = pages.keys.dtype
+    generator = torch.Generator().manual_seed(1)
+    sign = torch.rand(pages.keys.shape, generator=generator).round() * 2 - 1
+    large, tiny = (sign * size for size in (LARGE[dtype], torch.finfo(dtype).smallest_normal / 4))
+    if kind == "keys":
+        pages.keys.copy_(large)
+    elif kind == "equal keys":
+        pages.keys.fill_(LARGE[dtype])
+    elif kind == "no keys":
+        pages.keys.zero_()
+    elif kind == "nothing":
+        pages.keys.zero_()
+        pages.values.zero_()
+    elif kind == "subnormal":
+        pages.keys.copy_(tiny)
+    elif kind == "values":
+        pages.values.copy_(large)
+    elif kind == "one head":
+        pages.keys[:, 0].copy_(large[:, 0])
+    else:
+        for plane in (pages.keys, pages.values):
+            plane[:, :, 3].copy_(large[:, :, 3])
+
+
+def attend(worker: Worker, compaction: Compaction, segments: tuple[int, int], end: int) -> Tensor:
+    """Output of all layers, whose statistics are updated as generation does."""
+    tracker = worker.config.policy.tracker
+    outputs = []
+    for pages in worker.layers:
+        query = torch.randn(1, NUM_HEADS * GROUPS, HEAD_SIZE, generator=torch.Generator().manual_seed(5))
+        output = torch.full_like(query, torch.nan, dtype=pages.keys.dtype)
+        update = ScoreUpdate(tracker.mode, tracker.update_decay)
+        batch = AttentionBatch.single(compaction.source_blocks.int(), 1, end, *segments, update)
+        paged_attention(query.to(pages.keys.dtype), pages, batch, HEAD_SIZE**-0.5, output)
+        outputs.append(output)
+    return torch.stack(outputs)
+
+
+def fronts(worker: Worker, compaction: Compaction) -> Iterator[Entries]:
+    """Live entries of each layer after the compaction."""
+    plan = compaction.plan
+    for pages in worker.layers:
+        yield gather_entries(pages, torch.tensor(plan.blocks), plan.new_front, plan.num_tokens, plan.num_tokens)
+
+
+@pytest.fixture(params=["native", "reference"])
+def operators(request) -> Iterator[None]:
+    dispatch.choose(request.param)
+    yield
+    dispatch.choose(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", LARGE, ids=str)
+def test_what_is_finite_stays_finite(operators: None, dtype: torch.dtype, kind: str) -> None:
+    """Every policy compresses the cache, attention reads it and updates its statistics, and it is compressed again."""
+    for policy in PRESETS:
+        worker = Worker(policy, (LENGTH,), dtype, num_blocks=20)
+        for pages in worker.layers:
+            fill(pages, kind)
+        end = LENGTH
+        for segments, (compaction,) in (((0, 0), worker.first), ((worker.capacity, LENGTH), worker.second)):
+            end = compaction.plan.num_tokens
+            assert attend(worker, compaction, segments, end).isfinite().all(), policy
+            assert not worker.compactor.execute([compaction]).failures, policy
+            for front in fronts(worker, compaction):
+                live = front.positions >= 0
+                assert live.any(), policy
+                for plane in ("keys", "values", "log_votes", "scores", "aux"):
+                    assert getattr(front, plane)[live].isfinite().all(), (policy, plane)
+            assert attend(worker, compaction, (worker.capacity, end), end).isfinite().all(), policy
+
+
+@pytest.mark.parametrize("exponent", [-30, 30])
+@pytest.mark.parametrize("policy", ["keepkv", "knorm", "keydiff", "rkv", "d2o", "kvmerger", "asymkv", "zsmerge"])
+def test_choices_by_direction_or_order_of_lengths_do_not_depend_on_the_unit(policy: str, exponent: int) -> None:
+    kept = []
+    for factor in (1.0, 2.0**exponent):
+        worker = Worker(policy, (LENGTH,), num_blocks=20)
+        for pages in worker.layers:
+            pages.keys.mul_(factor)
+        worker.compactor.execute(worker.first)
+        kept.append([front.positions.sort().values for front in fronts(worker, worker.first[0])])
+    assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
+
+
+class LongRequest:
+    """A request that has generated ``num_tokens`` after its first compression, in a cache of a few blocks: those behind
+    the front are used again and again."""
+
+    def __init__(self, policy: str, interval: int, **fields: Any) -> None:
+        self.interval = interval
+        self.worker = Worker(policy, (LENGTH,), torch.float32, num_blocks=2 + 20 + -(-interval // BLOCK_SIZE), **fields)
+        (first,) = self.worker.first
+        self.worker.compactor.run([first])
+        used = set(first.source_blocks.tolist())
+        self.front_blocks = first.plan.blocks
+        self.tail_blocks = [block for block in range(1, len(self.worker.caches[0])) if block not in used]
+        self.num_tokens, self.num_merged = LENGTH, 0
+        self.generator = torch.Generator().manual_seed(7)
+        self.blocks: list[int] = []
+
+    def step(self, score: float | None = None) -> None:
+        """Generates ``interval`` tokens of random keys and values, and scores (None: random), and compresses them."""
+        start, end = self.num_tokens, self.num_tokens + self.interval
+        while len(self.blocks) < -(-end // BLOCK_SIZE):
+            self.blocks.append(self.tail_blocks[len(self.blocks) % len(self.tail_blocks)])
+        self.blocks[: len(self.front_blocks)] = self.front_blocks
+        slots = torch.arange(start, end)
+        block, offset = torch.tensor(self.blocks)[slots // BLOCK_SIZE], slots % BLOCK_SIZE
+        for pages in self.worker.layers:
+            for plane in (pages.keys, pages.values):
+                plane[block, :, offset] = torch.rand(end - start, NUM_HEADS, HEAD_SIZE, generator=self.generator)
+            random = torch.rand(end - start, NUM_HEADS, generator=self.generator)
+            pages.scores[block, :, offset] = random if score is None else torch.full_like(random, score)
+            pages.aux[block, :, offset] = 4.0 if self.worker.config.policy.tracker.mode != "sum" else 0.0
+        front = self.worker.capacity
+        plan = CompressionPlan("0", self.worker.text, front, start, end, 50, front, self.front_blocks)
+        policy = self.worker.config.policy
+        done = self.worker.compactor.execute([Compaction(plan, policy, torch.tensor(self.blocks))])
+        assert not done.failures
+        self.num_merged += int(done.counts[0, 0])
+        self.num_tokens = end
+        self.last = Compaction(plan, policy, torch.tensor(self.blocks))
+
+    def entries(self) -> list[Entries]:
+        return list(fronts(self.worker, self.last))
