@@ -110,7 +110,11 @@ class Popen(subprocess.Popen):
 
 
 def run(
-    words: Sequence[str], input: str | None = None, env: Mapping[str, str] | None = None, from_scratch: bool = False
+    words: Sequence[str],
+    input: str | None = None,
+    env: Mapping[str, str] | None = None,
+    from_scratch: bool = False,
+    timeout: float = 500,
 ) -> subprocess.CompletedProcess[str]:
     """``subprocess.run`` of ``[sys.executable, *words]`` with text for stdin and the output captured."""
     with (subprocess.Popen if from_scratch else Popen)(
@@ -123,7 +127,7 @@ def run(
         preexec_fn=end_with_tests,
     ) as process:
         try:
-            out, err = process.communicate(input, timeout=500)
+            out, err = process.communicate(input, timeout=timeout)
         except BaseException:
             process.kill()
             raise

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.worker.test_batches import BLOCK_SIZE, GROUPS, HEAD_SIZE, NUM_HEADS, Worker
+from tests.engine.worker.test_batches import BLOCK_SIZE, GROUPS, HEAD_SIZE, NUM_HEADS, NUM_LAYERS, Worker
 from tests.entries import gather_entries
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction
@@ -147,3 +147,47 @@ class LongRequest:
 
     def entries(self) -> list[Entries]:
         return list(fronts(self.worker, self.last))
+
+
+TOLERANCE = 1e-4
+"""Of votes, relative to the number of tokens: each merge rounds a logarithm in float32."""
+
+EVERY_TOKEN = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize("interval", [256, pytest.param(1, marks=EVERY_TOKEN)])
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [("keepkv", {"merge_threshold": -1.0, "zip_mode": "scale"}), ("zsmerge", {}), ("asymkv", {})],
+    ids=["keepkv", "zsmerge", "asymkv"],
+)
+def test_votes_after_50_000_merges(policy: str, fields: dict[str, Any], interval: int) -> None:
+    """None is lost: they add up to the number of tokens, in float64."""
+    request = LongRequest(policy, interval, **fields)
+    while request.num_merged < 50_000 * NUM_LAYERS * NUM_HEADS:
+        request.step()
+    for front in request.entries():
+        assert (front.positions >= 0).all()
+        for plane in ("keys", "values", "log_votes", "scores", "aux"):
+            assert getattr(front, plane).isfinite().all()
+        if policy == "zsmerge":  # counts tokens as they are; an entry that is no slot of its own counts 0
+            assert (front.aux.double().clamp(min=1).sum(1) == request.num_tokens).all()
+        else:
+            votes = front.log_votes.double().exp().sum(1)
+            assert (votes / request.num_tokens - 1).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ["weightedkv", "d2o", "kvmerger"])
+def test_means_of_50_000_values_stay_between_them(policy: str) -> None:
+    """Each merge is a convex combination, whose rounding must not add up; an entry keeps its own vote."""
+    request = LongRequest(policy, 256)
+    for pages in request.worker.layers:
+        pages.values[request.front_blocks] = 0.5
+    for _ in range(-(-50_000 // request.interval)):
+        request.step()
+    assert request.num_merged > 20_000 * NUM_LAYERS * NUM_HEADS
+    for front in request.entries():
+        live = front.positions >= 0
+        assert (front.log_votes[live] == 0.0).all()
+        values = front.values[live]
+        assert values.min() > -1e-5 and values.max() < 1 + 1e-5
