@@ -1,16 +1,25 @@
-"""Engines whose keys and values are as large as their dtype takes, and requests that generate for a long time."""
+"""Engines whose keys and values are as large as their dtype takes, requests that generate for a long time, and as many
+compressions as requests can ask for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
 
-from tests.engine.conftest import random_prompt
+from tests.engine.conftest import Engine, random_prompt, run
 from tests.engine.watched import answer
+from tests.presets import SMALL
 from tests.random_model import write_llama
+from vllm_kvmerge import compression
+from vllm_kvmerge.engine.plan import CompressionPlan, attached_step
+from vllm_kvmerge.engine.spreading import STEP_SECONDS
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies.cost import Rates
+from vllm_kvmerge.request.limits import Compression
 from vllm_kvmerge.request.parameters import parse_compression
 
 POLICIES = sorted(set(PRESETS) - {"kvzap"})
@@ -64,3 +73,55 @@ def test_long_answers(tmp_path: Path, num_tokens: int) -> None:
         assert one["compressions"] >= num_tokens // INTERVAL - 1, asked
         capacity = parse_compression(asked).resolve_capacity(LENGTH)
         assert capacity is not None and BUDGET < one["highest"] < capacity + INTERVAL, (asked, one)
+
+
+def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of every policy, each compressed after every token: together they would take many times what a step has
+    room for. A plain request beside them gets a token in each step, and no step is planned longer than allowed."""
+    texts, params = prompts(len(PRESETS)), {"temperature": 0, "ignore_eos": True}
+    engine.tokens(texts[:1], SamplingParams(max_tokens=2))  # then the worker has told the scheduler how fast it is
+    scheduler, limits = engine.scheduler, engine.scheduler._limits
+    asked = {"budget": BUDGET, "interval": 1, "decode": "bounded"}
+    names = sorted(set(PRESETS) - {"kvzip"})  # whose context is repeated first
+    fields = {name: SMALL.get(name, {}) | asked | {"policy": name} for name in names}
+    configs = {name: parse_compression(one) for name, one in fields.items()}
+
+    def seconds(limits: Any, plan: CompressionPlan) -> float:
+        config = parse_compression(plan.compression)
+        assert config is not None
+        num_entries = plan.front + plan.num_tokens - plan.tail
+        return float(limits.seconds(config, Compression(num_entries, plan.budget, plan.tail == 0)))
+
+    # So slow that the most expensive one takes almost all of a step.
+    slow = replace(limits, rates=Rates(1e6, 1e6), max_seconds=1e12)
+    longest = max(
+        slow.seconds(config, Compression(BUDGET + 8, BUDGET, at_prompt_end))
+        for config in configs.values()
+        for at_prompt_end in (True, False)
+        if config is not None
+    )
+    rate = 1e6 * longest / (0.9 * STEP_SECONDS)
+    slow = replace(slow, rates=Rates(rate, rate))
+    steps: list[tuple[float, int, bool]] = []
+    schedule = scheduler.schedule
+
+    def noted(*arguments: Any) -> Any:
+        output = schedule(*arguments)
+        plans = attached_step(output).plans
+        plain = any(name.startswith("plain") for name in output.num_scheduled_tokens)
+        steps.append((sum(seconds(slow, plan) for plan in plans), len(plans), plain))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", noted)
+    monkeypatch.setattr(scheduler, "_limits", slow)
+    core, num_tokens = engine.llm.llm_engine, 200
+    core.add_request("plain", {"prompt_token_ids": texts[0]}, SamplingParams(max_tokens=num_tokens, **params))
+    for text, name in zip(texts[1:], names, strict=True):
+        sampling = SamplingParams(max_tokens=8, extra_args=compression(**fields[name]), **params)
+        core.add_request(name, {"prompt_token_ids": text[: BUDGET + 1]}, sampling)
+    tokens = run(engine)
+    assert len(tokens["plain"]) == num_tokens and all(len(tokens[name]) == 8 for name in names)
+    assert all(plain for *_, plain in steps[:num_tokens]), "the plain request had to wait for a step"
+    assert sum(one for one, *_ in steps) > 5 * STEP_SECONDS and max(count for _, count, _ in steps) > 1
+    assert max(one for one, *_ in steps) <= STEP_SECONDS
+    engine.assert_empty()
