@@ -36,6 +36,7 @@ from traffic import Outcome, Traffic
 from vllm_kvmerge.evaluation.options import print_table
 
 MIB = 1 << 20
+VLLM_COMMAND = Path(__file__).with_name("vllm_command.py")
 MOST_AT_ONCE = 48
 """Requests that wait for an answer; more are sent later, on a machine that is too busy for the rate."""
 BLOCK_MINUTES = 5
@@ -139,23 +140,30 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(blocks: int, log: Path) -> Iterator[Server]:
-    """The demo model's server in float32, with blocks of 32 tokens, until it has been told to stop."""
+def serving(blocks: int, log: Path, stock: bool = False) -> Iterator[Server]:
+    """The demo model's server in float32, with blocks of 32 tokens, until it has been told to stop.
+
+    stock: vLLM's own server, without the plugin, and with as many blocks.
+    """
     from transformers import AutoConfig
 
     from vllm_kvmerge.demo import model_path
 
     model = AutoConfig.from_pretrained(model_path())
-    block_bytes = model.num_hidden_layers * model.num_key_value_heads * 32 * (2 * model.head_dim * 4 + 16)
+    metadata = 0 if stock else 16
+    block_bytes = model.num_hidden_layers * model.num_key_value_heads * 32 * (2 * model.head_dim * 4 + metadata)
     port = free_port()
     options = f"--port {port} --dtype float32 --max-model-len 2048 --enforce-eager --block-size 32"
-    command = [sys.executable, "-m", "vllm_kvmerge.cli", "serve", "demo", *options.split()]
+    ours = ["-m", "vllm_kvmerge.cli", "serve", "demo"]
+    vllm = [str(VLLM_COMMAND), "serve", model_path(), "--served-model-name", "demo"]
+    command = [sys.executable, *(vllm if stock else ours), *options.split()]
     command += ["--kv-cache-memory-bytes", str(blocks * block_bytes)]
     with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"TMPDIR": folder})
+        environment = os.environ | {"TMPDIR": folder} | ({"VLLM_PLUGINS": ""} if stock else {})
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         guard = subprocess.Popen([sys.executable, "-c", GUARD, str(process.pid)], stdin=subprocess.PIPE)
         try:
-            while "ready on" not in log.read_text():
+            while not re.search("ready on|Application startup complete", log.read_text()):
                 if process.poll() is not None:
                     raise RuntimeError(f"the server ended: {log.read_text()[-4000:]}")
                 time.sleep(0.5)
@@ -179,7 +187,7 @@ class Soak:
         self.server = server
         self.client = client
         self.arguments = arguments
-        self.traffic = Traffic(client, arguments.seed)
+        self.traffic = Traffic(client, arguments.seed, arguments.stock)
         self.samples: dict[str, list[Sample]] = {}
         self.sizes: list[tuple[float, float, float]] = []  # minute, MiB of metrics, MiB of shared memory
         self.start = time.monotonic()
@@ -299,7 +307,8 @@ def plot(path: Path, rows: list[Row], latency: list[dict[str, float]]) -> None:
 
 
 async def soak(server: Server, arguments: argparse.Namespace) -> tuple[Soak, str]:
-    limits = httpx.Limits(max_connections=2 * MOST_AT_ONCE)
+    # The server closes connections after five seconds without a request; one that is sent at that moment is lost.
+    limits = httpx.Limits(max_connections=2 * MOST_AT_ONCE, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
         run = Soak(server, client, arguments)
         return run, await run.run()
@@ -313,12 +322,15 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=81, help="of 32 tokens, in the pool; a request may take 64")
     parser.add_argument("--every", type=float, default=10, metavar="SECONDS", help="between samples")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--stock", action="store_true", help="vLLM without the plugin, and the requests without the field"
+    )
     parser.add_argument("--log", type=Path, default=Path("build/soak.log"), help="what the server prints")
     parser.add_argument("--plot", type=Path, default=Path("docs/images/soak.svg"))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/soak.json"))
     arguments = parser.parse_args()
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
-    with serving(arguments.blocks, arguments.log) as server:
+    with serving(arguments.blocks, arguments.log, arguments.stock) as server:
         run, metrics = asyncio.run(soak(server, arguments))
     rows = [run.row(name) for name in run.samples]
     latency, summary = run.latency(), totals(run.traffic.outcomes, metrics)

@@ -95,13 +95,17 @@ def random_fields(rng: np.random.Generator, policy: str, length: int) -> Body:
 
 
 class Traffic:
-    """Sends requests, and keeps what came of them. Answers to the same request must be the same each time."""
+    """Sends requests, and keeps what came of them. Answers to the same request must be the same each time.
 
-    def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
+    stock: to a server that knows nothing of compression, the same requests as plain ones.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, seed: int, stock: bool = False) -> None:
         self.outcomes: list[Outcome] = []
         self.answers: dict[int, str] = {}
         self._client = client
         self._seed = seed
+        self._stock = stock
         self._kinds: dict[Callable[[str, int, np.random.Generator], Awaitable[None]], float] = {
             self._plain: 0.12,
             self._compressed: 0.4,
@@ -118,6 +122,8 @@ class Traffic:
         rng = np.random.default_rng([self._seed, index])
         kinds = list(self._kinds)
         kind = kinds[rng.choice(len(kinds), p=list(self._kinds.values()))]
+        if self._stock and kind in (self._kept_context, self._refused):
+            return
         name, start = kind.__name__.strip("_").replace("_", " "), time.monotonic()
         try:
             await kind(name, index, rng)
@@ -141,9 +147,7 @@ class Traffic:
         async with httpx.AsyncClient(base_url=self._client.base_url, verify=False) as client:
             with suppress(httpx.ReadTimeout):
                 seconds = float(rng.uniform(0.01, 0.6))
-                await client.post(
-                    "/v1/completions", json={"model": "demo"} | body, timeout=httpx.Timeout(60, read=seconds)
-                )
+                await client.post("/v1/completions", json=self._json(body), timeout=httpx.Timeout(60, read=seconds))
         self.outcomes.append(Outcome(kind, start, time.monotonic() - start, 0, ""))
 
     async def _shared_context(self, kind: str, index: int, rng: np.random.Generator) -> None:
@@ -220,8 +224,14 @@ class Traffic:
         body = {"model": "demo", **body}
         await (self._stream(kind, body) if rng.random() < 0.5 else self._post(kind, "/v1/completions", body))
 
+    def _json(self, body: Body) -> Body:
+        sent = {"model": "demo"} | body
+        if self._stock:
+            sent.pop("kv_compression", None)
+        return sent
+
     async def _post(self, kind: str, path: str, body: Body, expected: tuple[int, ...] = (200,)) -> Any:
-        return await self._request(kind, lambda: self._client.post(path, json={"model": "demo"} | body), expected)
+        return await self._request(kind, lambda: self._client.post(path, json=self._json(body)), expected)
 
     async def _request(
         self, kind: str, call: Callable[[], Awaitable[httpx.Response]], expected: tuple[int, ...]
@@ -243,7 +253,7 @@ class Traffic:
         start, status, fault, events = time.monotonic(), 0, "", 0
         try:
             async with self._client.stream(
-                "POST", "/v1/completions", json={"model": "demo"} | body | {"stream": True}
+                "POST", "/v1/completions", json=self._json(body) | {"stream": True}
             ) as response:
                 status = response.status_code
                 async for line in response.aiter_lines():

@@ -181,6 +181,8 @@ def check_image(image: image_steps.Stage) -> None:
         done
         python3 -c "{ask}" || {{ tail -40 /tmp/log; exit 1; }}
         grep -o 'Starting vLLM server on .*' /tmp/log
+        grep -q libtcmalloc_minimal /proc/$server/maps
+        if grep 'libtcmalloc is not found' /tmp/log; then exit 1; fi
         kill -TERM $server; wait $server
         if touch /opt/vllm-kvmerge 2> /dev/null; then exit 1; fi
     """

@@ -73,8 +73,15 @@ class Engine:
     @property
     def compression(self):
         """The worker's."""
-        engine_core = self.llm.llm_engine.engine_core.engine_core
-        return engine_core.model_executor.driver_worker.worker.model_runner.compression
+        return self._runner.compression
+
+    @property
+    def model(self):
+        return self._runner.model
+
+    @property
+    def _runner(self):
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
     def assert_empty(self) -> None:
         """Every block but the null block is free, none is referenced, and nothing is remembered of any request."""

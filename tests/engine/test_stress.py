@@ -171,22 +171,41 @@ def assert_answers_alone(engine, jobs: list[Job], together: list[list[list[int]]
             try:
                 same = assert_same_or_tied(tokens, alone, name, params=job.params)
             except AssertionError:
-                tolerance = 4 * _own_difference(engine, job, alone.index)
+                tolerance = 4 * own_difference(engine, job, alone.index)
                 same = assert_same_or_tied(tokens, alone, name, max(tolerance, 1e-3), job.params)
             assert not same or job.abort_after is not None or len(tokens) == len(alone.token_ids), name
     engine.assert_empty()
 
 
-def _own_difference(engine, job: Job, sample: int) -> float:
-    """The largest difference of log-probabilities between an answer whose prompt is computed and the same answer with
-    the prompt from the prefix cache: of what rounding comes to, which a regression over entries makes 10,000 times as
-    large."""
-    assert engine.llm.reset_prefix_cache()
-    computed, cached = (engine.generate([job.prompt], job.params)[0].outputs[sample] for _ in range(2))
-    same = accumulate([True, *map(eq, computed.token_ids, cached.token_ids)], and_)
+def test_a_regression_magnifies_rounding(engine):
+    """Why two answers of one request may differ by more than rounding does in others."""
+    prompt = random_prompt(np.random.default_rng(170), 690)
+    fields = {"budget": 64, "context_tokens": 550, "interval": 4, "refresh": {"every": 20, "queries": 8}}
+    found = {}
+    for policy, extra in {"plain": None, "grkv": compression("grkv", **fields)}.items():
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2, extra_args=extra)
+        found[policy] = own_difference(engine, Job(prompt, params, None), 0)
+    print("largest difference of log-probabilities by the last bit of embeddings:", found)
+    assert found["plain"] < 1e-4 and found["grkv"] > 100 * found["plain"]
+
+
+def own_difference(engine, job: Job, sample: int) -> float:
+    """The largest difference of log-probabilities between an answer and the same answer with embeddings that differ in
+    their last bit: of what rounding comes to, which a regression over entries makes 10,000 times as large."""
+    embeddings = engine.model.model.embed_tokens.weight.data
+    kept = embeddings.clone()
+    exact = engine.generate([job.prompt], job.params)[0].outputs[sample]
+    try:
+        assert engine.llm.reset_prefix_cache()
+        embeddings *= 1 + 2.0**-23
+        rounded = engine.generate([job.prompt], job.params)[0].outputs[sample]
+    finally:
+        embeddings.copy_(kept)
+        assert engine.llm.reset_prefix_cache()
+    same = accumulate([True, *map(eq, exact.token_ids, rounded.token_ids)], and_)
     return max(
         abs(one[token].logprob - other[token].logprob)
-        for one, other, was_same in zip(computed.logprobs, cached.logprobs, same, strict=False)
+        for one, other, was_same in zip(exact.logprobs, rounded.logprobs, same, strict=False)
         if was_same
         for token in one.keys() & other.keys()
     )

@@ -14,6 +14,7 @@ COMMANDS = {
     "train-kvzap": "train a KVzap model, which predicts what to keep: vllm-kvmerge train-kvzap MODEL --output FOLDER",
     "doctor": "print versions, devices, operators in use, and what is not supported",
     "health": "ask the servers that run here whether they are well",
+    "size": "say how many requests fit: vllm-kvmerge size MODEL --context N --answer N",
     "policies": "list the policies and parts that a request can name",
 }
 """Summaries by the name of the command and its module, whose ``run`` takes the words after the name."""

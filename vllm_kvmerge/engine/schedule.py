@@ -137,8 +137,14 @@ class RequestCompression:
             if count is None or count >= self.context:
                 break
             counts.append(count)
-            segments = Segments(self.new_front(segments, count).entries, count, count)
+            _, segments = self.compressed(segments, count)
         return counts
+
+    def compressed(self, segments: Segments, num_tokens: int) -> tuple[FrontSize, Segments]:
+        """What a compression at ``num_tokens`` leaves, as far as counts tell. Raises PartError."""
+        front = self.new_front(segments, num_tokens)
+        places = front.places if front.share_blocks else 0
+        return front, Segments(front.entries, self.covered(segments, num_tokens), num_tokens, places)
 
     def next_compression(self, segments: Segments) -> int | None:
         """Number of computed tokens at which a cache of these segments is compressed next; None: never."""

@@ -1,0 +1,72 @@
+"""The programs of docs/tutorials against real servers: they print what the pages say."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.conftest import Server, serving
+from tests.server.test_readme import blocks, run_here
+
+pytestmark = pytest.mark.engine
+
+PAGES = Path(__file__).parents[2] / "docs/tutorials"
+
+
+def printed(name: str, server: Server, tmp_path: Path) -> tuple[list[str], list[str]]:
+    """Lines that the page's program prints, and those of the page."""
+    page = (PAGES / f"{name}.md").read_text()
+    (program,), (shown,) = blocks(page, "python"), blocks(page, "text")
+    file = tmp_path / "tutorial.py"
+    file.write_text(program.replace("http://127.0.0.1:8000", server.url))
+    return run_here(server, [f".venv/bin/python {file}"])[0].splitlines(), shown.splitlines()
+
+
+def numbers(lines: list[str], unit: str) -> list[float]:
+    return [float(one) for one in re.findall(rf"([\d.]+) {unit}", "\n".join(lines))]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """As the page on pressure starts it, with as many blocks: tests have twice the bytes of its dtype."""
+    (command,) = blocks((PAGES / "pressure.md").read_text(), "sh")
+    words = shlex.split(command.replace("\\\n", ""))[3:]
+    at = words.index("--kv-cache-memory-bytes") + 1
+    words[at] = str(int(words[at]) * 2)
+    with serving(*words) as ready:
+        yield ready
+
+
+def check_memory(found: list[str], shown: list[str]) -> None:
+    """These servers have float32, which takes other bytes; but in the same proportions."""
+    held, said = numbers(found, "MB"), numbers(shown, "MB")
+    assert held == pytest.approx([one * held[0] / said[0] for one in said], rel=0.05)
+
+
+def test_a_document(server: Server, tmp_path: Path) -> None:
+    found, shown = printed("document", server, tmp_path)
+    assert [line.split()[0] for line in found] == ["plain", "keydiff", "kvzip", "snapkv", "keepkv"]
+    right, said = numbers(found, "of 20 right"), numbers(shown, "of 20 right")
+    assert right[:3] == said[:3] == [20, 20, 20]
+    # What is close to a tie depends on the dtype, and on the processor.
+    assert right[3:] == pytest.approx(said[3:], abs=2) and max(right[3:]) < 8
+    check_memory(found, shown)
+
+
+def test_a_chat(server: Server, tmp_path: Path) -> None:
+    found, shown = printed("chat", server, tmp_path)
+    for lines in (found, shown):
+        plain, keydiff, keepkv = zip(*(re.findall("right|wrong", line) for line in lines), strict=True)
+        assert plain.count("right") >= 9 and keydiff.count("right") >= 8 and keepkv.count("right") <= 4
+    check_memory(found, shown)
+
+
+def test_pressure(server: Server, tmp_path: Path) -> None:
+    for lines in printed("pressure", server, tmp_path):
+        alone, together, opted_out = numbers(lines, "compressed")
+        # How many run at once, and how many are preempted, depends on how fast they arrive.
+        assert alone == opted_out == 0 and together > 6
+        assert numbers(lines, "preemptions")[0] == 0
+        assert lines[-1] == "under pressure: True"
