@@ -23,8 +23,6 @@ def register() -> None:
     takes is filled in: ``vllm serve`` goes on as ``vllm-kvmerge serve``. Everywhere else vLLM stays as it is, except
     that its server refuses the field ``kv_compression`` instead of ignoring it.
     """
-    if "vllm.engine.arg_utils" not in sys.modules:
-        return  # neither a server nor an engine is set up in this process
     try:
         from vllm_kvmerge.engine import compat
 

@@ -1,6 +1,8 @@
 """The unmodified command ``vllm serve``: with our part of ``additional_config`` it compresses, without it refuses the
 field and is otherwise stock."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -82,6 +84,23 @@ def test_a_stock_server_is_otherwise_itself(servers):
     mentioned = stock.complete('a text about "kv_compression": nothing else', max_tokens=2)
     assert mentioned["choices"][0]["finish_reason"] == "length"
     assert "vllm:kvmerge" not in httpx.get(stock.url + "/metrics", timeout=120).text
+
+
+PLUGINS_FIRST = """
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+from vllm.engine.arg_utils import EngineArgs
+
+arguments = EngineArgs({model!r}, dtype="float32", max_model_len=512, additional_config={{"kvmerge": {{}}}})
+print("scheduler:", arguments.create_engine_config().scheduler_config.scheduler_cls)
+"""
+
+
+def test_it_is_on_wherever_plugins_were_loaded_first():
+    program = PLUGINS_FIRST.format(model=demo.model_path())
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
+    assert ran.stdout.splitlines()[-1] == f"scheduler: {SCHEDULER_CLS}"
 
 
 def test_engine_arguments_are_completed_where_the_configuration_asks_for_it():

@@ -23,7 +23,6 @@ from prometheus_client import Gauge, multiprocess, values
 
 from vllm_kvmerge.engine.metric_files import MetricFile, MetricFiles
 from vllm_kvmerge.engine.processes import METRICS_DIR, end_with_parent
-from vllm_kvmerge.request.proof import PROOFS_KEY
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -94,6 +93,8 @@ PromptCheck = Callable[["EngineInput", "SamplingParams | PoolingParams"], None]
 
 def install_front_end(check_prompt: PromptCheck) -> None:
     """Prepares a process that admits requests, before the first one; ``check_prompt`` raises to refuse."""
+    from vllm_kvmerge.request.proof import PROOFS_KEY  # with all policies, which stock servers shall not wait for
+
     install()
     check_prompts(check_prompt)
     join_params(PROOFS_KEY)
