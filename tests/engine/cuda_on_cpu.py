@@ -151,7 +151,7 @@ def main() -> None:
     with spread_over(3) if os.environ.get("SPREAD") == "1" else nullcontext(Spread()) as spread:
         completions = [output.outputs[0] for output in generate(jobs)]
     turns = [[ask(*turn) for turn in chat] for chat in chats]
-    windows = [compression_of("local", budget=40, interval=8, positions=one) for one in ("text", "cache")]
+    windows = [compression_of("local", budget=40, interval=8, positions=one) for one in ("text", "cache") if chats]
     sampled = [generate([(list(range(20, 80)), extra, 12)], temperature=1.0, seed=7)[0].outputs[0] for extra in windows]
     outputs = [output for some in pressed for output in generate(some)]
     under_pressure = [

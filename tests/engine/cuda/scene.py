@@ -130,9 +130,7 @@ class Scene:
             s, row, tokens = request.sequence, request.row, slice(start, start + request.num_tokens)
             batch = AttentionBatch.single(s.blocks, request.num_tokens, s.seq_len, row.front, row.tail, row.update)
             batch = replace(batch, pages=row.pages)  # there is one layer
-            reference.paged_attention(
-                self.query[tokens], self.theirs, batch, SCALE, output[tokens], window=self.window
-            )
+            reference.paged_attention(self.query[tokens], self.theirs, batch, SCALE, output[tokens], window=self.window)
             start = tokens.stop
         return output[:start]
 

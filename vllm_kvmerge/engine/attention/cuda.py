@@ -100,9 +100,9 @@ def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> Atte
 
 @dataclass
 class CUDAAttentionMetadata(AttentionMetadata):
-    """parts: the batches that attention is called for. no_updates: as in ``GraphBatchBuffers``. readers: rows whose queries Python code stores or scores, as no
-    graph can. ring_places: places in ``rings`` of the queries of ``ring_tokens``, or of all tokens; None: no query is
-    kept."""
+    """parts: the batches that attention is called for. no_updates: as in ``GraphBatchBuffers``. readers: rows whose
+    queries Python code stores or scores, as no graph can. ring_places: places in ``rings`` of the queries of
+    ``ring_tokens``, or of all tokens; None: no query is kept."""
 
     parts: list[AttentionBatch]
     no_updates: Tensor

@@ -92,7 +92,8 @@ class _Call:
             self.query, *planes, output, *rows, *self.pages, self.softmax.sinks, buffers.get("partial", lse), lse,
             buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles, *self.query.stride()[:2],
             *output.stride()[:2], rows[0].stride(0), *cache.strides,
-            VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.split_constants, **plan.settings.launch,
+            VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.split_constants,
+            **plan.settings.launch,
         )  # fmt: skip
         return lse
 

@@ -278,8 +278,8 @@ def finish(
     """Combines splits, and updates scores from the kept logits; from keys again where these are in pages.
 
     Grid: tiles, heads, ``num_combined`` programs for a row of the tile each, then any number that share the entries.
-    SPLITS, LEAST, BLOCK_M, BLOCK_N and WINDOW: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a time,
-    of those whose logits were kept.
+    SPLITS, LEAST, BLOCK_M, BLOCK_N and WINDOW: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a
+    time, of those whose logits were kept.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
