@@ -64,8 +64,8 @@ class Case:
 
 CASES = {
     "gemma3": Case(write_gemma, SOME + OTHERS),
-    "gpt-oss": Case(partial(write_model, name="gpt-oss")),
-    "gemma3n": Case(write_gemma3n),
+    "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26),
+    "gemma3n": Case(write_gemma3n, num_blocks=26),
     "llama4": Case(write_llama4, has_graphs=False),
     "granite": Case(write_granite, options={"enable_prefix_caching": False}, has_graphs=False, shares=False),
 }
@@ -105,7 +105,7 @@ def test_tokens_of_the_cpu_runner(served, is_v2):
     assert result["logprobs"] == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
     assert len({token for tokens in result["tokens"] for token in tokens}) > 30  # what they read decides
     assert result["graphs"].get("captured", 0) == case.has_graphs * len(SIZES)
-    assert (result["graphs"].get("replayed", 0) > 5) == case.has_graphs
+    assert (result["graphs"].get("replayed", 0) > 2) == case.has_graphs
     assert result["preempted"] > 0 and result["paged_rows"] > 10 and (result["adopted"] > 1) == case.shares
     assert (result["is_v2"], result["free_rings"], result["states"]) == (is_v2, NUM_RINGS, [])
     assert result["lost_blocks"] == 0
