@@ -1,6 +1,7 @@
 """Requests of every kind at once, a hundred or more: no crash, no leak, no cross-talk."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, cycle
@@ -32,10 +33,14 @@ class Job:
 
 
 def draw_jobs(
-    rng: np.random.Generator, num_requests: int = NUM_REQUESTS, longest: int = 2000, num_logprobs: int = 2
+    rng: np.random.Generator,
+    num_requests: int = NUM_REQUESTS,
+    longest: int = 2000,
+    num_logprobs: int = 2,
+    of: Sequence[str] = POLICIES,
 ) -> list[Job]:
     shared = [random_prompt(rng, longest) for _ in range(5)]
-    policies = cycle(POLICIES)
+    policies = cycle(of)
     jobs = []
     for _ in range(num_requests):
         length = int(np.exp(rng.uniform(np.log(50), np.log(longest))))
