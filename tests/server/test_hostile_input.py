@@ -97,11 +97,18 @@ def check(server: Server, case: Any, seen: Counter[int]) -> None:
 
 
 def fuzz(server: Server, document: dict[str, Any], cases: int | None, seen: Counter[int]) -> None:
-    """About so many, spread over all operations, in both of Schemathesis' modes."""
+    """At least half of ``cases``, spread over all operations, in both of Schemathesis' modes; about half of ``FEW`` by
+    default."""
     schema = schemathesis.openapi.from_dict(document)
     operations = [one.ok() for one in schema.get_all_operations()]
     operations = [one for one in operations if one.path not in OTHERS]
     each = max(1, (cases or FEW) // 2 // (2 * len(operations)))
+    call_each(server, operations, each, cases is None, seen)
+    while cases and seen.total() < cases // 2:  # some operations have few cases to draw
+        call_each(server, operations, each, False, seen)
+
+
+def call_each(server: Server, operations: list[Any], each: int, is_fixed: bool, seen: Counter[int]) -> None:
     for operation in operations:
         for mode in schemathesis.GenerationMode:
             if mode is schemathesis.GenerationMode.NEGATIVE and not list(operation.body):
@@ -109,7 +116,7 @@ def fuzz(server: Server, document: dict[str, Any], cases: int | None, seen: Coun
 
             @settings(
                 max_examples=each,
-                derandomize=cases is None,
+                derandomize=is_fixed,
                 database=None,
                 suppress_health_check=list(HealthCheck),
                 deadline=None,
