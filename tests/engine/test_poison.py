@@ -45,7 +45,8 @@ def poisoned():
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
-        own = {"kvzap": demo.kvzap_path(), "debug_poison_freed": True}
+        # On a machine that is busy with other things, a compression takes longer than it may.
+        own = {"kvzap": demo.kvzap_path(), "debug_poison_freed": True, "max_compaction_seconds": 600.0}
         llm = LLM(
             **kvmerge_engine_args(
                 **engine_arguments(),

@@ -93,6 +93,7 @@ def run_together(engine, jobs: list[Job], rng: np.random.Generator) -> tuple[lis
             index = int(output.request_id)
             for answer in output.outputs:
                 tokens[index][answer.index] = list(answer.token_ids)
+                assert answer.finish_reason != "error", f"request {index}: {answer.stop_reason}, {jobs[index].params}"
             stop = jobs[index].abort_after
             if stop is not None and max(map(len, tokens[index])) >= stop and not output.finished:
                 core.abort_request([output.request_id])

@@ -38,6 +38,15 @@ OTHERS = {"/scale_elastic_ep"}
 FEW = 300
 """About as many requests in `make test`, over both documents, not drawn at random."""
 
+GENERATING = {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+}
+"""Routes whose answers are as long as the model allows unless a request says how long."""
+
 TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of")
 
 
@@ -79,7 +88,7 @@ def bounded(case: Any) -> None:
             value = case.body.get(name)
             if isinstance(value, int) and value > 4:
                 case.body[name] = 4
-        if case.operation.path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        if case.operation.path in GENERATING:
             case.body.setdefault("max_tokens" if "responses" not in case.operation.path else "max_output_tokens", 4)
 
 
