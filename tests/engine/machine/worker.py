@@ -81,11 +81,12 @@ class Sequence:
     """A request as the worker knows it.
 
     blocks: by group of layers. computed: tokens in the cache. values: what the slots of its tokens hold, by
-    position; in_windows: the same of layers with a window, whose keys may be turned. state: what its next token depends on. front: slots of its front. front_id: what those are. places: of
-    the plan that made it. began: first token that was computed since it was admitted. scored: first and end of the
-    tokens whose queries have been scored; kept: first of those whose queries are kept. repeated: parts of its
-    context whose repetition has been scored. complete: tokens in its complete cache. tracks: attention writes
-    scores into its front. has_failed: its last compression has. course: tokens at which it was compressed.
+    position; in_windows: the same of layers with a window, whose keys may be turned. state: what its next token
+    depends on. front: slots of its front. front_id: what those are. places: of the plan that made it. began: first
+    token that was computed since it was admitted. scored: first and end of the tokens whose queries have been
+    scored; kept: first of those whose queries are kept. repeated: parts of its context whose repetition has been
+    scored. complete: tokens in its complete cache. tracks: attention writes scores into its front. has_failed: its
+    last compression has. course: tokens at which it was compressed.
     """
 
     tokens: list[int]
