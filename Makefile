@@ -13,6 +13,7 @@
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
 # make dist    a source distribution and a wheel for PyPI in dist/, built, repaired and checked with their own tools
+# make try-wheel  after make dist: its wheel, installed in an environment of its own, serves; minutes, 1 GB
 # make sbom    after make dist: what the wheel brings with it on a CPU, in build/vllm-kvmerge.cdx.json (CycloneDX); 1 GB
 # make lock    packages with hashes for images and releases: docker/requirements-*.txt, .github/requirements-release.txt;
 #               ARGS=--upgrade for the newest of all, ARGS="--upgrade-package torch" for one
@@ -70,7 +71,7 @@ sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys
 endef
 export CHECK_OWNER
 
-.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist sbom lock fuzz soak
+.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz soak
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -160,6 +161,10 @@ dist: $(TOOLS)/.installed
 	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/auditwheel repair --wheel-dir dist build/dist/*-linux_*.whl
 	cp build/dist/*.tar.gz dist
 	$(TOOLS)/bin/twine check --strict dist/*
+
+try-wheel: setup
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest \
+		tests/deploy/test_wheel.py -m own_environment $(ARGS)
 
 # Of an environment that holds the packages of the CPU image and the wheel of dist/.
 sbom: $(TOOLS)/.installed

@@ -84,16 +84,18 @@ OURS = ("-m", "vllm_kvmerge.cli", "serve", "demo")
 def running(
     *options: str,
     command: Sequence[str] = OURS,
+    interpreter: str | Path = sys.executable,
     first: Callable[[], None] = end_with_tests,
     from_scratch: bool = False,
     **variables: str,
 ) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
     """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
 
-    command: words after the interpreter's name. first: what it does before anything else. from_scratch: whether its
-    processes import vLLM themselves, as a user's do. variables: more of its environment.
+    command: words after the interpreter's name. interpreter: of another environment; then from_scratch. first: what it
+    does before anything else. from_scratch: whether its processes import vLLM themselves, as a user's do. variables:
+    more of its environment.
     """
-    words = [sys.executable, *command, *OPTIONS, *options]
+    words = [str(interpreter), *command, *OPTIONS, *options]
     # Several of them share this machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
     # What an engine inside this process, or a command tried in it, has left: servers would count in one folder.
