@@ -31,13 +31,14 @@ from vllm_kvmerge.request.parameters import parse_compression
 
 RUN_BY = {
     "server/test_readme.py::test_the_request_of_the_readme": ["README.md [bash]"],
-    "policies/test_adding_a_policy.py::test_its_own_test_passes": ["docs/adding-a-policy.md [python]"],
+    "policies/test_adding_a_policy.py::test_its_test_passes": ["docs/adding-a-policy.md [python]"],
     "server/test_readme.py::test_the_commands_of_the_page_on_contexts": ["docs/contexts.md [bash]"],
     "server/test_server.py::test_the_documented_command_of_vllms_own_benchmark": ["docs/performance.md [bash]"],
     "server/test_readme.py::outputs": ["docs/quickstart.md [bash]"],
     "engine/test_async_llm.py::test_the_documented_program": ["docs/quickstart.md [python]"],
     "server/test_tutorials.py::test_a_chat": ["docs/tutorials/chat.md [python]"],
     "server/test_tutorials.py::test_a_document": ["docs/tutorials/document.md [python]"],
+    "server/test_tutorials.py::test_kubernetes": ["docs/tutorials/kubernetes.md [bash]"],
     "server/test_tutorials.py::test_pressure": ["docs/tutorials/pressure.md [python]"],
     "server/test_readme.py::test_the_command_of_the_page_on_verifying": ["docs/verify.md [bash]"],
     "server/test_readme.py::readme_server": ["make serve"],
@@ -47,7 +48,7 @@ RUN_BY = {
     "engine/test_sizing.py::test_the_command": ["vllm-kvmerge size"],
     "server/test_dashboard.py::test_promtool_agrees": ["cd deploy/prometheus && promtool"],
     "deploy/test_chart.py::test_documented_secrets": ["kubectl create secret"],
-    "deploy/test_chart.py::test_documented_installations": ["helm install"],
+    "deploy/test_chart.py::test_documented_installations": ["helm install", "helm upgrade"],
     "test_commands.py::test_configurations_are_read": ["sed s/fp8_e4m3"],
     "cli/test_doctor.py::test_a_server_that_would_be_refused": ["vllm-kvmerge doctor"],
     "cli/test_doctor.py::test_a_vllm_that_is_not_installed": ["vllm-kvmerge doctor --vllm"],
@@ -100,6 +101,7 @@ program, or page and language for whole blocks. Of several beginnings that fit, 
 RUN = {key: test for test, keys in RUN_BY.items() for key in keys}
 
 HOURS = "takes hours; options are parsed here, and its configuration is read"
+CLUSTER = "needs a cluster; the names of objects are checked by tests/server/test_tutorials.py"
 PACKAGES = "installs packages"
 NOT_RUN = {
     "make setup": "sets the environment up in which tests run",
@@ -123,9 +125,13 @@ NOT_RUN = {
     "for seed in 1 2; do .venv/bin/vllm-kvmerge eval": HOURS,
     "for seed in 0 1 2; do .venv/bin/vllm-kvmerge eval": HOURS,
     "docker build": "needs a container engine; make image-steps carries out its steps",
+    "docker push": "needs a registry",
     "docker run": "needs a container engine",
     "docker compose": "needs a container engine; the file is checked by tests/deploy/test_images.py",
     "export VLLM_API_KEY=$(openssl rand -hex 16)": "for the container engine",
+    "kubectl rollout": CLUSTER,
+    "kubectl port-forward": CLUSTER,
+    "export KEY=$(kubectl get secret": CLUSTER,
     "xdg-open http://127.0.0.1:8000/kvmerge/ui": "opens a window; tests/server/test_ui_browser.py opens the page",
 }
 """Commands, or their beginnings, and why no test runs them."""
@@ -199,7 +205,7 @@ def test_every_command_is_run_or_says_why_not():
 
 
 def test_what_is_not_in_the_table_is_found():
-    for command in ("vllm-kvmerge sizes", "make serves", "docs/none.md [bash]", "rm -r /"):
+    for command in ("vllm-kvmerge sizes", "make serves", "no page [bash]", "rm -r /"):
         assert entry(RUN, command, bare) is None and entry(NOT_RUN, command, one_line) is None
     assert entry(RUN, "A=1 .venv/bin/vllm-kvmerge doctor --vllm x", bare) == "vllm-kvmerge doctor --vllm"
     assert commands("a \\\nb  # c\n\nfor x in 1; do\n  d\ndone\ncurl -d '{\n}'\n") == [

@@ -96,13 +96,21 @@ def running(
     more of its environment.
     """
     words = [str(interpreter), *command, *OPTIONS, *options]
+    with logged(words, subprocess.Popen if from_scratch else preloaded.Popen, first, **variables) as all_of_it:
+        yield all_of_it
+
+
+@contextmanager
+def logged(
+    words: list[str], start: Any = subprocess.Popen, first: Callable[[], None] = end_with_tests, **variables: str
+) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
+    """A process with its log, as of ``running``. start: what makes it, as ``subprocess.Popen`` does."""
     # Several of them share this machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
     # What an engine inside this process, or a command tried in it, has left: servers would count in one folder.
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "PROMETHEUS_MULTIPROC_DIR"):
         environment.pop(name, None)
     environment |= variables
-    start = subprocess.Popen if from_scratch else preloaded.Popen
     process = start(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=first
     )
