@@ -70,6 +70,8 @@ other = Path(url.removeprefix("file://"))
 sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys.argv[1]))
 endef
 export CHECK_OWNER
+OWN = $(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
+	|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
 
 .PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz soak
 setup: $(STAMP)
@@ -84,8 +86,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 		|| $(call fail,no C++ compiler; install one (apt-get install g++) or name it: make setup CXX=clang++)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 		|| $(call fail,cannot create $(VENV); install the venv module (apt-get install python3-venv) or use VENV=DIR)
-	@$(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
-		|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
+	@$(OWN)
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; then \
 		$(PIP) --editable '.[dev]'; \
 	else \
@@ -101,6 +102,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 	@touch $@
 
 serve: setup
+	@$(OWN)
 	@echo "make serve: starting vLLM, which takes a minute or two; it is ready when a request to try is printed"
 	@VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)

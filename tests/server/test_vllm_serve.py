@@ -66,6 +66,7 @@ def test_compression_is_on_where_the_configuration_asks_for_it(servers):
         ("/v1/completions", {"prompt": PROMPT, "vllm_xargs": {"kv_compression": "{}"}}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "kv_compression": LOCAL}),
         ("/v1/responses", {"input": "a", "kv_compression": LOCAL}),
+        ("/v1/embeddings", {"input": "a", "kv_compression": LOCAL}),
         ("/v1/messages", {"messages": [], "max_tokens": 2, "kv_compression": LOCAL}),
     ],
 )
