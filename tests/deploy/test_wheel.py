@@ -81,7 +81,7 @@ def test_the_repaired_wheel_in_an_environment_of_its_own(
         where = [python, "-c", "import vllm_kvmerge; print(vllm_kvmerge.__file__)"]
         found = subprocess.run(where, stdout=subprocess.PIPE, text=True, check=True).stdout
         assert found.startswith(str(python.parents[1]))
-        command = [python.with_name("vllm-kvmerge"), "doctor", "demo", "--json"]
+        command = [python.with_name("vllm-kvmerge"), "doctor", "--json", "demo"]
         doctor = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
         assert doctor["operators"]["in use"].startswith("native"), doctor
         words = str(python.with_name("vllm-kvmerge")), "serve", "demo"
