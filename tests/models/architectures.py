@@ -95,7 +95,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Type of the configuration, and what differs from ``SIZES`` (None: what is left out), by name."""
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "Qwen3-Next (bfloat16)": {"dtype": "bfloat16"},
+    "Qwen3-Next (bfloat16)": {
+        "dtype": "bfloat16",
+        "additional_config": {"kvmerge": {"plain_attention": "vllm"}},  # which rounds as stock vLLM does
+    },
     **dict.fromkeys(("Granite 4, Mamba layers", "Falcon-H1"), {"enable_prefix_caching": False}),
 }
 """With which vLLM's CPU build runs the model, if not with any."""
