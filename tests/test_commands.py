@@ -326,7 +326,7 @@ def test_servers_could_start(monkeypatch):
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
 
 
-SMALL = "--documents", "1", "--prompt", "128", "--seed", "7"
+SMALL = "--documents", "1", "--prompt", "256", "--seed", "7"
 LESS = {
     ("vllm-kvmerge", "train-kvzap"): ("--num-texts", "2", "--epochs", "1", "--tokens-per-text", "50"),
     ("vllm-kvmerge", "eval", "attention"): (*SMALL, "--budget", "0.5", "--queries", "16", "--layers", "1"),
@@ -334,12 +334,12 @@ LESS = {
     ("vllm-kvmerge", "eval", "configs/eval/demo.yaml"): ("--samples", "1"),
     ("python", "-m", "vllm_kvmerge.evaluation.recall"): ("--prompts", "2", "--budget", "0.3", "--policies", "keydiff"),
     ("python", "-m", "vllm_kvmerge.evaluation.loss"): (
-        "--documents", "2", "--continuation", "32", "--budget", "0.3", "--policies", "snapkv",
+        "--documents", "2", "--prompt", "256", "--continuation", "32", "--budget", "0.3", "--policies", "snapkv",
     ),
     ("python", "-m", "vllm_kvmerge.evaluation.attention"): (
         *SMALL, "--budget", "0.5", "--queries", "16", "--policies", "snapkv",
     ),
-    ("python", "benchmarks/zip_heads.py"): ("--documents", "1", "--prompt", "128", "--budget", "32"),
+    ("python", "benchmarks/zip_heads.py"): ("--documents", "1", "--prompt", "256", "--budget", "64"),
     ("python", "benchmarks/uneven_budgets.py"): (
         "--prompt", "256", "--budget", "0.5", "--requests", "1", "--tokens", "4", "--repeats", "1", "--layers", "2",
     ),
