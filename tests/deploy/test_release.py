@@ -161,7 +161,8 @@ def test_the_cpu_images_packages_bring_all_that_they_need():
 
 def brought_by(name: str) -> set[str]:
     """The distribution, and all that it depends on here."""
-    found, to_do = set(), [name]
+    found: set[str] = set()
+    to_do = [name]
     while to_do:
         if (one := canonicalize_name(to_do.pop())) in found:
             continue
