@@ -330,7 +330,7 @@ SMALL = "--documents", "1", "--prompt", "256", "--seed", "7"
 LESS = {
     ("vllm-kvmerge", "train-kvzap"): ("--num-texts", "2", "--epochs", "1", "--tokens-per-text", "50"),
     ("vllm-kvmerge", "eval", "attention"): (*SMALL, "--budget", "0.5", "--queries", "16", "--layers", "1"),
-    ("vllm-kvmerge", "eval", "refresh"): (*SMALL, "--queries", "64", "--every", "16", "--policies", "snapkv"),
+    ("vllm-kvmerge", "eval", "refresh"): (*SMALL, "--queries", "64", "--every", "16", "--policies", "keepkv"),
     ("vllm-kvmerge", "eval", "configs/eval/demo.yaml"): ("--samples", "1"),
     ("python", "-m", "vllm_kvmerge.evaluation.recall"): ("--prompts", "2", "--budget", "0.3", "--policies", "keydiff"),
     ("python", "-m", "vllm_kvmerge.evaluation.loss"): (
