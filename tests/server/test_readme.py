@@ -148,11 +148,11 @@ def test_the_command_of_the_page_on_verifying(server):
 
 
 def test_an_evaluation_of_a_server(server, tmp_path, monkeypatch):
-    """The documented command, for one sample of each task."""
+    """The documented command, for one sample of each task, and few at a time: a compression has a limit of seconds."""
     (script,) = (text for text in blocks(ROOT / "docs/evaluation.md", "sh") if "--endpoint" in text)
     words = shlex.split(script.replace("http://127.0.0.1:8000", server.url))[1:]
     monkeypatch.chdir(ROOT)
-    assert main([*words, "--samples", "1", "--output", str(tmp_path / "out")]) == 0
+    assert main([*words, "--samples", "1", "--concurrency", "2", "--output", str(tmp_path / "out")]) == 0
     config = read_config(Path(words[1]), {})
     assert len((tmp_path / "out/results.jsonl").read_text().splitlines()) == len(cells_of(config))
 
