@@ -341,7 +341,7 @@ LESS = {
     ),
     ("python", "benchmarks/zip_heads.py"): ("--documents", "1", "--prompt", "256", "--budget", "64"),
     ("python", "benchmarks/uneven_budgets.py"): (
-        "--prompt", "256", "--budget", "0.5", "--requests", "1", "--tokens", "4", "--repeats", "1", "--layers", "2",
+        "--prompt", "256", "--budget", "0.5", "--tokens", "8", "--repeats", "1", "--layers", "2",
     ),
     ("python", "benchmarks/step_latency.py"): (
         "--length", "600", "--running", "2", "--budget", "128", "--policies", "snapkv", "--layers", "1",
