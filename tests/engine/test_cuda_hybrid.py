@@ -14,7 +14,7 @@ from tests.engine.full_graphs import SIZES
 from tests.engine.test_cuda_runners import TOLERANCE, on_cpu
 from tests.engine.test_hybrid import BYTES_PER_BLOCK, arguments, running
 from tests.models.architectures import write_model
-from tests.random_model import write_gemma, write_gemma3n, write_granite, write_llama4
+from tests.random_model import write_gemma, write_gemma3n
 from vllm_kvmerge import compression
 
 pytestmark = pytest.mark.engine
@@ -38,15 +38,11 @@ OTHERS: list[tuple[str, dict]] = [
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and what it is asked for. num_blocks: of the pool, too few for four requests. has_graphs: vLLM decodes
-    it with full graphs. shares: requests begin with what others have made of their contexts."""
+    """A model, and what it is asked for. num_blocks: of the pool, too few for four requests."""
 
     write: Callable[[Path], Path]
     policies: list[tuple[str, dict]] = field(default_factory=lambda: SOME)
-    options: dict = field(default_factory=dict)
     num_blocks: int = 32
-    has_graphs: bool = True
-    shares: bool = True
 
     def jobs(self) -> list:
         """(prompt, extra arguments, tokens to generate), more than run at once."""
@@ -59,15 +55,13 @@ class Case:
             found.append((prompt, extra, 12 if index % 2 else 8))
         # A context that another has compressed, with its window.
         context, extra = random_prompt(rng, 110), compression("adakv", budget=40, context_tokens=110)
-        return found + [(context + random_prompt(rng, 20)[1:], extra, 3) for _ in range(5 if self.shares else 1)]
+        return found + [(context + random_prompt(rng, 20)[1:], extra, 3) for _ in range(5)]
 
 
 CASES = {
     "gemma3": Case(write_gemma, SOME + OTHERS),
     "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26),
     "gemma3n": Case(write_gemma3n, num_blocks=26),
-    "llama4": Case(write_llama4, has_graphs=False),
-    "granite": Case(write_granite, options={"enable_prefix_caching": False}, has_graphs=False, shares=False),
 }
 
 
@@ -80,7 +74,7 @@ def served(request, tmp_path_factory) -> tuple[Case, Path, list]:
         SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, extra_args=extra)
         for _, extra, num_tokens in case.jobs()
     ]
-    with running(folder, **case.options) as engine:
+    with running(folder) as engine:
         outputs = engine.generate([prompt for prompt, *_ in case.jobs()], params)
         engine.assert_empty()
     return case, folder, [output.outputs[0] for output in outputs]
@@ -98,14 +92,12 @@ def test_tokens_of_the_cpu_runner(served, is_v2):
         "max_num_batched_tokens": 100,
         "kv_cache_memory_bytes": case.num_blocks * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
-        **case.options,
     }
-    result = on_cpu(arguments(folder, **options), case.jobs(), [], [], is_v2, case.has_graphs)
+    result = on_cpu(arguments(folder, **options), case.jobs(), [], [], is_v2)
     assert result["tokens"] == [list(one.token_ids) for one in expected]
     assert result["logprobs"] == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
     assert len({token for tokens in result["tokens"] for token in tokens}) > 30  # what they read decides
-    assert result["graphs"].get("captured", 0) == case.has_graphs * len(SIZES)
-    assert (result["graphs"].get("replayed", 0) > 2) == case.has_graphs
-    assert result["preempted"] > 0 and result["paged_rows"] > 10 and (result["adopted"] > 1) == case.shares
+    assert result["graphs"]["captured"] == len(SIZES) and result["graphs"]["replayed"] > 2
+    assert result["preempted"] > 0 and result["paged_rows"] > 10 and result["adopted"] > 1
     assert (result["is_v2"], result["free_rings"], result["states"]) == (is_v2, NUM_RINGS, [])
     assert result["lost_blocks"] == 0

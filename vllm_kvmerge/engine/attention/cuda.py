@@ -137,12 +137,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         self._shortest_chunk = shortest_chunk(num_heads // kv_cache_spec.num_kv_heads)
         self.rows: list[BatchRow] = []
         self.rings: QueryRings | None = None
-        max_rows = scheduler.max_num_seqs
-        if chunk_size := getattr(kv_cache_spec, "attention_chunk_size", None):
-            # vLLM makes a row of each chunk that a request computes tokens of: one that ends, one that begins, and
-            # those between.
-            max_rows = 2 * max_rows + scheduler.max_num_batched_tokens // chunk_size
-        self._buffers = GraphBatchBuffers(max_rows, device)
+        self._buffers = GraphBatchBuffers(scheduler.max_num_seqs, device)
         self._ring_places = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int64, device=device)
         self._keeps_nothing = False  # true if all of these places are ``nowhere``
 
