@@ -61,7 +61,6 @@ RUN_BY = {
         "python -m vllm_kvmerge.evaluation.recall",
         "python -m vllm_kvmerge.evaluation.loss",
         "python -m vllm_kvmerge.evaluation.attention",
-        "python benchmarks/uneven_budgets.py",
         "python benchmarks/step_latency.py",
         "python benchmarks/zip_heads.py",
         "for merger in drop",
@@ -117,6 +116,7 @@ NOT_RUN = {
     "mkdir -p build/prose/packages": "for the packages that follow",
     "apt-get download python3.11-doc postgresql-doc-15 sqlite3-doc rust-doc python-django-doc": PACKAGES,
     'for package in *.deb; do dpkg -x "$package" build/prose/packages; done': PACKAGES,
+    ".venv/bin/python benchmarks/uneven_budgets.py": "takes minutes; options are parsed here",
     ".venv/bin/python benchmarks/leaderboard.py": f"{HOURS}; it writes docs/leaderboard.md",
     "vllm-kvmerge eval configs/eval/long-prompts.yaml": HOURS,
     ".venv/bin/vllm-kvmerge eval configs/eval/eight-bits.yaml --output eval-results/eight-bits": HOURS,
@@ -340,9 +340,6 @@ LESS = {
         *SMALL, "--budget", "0.5", "--queries", "16", "--policies", "snapkv",
     ),
     ("python", "benchmarks/zip_heads.py"): ("--documents", "1", "--prompt", "256", "--budget", "64"),
-    ("python", "benchmarks/uneven_budgets.py"): (
-        "--prompt", "256", "--budget", "0.5", "--requests", "1", "--tokens", "4", "--repeats", "1", "--layers", "2",
-    ),
     ("python", "benchmarks/step_latency.py"): (
         "--length", "600", "--running", "2", "--budget", "128", "--policies", "snapkv", "--layers", "1",
     ),
