@@ -215,7 +215,8 @@ class CompressionSchedulerMixin(Scheduler):
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "incompatible_prompt")
         num_tokens = compression.context + compression.config.policy.tracker.num_repeated(compression.context)
         # The context's last block is not shared if it is not full. Both requests have windows.
-        needed = cdiv(num_tokens, self.block_size) + 1 + 2 * self._limits.window_slots(num_tokens) // self.block_size
+        block_size = self._manager.block_size
+        needed = cdiv(num_tokens, block_size) + 1 + 2 * self._limits.window_slots(num_tokens) // block_size
         pool = self.kv_cache_config.num_blocks - 1 - self._contexts.num_blocks
         if compression.context > compression.budget and needed > pool:
             message = f"repeating {compression.context} tokens takes {needed} blocks; allowed: up to {pool}"
@@ -461,9 +462,9 @@ class CompressionSchedulerMixin(Scheduler):
         self, request: Request, *longest_hit: int | None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         if isinstance(request, RepeatingRequest):
-            parent, num_shared = request.parent.request_id, request.context // self.block_size
-            shared = tuple(one.req_to_blocks[parent][:num_shared] for one in self._managers)
-            return self.kv_cache_manager.create_kv_cache_blocks(shared), num_shared * self.block_size, 0, False
+            parent, num_shared = request.parent.request_id, request.context // self.block_size * self.block_size
+            shared = tuple(one.req_to_blocks[parent][: num_shared // one.block_size] for one in self._managers)
+            return self.kv_cache_manager.create_kv_cache_blocks(shared), num_shared, 0, False
         # vLLM bounds hits if it returns the experts of all tokens: of those in a front, they are not known.
         is_bounded = any(bound is not None for bound in longest_hit)
         if not is_bounded and (front := self._sharing.first_front(request)) is not None:

@@ -11,6 +11,7 @@ from vllm_kvmerge.engine.reliance import installed, summary
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config.model_arch import ModelArchitectureConfig
 
 SUPPORTED_RELEASES = ((0, 32), (0, 33))
 SUPPORTED_RANGE = ">=0.32,<0.34"
@@ -71,6 +72,12 @@ def has_windows(model: "ModelConfig") -> bool:
 def has_states(model: "ModelConfig") -> bool:
     """True if some layers, of Mamba or linear attention, have a state of one size instead of keys and values."""
     return model.is_hybrid
+
+
+def full_layer(model: "ModelConfig") -> "ModelArchitectureConfig":
+    """Sizes of those layers that see all tokens; others may have heads of another size or number (Gemma 4)."""
+    types = _layer_types(model)
+    return model.model_arch_config[next((i for i, one in enumerate(types) if one in FULL_TYPES), 0)]
 
 
 def num_full_layers(model: "ModelConfig", parallel: "ParallelConfig") -> int:
@@ -351,11 +358,12 @@ def _check_cpu(cache: "CacheConfig", model: "ModelConfig") -> None:
     if cache.block_size is not None and cache.block_size % CPU_BLOCK_MULTIPLE:
         raise _unsupported("block_size", cache.block_size, f"allowed on CPU: multiples of {CPU_BLOCK_MULTIPLE}")
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if model.get_head_size() not in sizes:
-        allowed = ", ".join(map(str, sizes))
-        raise _unsupported("model", model.model, f"its head size is {model.get_head_size()}; allowed on CPU: {allowed}")
+    for head_size in (full_layer(model).head_size, model.get_head_size()):
+        if head_size not in sizes:
+            allowed = ", ".join(map(str, sizes))
+            raise _unsupported("model", model.model, f"its head size is {head_size}; allowed on CPU: {allowed}")
     if cache.cache_dtype in QUANTISED:
-        if model.get_head_size() % 32:
+        if full_layer(model).head_size % 32 or model.get_head_size() % 32:
             explanation = f"the model's head size is {model.get_head_size()}, and vLLM quantises multiples of 32 alone"
             raise _unsupported("kv_cache_dtype", cache.cache_dtype, explanation)
         if not torch.cpu._is_avx512_supported():

@@ -34,6 +34,9 @@ class MergeableImpl:
     interleaved: bool = False
     """Metadata lie within their blocks (``PagedKVCache.of``); set when the cache has been allocated."""
 
+    has_metadata: bool = True
+    """Likewise: there is room for metadata in the cache."""
+
     _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
     def refuse_features(
@@ -69,7 +72,12 @@ class MergeableImpl:
                 kv_cache = kv_cache.view(dtype)
                 scales = {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
             cache = PagedKVCache.of(
-                kv_cache, self.head_size, self.row_major_keys, **scales, interleaved=self.interleaved
+                kv_cache,
+                self.head_size,
+                self.row_major_keys,
+                **scales,
+                interleaved=self.interleaved,
+                has_metadata=self.has_metadata,
             )
             self._paged = allocation, cache
         return self._paged[1]
