@@ -144,6 +144,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_head_dim": 32,
             "linear_num_heads": 4,
             "num_local_experts": 4,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
         },
     ),
 }

@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionManager, compressed_group, window_blocks
+from vllm_kvmerge.engine.connectors import plain_part
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
@@ -28,6 +30,7 @@ from vllm_kvmerge.engine.metrics import (
     CacheGauges,
     count_compression,
     count_freed,
+    count_not_offloaded,
     count_refresh,
     count_relief,
     count_request,
@@ -141,6 +144,10 @@ class CompressionSchedulerMixin(Scheduler):
             is_async=isinstance(self, AsyncScheduler),
         )
         compat.watch_asked_blocks(coordinator, self._pressure.note_asked)
+        self._hidden: set[str] = set()
+        """Requests that a KV connector does not know."""
+        if self.connector is not None:
+            compat.keep_from_connector(self.connector, self._is_hidden)
         self._freed = FreedBlocks(self._manager.block_pool, self._manager) if options.debug_poison_freed else None
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
@@ -165,6 +172,9 @@ class CompressionSchedulerMixin(Scheduler):
             else:
                 if compression is not None:
                     self._compressions[request.request_id] = compression
+                    if self.connector is not None:
+                        self._hidden.add(request.request_id)
+                        count_not_offloaded(compression.config.name, self._engine)
             self._usage.begin(request, extra.get(USAGE_KEY), config)
         super().add_request(request)
 
@@ -285,10 +295,25 @@ class CompressionSchedulerMixin(Scheduler):
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
+        self._hidden.discard(request.request_id)
         params = self._usage.end(request.request_id, params)
         if cannot_be_spelled(request, self.structured_output_manager.backend):
             params = as_bad_request(params)
         return self._proofs.end(request, params), *others
+
+    # A KV connector, if there is one.
+
+    def _is_hidden(self, request: Request) -> bool:
+        return request.request_id in self._hidden or isinstance(request, RepeatingRequest)
+
+    def _build_kv_connector_meta(self, connector: KVConnectorBase_V1, output: SchedulerOutput) -> KVConnectorMetadata:
+        def is_hidden(request_id: str) -> bool:
+            return self._is_hidden(self.requests[request_id])
+
+        return super()._build_kv_connector_meta(connector, plain_part(output, is_hidden))
+
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        return (False, None) if self._is_hidden(request) else super()._connector_finished(request)
 
     # Scheduling of a step: first tokens, by vLLM, then the compressions that follow them.
 

@@ -233,7 +233,8 @@ class Compression:
             all_layers[name].impl.attach(all_layers[name], layer_names.index(owner))
         self.has_states = has_states(kv_cache_config)
         for layer in all_layers.values():
-            layer.impl.interleaved = self.has_states
+            # States need pages in one piece, and KV connectors copy pages.
+            layer.impl.interleaved = self.has_states or self._config.kv_transfer_config is not None
         for one in kv_cache_config.kv_cache_groups:
             # Cells of other layers are in proportion to their heads: where these are of another size, so are metadata.
             if isinstance(one.kv_cache_spec, WINDOW_SPECS):
