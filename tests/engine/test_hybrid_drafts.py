@@ -18,7 +18,8 @@ __all__ = ["folder"]  # a fixture
 
 def told() -> list[tuple[list[int], SamplingParams]]:
     """Requests of every kind, whose texts repeat themselves."""
-    return [(repetitive(index, len(prompt)), params) for index, (prompt, params) in enumerate(jobs())]
+    some = jobs()[::2]
+    return [(repetitive(index, len(prompt)), params) for index, (prompt, params) in enumerate(some)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def engine(folder: Path, expected: list[list[int]]) -> Iterator[Engine]:
         for name, value in THREADS.items():
             patch.setenv(name, value)
         forget_numba()
-        with running(folder, **DRAFTING) as engine:
+        with running(folder, logits_processors=[], **DRAFTING) as engine:
             yield engine
         forget_numba()
 

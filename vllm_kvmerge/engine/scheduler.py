@@ -306,11 +306,13 @@ class CompressionSchedulerMixin(Scheduler):
     def _is_hidden(self, request: Request) -> bool:
         return request.request_id in self._hidden or isinstance(request, RepeatingRequest)
 
-    def _build_kv_connector_meta(self, connector: KVConnectorBase_V1, output: SchedulerOutput) -> KVConnectorMetadata:
+    def _build_kv_connector_meta(
+        self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
         def is_hidden(request_id: str) -> bool:
             return self._is_hidden(self.requests[request_id])
 
-        return super()._build_kv_connector_meta(connector, plain_part(output, is_hidden))
+        return super()._build_kv_connector_meta(connector, plain_part(scheduler_output, is_hidden))
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         return (False, None) if self._is_hidden(request) else super()._connector_finished(request)
