@@ -38,7 +38,7 @@ def pytest_addoption(parser):
         "--vllm-library",
         choices=vllm_library.LIBRARIES,
         help="which of vLLM's libraries of CPU operators this process and those that it starts load; default: the one "
-        "that vLLM takes on this processor",
+        "that vLLM takes on this processor, without AMX",
     )
     parser.addoption("--operations", type=int, help="of the random schedules in tests/engine/test_machine.py")
     parser.addoption("--requests", type=int, help="of the stress in tests/engine/test_poison.py; default: 60")
@@ -62,7 +62,7 @@ def pytest_configure(config):
     if library is not None:
         cpu.LIBRARY = library.resolve()
         cpu.library()  # a build that cannot be loaded must not pass as one that is not there
-    chosen = config.getoption("--vllm-library", default=None)
+    chosen = config.getoption("--vllm-library", default=None) or vllm_library.default()
     if chosen is not None:
         try:
             folder = vllm_library.choose(chosen)

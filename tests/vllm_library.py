@@ -3,6 +3,9 @@
 vLLM asks PyTorch what the processor can do. Python runs ``sitecustomize`` from PYTHONPATH as each process starts: the
 one written here makes PyTorch answer as a lesser processor would.
 
+With AMX, vLLM's attention packs bfloat16 keys in a way of its own, which our cache does not, and products of matrices
+round otherwise beside other rows. So tests that compare tokens leave AMX unused, unless they are asked for it.
+
     python -m tests.vllm_library      the libraries that this processor can run, one a line
 """
 
@@ -13,8 +16,14 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = {"_C": ("avx512", "avx512_bf16", "amx_tile"), "_C_AVX512": ("avx512",), "_C_AVX2": ()}
-"""What each needs a processor to have, as PyTorch calls it; those that run on more leave it unused."""
+AMX = "_C_AMX"
+FEATURES = "avx512", "avx512_bf16", "amx_tile"
+LIBRARIES = {"_C": FEATURES[:2], AMX: FEATURES, "_C_AVX512": FEATURES[:1], "_C_AVX2": ()}
+"""What each needs a processor to have, as PyTorch calls it; on those that have more, this is left unused. ``_C_AMX`` is
+``_C`` where it may use AMX."""
+
+ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
+"""What oneDNN, which asks the processor itself, may use."""
 
 SITE = """
 import sys
@@ -39,13 +48,18 @@ def _has(feature: str) -> bool:
 
 @cache
 def runnable() -> list[str]:
-    """The libraries that this processor can run, the one that vLLM takes first; none where vLLM has no such choice.
+    """The libraries that this processor can run, the one that tests take first; none where vLLM has no such choice.
 
     To be asked before anything has been chosen.
     """
     if not torch.cpu._is_avx2_supported():
         return []
-    return [name for name, needs in LIBRARIES.items() if all(map(_has, needs[:2]))]
+    return [name for name, needs in LIBRARIES.items() if all(map(_has, needs))]
+
+
+def default() -> str | None:
+    """The library to choose where none is asked for; None: vLLM's own choice."""
+    return "_C" if AMX in runnable() else None
 
 
 def choose(library: str) -> tempfile.TemporaryDirectory[str]:
@@ -56,7 +70,9 @@ def choose(library: str) -> tempfile.TemporaryDirectory[str]:
     """
     if library not in runnable():
         raise ValueError(f"--vllm-library {library}: this processor cannot run it; allowed here: {runnable()}")
-    absent = [feature for feature in LIBRARIES["_C"] if feature not in LIBRARIES[library]]
+    absent = [feature for feature in FEATURES if feature not in LIBRARIES[library]]
+    if library == "_C":
+        os.environ[ONEDNN_ISA] = "AVX512_CORE_BF16"
     folder = tempfile.TemporaryDirectory(prefix="vllm-library-")
     site = SITE.format(absent=absent)
     (Path(folder.name) / "sitecustomize.py").write_text(site)

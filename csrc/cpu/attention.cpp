@@ -202,6 +202,11 @@ class Driver {
     a.total_queries = row.num_queries;
     a.tile_begin = piece * u.chunks_per_piece * kChunkTiles;
     a.tile_end = std::min(u.num_tiles, (piece + 1) * u.chunks_per_piece * kChunkTiles);
+    if (row.mode == ScoreMode::none) {  // otherwise what later tokens get is stored too, nothing as it is
+      const Tiles tiles(cache_, a.segments, u.head);
+      const int64_t seen = tiles.num_entries() - a.total_queries + a.first_query + a.num_queries;
+      a.tile_end = std::max(a.tile_begin, std::min(a.tile_end, tiles.up_to(seen)));
+    }
     a.query = from(row.query, a.first_query);
     a.scale = scale_;
     a.cap = softmax_.cap;

@@ -48,6 +48,12 @@ struct Tiles {
 
   int64_t num_entries() const { return segments.front + segments.seq_len - segments.tail; }
 
+  // How many of the tiles hold the first `entries`, at least one.
+  int64_t up_to(int64_t entries) const {
+    if (entries <= segments.front) return tile_of(entries - 1, cache.block_size) + 1;
+    return num_front + tile_of(segments.tail + entries - segments.front - 1, cache.block_size) + 1 - tail_first;
+  }
+
   Tile operator[](int64_t i) const {
     const bool front = i < num_front;
     const int64_t index = front ? i : tail_first + i - num_front;

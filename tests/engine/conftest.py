@@ -73,14 +73,14 @@ class Engine:
     @property
     def compression(self):
         """The worker's."""
-        return self._runner.compression
+        return self.runner.compression
 
     @property
     def model(self):
-        return self._runner.model
+        return self.runner.model
 
     @property
-    def _runner(self):
+    def runner(self):
         return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
     def assert_empty(self) -> None:

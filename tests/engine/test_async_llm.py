@@ -32,7 +32,7 @@ MAX_TOKENS = 24
 
 def run(words: list[str], **options) -> subprocess.CompletedProcess:
     environment = {key: value for key, value in os.environ.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    done = preloaded.run([sys.executable, *words], env=environment | {"PYTHONPATH": str(ROOT)}, **options)
+    done = preloaded.run([sys.executable, *words], env=environment, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

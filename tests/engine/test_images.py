@@ -15,7 +15,7 @@ from vllm import SamplingParams
 
 from tests import preloaded
 from tests.engine.conftest import Engine, run
-from tests.engine.test_vllm_features import BUDGET, INTERVAL, ROOT, compressed, random_text
+from tests.engine.test_vllm_features import BUDGET, INTERVAL, compressed, random_text
 from tests.random_model import SIZES
 from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY
@@ -139,7 +139,7 @@ def answer_on_stock_vllm() -> None:
 
 
 def test_plain_requests_equal_stock_vllm(engine, folder):
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run([sys.executable, "-c", PROGRAM], input=json.dumps(arguments(folder)), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = json.loads(done.stdout.split("FOUND", 1)[1])

@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from tests import preloaded
 from tests.engine.conftest import Engine
-from tests.engine.test_vllm_features import ROOT, compressed, random_text
+from tests.engine.test_vllm_features import compressed, random_text
 from tests.random_model import SIZES, write_llama
 from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
@@ -117,7 +117,7 @@ def answer_on_stock_vllm() -> None:
 
 
 def test_plain_requests_equal_stock_vllm(engine, folder):
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run([sys.executable, "-c", PROGRAM], input=json.dumps(arguments(folder)), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = json.loads(done.stdout.split("FOUND", 1)[1])

@@ -10,6 +10,8 @@ import pytest
 from tests import preloaded
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
 from vllm_kvmerge import compression
+from vllm_kvmerge.engine.attention import cpu
+from vllm_kvmerge.engine.attention.faster import Faster
 
 STOCK = """
 import json, sys
@@ -50,10 +52,22 @@ def greedy(**extra):
     return SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, **extra)
 
 
-def test_plain_requests_equal_stock_vllm(engine, stock_tokens):
+@pytest.mark.parametrize(
+    "faster", [Faster(), Faster(decode=0, chunk=0), Faster(decode=300), Faster(chunk=300)], ids=str
+)
+def test_plain_requests_equal_stock_vllm(engine, stock_tokens, faster, monkeypatch):
+    """Whichever operator attends for them, and where both do in one batch."""
+    runner, calls = engine.runner, []
+    (group,) = runner.attn_groups[runner.compression.group]
+    monkeypatch.setattr(group.get_metadata_builder(), "faster", faster)
+    for name in ("paged_attention", "stock_attention"):
+        owner = cpu if name == "paged_attention" else cpu.MergeableAttentionImpl
+        attend = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, name=name, attend=attend: calls.append(name) or attend(*args))
     prompts = prompts_of_many_lengths()
     assert engine.llm.reset_prefix_cache()
     assert engine.tokens(prompts, greedy()) == stock_tokens
+    assert ("paged_attention" in calls) == faster.is_ever and ("stock_attention" in calls) == (faster.decode != 0)
     engine.assert_empty()
 
 

@@ -311,9 +311,11 @@ def test_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(getattr(config, holder), field, value)
         assert f"={value} is not supported" in refusal(config) and "latents (MLA)" in refusal(config)
         monkeypatch.undo()
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
-    assert refusal(config).startswith("attention_backend=None is not supported") and "CPU_MLA" in refusal(config)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+        with_amx = refusal(vllm_config(tmp_path, DEEPSEEK, **kvmerge_engine_args()))
+        assert with_amx.startswith("attention_backend=None is not supported") and "CPU_MLA" in with_amx
+        check_config(vllm_config(tmp_path, DEEPSEEK, **kvmerge_engine_args(attention_backend="CPU_MLA")))
     assert "latent attention (MLA)" in refusal(cuda_config(tmp_path, DEEPSEEK))
 
 

@@ -22,7 +22,6 @@ from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 pytestmark = pytest.mark.engine
 
 BLOCK_SIZE, MAX_TOKENS, BUDGET, INTERVAL = 32, 40, 64, 8
-ROOT = Path(__file__).parents[2]
 PROGRAM = "from tests.engine import test_vllm_features; test_vllm_features.answer_on_stock_vllm()"
 
 
@@ -184,7 +183,7 @@ def answer_on_stock_vllm() -> None:
 
 @pytest.fixture(scope="module")
 def stock(folder: Path) -> dict[str, Any]:
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run([sys.executable, "-c", PROGRAM], input=json.dumps(arguments(folder)), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("FOUND", 1)[1])

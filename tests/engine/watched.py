@@ -8,12 +8,9 @@ import json
 import math
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from tests import preloaded
-
-ROOT = Path(__file__).parents[2]
 
 
 def answer(
@@ -21,7 +18,7 @@ def answer(
 ) -> list[dict[str, Any]]:
     """Of each request: reason why it finished; tokens; finite, of their log-probabilities; highest, of entries per KV
     head after a step, once it has been compressed; compressions, those that it went through."""
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     job = json.dumps([arguments, prompts, fields, max_tokens])
     done = preloaded.run([sys.executable, "-m", __name__], input=job, env=environment, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -156,7 +156,10 @@ SERVED_AS = {"Kimi K2": "kimi_k2"}
 """Types that are served as another one, by which Transformers knows them."""
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "Qwen3-Next (bfloat16)": {"dtype": "bfloat16"},
+    "Qwen3-Next (bfloat16)": {
+        "dtype": "bfloat16",
+        "additional_config": {"kvmerge": {"plain_attention": "vllm"}},  # which rounds as stock vLLM does
+    },
     **dict.fromkeys(("Granite 4, Mamba layers", "Falcon-H1"), {"enable_prefix_caching": False}),
 }
 """With which vLLM's CPU build runs the model, if not with any."""

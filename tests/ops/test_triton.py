@@ -55,7 +55,10 @@ def test_everything_in_the_interpreter():
     Left out: 40 query heads, and cells of 256 numbers in blocks of 16, which take the interpreter minutes, and
     rounding, which it does not do as GPUs do.
     """
-    files = [f"test_{name}.py" for name in ("operators", "rows", "index", "cpu", "head_pages", "triton_interpreted")]
+    files = [
+        f"test_{name}.py"
+        for name in ("operators", "rows", "index", "cpu", "head_pages", "large_pool", "triton_interpreted")
+    ]
     files.append("../engine/cuda/test_backend_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
     command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]

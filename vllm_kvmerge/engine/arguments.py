@@ -115,6 +115,10 @@ class PluginConfig(BaseModel):
     """Source of the page's example prompts, module:function; the function returns an object with a prompt and the
     answer to it. Default: none."""
 
+    plain_attention: Literal["faster", "vllm"] = "faster"
+    """On CPU: attention of requests that have not been compressed. faster: vLLM's operator or ours, for each number of
+    entries the one that took less time when the worker started; they round differently. vllm: always vLLM's."""
+
     debug_poison_freed: bool = False
     """For tests: blocks that nobody holds any more are filled with NaN, keys, values and metadata, so that whatever
     reads what another request has left shows it. Slower."""

@@ -394,6 +394,11 @@ def _check_latents(vllm_config: "VllmConfig") -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    backend = vllm_config.attention_config.backend  # from which the block size follows
+    if torch.cpu._is_amx_tile_supported() and backend is not AttentionBackendEnum.CPU_MLA:
+        name = backend.name if backend else None
+        what = "vLLM's backend for AMX keeps latents in another way; allowed for latents (MLA) on CPU: CPU_MLA"
+        raise _unsupported("attention_backend", name, what)
     if model.get_head_size() != CPU_LATENT_SIZE:
         explanation = f"its latents (MLA) hold {model.get_head_size()} numbers; allowed on CPU: {CPU_LATENT_SIZE}"
         raise _unsupported("model", model.model, explanation)
@@ -404,11 +409,6 @@ def _check_latents(vllm_config: "VllmConfig") -> None:
     if parallel.tensor_parallel_size > 1:
         what = "each worker would keep other latents of the same tokens; allowed for latents (MLA): 1"
         raise _unsupported("tensor_parallel_size", parallel.tensor_parallel_size, what)
-    backend = vllm_config.attention_config.backend
-    if torch.cpu._is_amx_tile_supported() and backend is not AttentionBackendEnum.CPU_MLA:
-        name = backend.name if backend else None
-        what = "vLLM's backend for AMX keeps latents in another way; allowed for latents (MLA) on CPU: CPU_MLA"
-        raise _unsupported("attention_backend", name, what)
 
 
 def _check_cuda(vllm_config: "VllmConfig") -> None:

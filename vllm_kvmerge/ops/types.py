@@ -459,9 +459,9 @@ class SequenceLayers:
 
     def scales(self, plane: str) -> Tensor | None:
         """``[H, 1, 1]`` float32: of the heads' keys or values; None: all are 1."""
-        scales = [self.layers[layer].scale_of(plane) for layer in self.layer.tolist()]
-        if all(scale == 1.0 for scale in scales):
+        if all(layer.scale_of(plane) == 1.0 for layer in self.layers):
             return None
+        scales = [self.layers[layer].scale_of(plane) for layer in self.layer.tolist()]
         by_layer = sent(torch.tensor(scales), self.device)
         return by_layer.repeat_interleave(self.layers[0].num_kv_heads)[:, None, None]
 

@@ -296,10 +296,12 @@ class CompressionPolicy(BaseModel):
 
     def _checked(self, budgets: Sequence[int], num_rows: int, context: CompressionContext) -> list[int]:
         """An allocator's budgets of rows, in whole numbers that rows can have. Raises ValueError."""
-        whole = [int(budget) + self.num_protected for budget in budgets]
+        protected = self.num_protected
+        whole = [int(budget) + protected for budget in budgets]
         if len(whole) != num_rows:
             raise ValueError(f"head_budgets must be {num_rows} numbers, got {len(whole)}")
-        return [min(max(budget, self.min_budget), context.capacity) for budget in whole]
+        least, most = self.min_budget, context.capacity
+        return [min(max(budget, least), most) for budget in whole]
 
     def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the

@@ -67,20 +67,23 @@ class MergeableImpl:
         """Views of the cache of ``layer``, whose attention this is, made once per allocation."""
         allocation = (kv_cache.data_ptr(), kv_cache.numel())
         if self._paged is None or self._paged[0] != allocation:
-            scales: dict[str, float] = {}
-            if (dtype := DTYPES.get(self.kv_cache_dtype)) is not None:
-                kv_cache = kv_cache.view(dtype)
-                scales = {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
-            cache = PagedKVCache.of(
-                kv_cache,
-                self.head_size,
-                self.row_major_keys,
-                **scales,
-                interleaved=self.interleaved,
-                has_metadata=self.has_metadata,
-            )
-            self._paged = allocation, cache
+            self._paged = allocation, self.view(layer, kv_cache)
         return self._paged[1]
+
+    def view(self, layer: Any, kv_cache: Tensor) -> PagedKVCache:
+        """Views of memory in the cache's shape."""
+        scales: dict[str, float] = {}
+        if (dtype := DTYPES.get(self.kv_cache_dtype)) is not None:
+            kv_cache = kv_cache.view(dtype)
+            scales = {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
+        return PagedKVCache.of(
+            kv_cache,
+            self.head_size,
+            self.row_major_keys,
+            **scales,
+            interleaved=self.interleaved,
+            has_metadata=self.has_metadata,
+        )
 
     def forget_cache(self) -> None:
         """Drops the views, so that the cache can be freed."""

@@ -1,10 +1,12 @@
 """The attention backend on the CPU, over a cache that carries its own metadata.
 
-Requests without a compressed front run on vLLM's own CPU operators over strided views of our cache, others on ours.
+Requests with a compressed front run on our operator. Others run on vLLM's own over strided views of our cache, or on
+ours where that is faster.
 """
 
 import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,21 +22,26 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.compressed import head_pages, rows_of_batch
-from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader
+from vllm_kvmerge.engine.attention.faster import DECODING, Attend, Faster, measure
+from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, QueryReader
 from vllm_kvmerge.engine.support import QUANTISED, UnsupportedConfigError
-from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, paged_attention
+from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, cell_bytes, paged_attention
+from vllm_kvmerge.ops.types import stored
+
+MEASURED_BYTES = 32 << 20
+"""Of the caches over which operators are compared: much of what a processor caches, as a model's layers are."""
 
 
 @dataclass
 class MergeableAttentionMetadata(CPUAttentionMetadata):
-    """vLLM's metadata for the plain rows, and the compressed rows beside it.
+    """vLLM's metadata for the rows that its operator attends for, and the rows of ours beside it.
 
-    plain_tokens: places of the plain rows' tokens in the batch; None if all rows are plain. pages: by layer, the heads'
-    pages of the compressed rows.
+    stock_tokens: places in the batch of the tokens of vLLM's rows; None if all rows are. pages: by layer, the heads'
+    pages of our rows.
     """
 
-    plain_tokens: Tensor | None = None
-    compressed: AttentionBatch | None = None
+    stock_tokens: Tensor | None = None
+    ours: AttentionBatch | None = None
     pages: list[HeadPages] | None = None
     readers: list[QueryReader] = field(default_factory=list)
 
@@ -61,13 +68,17 @@ def select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Commo
 
 
 class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
-    """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before."""
+    """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before.
+
+    faster: says which rows without a front are ours.
+    """
 
     isa: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rows: list[BatchRow] = []
+        self.faster = Faster()
 
     def _set_isa_to_layers(self, layer_names: list[str]) -> None:
         # "amx" packs K in tiles of its own; the cache holds K as "vec" and "vec16" pack it.
@@ -80,21 +91,70 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MergeableAttentionMetadata:
-        common = plain = common_attn_metadata
-        compressed = {i: row for i, row in enumerate(self.rows) if row.front > 0}
+        common = stock_part = common_attn_metadata
+        rows = self._our_rows(common)
         batch: AttentionBatch | None = None
-        plain_tokens: Tensor | None = None
-        if compressed:
-            batch, plain_tokens = rows_of_batch(common, compressed), torch.empty(0, dtype=torch.int64)
-            plain_rows = [i for i in range(common.num_reqs) if i not in compressed]
-            if plain_rows:
-                plain, plain_tokens = select_rows(common, plain_rows)
-        stock = super().build(common_prefix_len, plain, fast_build)
+        stock_tokens: Tensor | None = None
+        if rows:
+            batch, stock_tokens = rows_of_batch(common, rows), torch.empty(0, dtype=torch.int64)
+            stock_rows = [i for i in range(common.num_reqs) if i not in rows]
+            if stock_rows:
+                stock_part, stock_tokens = select_rows(common, stock_rows)
+        stock = super().build(common_prefix_len, stock_part, fast_build)
         readers = [QueryReader.of(common, i, row) for i, row in enumerate(self.rows) if row.reads_queries]
-        pages = head_pages(list(compressed.values()))
-        ours = MergeableAttentionMetadata(**vars(stock), plain_tokens=plain_tokens, compressed=batch, pages=pages)
+        pages = head_pages(list(rows.values()))
+        ours = MergeableAttentionMetadata(**vars(stock), stock_tokens=stock_tokens, ours=batch, pages=pages)
         ours.readers = readers
         return ours
+
+    def _our_rows(self, common: CommonAttentionMetadata) -> dict[int, BatchRow]:
+        """Rows that our operator attends for, by their place in the batch."""
+        rows = {i: row for i, row in enumerate(self.rows) if row.front > 0}
+        if self.faster.is_ever:
+            lengths = common.query_start_loc_cpu.diff().tolist(), common.seq_lens.tolist()
+            for i, (num_queries, seq_len) in enumerate(zip(*lengths, strict=True)):
+                if i not in rows and self.faster.takes(num_queries, seq_len):
+                    rows[i] = PLAIN
+        return rows
+
+    def measure(self, layer: Any) -> Faster:
+        """Compares both operators on ``layer``, one of this group's, over caches of random numbers."""
+        impl, spec = layer.impl, self.kv_cache_spec
+        cell = cell_bytes(spec.head_size, spec.dtype) // spec.dtype.itemsize
+        block_bytes = spec.num_kv_heads * spec.block_size * cell * spec.dtype.itemsize
+        num_blocks = max(1, MEASURED_BYTES // block_bytes)
+        memory = torch.zeros(num_blocks, spec.num_kv_heads, spec.block_size, cell, dtype=spec.dtype)
+        cache = impl.view(layer, memory)
+        for plane in (cache.keys, cache.values):
+            plane.copy_(stored(torch.randn(plane.shape), plane.dtype))
+        blocks = torch.randperm(num_blocks, dtype=torch.int32)
+
+        def sides(num_queries: int, seq_len: int) -> tuple[Attend, Attend] | None:
+            width = -(-seq_len // spec.block_size)
+            rows = min(num_blocks // width, DECODING if num_queries == 1 else 1)
+            if rows == 0:
+                return None
+            starts = torch.arange(0, (rows + 1) * num_queries, num_queries, dtype=torch.int32)
+            common = CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=torch.full((rows,), seq_len, dtype=torch.int32),
+                num_reqs=rows,
+                num_actual_tokens=rows * num_queries,
+                max_query_len=num_queries,
+                max_seq_len=seq_len,
+                block_table_tensor=blocks[: rows * width].view(rows, width),
+                slot_mapping=torch.empty(0, dtype=torch.int64),
+            )
+            query = torch.randn(rows * num_queries, impl.num_heads, impl.head_size).to(self.dtype)
+            output, batch = torch.empty_like(query), rows_of_batch(common, dict.fromkeys(range(rows), PLAIN))
+            stock = MergeableAttentionMetadata(**vars(super(MergeableAttentionBuilder, self).build(0, common)))
+            return (
+                partial(paged_attention, query, cache, batch, impl.scale, output, impl.softmax),
+                partial(impl.stock_attention, layer, query, cache, stock, output),
+            )
+
+        return measure(sides)
 
 
 class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
@@ -141,15 +201,15 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         is_owner = self.kv_sharing_target_layer_name is None
         for reader in metadata.readers if is_owner else ():
             reader.read(self.layer_index, query, cache, self.scale, softmax)
-        if metadata.plain_tokens is None:
+        if metadata.stock_tokens is None:
             num_tokens = metadata.num_actual_tokens
-            self._plain_attention(layer, query[:num_tokens], cache, metadata, output[:num_tokens])
+            self.stock_attention(layer, query[:num_tokens], cache, metadata, output[:num_tokens])
             return output
-        if len(metadata.plain_tokens):
-            plain_output = torch.empty_like(output[: len(metadata.plain_tokens)])
-            self._plain_attention(layer, query[metadata.plain_tokens], cache, metadata, plain_output)
-            output[metadata.plain_tokens] = plain_output
-        batch = metadata.compressed
+        if len(metadata.stock_tokens):
+            stock_output = torch.empty_like(output[: len(metadata.stock_tokens)])
+            self.stock_attention(layer, query[metadata.stock_tokens], cache, metadata, stock_output)
+            output[metadata.stock_tokens] = stock_output
+        batch = metadata.ours
         assert batch is not None
         if not is_owner:
             batch = replace(batch, score_modes=torch.zeros_like(batch.score_modes))
@@ -158,7 +218,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         paged_attention(query, cache, batch, self.scale, output, softmax)
         return output
 
-    def _plain_attention(
+    def stock_attention(
         self, layer: Any, query: Tensor, cache: PagedKVCache, metadata: MergeableAttentionMetadata, output: Tensor
     ) -> None:
         """vLLM's own operator over strided views of our cache."""

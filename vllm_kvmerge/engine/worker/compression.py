@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,9 @@ def position_shift(config: CompressionConfig, state: RequestState) -> int:
     return state.front - state.tail if config.positions == "cache" else 0
 
 
+@lru_cache(maxsize=256)
 def parse_known(text: str) -> CompressionConfig:
-    """A configuration that the scheduler has parsed before."""
+    """A configuration that the scheduler has parsed before; the same text comes with every compression."""
     config = parse_compression(text)
     assert config is not None
     return config

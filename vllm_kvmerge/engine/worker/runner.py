@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import SamplerOutput
@@ -11,9 +12,13 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_kvmerge.engine.arguments import plugin_config
+from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
 from vllm_kvmerge.engine.blocks import with_equal_blocks
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compression import Compression, set_batch_rows
+
+logger = init_logger(__name__)
 
 
 class CompressionRunnerMixin(GPUModelRunner):
@@ -93,6 +98,16 @@ class CompressionRunnerMixin(GPUModelRunner):
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
     """vLLM's CPU model runner with compression."""
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        if plugin_config(self.vllm_config).plain_attention == "vllm":
+            return
+        for group in self.attn_groups[self.compression.group]:
+            builder = group.get_metadata_builder()
+            if isinstance(builder, MergeableAttentionBuilder):
+                builder.faster = builder.measure(self.compression.layers[group.layer_names[0]])
+                logger.info("Requests without a compressed front: %s", builder.faster)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         # vLLM verifies drafts even in a step without any, where it fails if a request has a top_k.

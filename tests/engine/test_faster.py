@@ -1,0 +1,50 @@
+"""Which operator attends for requests without a front on the CPU."""
+
+import pytest
+
+from vllm_kvmerge.engine.attention import faster
+from vllm_kvmerge.engine.attention.faster import CHUNK, LENGTHS, NEVER, Faster, measure
+
+
+class Clock:
+    """Time passes only while operators run."""
+
+    def __init__(self, ours, stock, longest: int) -> None:
+        self.now, self.costs, self.longest = 0.0, (ours, stock), longest
+
+    def sides(self, num_queries: int, seq_len: int):
+        if seq_len > self.longest:
+            return None
+        return tuple(lambda cost=cost: self.run(cost(num_queries, seq_len)) for cost in self.costs)
+
+    def run(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("ours", "longest", "expected"),
+    [
+        (lambda queries, length: 0.5 * length, 1 << 20, Faster(LENGTHS[0], LENGTHS[0] - CHUNK // 2)),
+        (lambda queries, length: 0.97 * length, 1 << 20, Faster()),  # no more than measurements differ
+        (lambda queries, length: 300.0 + 0.5 * length, 1 << 20, Faster(1024, 1024 - CHUNK // 2)),
+        (lambda queries, length: 300.0 + 0.5 * length, 512, Faster()),
+        (lambda queries, length: (0.5 if queries == 1 else 2.0) * length, 1 << 20, Faster(decode=LENGTHS[0])),
+        # Faster at some length, but not from there on.
+        (lambda queries, length: (0.5 if length <= 256 else 2.0) * length, 1 << 20, Faster()),
+        (lambda queries, length: 0.5 * length, 16, Faster()),
+    ],
+)
+def test_ours_is_taken_from_where_it_is_faster_on(ours, longest, expected, monkeypatch):
+    clock = Clock(ours, lambda queries, length: float(length), longest)
+    monkeypatch.setattr(faster, "perf_counter", lambda: clock.now)
+    assert measure(clock.sides) == expected
+
+
+def test_rows_by_their_own_numbers_alone():
+    both = Faster(decode=100, chunk=300)
+    assert [both.takes(1, length) for length in (99, 100)] == [False, True]
+    # Of a chunk as long as the text, a query sees half.
+    assert [both.takes(400, length) for length in (400, 499, 500)] == [False, False, True]
+    assert both.is_ever and Faster(chunk=5).is_ever and not Faster().is_ever
+    assert not Faster().takes(1, NEVER - 1)
+    assert str(Faster()) == "vLLM's operator" and "one query over 100" in str(both) and "chunk over 300" in str(both)
