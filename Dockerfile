@@ -14,8 +14,7 @@ COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY configs configs
 COPY csrc csrc
 COPY vllm_kvmerge vllm_kvmerge
-# The plugin's own wheel and nothing else: all that it depends on comes with vLLM, whose versions must stay. A wheel that
-# is called -any has no native operators: compiling them failed.
+# The plugin's own wheel. A wheel that is called -any has no native operators: compiling them failed.
 RUN uv build --no-cache --python python3 --wheel --out-dir /wheels \
         --build-constraints /tmp/requirements-build.txt --require-hashes . \
     && ls /wheels/vllm_kvmerge-*-py3-none-linux_*.whl
@@ -28,10 +27,14 @@ LABEL org.opencontainers.image.title="vllm-kvmerge" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
+COPY docker/requirements-cuda.txt /tmp/
 COPY --from=builder /wheels /wheels
-RUN uv pip install --no-cache --system --break-system-packages --no-deps /wheels/*.whl \
+# And what it depends on and vLLM does not bring (make lock); the versions of all else must stay.
+RUN uv pip install --no-cache --system --break-system-packages --no-deps --require-hashes \
+        --requirement /tmp/requirements-cuda.txt \
+    && uv pip install --no-cache --system --break-system-packages --no-deps /wheels/*.whl \
     && rm -r /wheels \
-    && python3 -I -c "from vllm_kvmerge.ops import cpu; print(cpu.levels())" \
+    && python3 -I -c "import vllm_kvmerge.policies; from vllm_kvmerge.ops import cpu; print(cpu.levels())" \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvmerge \
     && install --directory --owner=kvmerge --group=kvmerge /models
 COPY docker/serve-cuda.yaml /etc/vllm-kvmerge/serve.yaml

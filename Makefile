@@ -13,6 +13,7 @@
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
 # make dist    a source distribution and a wheel for PyPI in dist/, built, repaired and checked with their own tools
+# make try-wheel  after make dist: its wheel, installed in an environment of its own, serves; minutes, 1 GB
 # make sbom    after make dist: what the wheel brings with it on a CPU, in build/vllm-kvmerge.cdx.json (CycloneDX); 1 GB
 # make lock    packages with hashes for images and releases: docker/requirements-*.txt, .github/requirements-release.txt;
 #               ARGS=--upgrade for the newest of all, ARGS="--upgrade-package torch" for one
@@ -69,8 +70,10 @@ other = Path(url.removeprefix("file://"))
 sys.exit(url.startswith("file://") and other.exists() and not other.samefile(sys.argv[1]))
 endef
 export CHECK_OWNER
+OWN = $(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
+	|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
 
-.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist sbom lock fuzz soak
+.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz soak
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -83,8 +86,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 		|| $(call fail,no C++ compiler; install one (apt-get install g++) or name it: make setup CXX=clang++)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 		|| $(call fail,cannot create $(VENV); install the venv module (apt-get install python3-venv) or use VENV=DIR)
-	@$(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
-		|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
+	@$(OWN)
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; then \
 		$(PIP) --editable '.[dev]'; \
 	else \
@@ -100,6 +102,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 	@touch $@
 
 serve: setup
+	@$(OWN)
 	@echo "make serve: starting vLLM, which takes a minute or two; it is ready when a request to try is printed"
 	@VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
@@ -161,6 +164,10 @@ dist: $(TOOLS)/.installed
 	cp build/dist/*.tar.gz dist
 	$(TOOLS)/bin/twine check --strict dist/*
 
+try-wheel: setup
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest \
+		tests/deploy/test_wheel.py -m own_environment $(ARGS)
+
 # Of an environment that holds the packages of the CPU image and the wheel of dist/.
 sbom: $(TOOLS)/.installed
 	$(PYTHON) -m venv --clear --without-pip build/sbom
@@ -183,6 +190,7 @@ lock: $(TOOLS)/.installed
 		| $(COMPILE) - --output-file docker/requirements-build.txt
 	$(COMPILE) pyproject.toml --extra cpu $(if $(TORCH_INDEX),$(INDEX) --index-strategy unsafe-best-match) \
 		$(addprefix --no-emit-package ,torchvision torchaudio torchcodec) --output-file docker/requirements-cpu.txt
+	echo greenlet | $(COMPILE) - --constraints docker/requirements-cpu.txt --output-file docker/requirements-cuda.txt
 
 # The address sanitizer must be in the process first. Python and PyTorch never free some of what they allocate, so leaks
 # are not looked for. Left out are tests that call none of the native operators, and those of vLLM's beside them, which

@@ -12,8 +12,9 @@ HEADS_TIMES_LAYERS = NUM_LAYERS * _CONFIG["num_key_value_heads"]
 
 
 def bytes_per_block(config: dict = _CONFIG, itemsize: int = 4) -> int:
-    """Of all layers of a model: keys and values of ``itemsize`` bytes a number, and the metadata."""
-    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+    """Of a model's layers that see all tokens: keys and values of ``itemsize`` bytes a number, and the metadata."""
+    layers = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    heads = layers.count("full_attention") * config["num_key_value_heads"]
     return heads * BLOCK_SIZE * (2 * config["head_dim"] * itemsize + 16)
 
 

@@ -51,8 +51,8 @@ def test_for_people(capsys, monkeypatch):
 def test_a_server_that_would_be_refused(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert report(capsys, str(tmp_path))[0] == 0
-    status, found = report(capsys, str(tmp_path), "--kv-cache-dtype", "fp8_inc")
-    assert status == 1
+    assert main(["doctor", str(tmp_path), "--kv-cache-dtype", "fp8_inc", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
     assert found["problems"] == [found["server"]["fault"]]
     assert found["server"]["fault"].startswith("kv_cache_dtype=fp8_inc is not supported: ")
     assert report(capsys, "/no/such/model")[1]["problems"] == ["no model in /no/such/model: there is no such folder"]

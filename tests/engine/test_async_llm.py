@@ -2,23 +2,21 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK
+from tests.documented import ROOT, blocks
 from tests.engine.conftest import NUM_BLOCKS, engine_arguments, random_prompt
 from tests.engine.generating_async import ABANDONED
 from vllm_kvmerge import compression
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 FIELDS = [
     {"policy": "keepkv", "budget": 64},
     None,
@@ -82,11 +80,7 @@ def test_a_mistake_is_raised_to_who_asked(found):
 
 
 def test_the_documented_program(tmp_path):
-    (code,) = (
-        text
-        for text in re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/quickstart.md").read_text(), re.M | re.S)
-        if "AsyncLLM" in text
-    )
+    (code,) = (text for text in blocks(ROOT / "docs/quickstart.md", "python") if "AsyncLLM" in text)
     script = tmp_path / "program.py"
     script.write_text(code)
     plain, compressed, expected = run([str(script)]).stdout.splitlines()[-3:]

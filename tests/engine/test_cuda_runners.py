@@ -172,6 +172,27 @@ def under_pressure(engine) -> list:
     return [[list(one.outputs[0].token_ids), one.kv_transfer_params[REPORT_KEY]["compressions"]] for one in outputs]
 
 
+def on_cpu(
+    arguments: dict,
+    jobs: list,
+    chats: list,
+    pressed: list,
+    is_v2: bool = False,
+    has_graphs: bool = True,
+    is_spread: bool = False,
+) -> dict:
+    """What ``cuda_on_cpu`` finds."""
+    settings = {"VLLM_USE_V2_MODEL_RUNNER": is_v2, "FULL_GRAPHS": has_graphs, "SPREAD": is_spread}
+    done = preloaded.run(
+        [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
+        input=json.dumps([arguments, jobs, chats, pressed]),
+        env=os.environ | {name: str(int(value)) for name, value in settings.items()},
+        from_scratch=is_v2,  # Triton's interpreter is chosen before anything imports Triton
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("RESULT", 1)[1])
+
+
 @pytest.mark.parametrize("is_spread", [False, True], ids=["at once", "spread"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_pressure):
@@ -188,23 +209,14 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
     }
-    environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_v2)), "FULL_GRAPHS": "1"}
-    environment |= {"SPREAD": str(int(is_spread))}
-    done = preloaded.run(
-        [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
-        input=json.dumps(
-            [
-                arguments,
-                [job for job, _ in asked],
-                [[turn.asked for turn in turns] for turns in chats],
-                pressed() if under_pressure else [],
-            ]
-        ),
-        env=environment,
-        from_scratch=is_v2,  # Triton's interpreter is chosen before anything imports Triton
+    result = on_cpu(
+        arguments,
+        [job for job, _ in asked],
+        [[turn.asked for turn in turns] for turns in chats],
+        pressed() if under_pressure else [],
+        is_v2=is_v2,
+        is_spread=is_spread,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.split("RESULT", 1)[1])
     assert result.pop("tokens") == [list(one.token_ids) for _, one in asked]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for _, one in asked], abs=TOLERANCE)
     check_chats(chats, result.pop("turns"))
@@ -245,13 +257,7 @@ def test_a_cache_of_8_bits():
         "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": 2 * NUM_BLOCKS * bytes_per_block(itemsize=1),
     }
-    done = preloaded.run(
-        [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
-        input=json.dumps([arguments, jobs, [], []]),
-        env=os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.split("RESULT", 1)[1])
+    result = on_cpu(arguments, jobs, [], [], has_graphs=False)
     plain, unchanged = result["tokens"][:2], result["tokens"][2:4]
     assert plain == unchanged and all(len(tokens) == 24 for tokens in result["tokens"])
     assert result["tokens"][4:6] != plain

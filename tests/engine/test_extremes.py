@@ -13,19 +13,18 @@ from vllm import SamplingParams
 from tests.engine.conftest import Engine, random_prompt, run
 from tests.engine.watched import answer
 from tests.presets import SMALL
-from tests.random_model import write_llama
+from tests.random_model import SIZES, write_llama
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.plan import CompressionPlan, attached_step
 from vllm_kvmerge.engine.spreading import STEP_SECONDS
+from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.limits import Compression
 from vllm_kvmerge.request.parameters import parse_compression
 
-POLICIES = sorted(set(PRESETS) - {"kvzap"})
-"""kvzap needs a model of its own."""
-
-MERGING = sorted(name for name in POLICIES if PRESETS[name].merger != "drop")
+MERGING = sorted(name for name in PRESETS if PRESETS[name].merger != "drop")
+POLICIES = sorted(PRESETS)
 LENGTH, BUDGET, INTERVAL = 150, 64, 32
 
 ARGUMENTS: dict[str, Any] = {
@@ -51,8 +50,13 @@ def test_keys_and_values_of_extreme_norm(tmp_path: Path, dtype: str, of_keys: fl
     for name, weight in weights.items():
         weight.mul_(of_keys if "k_proj" in name else of_values if "v_proj" in name else 1.0)
     save_file(weights, file, {"format": "pt"})
-    fields = [{"policy": name, "budget": BUDGET, "interval": 8} for name in POLICIES]
-    arguments = {"model": str(tmp_path), "dtype": dtype, "max_model_len": 512, **ARGUMENTS}
+    surrogate = SurrogateConfig(
+        input_dim=SIZES["hidden_size"], output_dim=SIZES["num_key_value_heads"], n_modules=SIZES["num_hidden_layers"]
+    )
+    Surrogate(surrogate, surrogate.modules()).save(tmp_path / "kvzap")
+    own = {"kvmerge": {"kvzap": str(tmp_path / "kvzap")}}
+    fields = [SMALL.get(name, {}) | {"policy": name, "budget": BUDGET, "interval": 8} for name in POLICIES]
+    arguments = {"model": str(tmp_path), "dtype": dtype, "max_model_len": 512, "additional_config": own, **ARGUMENTS}
     found = answer(arguments, prompts(len(fields) + 1), [{"policy": "full"}, *fields], 40, timeout=500)
     for name, one in zip(["full", *POLICIES], found, strict=True):
         assert (one["tokens"], one["finite"], one["reason"]) == (40, 40, "length"), name

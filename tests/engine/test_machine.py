@@ -42,6 +42,8 @@ EVENTS = (
     "resets that succeed",
     "blocks zeroed",
     "prefix-cache hits",
+    "blocks of windows copied",
+    "windows turned",
 )
 """What must come about in a run, or it proves little."""
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests import preloaded
+from tests.documented import ROOT, blocks
 from tests.processes import end_with_tests
 from vllm_kvmerge.engine.processes import METRICS_DIR, METRICS_PREFIX
 
@@ -41,8 +41,7 @@ if __name__ == "__main__":
     time.sleep(600)
 """
 
-ROOT = Path(__file__).parents[2]
-(_, OFFLINE, _) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/quickstart.md").read_text(), re.M | re.S)
+(_, OFFLINE, _) = blocks(ROOT / "docs/quickstart.md", "python")
 THEN_WAIT = """
     import json, psutil, time
     print("PIDS" + json.dumps([one.pid for one in psutil.Process().children(recursive=True)]), flush=True)

@@ -1,14 +1,13 @@
 """What ``vllm-kvmerge size`` says, beside what an engine holds."""
 
 import json
-import re
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from tests.documented import ROOT, fences
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
 from vllm_kvmerge.cli import main
@@ -107,8 +106,9 @@ def test_no_request_fits_where_one_prompt_does_not():
 
 def test_the_command(capsys, monkeypatch):
     """The documented one prints what the documentation says."""
-    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
-    command, printed = re.search(r"```\n(vllm-kvmerge size .*?)```\n\n```\n(.*?)```", page, re.S).groups()
+    page = fences(ROOT / "docs/operations.md")
+    (at,) = (number for number, (_, text) in enumerate(page) if text.startswith("vllm-kvmerge size"))
+    (_, command), (_, printed) = page[at : at + 2]
     monkeypatch.setenv("COLUMNS", "80")
     words = shlex.split(command.replace("\\\n", ""))[1:]
     assert main(words) == 0

@@ -10,12 +10,12 @@ from tests.engine.conftest import random_prompt
 from tests.engine.test_recall import test_recall_on_fresh_prompts  # noqa: F401
 from tests.engine.test_stress import assert_same_or_tied, draw_jobs, run_together
 from tests.gpu.compare import assert_all_close, assert_close
+from tests.gpu.setting import POLICIES
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.recall import evaluate
-from vllm_kvmerge.policies import PRESETS
 
-POLICIES = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv"]
+OFTEN = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv"]
 BLOCK_SIZE = 32
 
 
@@ -37,10 +37,10 @@ def test_every_preset_end_to_end(engine):
     prompts = [recall.draw_prompt(rng, 512, 8) for _ in range(20)]
     (full,) = evaluate(engine.llm, prompts, ["full"], 1.0)
     assert full.exact >= 0.95
-    full, *roomy = evaluate(engine.llm, prompts[:4], ["full", *sorted(PRESETS)], 1.0)
+    full, *roomy = evaluate(engine.llm, prompts[:4], ["full", *POLICIES], 1.0)
     for score in roomy:
         assert (score.exact, score.digits) == (full.exact, full.digits), score.policy
-    for score in evaluate(engine.llm, prompts, sorted(PRESETS), 0.3):
+    for score in evaluate(engine.llm, prompts, POLICIES, 0.3):
         if score.policy in STRONG:
             assert score.exact >= 0.4, score
         else:
@@ -83,7 +83,7 @@ def test_a_budget_with_room_changes_nothing(engine, setting, expected, is_exceed
     jobs = []
     for index, (prompt, _) in enumerate(setting.plain_jobs()):
         budget = max(40, len(prompt)) if is_exceeded else setting.longest + setting.num_tokens
-        policy = POLICIES[index % len(POLICIES)]
+        policy = OFTEN[index % len(OFTEN)]
         jobs.append((prompt, compression(policy, budget=budget, interval=setting.num_tokens)))
     found = engine.run(jobs, setting.num_tokens)
     assert_all_close(found, expected["vllm"], setting.against_vllm, "roomy")
@@ -130,7 +130,8 @@ def test_the_prefix_cache_is_as_plain_requests_leave_it(engine, setting, policy)
     cold = engine.generate([prompt], engine.params(1))[0]
     assert cold.num_cached_tokens == 0
     left_by_plain = hashes()
-    assert len(left_by_plain) == length // BLOCK_SIZE
+    in_full_layers = length // BLOCK_SIZE
+    assert len(left_by_plain) > in_full_layers if setting.has_windows else len(left_by_plain) == in_full_layers
     (whole,) = engine.run([(prompt, None)], setting.num_tokens)
     for hits in (False, True):  # the compressed request's own blocks, or those that a plain one has left
         assert engine.llm.reset_prefix_cache()
@@ -148,7 +149,8 @@ def test_requests_of_every_kind_at_once(engine, setting):
     """Preempted, aborted, sharing prompts, compressed by any policy or none: as alone, and no block is lost."""
     rng = np.random.default_rng(20)
     num_requests = 100 if setting.is_on_gpu else 8
-    jobs = draw_jobs(rng, num_requests, 3500 if setting.is_on_gpu else setting.longest, num_logprobs=5)
+    longest = 3500 if setting.is_on_gpu else setting.longest
+    jobs = draw_jobs(rng, num_requests, longest, num_logprobs=5, of=POLICIES)
     together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()
     assert num_preemptions > 0, "the pool is too large to test preemption"
@@ -166,7 +168,7 @@ def test_aborted_requests_leave_nothing(engine, setting, steps):
     """While the prompt is computed, at its compression, and in the middle of decoding."""
     rng = np.random.default_rng(steps)
     core = engine.llm.llm_engine
-    for policy in [*POLICIES[:3], "morphkv"]:
+    for policy in [*OFTEN[:3], "morphkv"]:
         extra = compression(policy, budget=max(40, setting.longest // 6), interval=4)
         prompt = {"prompt_token_ids": random_prompt(rng, setting.longest)}
         core.add_request(policy, prompt, engine.params(50, extra))
@@ -195,6 +197,6 @@ def test_decoding_runs_no_python_attention(engine, setting, policy, monkeypatch)
     assert engine.llm.reset_prefix_cache()
     monkeypatch.setattr(CUDAAttentionImpl, "forward", counted)
     engine.run([(prompt, extra)], num_tokens)
-    num_layers = len(engine.runner.compression.compactor.layers)
+    num_layers = len(engine.runner.compression.layers)
     assert num_layers <= len(calls) <= 3 * num_layers, f"{len(calls)} calls for {num_layers} layers"
     engine.assert_empty()

@@ -15,7 +15,10 @@ from vllm_kvmerge.policies import PRESETS
 
 RUNNERS = ("v1", "v2")
 DTYPES = {"float32": 4, "bfloat16": 2}
-SMALL_NUM_BLOCKS = 11
+POLICIES = sorted(set(PRESETS) - {"kvzap"})
+"""All but the one that reads hidden states, which compiled models do not show."""
+SMALL_NUM_BLOCKS, NUM_BESIDE_WINDOWS = 11, 30
+"""Without a GPU, for a few requests at a time; some blocks are of layers with a window, where there are such."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,26 @@ class Setting:
             return Tolerance(most=1.5, mean=0.15)
         return Tolerance(most=3e-2, mean=3e-3) if self.is_on_gpu else Tolerance(most=1e-3, mean=1e-4)
 
+    @cached_property
+    def config(self) -> dict:
+        """The model's."""
+        return json.loads((Path(self.model) / "config.json").read_text())
+
+    @property
+    def has_windows(self) -> bool:
+        return "sliding_attention" in self.config.get("layer_types", [])
+
     @property
     def engine(self) -> dict:
         """Arguments of any engine with this model."""
-        config = json.loads((Path(self.model) / "config.json").read_text())
-        size = bytes_per_block(config, DTYPES[self.dtype])
+        size = bytes_per_block(self.config, DTYPES[self.dtype])
         common = engine_arguments() | {"model": self.model, "dtype": self.dtype}
         if self.is_on_gpu:
             # Several engines are on the GPU at a time: vLLM asks for this share of it before it looks at the rest.
             return common | {"kv_cache_memory_bytes": NUM_BLOCKS * size, "gpu_memory_utilization": 0.3}
         small = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 100}
-        return common | small | {"kv_cache_memory_bytes": SMALL_NUM_BLOCKS * size}
+        num_blocks = NUM_BESIDE_WINDOWS if self.has_windows else SMALL_NUM_BLOCKS
+        return common | small | {"kv_cache_memory_bytes": num_blocks * size}
 
     def prompts(self, count: int) -> list[list[int]]:
         """Of many lengths, some with a common beginning."""
@@ -94,7 +106,7 @@ class Setting:
 
     def compressed_jobs(self) -> list[tuple[list[int], dict | None]]:
         """Prompts with every preset, compressed at the prompt's end and while they generate, and plain ones between."""
-        presets = sorted(PRESETS)
+        presets = POLICIES
         if not self.is_on_gpu:
             presets = [name for name in presets if name in ("keepkv", "morphkv", "grkv", "h2o", "adakv", "zsmerge")]
         rng = np.random.default_rng(2)

@@ -17,17 +17,16 @@ import torch
 
 from tests.gpu.setting import DTYPES, RUNNERS, Setting
 from tests.processes import end_with_tests
-from tests.random_model import write_llama
+from tests.random_model import write_gemma, write_llama
 from vllm_kvmerge import demo
 
 pytestmark = pytest.mark.engine
 
 CHECKS = Path(__file__).with_name("serving_checks.py")
 ROOT = CHECKS.parents[2]
-LLAMA_128 = {
+HEADS_OF_128 = {
     "hidden_size": 512,
     "intermediate_size": 1024,
-    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "head_dim": 128,
     "initializer_range": 0.06,
@@ -52,8 +51,9 @@ def generated(setting: Setting, jobs: list, is_stock: bool) -> list:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
-    llama = write_llama(tmp_path_factory.mktemp("llama"), **LLAMA_128)
-    return {"demo": demo.model_path(), "llama": str(llama)}
+    llama = write_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=3, **HEADS_OF_128)
+    gemma = write_gemma(tmp_path_factory.mktemp("gemma"), sliding_window=500, **HEADS_OF_128)
+    return {"demo": demo.model_path(), "llama": str(llama), "gemma": str(gemma)}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def check(setting: Setting, folder: Path, *options: str, start: Callable = subpr
 @needs_gpu
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", ["demo", "llama"])
+@pytest.mark.parametrize("model", ["demo", "llama", "gemma"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_on_a_gpu(runner, model, dtype, models, with_expected, tmp_path):
     setting = with_expected(Setting(runner, models[model], dtype, is_on_gpu=True))

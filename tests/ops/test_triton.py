@@ -91,6 +91,7 @@ def run_all(
     batch = AttentionBatch(table, *[numbers] * 6, torch.zeros(rows), num_queries)
     triton.paged_attention(query, pages, batch, 0.1, query.clone())
     if has_pages:
+        triton.paged_attention(query, pages, batch, 0.1, query.clone(), window=100)
         tables = PageTables((pages, pages), 1, torch.zeros(rows, dtype=torch.int64))
         triton.paged_attention(query, pages, replace(batch, tables=tables), 0.1, query.clone())
     if only_attention:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.entries import gather_entries
-from tests.ops.conftest import CacheMaker, batch_of, padded
+from tests.ops.conftest import CacheMaker, batch_of, padded, softmax_of
 from tests.ops.test_cpu import UPDATES, relative_error
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, reference
@@ -77,6 +77,25 @@ def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
     (scores, aux), (expected_scores, expected_aux) = live(ours, sequences), live(theirs, sequences)
     assert relative_error(scores, expected_scores) < 1e-4
     assert torch.equal(aux, expected_aux)
+
+
+@pytest.mark.parametrize("window", [1, 100, 1000])
+@pytest.mark.parametrize(("dtype", "lens"), [(torch.float32, [1, 1]), (torch.float8_e4m3fn, [3, 40])], ids=str)
+def test_triton_attends_in_a_window(dtype, lens, window):
+    """In splits and tiles that begin with it, as captured graphs are padded."""
+    maker = CacheMaker(window, 2, 64, 16, dtype)
+    sequences = [
+        maker.sequence(0, max(0, n - length - window + 1), n) for n, length in zip((1800, 45), lens, strict=True)
+    ]
+    batch = batch_of(sequences, lens, [None, None])
+    batch = replace(batch, tails=torch.zeros_like(batch.tails))
+    theirs, ours = copies(maker, row_major=True)
+    query = maker.randn(sum(lens), 8, 64).to(maker.query_dtype)
+    expected, actual = torch.full((2, *query.shape), torch.nan)
+    softmax = softmax_of(maker, "capped-sinks", 2, 4)
+    reference.paged_attention(query, theirs, batch, 0.2, expected, softmax, window)
+    triton.paged_attention(query, ours, padded(batch, max(lens)), 0.2, actual, softmax, window)
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("bound", [1, 40])

@@ -1,6 +1,10 @@
 """A request's ``kv_compression``: what is accepted, and what is said about what is not."""
 
+import gc
 import json
+import tracemalloc
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -476,3 +480,23 @@ def test_absurdly_nested_values_are_refused(as_text):
     text = '{"policy": ' * 3000 + "1" + "}" * 3000
     with pytest.raises(CompressionError):
         parse_compression(text if as_text else value)
+
+
+def test_what_is_kept_of_parsed_requests_does_not_grow_for_long():
+    """Requests of 1,500 kinds: the newest are kept, some 2 MiB of them; and the models that check fields."""
+    tracemalloc.start()
+    try:
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for budget in range(1000, 2500):
+            parse_compression({"policy": "h2o", "budget": budget})
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 4 << 20
+    finally:
+        tracemalloc.stop()
+    for policy, merger in product(sorted(PRESETS), sorted(PARTS["merger"])):
+        with suppress(CompressionError):
+            parse_compression({"policy": policy, "budget": 900, "merger": merger})
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, type) and one.__name__.endswith("Request")]
+    assert 50 < len([one for one in kept if "merger" in getattr(one, "model_fields", ())]) < 200

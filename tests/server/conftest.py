@@ -84,23 +84,33 @@ OURS = ("-m", "vllm_kvmerge.cli", "serve", "demo")
 def running(
     *options: str,
     command: Sequence[str] = OURS,
+    interpreter: str | Path = sys.executable,
     first: Callable[[], None] = end_with_tests,
     from_scratch: bool = False,
     **variables: str,
 ) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
     """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
 
-    command: words after the interpreter's name. first: what it does before anything else. from_scratch: whether its
-    processes import vLLM themselves, as a user's do. variables: more of its environment.
+    command: words after the interpreter's name. interpreter: of another environment; then from_scratch. first: what it
+    does before anything else. from_scratch: whether its processes import vLLM themselves, as a user's do. variables:
+    more of its environment.
     """
-    words = [sys.executable, *command, *OPTIONS, *options]
+    words = [str(interpreter), *command, *OPTIONS, *options]
+    with logged(words, subprocess.Popen if from_scratch else preloaded.Popen, first, **variables) as all_of_it:
+        yield all_of_it
+
+
+@contextmanager
+def logged(
+    words: list[str], start: Any = subprocess.Popen, first: Callable[[], None] = end_with_tests, **variables: str
+) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
+    """A process with its log, as of ``running``. start: what makes it, as ``subprocess.Popen`` does."""
     # Several of them share this machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
     # What an engine inside this process, or a command tried in it, has left: servers would count in one folder.
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "PROMETHEUS_MULTIPROC_DIR"):
         environment.pop(name, None)
     environment |= variables
-    start = subprocess.Popen if from_scratch else preloaded.Popen
     process = start(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=first
     )

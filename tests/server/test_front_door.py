@@ -20,12 +20,14 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.documented import ROOT, blocks, commands
 from tests.server.conftest import ONE_PROCESS_PER_ENGINE, Server, serving, wait_until
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.request.nesting import MAX_DEPTH
 
 pytestmark = pytest.mark.engine
 
+OPERATIONS = ROOT / "docs/operations.md"
 KEY = "open sesame"
 MAX_BODY = 1 << 20
 OPEN = {"/health", "/ping", "/metrics"}
@@ -44,14 +46,11 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of this machine's own."""
+    """Of this machine's own, made by the documented command."""
     folder = tmp_path_factory.mktemp("tls")
-    path = folder / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    files = ["-keyout", str(folder / "key.pem"), "-out", str(path)]
-    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*command, *names, *files], check=True, capture_output=True)
-    return path
+    (script,) = (text for text in blocks(OPERATIONS, "sh") if text.startswith("openssl req"))
+    subprocess.run(["bash", "-c", commands(script)[0]], cwd=folder, check=True, capture_output=True)
+    return folder / "certificate.pem"
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +106,15 @@ def test_every_route_asks_for_the_key(guarded: Server, client: httpx.Client, rou
         assert client.request(method, path).status_code not in (401, 500), path
     # As vLLM does: a browser asks so before it sends a request with the key.
     assert httpx.options(guarded.url + "/invocations").status_code == 405
+
+
+def test_the_documented_request_over_tls(guarded: Server, certificate: Path) -> None:
+    (script,) = (text for text in blocks(OPERATIONS, "sh") if text.startswith("openssl req"))
+    *_, request = commands(script)
+    assert request.startswith("curl --cacert")
+    request = request.replace("Bearer secret", f"Bearer {KEY}").replace(":8000", f":{httpx.URL(guarded.url).port}")
+    done = subprocess.run(["bash", "-c", request], cwd=certificate.parent, check=True, capture_output=True, text=True)
+    assert [model["id"] for model in json.loads(done.stdout)["data"]] == ["demo"]
 
 
 def test_a_websocket_asks_for_the_key(guarded: Server) -> None:

@@ -18,13 +18,13 @@ import pytest
 
 from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK, HEADS_TIMES_LAYERS
+from tests.documented import ROOT, blocks
 from tests.server.conftest import wait_until
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.request.recommended import recommendations
 
-PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
-BENCHMARKS = re.findall(r"^```bash\n(.*?)^```", PERFORMANCE.read_text(), re.M | re.S)
+BENCHMARKS = blocks(ROOT / "docs/performance.md", "bash")
 POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
 
 

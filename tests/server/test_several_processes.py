@@ -16,10 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.documented import ROOT, blocks, commands
 from tests.server.conftest import ONE_PROCESS_PER_ENGINE, Server, serving, wait_until
+from tests.server.test_readme import run_here
 
 pytestmark = pytest.mark.engine
 
+PAGE = ROOT / "docs/several-processes.md"
 ENGINES = ("0", "1")
 ENGINE_HEADER = "X-data-parallel-rank"
 """With it, a request names its engine; without, vLLM's balancer chooses."""
@@ -108,6 +111,17 @@ def test_each_engine_answers_and_counts_as_one_alone(servers, expected, engine):
     found, grown = run(servers, engine)
     assert found == texts
     assert grown == {(name, policy, engine): number for (name, policy), number in numbers.items()}
+
+
+def test_the_documented_requests(servers):
+    """Those of the page, with the second engine named."""
+    (script,) = (text for text in blocks(PAGE, "sh") if "curl" in text)
+    _, ask, count = commands(script)
+    before = servers.metric("vllm:kvmerge_requests_total", policy="keepkv", engine="1")
+    answer, counts = run_here(servers, [ask + "\n", count + "\n"])
+    assert json.loads(answer)["usage"]["kv_compression"]["policy"] == "keepkv"
+    found = re.search(r'engine="1".*policy="keepkv".*\} (\S+)|policy="keepkv".*engine="1".*\} (\S+)', counts)
+    assert found and float(found[1] or found[2]) == before + 1
 
 
 def test_the_balancer_spreads_requests_over_both(servers, expected):

@@ -1,23 +1,28 @@
 """The programs of docs/tutorials against real servers: they print what the pages say."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import helm_python as helm
+import httpx
 import pytest
+import yaml
 
+from tests.documented import ROOT, blocks
 from tests.server.conftest import Server, serving
-from tests.server.test_readme import blocks, run_here
+from tests.server.test_readme import run_here
 
 pytestmark = pytest.mark.engine
 
-PAGES = Path(__file__).parents[2] / "docs/tutorials"
+PAGES = ROOT / "docs/tutorials"
 
 
 def printed(name: str, server: Server, tmp_path: Path) -> tuple[list[str], list[str]]:
     """Lines that the page's program prints, and those of the page."""
-    page = (PAGES / f"{name}.md").read_text()
+    page = PAGES / f"{name}.md"
     (program,), (shown,) = blocks(page, "python"), blocks(page, "text")
     file = tmp_path / "tutorial.py"
     file.write_text(program.replace("http://127.0.0.1:8000", server.url))
@@ -31,7 +36,7 @@ def numbers(lines: list[str], unit: str) -> list[float]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """As the page on pressure starts it, with as many blocks: tests have twice the bytes of its dtype."""
-    (command,) = blocks((PAGES / "pressure.md").read_text(), "sh")
+    (command,) = blocks(PAGES / "pressure.md", "sh")
     words = shlex.split(command.replace("\\\n", ""))[3:]
     at = words.index("--kv-cache-memory-bytes") + 1
     words[at] = str(int(words[at]) * 2)
@@ -61,6 +66,32 @@ def test_a_chat(server: Server, tmp_path: Path) -> None:
         plain, keydiff, keepkv = zip(*(re.findall("right|wrong", line) for line in lines), strict=True)
         assert plain.count("right") >= 9 and keydiff.count("right") >= 8 and keepkv.count("right") <= 4
     check_memory(found, shown)
+
+
+def test_kubernetes() -> None:
+    """The pod's command, from the chart and the page's values, as a process of this machine; the page's request."""
+    page, key = PAGES / "kubernetes.md", "a key"
+    (values,), (request,) = blocks(page, "yaml"), blocks(page, "bash")
+    with helm.Chart.load(ROOT / "deploy/helm/vllm-kvmerge") as chart:
+        rendered = chart.render(yaml.safe_load(values), name="kv", namespace="default")
+    objects = [yaml.safe_load(text) for name, text in rendered.items() if name.endswith(".yaml")]
+    by_kind = {one["kind"]: one for one in objects if one}
+    named = {f"{kind.lower()}/{one['metadata']['name']}" for kind, one in by_kind.items()}
+    assert set(re.findall(r"(?:deployment|service)/\S+", "".join(blocks(page, "sh")))) <= named
+    (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one.get("value", key) for one in container["env"]}
+    own = {name: value for name, value in variables.items() if name in ("VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE")}
+    options = [word for word in container["args"] if not word.startswith("--port")]
+    assert options[0] == "demo" and own["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    with serving(*options[1:], "--host", "127.0.0.1", **own) as server:
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert httpx.get(server.url + container[probe]["httpGet"]["path"]).status_code == 200
+        answer, counted = run_here(server, [f"KEY='{key}'\n" + request])[0].splitlines()
+        told = json.loads(answer)
+        assert told["choices"][0]["text"] == " 0 7 6 8"
+        proof = told["usage"]["kv_compression"]
+        assert (proof["policy"], proof["entries"]["most"], proof["tokens"]) == ("keydiff", 750, 3004)
+        assert counted.startswith("vllm:kvmerge_compressions_total") and counted.endswith(" 1.0")
 
 
 def test_pressure(server: Server, tmp_path: Path) -> None:

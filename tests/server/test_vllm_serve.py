@@ -32,11 +32,16 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """One that compresses, and a stock one."""
+def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """``vllm serve``, of whatever distribution."""
     main = tmp_path_factory.mktemp("vllm") / "main.py"
     main.write_text(MAIN)
-    command = str(main), "serve", demo.model_path(), "--served-model-name", "demo"
+    return str(main), "serve", demo.model_path(), "--served-model-name", "demo"
+
+
+@pytest.fixture(scope="module")
+def servers(command: tuple[str, ...]) -> Iterator[tuple[Server, Server]]:
+    """One that compresses, and a stock one."""
     asks = "--additional-config", '{"kvmerge": {"max_compaction_seconds": 4.5}}'
     with (
         serving(*asks, "--host", "127.0.0.1", command=command, from_scratch=True) as ours,
@@ -66,6 +71,7 @@ def test_compression_is_on_where_the_configuration_asks_for_it(servers):
         ("/v1/completions", {"prompt": PROMPT, "vllm_xargs": {"kv_compression": "{}"}}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "kv_compression": LOCAL}),
         ("/v1/responses", {"input": "a", "kv_compression": LOCAL}),
+        ("/v1/embeddings", {"input": "a", "kv_compression": LOCAL}),
         ("/v1/messages", {"messages": [], "max_tokens": 2, "kv_compression": LOCAL}),
     ],
 )
@@ -74,6 +80,15 @@ def test_a_stock_server_refuses_the_field_and_says_how_to_turn_it_on(servers, ro
     refused = stock.post(route, {"model": "demo"} | body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_compression"
     assert "--additional-config" in refused.text
+
+
+def test_the_plugin_alone_turns_nothing_on(command):
+    """Named by vLLM's variable, which loads the endpoint as well, it refuses the field as in any stock server."""
+    named = {"VLLM_PLUGINS": "kvmerge", "ready": "Application startup complete"}
+    with serving(command=command, from_scratch=True, **named) as stock:
+        refused = stock.post("/v1/completions", {"model": "demo", "prompt": PROMPT, "kv_compression": LOCAL})
+        assert refused.status_code == 400 and "--additional-config" in refused.json()["error"]["message"]
+        assert "kv_compression" not in stock.complete(PROMPT, max_tokens=2)["usage"]
 
 
 def test_a_stock_server_is_otherwise_itself(servers):

@@ -1,7 +1,6 @@
 """``vllm-kvmerge doctor``: versions, devices, operators in use, and what is unsupported, with reasons; or what a vLLM
 release lacks."""
 
-import argparse
 import importlib
 import json
 import os
@@ -46,7 +45,10 @@ def run(argv: list[str]) -> int:
 
     parser = CommandParser(
         prog="vllm-kvmerge doctor",
-        description="Prints what is installed and works here. Exit status 1: no server can start, or not that one.",
+        allow_abbrev=False,  # of what may be an option of vLLM's
+        usage="vllm-kvmerge doctor [--json] [MODEL [options of vllm-kvmerge serve] | --vllm PATH]",
+        description="Prints what is installed and works here. Exit status 1: no server can start, or not the "
+        "one that a model and options of serve describe.",
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument(
@@ -54,10 +56,7 @@ def run(argv: list[str]) -> int:
         metavar="PATH",
         help="only compare a vLLM that is not installed with what is relied on: wheel or folder",
     )
-    parser.add_argument(
-        "server", nargs=argparse.REMAINDER, metavar="MODEL [OPTION...]", help="also check these arguments of serve"
-    )
-    args = parser.parse_args(argv)
+    args, server = parser.parse_known_args(argv)
     if args.vllm is not None:
         return _compare(Path(args.vllm), args.json)
     with quiet():
@@ -68,11 +67,11 @@ def run(argv: list[str]) -> int:
             "problems": _problems(),
             "unsupported": unsupported_features(),
         }
-        if args.server:
-            report["server"] = {"arguments": args.server, "fault": None}
+        if server:
+            report["server"] = {"arguments": server, "fault": None}
             set_environment()
             try:
-                read_arguments(args.server, needs_port=False)
+                read_arguments(server, needs_port=False)
             except CommandError as error:
                 report["server"]["fault"] = str(error)
                 report["problems"].append(str(error))
@@ -87,7 +86,7 @@ def run(argv: list[str]) -> int:
     for problem in report["problems"]:
         console.print(f"Problem: {problem}", soft_wrap=True)
     if not report["problems"]:
-        console.print("vllm-kvmerge serve", *args.server, "can start here." if args.server else "MODEL can start here.")
+        console.print("vllm-kvmerge serve", *server, "can start here." if server else "MODEL can start here.")
     return status
 
 

@@ -478,8 +478,9 @@ def compressed_group(config: KVCacheConfig) -> int:
         )
     if any(isinstance(spec, MambaSpec) and _saves_within_prompts(spec) for spec in others):
         raise UnsupportedConfigError(
-            "enable_prefix_caching=True is not supported: vLLM's operators of the model's Mamba layers fail on the CPU "
-            "where a state within a prompt is to be saved; allowed: --no-enable-prefix-caching"
+            "enable_prefix_caching=True is not supported: where a state within a prompt is to be saved, vLLM's "
+            "operators of the model's Mamba layers fail on the CPU, and none was tried on a GPU; allowed: "
+            "--no-enable-prefix-caching"
         )
     if len(sizes := {spec.page_size_bytes for spec in specs}) > 1:
         raise UnsupportedConfigError(f"model layers: their pages must be of one size, got {sorted(sizes)} bytes")

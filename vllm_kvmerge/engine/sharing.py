@@ -43,7 +43,7 @@ class ContextSharing:
 
     def __len__(self) -> int:
         """Number of requests and of steps in flight that it knows."""
-        return len(self._keys) + len(self._parts) + len(self._unshared) + self._cleared.total()
+        return len(self._keys) + len(self._parts) + len(self._unshared) + len(self._cleared)
 
     def key(self, request: Request) -> BlockHash | None:
         """The key of the request's compressed context; None: it is not shared."""
@@ -187,7 +187,7 @@ class ContextSharing:
             return
         key = BlockHash(plan.key)
         if self._cleared[key]:
-            self._cleared[key] -= 1
+            self._cleared -= Counter([key])  # drops those whose number is 0
             return
         front, segments = self._unshared.pop(key), self._manager.segments_of(plan.request_id)
         reported = report.fronts.get(plan.request_id)

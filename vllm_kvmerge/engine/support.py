@@ -421,9 +421,8 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
         name = attention.backend.name if attention.backend else None
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
     for trait, has_trait in (
-        ("sliding-window or chunked-local layers", has_windows(model)),
+        ("chunked-local layers", has_windows(model) and model.attention_chunk_size),
         ("Mamba or linear-attention layers", has_states(model)),
-        ("layers that share one KV cache", _num_sharers(model)),
         ("multi-head latent attention (MLA)", model.use_mla),
     ):
         if has_trait:

@@ -119,7 +119,11 @@ def paged_attention(
     scale: float,
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    window: int = 0,
 ) -> None:
+    if window:  # vLLM's own operator attends in a window on the CPU
+        reference.paged_attention(query, cache, batch, scale, output, softmax, window)
+        return
     pages = ([], None, None) if batch.pages is None else (_keys(batch.pages.layers), *_pages(batch.pages))
     scale *= cache.key_scale
     arguments = *pages, *_softmax(softmax), cache.value_scale

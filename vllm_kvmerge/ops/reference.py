@@ -65,9 +65,12 @@ def _scatter(plane: Tensor, blocks: Tensor, start: int, values: Tensor) -> None:
     plane[blocks[slots // plane.shape[2]].long(), :, slots % plane.shape[2]] = values.t().to(plane.dtype)
 
 
-def _causal(num_queries: int, num_entries: int, device: torch.device) -> Tensor:
-    """``[q, n]`` bool: queries of the newest tokens see entries up to their own."""
-    return torch.ones(num_queries, num_entries, dtype=torch.bool, device=device).tril_(num_entries - num_queries)
+def _causal(num_queries: int, num_entries: int, device: torch.device, window: int = 0) -> Tensor:
+    """``[q, n]`` bool: queries of the newest tokens see entries up to their own; with a window, the newest of these."""
+    visible = torch.ones(num_queries, num_entries, dtype=torch.bool, device=device)
+    last = num_entries - num_queries
+    visible.tril_(last)
+    return visible.triu_(last - window + 1) if window else visible
 
 
 def _attend(
@@ -90,11 +93,13 @@ def paged_attention(
     scale: float,
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    window: int = 0,
 ) -> None:
     """Causal attention over front and tail, with vote bias, and the score update of the rows that have one.
 
     query, output: ``[num_tokens, H * G, d]``; the output of tokens of no row stays as it is. Statistics of tokens that
-    are new in this call start from nothing.
+    are new in this call start from nothing. window: tokens that a query sees, its own included, whatever the blocks of
+    those before hold; 0: all. With one, no row of the batch has a front or updates scores.
     """
     rows = zip(batch.block_table, *(tensor.tolist() for tensor in batch.tensors[1:]), strict=True)
     for number, (blocks, start, length, seq_len, front, tail, mode, decay) in enumerate(rows):
@@ -103,13 +108,15 @@ def paged_attention(
         if at is not None:
             assert batch.pages is not None
             layers, front = batch.pages.layers, 0
+        if window:
+            tail = max(tail, seq_len - length - window + 1)
         keys, values = _keys_and_values(cache, blocks, front, tail, seq_len)
         if at is not None:
             keys = torch.cat([_read(layers, "keys", at).transpose(1, 2), keys], 2)
             values = torch.cat([_read(layers, "values", at).float(), values], 1)
         num_entries = keys.shape[2]
         bias = None
-        visible = _causal(length, num_entries, query.device)
+        visible = _causal(length, num_entries, query.device, window)
         if front > 0 or at is not None:
             votes = _segment(cache.log_votes, blocks, 0, front, 1) if at is None else _read(layers, "log_votes", at)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - votes.shape[1])], 1)

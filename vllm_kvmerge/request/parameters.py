@@ -84,7 +84,7 @@ class FullRequest(BaseModel):
     policy: Literal["full"]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)  # of some 0.1 MiB each
 def _request_model(policy: str, names: PartNames) -> type[BaseModel]:
     """The pydantic model of ``kv_compression`` for a policy made of these parts: the common fields and the parts'."""
     preset = PRESETS[policy]
@@ -277,7 +277,7 @@ class CompressionConfig(CommonFields):
         return self.policy.capacity(self.resolve_budget(num_context_tokens))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # of some 4 KiB each
 def _parse_canonical(text: str) -> CompressionConfig | None:
     data = json.loads(text)
     if not isinstance(data, dict):
@@ -346,7 +346,7 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     return config
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _front_policy(text: str) -> str:
     config = _parse_canonical(text)
     assert config is not None

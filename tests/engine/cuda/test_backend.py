@@ -5,6 +5,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -65,13 +66,18 @@ def batches(scene: Scene, pool: QueryRings) -> dict[str, list[Request]]:
     return {"decoding": decoding, "mixed": mixed}
 
 
-@pytest.mark.parametrize("kind", ["decoding", "mixed"])
-def test_nothing_waits_for_the_gpu(kind, gpu):
+@pytest.mark.parametrize(
+    ("kind", "window", "owner"), [("decoding", 0, None), ("mixed", 0, None), ("mixed", 0, "other"), ("mixed", 50, None)]
+)
+def test_nothing_waits_for_the_gpu(kind, window, owner, gpu):
     """Building metadata, writing the cache, attention: no value is read, no tensor crosses over but as it should."""
     with SimulatedGPU():
-        scene, pool = Scene(0, device=GPU), rings()
+        scene, pool = Scene(0, device=GPU, window=window), rings()
+        scene.impl.kv_sharing_target_layer_name = owner
         scene.builder.rings = pool
         requests = batches(scene, pool)[kind]
+    if window:
+        requests = [replace(one, row=BatchRow()) for one in requests]
     scene.finish_cache()
     common = scene.common(requests)
     scene.cache = scene.cache.as_subclass(OnGPU)
@@ -83,8 +89,8 @@ def test_nothing_waits_for_the_gpu(kind, gpu):
         scene.impl.do_kv_cache_update(scene.layer, new, new, scene.cache, slots)
         scene.forward(metadata, num_tokens)
     names = {launch.kernel.__name__ for launch in found}
-    assert {"write", "attend", "finish"} <= names
-    assert ("update_columns" in names) == (kind == "mixed")
+    assert {"write", "attend"} <= names and ("finish" in names or window)
+    assert ("update_columns" in names) == (kind == "mixed" and not window)
 
 
 def test_a_gpu_that_is_waited_for_is_noticed():
@@ -209,13 +215,12 @@ def test_what_vllm_is_told():
         given = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 32}
         return CUDAAttentionBackend.validate_configuration(**(common | given | changed))
 
-    assert reasons() == reasons(has_sink=True) == []
+    assert reasons() == reasons(has_sink=True) == reasons(has_sliding_window=True) == []
     for changed in (
         {"head_size": 512},
         {"kv_cache_dtype": "fp8_ds_mla"},
         {"block_size": 24},
         {"use_mla": True},
-        {"has_sliding_window": True},
         {"use_non_causal": True},
         {"use_kv_connector": True},
         {"use_batch_invariant": True},
@@ -244,9 +249,7 @@ def test_vllms_cuda_platform_takes_the_backend(monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"sliding_window": 64}, "sliding-window attention"),
         ({"alibi_slopes": [0.5]}, "ALiBi"),
-        ({"kv_sharing_target_layer_name": "other"}, "sharing KV"),
         ({"attn_type": "encoder"}, "only decoder attention"),
         ({"head_size": 300}, "head size 300"),
     ],

@@ -127,6 +127,69 @@ def test_heads_with_pages_of_their_own():
         assert relative_error(scene.scores(scene.ours, [one]), scene.scores(scene.theirs, [one])) < 1e-4
 
 
+def in_window(scene, seq_len, num_tokens=1) -> Request:
+    """A plain request, of whose tokens those that no query sees any more are poison."""
+    first = max(0, seq_len - num_tokens - scene.window + 1) if scene.window else 0
+    return Request(scene.maker.sequence(0, first, seq_len), num_tokens, BatchRow())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_layer_with_a_window(dtype):
+    """Decoding, chunks and whole prompts, longer than the window and shorter."""
+    scene = Scene(4, dtype, window=50)
+    requests = [in_window(scene, *one) for one in ((200, 1), (30, 1), (90, 40), (70, 70), (49, 3), (400, 5))]
+    scene.finish_cache()
+    metadata = scene.builder.build(0, scene.common(requests))
+    expected = scene.expected(requests)
+    scene.forward(metadata, len(expected))
+    assert expected.isfinite().all()
+    assert relative_error(scene.output[: len(expected)].float(), expected.float()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_layer_that_reads_anothers_cache(num_tokens):
+    """It updates no scores, keeps no queries and scores no prompt; but for that it attends as the other does."""
+    scene, pool = Scene(5), rings()
+    scene.impl.kv_sharing_target_layer_name = "owner"
+    window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
+    requests = [
+        compressed(scene, 37, 64, 99, num_tokens, SUM, pool.take(4)),
+        scene.paged(64, 80, 95, num_tokens, EMA),
+        Request(scene.maker.sequence(0, 0, 90), num_tokens, BatchRow(window=window)),
+    ]
+    scene.finish_cache()
+    scene.builder.rings = pool
+    metadata = scene.builder.build(0, scene.common(requests))
+    before = scene.scores(scene.ours, requests)
+    expected = scene.expected(requests)
+    scene.forward(metadata, len(expected))
+    assert relative_error(scene.output[: len(expected)], expected) < 1e-5
+    assert torch.equal(scene.scores(scene.ours, requests), before)
+    assert not torch.equal(scene.scores(scene.theirs, requests), before)
+    assert not pool.queries.any() and not window.prompt_scores.scores.any()
+
+
+@pytest.mark.parametrize("kind", ["window", "shared"])
+def test_a_captured_graph_of_other_layers_holds_for_every_batch(monkeypatch, kind):
+    scene = Scene(6, window=50 if kind == "window" else 0)
+    scene.impl.kv_sharing_target_layer_name = "owner" if kind == "shared" else None
+    batches = [[in_window(scene, n) for n in lens] for lens in ((300, 5, 51, 50), (1,), (64, 100, 49, 2, 500, 7))]
+    if kind == "shared":
+        batches.append([compressed(scene, 16, 20, 99, update=SUM), scene.paged(64, 80, 95, 1, EMA)])
+    scene.finish_cache()
+    dummies = [Request(batches[0][1].sequence, 1, BatchRow()) for _ in range(MAX_ROWS)]
+    scene.forward(scene.builder.build_for_cudagraph_capture(scene.common(dummies)), MAX_ROWS)  # allocates
+    metadata = scene.builder.build_for_cudagraph_capture(scene.common(dummies))
+    graph = capture(monkeypatch, lambda: scene.forward(metadata, MAX_ROWS))
+    for requests in batches:
+        scene.builder.build(0, scene.common(requests, num_rows=MAX_ROWS))
+        before, expected = scene.ours.scores.clone(), scene.expected(requests)
+        graph.replay()
+        assert relative_error(scene.output[: len(requests)], expected) < 1e-5
+        assert scene.output[len(requests) :].isnan().all()
+        assert torch.equal(scene.ours.scores, before)
+
+
 def test_a_captured_graph_holds_for_every_batch(monkeypatch):
     """Captured once with dummies, then replayed for batches of other requests, sizes, fronts, updates and rings."""
     scene, pool = Scene(2), rings()

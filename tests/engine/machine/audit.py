@@ -63,10 +63,10 @@ class Audit:
         for blocks in self._manager._still_read.values():
             add(blocks)
         for front in self._scheduler._sharing._unshared.values():
-            add(() if front is None else front.blocks)
+            add(() if front is None else front.all_blocks)
         if (fronts := self._manager.fronts) is not None:
             for key, number in fronts._pinned.items():
-                add(fronts._fronts[key].blocks, number)
+                add(fronts._fronts[key].all_blocks, number)
         add(self.taken)
         return held
 
@@ -116,8 +116,11 @@ class Audit:
         kept_turns = {turn.key for turn in self._scheduler._sharing._turns.values()}
         for key, front in fronts._fronts.items():
             if key not in kept_turns:  # the worker hears of those in the next step
-                self._worker.check_front(key, front.rows, (block.block_id for block in front.blocks))
-            for block in front.blocks:
+                windows = {
+                    one.group: (one.first_row, [block.block_id for block in one.blocks]) for one in front.windows
+                }
+                self._worker.check_front(key, front.rows, (block.block_id for block in front.blocks), windows)
+            for block in front.all_blocks:
                 check(key in fronts._of_block[block.block_id], "a front's block is not known as one")
 
     def _check_requests(self) -> None:

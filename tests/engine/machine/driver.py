@@ -67,9 +67,14 @@ class Driver:
         self._num_requests = 0
         self._fields: dict[str, dict[str, Any] | None] = {}
 
-    def _holders(self, block: int) -> tuple[int, bool]:
-        fronts = self.scheduler._manager.fronts
-        return self.pool.blocks[block].ref_cnt, fronts is not None and block in fronts._of_block
+    def _holders(self, block: int) -> tuple[int, int, bool]:
+        fronts, shared = self.scheduler._manager.fronts, self.pool.blocks[block]
+        if fronts is None:
+            return shared.ref_cnt, 0, False
+        held = [one for one in self.scheduler._sharing._unshared.values() if one is not None]
+        held += [fronts._fronts[key] for key in fronts._pinned.elements()]
+        num_fronts = sum(shared in window.blocks for one in held for window in one.windows)
+        return shared.ref_cnt, num_fronts, block in fronts._of_block
 
     @property
     def names(self) -> list[str]:

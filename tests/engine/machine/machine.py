@@ -30,8 +30,7 @@ SETTINGS = st.builds(
     Setting,
     num_blocks=st.sampled_from([64, 40, 24, 16]),
     is_async=st.booleans(),
-    # vLLM copies a window that a front ends within, which the model of the worker does not.
-    has_windows=st.just(False),
+    has_windows=st.sampled_from([False, False, True]),
     has_prefix_cache=st.sampled_from([True, True, True, True, True, False]),
     head_pages=st.sampled_from([True, True, True, False]),
     by_priority=st.booleans(),

@@ -10,7 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import FrontCache
-from vllm_kvmerge.engine.plan import CompressionReport
+from vllm_kvmerge.engine.plan import CompressionReport, WindowMove
 from vllm_kvmerge.engine.schedule import RequestCompression
 from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
 from vllm_kvmerge.engine.sharing import ContextSharing
@@ -146,3 +146,16 @@ def _(original: Any, self: Any, request_id: str, report: Any) -> int:
 @mutation("a compression under way is not dropped with its request", CompressionSchedulerMixin, "_drop_spread", "")
 def _(original: Any, self: Any, request: Any) -> bool:
     return False
+
+
+@mutation("a window that a hit ends within is not copied", CompressionSchedulerMixin, "schedule", "its window")
+def _(original: Any, self: Any, *args: Any) -> Any:
+    output = original(self, *args)
+    output.kv_cache_block_copies = None
+    return output
+
+
+@mutation("keys are turned in windows that others read", Manager, "_own_window", "shared|hash")
+def _(original: Any, self: Any, request_id: str, manager: Any, first: int, num_rows: int, given_up: Any) -> WindowMove:
+    ids = [block.block_id for block in manager.req_to_blocks[request_id][first : first + num_rows]]
+    return WindowMove(manager.kv_cache_group_id, first, ids, ids)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -80,11 +81,12 @@ class Sequence:
     """A request as the worker knows it.
 
     blocks: by group of layers. computed: tokens in the cache. values: what the slots of its tokens hold, by
-    position. state: what its next token depends on. front: slots of its front. front_id: what those are. places: of
-    the plan that made it. began: first token that was computed since it was admitted. scored: first and end of the
-    tokens whose queries have been scored; kept: first of those whose queries are kept. repeated: parts of its
-    context whose repetition has been scored. complete: tokens in its complete cache. tracks: attention writes
-    scores into its front. has_failed: its last compression has. course: tokens at which it was compressed.
+    position; in_windows: the same of layers with a window, whose keys may be turned. state: what its next token
+    depends on. front: slots of its front. front_id: what those are. places: of the plan that made it. began: first
+    token that was computed since it was admitted. scored: first and end of the tokens whose queries have been
+    scored; kept: first of those whose queries are kept. repeated: parts of its context whose repetition has been
+    scored. complete: tokens in its complete cache. tracks: attention writes scores into its front. has_failed: its
+    last compression has. course: tokens at which it was compressed.
     """
 
     tokens: list[int]
@@ -92,6 +94,7 @@ class Sequence:
     salt: str | None = None
     computed: int = 0
     values: np.ndarray = field(default_factory=lambda: np.zeros(MAX_MODEL_LEN + 1, np.int64))
+    in_windows: np.ndarray = field(default_factory=lambda: np.zeros(MAX_MODEL_LEN + 1, np.int64))
     state: int = 0
     front: int = 0
     front_id: int = 0
@@ -124,7 +127,10 @@ class Sequence:
         """Notes what tokens ``[start, end)`` come to."""
         for position in range(start, end):
             self.state = hash((self.state, self.tokens[position]))
-            self.values[position] = self.state
+            self.values[position] = self.in_windows[position] = self.state
+
+    def copy(self, **changes: Any) -> "Sequence":
+        return replace(self, values=self.values.copy(), in_windows=self.in_windows.copy(), **changes)
 
     def held(self) -> np.ndarray:
         """What its live slots hold in the compressed group, in the order of ``slots``."""
@@ -157,11 +163,12 @@ class KeptFront:
 
 
 class Worker:
-    """num_groups: of layers. holders: of a block: how many there are, and whether a cached front lies in it.
+    """num_groups: of layers. holders: of a block: how many there are, how many of them are fronts with it in a
+    window, and whether a cached front lies in it.
     events: how often things have happened."""
 
     def __init__(
-        self, num_blocks: int, num_groups: int, holders: Callable[[int], tuple[int, bool]], events: Counter[str]
+        self, num_blocks: int, num_groups: int, holders: Callable[[int], tuple[int, int, bool]], events: Counter[str]
     ) -> None:
         self.content = np.zeros((num_blocks, BLOCK_SIZE), np.int64)
         self.unclean = np.zeros((num_blocks, BLOCK_SIZE), bool)
@@ -202,8 +209,17 @@ class Worker:
         if output.new_block_ids_to_zero:
             self.content[output.new_block_ids_to_zero] = 0
             self.unclean[output.new_block_ids_to_zero] = False
+        if copies := output.kv_cache_block_copies:  # of a block of a window that a hit ends within
+            self._note("blocks of windows copied")
+            unclean = self.unclean[[one.src_block_id for one in copies]]
+            targets = [one.dst_block_id for one in copies]
+            self._copy([one.src_block_id for one in copies], targets)
+            self.unclean[targets] = unclean
         before = self._update(output, step, adopted)
         self._write_tokens(scheduled, before, step)
+        for adoption in step.adoptions.values():
+            self._copy(adoption.exact, adoption.restored)
+            self.unclean[adoption.restored] = False
         for name in scheduled:
             # Nothing comes of a repetition whose parent has just been preempted: it has ended by now.
             if "/" not in name or name in step.repetitions:
@@ -244,7 +260,7 @@ class Worker:
 
     def _turn(self, sequence: Sequence, name: str, num_tokens: int, keeps_queries: bool) -> KeptFront:
         check(sequence.tail <= num_tokens <= sequence.computed, "the turn of {} is not what it holds", name)
-        kept = replace(sequence, values=sequence.values.copy(), computed=num_tokens)
+        kept = sequence.copy(computed=num_tokens)
         kept.state = int(sequence.values[num_tokens - 1]) if num_tokens > sequence.tail else sequence.front_id
         policy = self.asked[name].policy
         return KeptFront(tuple(sequence.tokens[:num_tokens]), sequence.salt, policy, kept, keeps_queries)
@@ -262,12 +278,21 @@ class Worker:
         others = self._admitted - {name}
         return Counter(block for other in others for block in self.sequences[other].blocks[group])
 
-    def _check_sole(self, blocks: Iterable[int], what: str, finders: Mapping[int, int] = MappingProxyType({})) -> None:
+    def _check_sole(
+        self,
+        blocks: Iterable[int],
+        what: str,
+        finders: Mapping[int, int] = MappingProxyType({}),
+        may_follow_front: bool = False,
+    ) -> None:
+        """may_follow_front: whoever made a front goes on in its window's last block, behind what the front holds there
+        (``check_front``)."""
         for block in blocks:
             check(block != 0, "the null block {}", what)
-            num_holders, is_of_front = self._holders(block)
+            num_holders, num_fronts, is_of_front = self._holders(block)
+            num_holders -= num_fronts if may_follow_front else 0
             check(num_holders - finders.get(block, 0) <= 1, "block {} {} while it is shared", block, what)
-            check(not is_of_front, "block {} of a front in the prefix cache {}", block, what)
+            check(may_follow_front or not is_of_front, "block {} of a front in the prefix cache {}", block, what)
 
     def _update(self, output: SchedulerOutput, step: CompressionStep, adopted: dict[str, KeptFront]) -> dict[str, int]:
         """As the runner's ``_update_states``. Returns the tokens that each scheduled request had computed before."""
@@ -327,7 +352,7 @@ class Worker:
         kept = front.sequence
         sequence.state, sequence.front, sequence.front_id = kept.state, kept.front, kept.front_id
         sequence.places, sequence.tail, sequence.changed_at = kept.places, kept.tail, kept.changed_at
-        sequence.values[:] = kept.values
+        sequence.values[:], sequence.in_windows[:] = kept.values, kept.in_windows
         sequence.computed, sequence.is_adopted = num_computed, True
         check(
             (adoption.front, adoption.tail, adoption.num_tokens) == (kept.places, kept.tail, len(front.tokens)),
@@ -371,7 +396,7 @@ class Worker:
                 ids = np.array(blocks[: -(-end // BLOCK_SIZE)])
                 check(len(ids) * BLOCK_SIZE >= end, "{} has no block for its new tokens", name)
                 ids = ids[offsets // BLOCK_SIZE]
-                self._check_sole(set(ids.tolist()), f"is written to by {name}", self._finders(name, group))
+                self._check_sole(set(ids.tolist()), f"is written to by {name}", self._finders(name, group), group > 0)
                 slots = list(zip(ids.tolist(), (offsets % BLOCK_SIZE).tolist(), strict=True))
                 check(not written.intersection(slots), "{} writes to slots of another request", name)
                 written.update(slots)
@@ -385,9 +410,17 @@ class Worker:
         for group, blocks in enumerate(sequence.blocks[1:], 1):
             # What the next token's query will see.
             positions = np.arange(max(0, sequence.computed - WINDOW + 1), sequence.computed)
-            held = self.content[np.array(blocks)[positions // BLOCK_SIZE], positions % BLOCK_SIZE] ^ GROUPS[group]
-            wrong = np.flatnonzero(held != sequence.values[positions])
-            check(not len(wrong), "{} reads what is not its own within its window, at {}", name, positions[wrong])
+            self._check_window(sequence, group, np.array(blocks), positions, name)
+
+    def _check_window(
+        self, sequence: Sequence, group: int, blocks: np.ndarray, positions: np.ndarray, name: object
+    ) -> None:
+        """blocks: of the group, by row."""
+        ids = blocks[positions // BLOCK_SIZE]
+        check(bool((ids != 0).all()), "{} reads the null block within its window", name)
+        held = self.content[ids, positions % BLOCK_SIZE] ^ GROUPS[group]
+        wrong = np.flatnonzero(held != sequence.in_windows[positions])
+        check(not len(wrong), "{} reads what is not its own within its window, at {}", name, positions[wrong])
 
     def _check_holds(self, sequence: Sequence, blocks: list[int], name: object) -> None:
         slots = sequence.slots()
@@ -405,8 +438,10 @@ class Worker:
             blocks,
         )
 
-    def check_front(self, key: bytes, rows: Iterable[int], blocks: Iterable[int]) -> None:
-        """Checks that the blocks of a front in the prefix cache hold it."""
+    def check_front(
+        self, key: bytes, rows: Iterable[int], blocks: Iterable[int], windows: Mapping[int, tuple[int, list[int]]]
+    ) -> None:
+        """Checks that the blocks of a front in the prefix cache hold it. windows: first rows and blocks, by group."""
         kept = self.fronts.get(key)
         check(kept is not None, "the worker does not know a front in the prefix cache")
         assert kept is not None
@@ -415,6 +450,10 @@ class Worker:
         table = dict(zip(rows, blocks, strict=True))
         row = [table.get(index, 0) for index in range(max(table) + 1)]
         self._check_holds(kept.sequence, row, f"a front of {len(kept.tokens)} tokens")
+        for group, (first_row, ids) in windows.items():
+            positions = np.arange(first_row * BLOCK_SIZE, kept.sequence.computed)
+            what = f"a front of {len(kept.tokens)} tokens"
+            self._check_window(kept.sequence, group, np.array([0] * first_row + ids), positions, what)
 
     def _check_clean_behind(self, name: str) -> None:
         """Checks that what vLLM's operators load behind a sequence's end cannot be NaN."""
@@ -499,7 +538,7 @@ class Worker:
         for part in step.parts:
             self._carry_on(part)
         plans = step.plans
-        targets = [self._targets(plan) for plan in plans]
+        targets = [self._written(plan) for plan in plans]
         for plan in plans:
             self._check_plan(plan)
         self._check_apart(plans, targets)
@@ -523,14 +562,19 @@ class Worker:
     def _targets(self, plan: CompressionPlan) -> list[int]:
         return [*plan.blocks, *plan.copies]
 
+    def _written(self, plan: CompressionPlan) -> list[int]:
+        return [*self._targets(plan), *(block for window in plan.windows for block in window.blocks)]
+
     def _check_apart(self, plans: list[CompressionPlan], targets: list[list[int]]) -> None:
         """Checks that no plan writes what another one, or one that is under way, reads or writes."""
         read = {plan.request_id: self._sources(plan.request_id) for plan in plans}
+        for plan in plans:
+            read[plan.request_id].update(block for window in plan.windows for block in window.sources)
         written = dict(zip(read, map(set, targets), strict=True))
         for name, sequence in self.sequences.items():
             if sequence.begun is not None and name not in read:
                 read[name] = self._sources(name)
-                written[name] = set(self._targets(sequence.begun.plan))
+                written[name] = set(self._written(sequence.begun.plan))
         for name, blocks in written.items():
             for other in written:
                 if other != name:
@@ -568,14 +612,14 @@ class Worker:
         if sequence.begun is not None:
             check(sequence.begun.plan is plan, "{} goes on with another plan than it began with", name)
             self._check_filling(sequence.begun, name)
-        self._check_sole(self._targets(plan), f"is written to by the compression of {name}")
+        self._check_sole(self._written(plan), f"is written to by the compression of {name}")
 
     def _carry_on(self, part: PartialPlan) -> None:
         plan = part.plan
         sequence = self.sequences[plan.request_id]
         if sequence.begun is None:
             self._check_plan(plan)
-            self._check_apart([plan], [self._targets(plan)])
+            self._check_apart([plan], [self._written(plan)])
             live = self._sources(plan.request_id)
             targets = [block for block in self._targets(plan) if block not in live]
             sequence.begun = Begun(plan, targets, hash((sequence.state, 1, plan.seq_len)))
@@ -629,8 +673,9 @@ class Worker:
         ids = np.array(plan.blocks, np.int64)[positions // BLOCK_SIZE]
         self.content[ids, positions % BLOCK_SIZE] = ENTRIES[:slots] + np.int64(state)
         self.unclean[plan.blocks] = True
+        self._turn_windows(plan, sequence)
         if plan.key is not None:
-            kept = replace(sequence, values=sequence.values.copy())
+            kept = sequence.copy()
             keeps_queries = config.decode == "bounded" or plan.is_partial
             tokens = tuple(sequence.tokens[: plan.num_tokens])
             self.fronts[plan.key] = KeptFront(tokens, sequence.salt, config.front_policy, kept, keeps_queries)
@@ -640,6 +685,23 @@ class Worker:
             self._report.failures[name] = Failure("planted", "merger:planted")
             self._note("compressions failed")
         self._note("refreshes" if plan.is_refresh else "compressions")
+
+    def _turn_windows(self, plan: CompressionPlan, sequence: Sequence) -> None:
+        """Keys in windows move as those of a front's positions do."""
+        turn = np.int64(hash((sequence.state, 2)))
+        for index, window in enumerate(plan.windows):
+            first, blocks = window.first_row, sequence.blocks[window.group]
+            rows = slice(first, first + len(window.blocks))
+            check(blocks[rows] == window.sources, "the windows of {} are in other blocks", plan.request_id)
+            self.content[window.blocks] = self.content[window.sources]
+            self.unclean[window.blocks] = self.unclean[window.sources]
+            blocks[rows] = window.blocks
+            positions = np.arange(first * BLOCK_SIZE, plan.seq_len)
+            if not index:
+                sequence.in_windows[positions] ^= turn
+            ids = np.array(blocks)[positions // BLOCK_SIZE]
+            self.content[ids, positions % BLOCK_SIZE] ^= turn
+            self._note("windows turned")
 
     def _note_course(self, name: str, sequence: Sequence, plan: CompressionPlan, config: CompressionConfig) -> None:
         """Checks that a request that is computed again goes through the same compressions."""

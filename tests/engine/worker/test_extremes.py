@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.engine.worker.test_batches import BLOCK_SIZE, GROUPS, HEAD_SIZE, NUM_HEADS, NUM_LAYERS, Worker
 from tests.entries import gather_entries
+from vllm_kvmerge.engine.attention.rows import QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, dispatch, paged_attention
@@ -139,11 +140,17 @@ class LongRequest:
         front = self.worker.capacity
         plan = CompressionPlan("0", self.worker.text, front, start, end, 50, front, self.front_blocks)
         policy = self.worker.config.policy
-        done = self.worker.compactor.execute([Compaction(plan, policy, torch.tensor(self.blocks))])
+        ring = None
+        if window := policy.query_window:
+            ring = QueryRing.empty(NUM_LAYERS, window, NUM_HEADS * GROUPS, HEAD_SIZE, torch.float32)
+            for layer in range(NUM_LAYERS):
+                queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
+                ring.write(layer, queries, end)
+        self.last = Compaction(plan, policy, torch.tensor(self.blocks), None, ring)
+        done = self.worker.compactor.execute([self.last])
         assert not done.failures
         self.num_merged += int(done.counts[0, 0])
         self.num_tokens = end
-        self.last = Compaction(plan, policy, torch.tensor(self.blocks))
 
     def entries(self) -> list[Entries]:
         return list(fronts(self.worker, self.last))
@@ -191,3 +198,22 @@ def test_means_of_50_000_values_stay_between_them(policy: str) -> None:
         assert (front.log_votes[live] == 0.0).all()
         values = front.values[live]
         assert values.min() > -1e-5 and values.max() < 1 + 1e-5
+
+
+@pytest.mark.parametrize("policy", ["cam", "grkv"])
+def test_values_after_50_000_merges_are_no_larger_than_after_5_000(policy: str) -> None:
+    """What is spread over entries, or fitted to them, finds a balance with what leaves them. Votes stay 1."""
+    request = LongRequest(policy, 256)
+    largest = []
+    for num_merged in (5_000, 50_000):
+        while request.num_merged < num_merged * NUM_LAYERS * NUM_HEADS:
+            request.step()
+        seen = []
+        for _ in range(10):
+            request.step()
+            for front in request.entries():
+                live = front.positions >= 0
+                assert front.keys[live].isfinite().all() and (front.log_votes[live] == 0.0).all()
+                seen.append(front.values[live].abs().max())
+        largest.append(max(seen))
+    assert largest[1] < 1.5 * largest[0]

@@ -24,6 +24,7 @@ class MergeableImpl:
     kv_cache_dtype: str
     num_kv_heads: int
     logits_soft_cap: float
+    kv_sharing_target_layer_name: str | None
     sinks: Tensor | None
     """``[H * G]``, in any dtype."""
     layer_index: int
@@ -39,23 +40,21 @@ class MergeableImpl:
 
     _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
-    def refuse_features(
-        self, attn_type: str, alibi: bool, shared_cache: bool = False, sliding_window: bool = False
-    ) -> None:
+    def refuse_features(self, attn_type: str, alibi: bool) -> None:
         """Raises UnsupportedConfigError if a layer uses a feature that compression does not support."""
-        for feature, wanted in (
-            ("ALiBi", alibi),
-            ("sliding-window attention", sliding_window),
-            ("sharing KV between layers", shared_cache),
-        ):
-            if wanted:
-                raise UnsupportedConfigError(f"model uses {feature}: not supported with KV cache compression")
+        if alibi:
+            raise UnsupportedConfigError("model uses ALiBi: not supported with KV cache compression")
         if attn_type != AttentionType.DECODER:
             raise UnsupportedConfigError(f"attention type {attn_type}: only decoder attention is supported")
 
     def attach(self, layer: Any, index: int) -> None:
         """Notes, when the cache has been allocated, whose attention this is; index: ``layer_index``."""
         self.layer_index = index
+
+    @property
+    def owns_cache(self) -> bool:
+        """False if the layer reads an earlier one's cache, whose statistics are made of that one's queries alone."""
+        return self.kv_sharing_target_layer_name is None
 
     @property
     def softmax(self) -> Softmax:
@@ -95,7 +94,7 @@ class MergeableBackend:
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        if type(spec) in WINDOW_SPECS and cls.supports_sliding_window():
+        if type(spec) in WINDOW_SPECS:
             # All layers share the pool's blocks, so their cells must be of one size.
             return replace(spec, state_content_bytes=cell_bytes(spec.head_size, spec.dtype))
         if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
@@ -108,7 +107,7 @@ class MergeableBackend:
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -164,10 +164,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.refuse_features(
-            self.attn_type,
-            alibi=self.alibi_slopes is not None,
-        )
+        self.refuse_features(self.attn_type, alibi=self.alibi_slopes is not None)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -197,9 +194,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         if attn_metadata is None:  # warm-up
             return output
         cache, metadata, softmax = self.paged(layer, kv_cache), attn_metadata, self.softmax
-        # Statistics of a cache that other layers share are made of its own layer's queries alone.
-        is_owner = self.kv_sharing_target_layer_name is None
-        for reader in metadata.readers if is_owner else ():
+        for reader in metadata.readers if self.owns_cache else ():
             reader.read(self.layer_index, query, cache, self.scale, softmax)
         if metadata.stock_tokens is None:
             num_tokens = metadata.num_actual_tokens
@@ -211,7 +206,7 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             output[metadata.stock_tokens] = stock_output
         batch = metadata.ours
         assert batch is not None
-        if not is_owner:
+        if not self.owns_cache:
             batch = replace(batch, score_modes=torch.zeros_like(batch.score_modes))
         if metadata.pages is not None:
             batch = replace(batch, pages=metadata.pages[self.layer_index])
@@ -249,10 +244,6 @@ class MergeableAttentionBackend(MergeableBackend, CPUAttentionBackend):
     """Drop-in for vLLM's CPU attention backend, with votes, scores and positions in the cache."""
 
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32", *QUANTISED]  # type: ignore[list-item]
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
     @staticmethod
     def get_impl_cls() -> type[MergeableAttentionImpl]:

@@ -1,7 +1,8 @@
 """The attention backend on CUDA, over a cache that carries its own metadata.
 
 One operator attends to all rows; a plain one has no front. The launches depend on a batch's shape alone, so a captured
-graph holds for any mixture of plain and compressed rows; the differences lie in buffers at fixed addresses.
+graph holds for any mixture of plain and compressed rows; the differences lie in buffers at fixed addresses. Layers with
+a window have builders of their own, for which all rows are plain.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,8 @@ def shortest_chunk(groups: int) -> int:
 class GraphBatchBuffers:
     """Numbers of a batch's rows, ``[max_rows]`` each, at the fixed addresses that captured graphs need.
 
-    layers: the caches of all layers, where heads may have pages of their own; None: they have none.
+    layers: the caches of all layers, where heads may have pages of their own; None: they have none. no_updates: score
+    modes of rows whose scores are not updated.
     """
 
     layers: Sequence[PagedKVCache] | None = None
@@ -56,7 +58,7 @@ class GraphBatchBuffers:
         self._buffer = torch.zeros(6 * max_rows, dtype=torch.int32, device=device)
         self._numbers = self._buffer[: 4 * max_rows].view(4, max_rows)
         self._tables = self._buffer[4 * max_rows :].view(torch.int64)
-        self._query_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._query_lens, self.no_updates = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
         self._is_plain = True
 
     def fill(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> AttentionBatch:
@@ -98,11 +100,12 @@ def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> Atte
 
 @dataclass
 class CUDAAttentionMetadata(AttentionMetadata):
-    """parts: the batches that attention is called for. readers: rows whose queries Python code stores or scores, as no
-    graph can. ring_places: places in ``rings`` of the queries of ``ring_tokens``, or of all tokens; None: no query is
-    kept."""
+    """parts: the batches that attention is called for. no_updates: as in ``GraphBatchBuffers``. readers: rows whose
+    queries Python code stores or scores, as no graph can. ring_places: places in ``rings`` of the queries of
+    ``ring_tokens``, or of all tokens; None: no query is kept."""
 
     parts: list[AttentionBatch]
+    no_updates: Tensor
     readers: list[QueryReader] = field(default_factory=list)
     rings: Tensor | None = None
     ring_tokens: Tensor | None = None
@@ -110,8 +113,8 @@ class CUDAAttentionMetadata(AttentionMetadata):
 
 
 class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
-    """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before, and ``rings``
-    once. Never waits for the GPU."""
+    """Builds a step's metadata; for compressed layers, the runner sets ``rows`` (one per request, in batch order) just
+    before, and ``rings`` once. Never waits for the GPU."""
 
     # Full graphs are captured for batches in which every request computes one token. Others have parts and readers
     # that depend on the requests.
@@ -156,7 +159,8 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         return metadata
 
     def _build(self, common: CommonAttentionMetadata, rows: list[BatchRow], is_captured: bool) -> CUDAAttentionMetadata:
-        metadata = CUDAAttentionMetadata(self._parts(self._buffers.fill(rows, common), rows, common))
+        parts = self._parts(self._buffers.fill(rows, common), rows, common)
+        metadata = CUDAAttentionMetadata(parts, self._buffers.no_updates)
         kept = []
         for index, row in enumerate(rows):
             if row.ring is not None and row.ring.first is not None:
@@ -244,12 +248,9 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.logits_soft_cap, self.sinks = kv_cache_dtype, logits_soft_cap or 0.0, sinks
-        self.refuse_features(
-            attn_type,
-            alibi=alibi_slopes is not None,
-            sliding_window=sliding_window is not None,
-            shared_cache=kv_sharing_target_layer_name is not None,
-        )
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.window = sliding_window or 0
+        self.refuse_features(attn_type, alibi=alibi_slopes is not None)
         if head_size not in CUDA_HEAD_SIZES:
             raise UnsupportedConfigError(f"head size {head_size}: allowed on CUDA: multiples of 8 from 16 to 256")
 
@@ -275,17 +276,23 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)
         cache, metadata, softmax = self.paged(layer, kv_cache), attn_metadata, self.softmax
+        if self.owns_cache:
+            self._keep_queries(query, metadata)
+            for reader in metadata.readers:
+                reader.read(self.layer_index, query, cache, self.scale, softmax)
+        for part in metadata.parts:
+            if not self.owns_cache:
+                part = replace(part, score_modes=metadata.no_updates[: len(part)])
+            if part.tables is not None:
+                part = replace(part, tables=replace(part.tables, layer=self.layer_index))
+            paged_attention(query, cache, part, self.scale, output, softmax, self.window)
+        return output
+
+    def _keep_queries(self, query: Tensor, metadata: CUDAAttentionMetadata) -> None:
         if metadata.rings is not None and metadata.ring_places is not None:
             places, tokens = metadata.ring_places, metadata.ring_tokens
             newest = query[: len(places)] if tokens is None else query.index_select(0, tokens)
             metadata.rings[self.layer_index].index_copy_(0, places, newest)
-        for reader in metadata.readers:
-            reader.read(self.layer_index, query, cache, self.scale, softmax)
-        for part in metadata.parts:
-            if part.tables is not None:
-                part = replace(part, tables=replace(part.tables, layer=self.layer_index))
-            paged_attention(query, cache, part, self.scale, output, softmax)
-        return output
 
 
 class CUDAAttentionBackend(MergeableBackend, AttentionBackend):

@@ -216,7 +216,7 @@ class Compression:
 
     def release_cache(self) -> None:
         """Releases a KV cache that is about to be replaced, such as the one that vLLM profiles graphs with."""
-        self._compactor = None
+        self._compactor, self.pool, self._windows = None, [], {}
         for layer in self.layers.values():
             layer.impl.forget_cache()
 

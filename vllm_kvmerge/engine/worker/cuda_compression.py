@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -17,6 +16,7 @@ from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.attention.common import DTYPES
 from vllm_kvmerge.engine.attention.cuda import shortest_chunk
 from vllm_kvmerge.engine.attention.rows import QueryRings
+from vllm_kvmerge.engine.blocks import MERGEABLE_SPECS
 from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
 from vllm_kvmerge.ops.types import sent
@@ -34,8 +34,10 @@ class CUDACompression(Compression):
         specs: the layers' KV cache specs by name. The number of blocks is not known yet, so there is room for as many
         as the memory that vLLM may use could hold.
         """
-        spec = cast(FullAttentionSpec, next(iter(specs.values())))
-        impl: Any = next(iter(self.layers.values())).impl
+        # Other layers have blocks of the same memory, and need nothing.
+        specs = {name: spec for name, spec in specs.items() if isinstance(spec, MERGEABLE_SPECS)}
+        name, spec = next(iter(specs.items()))
+        impl: Any = self.layers[name].impl
         max_model_len = int(self._config.model_config.max_model_len)
         options = plugin_config(self._config)
         dtype = self._config.model_config.dtype

@@ -80,7 +80,10 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         for plan in self._moves:
             index = self.req_states.req_id_to_index.get(plan.request_id)
             if index is not None and plan.request_id not in begun:
-                self.block_tables.block_tables[self.compression.group].stage_write(index, 0, plan.row_prefix)
+                tables = self.block_tables.block_tables
+                tables[self.compression.group].stage_write(index, 0, plan.row_prefix)
+                for window in plan.windows:
+                    tables[window.group].stage_write(index, window.first_row, window.blocks)
         self._moves = []
         with self.compression.copying(scheduler_output):
             super().update_requests(scheduler_output)

@@ -58,11 +58,12 @@ def paged_attention(
     scale: float,
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    window: int = 0,
     workspace: Workspace | None = None,
 ) -> None:
     """See ``reference.paged_attention``, and for the workspace ``triton.paged_attention``.
 
-    Up to 16 rows of queries and query heads of a KV head; longer chunks are the fallback's.
+    Up to 16 rows of queries and query heads of a KV head; longer chunks, and windows, are the fallback's.
     """
     if len(batch) == 0:
         return
@@ -72,8 +73,8 @@ def paged_attention(
     if num_queries is None:
         num_queries = int(batch.query_lens.max())
     tables = batch.tables
-    if _call_obstacle(query, cache, output, num_queries, tables) is not None:
-        backend.fallback(query.device).paged_attention(query, cache, batch, scale, output, softmax)
+    if window or _call_obstacle(query, cache, output, num_queries, tables) is not None:
+        backend.fallback(query.device).paged_attention(query, cache, batch, scale, output, softmax, window)
         return
     plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
     work = workspace or workspace_of(query.device)

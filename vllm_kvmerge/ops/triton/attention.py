@@ -34,6 +34,7 @@ class _Call:
     softmax: Softmax
     plan: AttentionPlan
     work: Workspace
+    window: int = 0
 
     @cached_property
     def rows(self) -> tuple[Tensor, ...]:
@@ -76,6 +77,11 @@ class _Call:
             "CAP": self.softmax.cap * LOG2E,
         }
 
+    @property
+    def split_constants(self) -> dict[str, Any]:
+        """``constants``, and the kernels' that divide entries in splits."""
+        return self.constants | {"WINDOW": self.window}
+
     def attend(self, output: Tensor, values: bool) -> Tensor:
         """Launches ``attend`` and returns the log-sum-exp of its splits, its only result without ``values``."""
         cache, plan = self.cache, self.plan
@@ -86,7 +92,8 @@ class _Call:
             self.query, *planes, output, *rows, *self.pages, self.softmax.sinks, buffers.get("partial", lse), lse,
             buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles, *self.query.stride()[:2],
             *output.stride()[:2], rows[0].stride(0), *cache.strides,
-            VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.constants, **plan.settings.launch,
+            VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.split_constants,
+            **plan.settings.launch,
         )  # fmt: skip
         return lse
 
@@ -107,7 +114,7 @@ class _Call:
             *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
             *cache.log_votes.stride()[:2],
             KEEP=plan.kept, BLOCK_N=plan.settings.block_n, BLOCK_S=min(plan.splits, 16), BLOCK_U=chosen.block_n,
-            **self.constants, **chosen.launch,
+            **self.split_constants, **chosen.launch,
         )  # fmt: skip
 
     def update_columns(self, scores: Tensor, aux: Tensor, lse: Tensor, in_cache: bool) -> None:
@@ -133,6 +140,7 @@ def paged_attention(
     scale: float,
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    window: int = 0,
     workspace: Workspace | None = None,
 ) -> None:
     """See ``reference.paged_attention``.
@@ -149,11 +157,14 @@ def paged_attention(
     _check(query, cache)
     _check(output, cache)
     num_queries = int(batch.query_lens.max()) if batch.max_query_len is None else batch.max_query_len
-    plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
-    call = _Call(query, cache, batch, scale, softmax, plan, workspace or workspace_of(query.device))
+    num_rows, num_blocks = batch.block_table.shape
+    if window:
+        num_blocks = min(num_blocks, (window + num_queries) // cache.block_size + 1)
+    plan = AttentionPlan.of(cache, query.shape[1], num_queries, num_rows, num_blocks, keeps=not window)
+    call = _Call(query, cache, batch, scale, softmax, plan, workspace or workspace_of(query.device), window)
     lse = call.attend(output, values=True)
     call.finish(output, lse)
-    if not plan.kept:
+    if not plan.kept and not window:
         call.update_columns(cache.scores, cache.aux, lse, in_cache=True)
 
 

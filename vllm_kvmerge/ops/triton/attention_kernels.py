@@ -85,6 +85,15 @@ def split_size(num_entries, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
+def first_seen(old, first_query, WINDOW: tl.constexpr):
+    """The first entry that a query of a tile sees; WINDOW: entries that each of them sees; 0: all."""
+    if WINDOW > 0:
+        return tl.maximum(old + first_query - WINDOW + 1, 0)
+    else:
+        return 0
+
+
+@triton.jit
 def log2_sum(values):
     """log2 of the sum of 2 ** values over axis 0; -inf if all are -inf."""
     top = tl.max(values, 0)
@@ -130,7 +139,7 @@ def attend(
     stride_m_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, KEEP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,
+    BLOCK_D: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One split of the entries for one tile of a sequence's queries and one KV head. Grid: tiles, heads, splits.
 
@@ -139,7 +148,7 @@ def attend(
     Logits are kept at their slots, of which ``kept`` has those of one layer: those of entries in pages, which may be of
     any, are not kept. COMPUTE: the type of the products. scale, value_scale: include what keys and values that are
     quantised are stored over. sinks: ``[H * G]``, which count in the first split; None:
-    there are none.
+    there are none. WINDOW: entries that a query sees, its own included, where no row has a front; 0: all.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -153,8 +162,9 @@ def attend(
     tail = tl.load(tails + row).to(tl.int32)
     old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
     seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
-    size = split_size(seen, SPLITS, LEAST, BLOCK_N)
-    first = split * size
+    skipped = first_seen(old, first_query, WINDOW)
+    size = split_size(seen - skipped, SPLITS, LEAST, BLOCK_N)
+    first = skipped + split * size
     if first >= seen:
         return
     end = tl.minimum(first + size, seen)
@@ -201,6 +211,8 @@ def attend(
             votes = tl.load(votes_at, mask=live & (entry < front), other=0.0)
             plain = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)
             visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
+            if WINDOW > 0:
+                visible &= entry[None, :] > (old + number - WINDOW)[:, None]
             logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
             if KEEP > 0:
                 if not paged:
@@ -261,13 +273,13 @@ def finish(
     stride_k_dim, stride_k_slot, stride_m_block, stride_m_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Combines splits, and updates scores from the kept logits; from keys again where these are in pages.
 
     Grid: tiles, heads, ``num_combined`` programs for a row of the tile each, then any number that share the entries.
-    SPLITS, LEAST, BLOCK_M and BLOCK_N: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a time,
-    of those whose logits were kept.
+    SPLITS, LEAST, BLOCK_M, BLOCK_N and WINDOW: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a
+    time, of those whose logits were kept.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -281,8 +293,9 @@ def finish(
     tail = tl.load(tails + row).to(tl.int32)
     old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
     seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
-    size = split_size(seen, SPLITS, LEAST, BLOCK_N)
-    num_splits = (seen + size - 1) // size
+    attended = seen - first_seen(old, first_query, WINDOW)
+    size = split_size(attended, SPLITS, LEAST, BLOCK_N)
+    num_splits = (attended + size - 1) // size
     if part < num_combined:
         number = first_query + part // G
         if number >= num_queries:

@@ -67,9 +67,9 @@ def largest_weighed(ranking: Tensor, chosen: Tensor, entries: Entries, counts: T
     """``[H, n]``: ``ranking`` times the norms where that may be among the head's ``counts`` largest, beside those that
     are ``chosen``; elsewhere the least number there is.
 
-    ||W v||_1 <= sqrt(hidden) ||W v||_2, and the mean over query heads of the latter is at most sqrt(v' M v), M being the
-    mean of their W' W: d by d numbers instead of hidden by d. Entries are weighed in order of that bound, until it is
-    below what as many as are wanted have come to.
+    ||W v||_1 <= sqrt(hidden) ||W v||_2, and the mean over query heads of the latter is at most sqrt(v' M v), M being
+    the mean of their W' W: d by d numbers instead of hidden by d. Entries are weighed in order of that bound, until it
+    is below what as many as are wanted have come to.
     """
     lowest = torch.finfo(ranking.dtype).min
     mean = (weights.mT @ weights).mean(1)

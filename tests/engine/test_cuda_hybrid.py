@@ -1,0 +1,103 @@
+"""Models whose layers are of several kinds on vLLM's GPU model runners: the tokens of the CPU's runner."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.conftest import random_prompt
+from tests.engine.full_graphs import SIZES
+from tests.engine.test_cuda_runners import TOLERANCE, on_cpu
+from tests.engine.test_hybrid import BYTES_PER_BLOCK, arguments, running
+from tests.models.architectures import write_model
+from tests.random_model import write_gemma, write_gemma3n
+from vllm_kvmerge import compression
+
+pytestmark = pytest.mark.engine
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+NUM_RINGS = 1
+SOME: list[tuple[str, dict]] = [
+    ("h2o", {"decode": "bounded"}),
+    ("snapkv", {}),
+    ("keepkv", {"prefill": {"chunk": 30}}),
+    ("adakv", {}),
+    ("morphkv", {}),
+]
+OTHERS: list[tuple[str, dict]] = [
+    ("streaming_llm", {"decode": "bounded", "positions": "cache"}),
+    ("kvzip", {"chunk_size": 60}),
+]
+"""Which not all of these models take."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what it is asked for. num_blocks: of the pool, too few for four requests."""
+
+    write: Callable[[Path], Path]
+    policies: list[tuple[str, dict]] = field(default_factory=lambda: SOME)
+    num_blocks: int = 32
+
+    def jobs(self) -> list:
+        """(prompt, extra arguments, tokens to generate), more than run at once."""
+        rng, told = np.random.default_rng(31), [(None, {}), *self.policies, (None, {})]
+        shared, found = random_prompt(rng, 120), []
+        for index, (policy, fields) in enumerate(told):
+            length = int(rng.integers(90, 150))
+            prompt = [*shared[: length // 2], *random_prompt(rng, length)[length // 2 :]]
+            extra = None if policy is None else compression(policy, budget=40, interval=4, **fields)
+            found.append((prompt, extra, 12 if index % 2 else 8))
+        # A context that another has compressed, with its window.
+        context, extra = random_prompt(rng, 110), compression("adakv", budget=40, context_tokens=110)
+        return found + [(context + random_prompt(rng, 20)[1:], extra, 3) for _ in range(5)]
+
+
+CASES = {
+    "gemma3": Case(write_gemma, SOME + OTHERS),
+    "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26),
+    "gemma3n": Case(write_gemma3n, num_blocks=26),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request, tmp_path_factory) -> tuple[Case, Path, list]:
+    """A case, its model, and what the CPU's runner generates."""
+    case = CASES[request.param]
+    folder = case.write(tmp_path_factory.mktemp(request.param))
+    params = [
+        SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, extra_args=extra)
+        for _, extra, num_tokens in case.jobs()
+    ]
+    with running(folder) as engine:
+        outputs = engine.generate([prompt for prompt, *_ in case.jobs()], params)
+        engine.assert_empty()
+    return case, folder, [output.outputs[0] for output in outputs]
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+def test_tokens_of_the_cpu_runner(served, is_v2):
+    """With asynchronous scheduling, full graphs, preemptions and prefixes that are found."""
+    case, folder, expected = served
+    options = {
+        "async_scheduling": True,
+        "enforce_eager": False,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 100,
+        "kv_cache_memory_bytes": case.num_blocks * BYTES_PER_BLOCK,
+        "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
+    }
+    result = on_cpu(arguments(folder, **options), case.jobs(), [], [], is_v2)
+    assert result["tokens"] == [list(one.token_ids) for one in expected]
+    assert result["logprobs"] == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
+    assert len({token for tokens in result["tokens"] for token in tokens}) > 30  # what they read decides
+    assert result["graphs"]["captured"] == len(SIZES) and result["graphs"]["replayed"] > 2
+    assert result["preempted"] > 0 and result["paged_rows"] > 10 and result["adopted"] > 1
+    assert (result["is_v2"], result["free_rings"], result["states"]) == (is_v2, NUM_RINGS, [])
+    assert result["lost_blocks"] == 0
