@@ -69,6 +69,22 @@ def write_gemma3n(folder: Path) -> Path:
     return _write(folder, Gemma3nForCausalLM(Gemma3nTextConfig(**SIZES | gemma, altup_num_inputs=2)))
 
 
+def write_gemma4(folder: Path, **sizes) -> Path:
+    """Saves a model whose layers of full attention, every third, have heads of twice the size; ``sizes`` as in
+    ``Gemma4TextConfig``."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    gemma = {"num_hidden_layers": 6, "layer_types": layer_types, "sliding_window": WINDOW, "global_head_dim": 64}
+    gemma |= {"vocab_size_per_layer_input": 832, "hidden_size_per_layer_input": 16, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**SIZES | gemma | sizes))
+    for weight in model.parameters():
+        if weight.ndim == 1:  # of norms: keys are normalized, and would all be equally long
+            weight.data.normal_(1.0, 0.3)
+    return _write(folder, model)
+
+
 def write_llama4(folder: Path) -> Path:
     """Saves a model of chunked-local layers and, every third, one of full attention without RoPE; none has experts."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig

@@ -18,7 +18,7 @@ enum class ScoreMode : int32_t { none, sum, mean, log_ema, largest };
 constexpr int kTile = 32;
 constexpr int kChunkTiles = 4;
 constexpr int kChunk = kTile * kChunkTiles;
-constexpr int kMaxHeadSize = 256;
+constexpr int kMaxHeadSize = 512;
 
 // One layer's cache. A (block, head) region holds K [head_size, block_size] and V [block_size, head_size] in the cache
 // dtype, and four planes of metadata [block_size] of 4 bytes, log_votes, scores, aux, positions; these lie behind the

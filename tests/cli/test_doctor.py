@@ -30,8 +30,8 @@ def test_a_machine_that_can_serve(capsys):
 
 def test_what_is_unsupported_is_listed_with_reasons(capsys):
     _, found = report(capsys)
-    options = {*support.LEFT_OUT, *support.ONE_ONLY, support.SUPERVISOR}
-    options |= {"kv_cache_dtype", "model", "speculative_config"}
+    options = {*support.ONE_ONLY, support.SUPERVISOR}
+    options |= {"kv_cache_dtype", "model", "speculative_config", "kv_transfer_config", "kv_offloading_size"}
     assert options == set(found["unsupported"])
     for trait, _ in support.TRAITS:
         assert trait in found["unsupported"]["model"]
@@ -43,7 +43,7 @@ def test_for_people(capsys, monkeypatch):
     printed = capsys.readouterr().out
     # A cell's text goes on in the next line.
     assert "".join(ops.implementation().split()) in "".join(printed.replace("│", "").split())
-    assert "a KV connector does not work with compression" in " ".join(printed.split())
+    assert support.OFFLOADING in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 100
     assert printed.endswith("vllm-kvmerge serve MODEL can start here.\n")
 

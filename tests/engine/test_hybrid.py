@@ -70,7 +70,8 @@ def running(folder: Path, **others) -> Iterator[Engine]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    llm = LLM(**kvmerge_engine_args(**arguments(folder, **others), logits_processors=[ForcedContinuation]))
+    others = {"logits_processors": [ForcedContinuation]} | others
+    llm = LLM(**kvmerge_engine_args(**arguments(folder, **others)))
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
 

@@ -324,7 +324,7 @@ def test_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "said"),
     [
         ({"speculative_config": "eagle"}, "speculative_config=eagle is not supported: allowed: on CPU ngram"),
-        ({"kv_transfer_config": "lmcache"}, "kv_transfer_config=lmcache"),
+        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, "allowed: on CPU ExampleConnector, or one of"),
         ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"parallel_config.decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"parallel_config.prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
@@ -357,13 +357,6 @@ def test_everything_else_that_is_refused(change: dict[str, Any], said: str) -> N
     [
         ({"use_mla": True, "hf_text_config": SimpleNamespace(kv_lora_rank=512)}, "latent attention (MLA)"),
         ({"is_hybrid": True}, "Mamba or linear-attention layers"),
-        (
-            {
-                "get_sliding_window": lambda: 8,
-                "hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"]),
-            },
-            "sliding-window or chunked-local layers",
-        ),
     ],
 )
 def test_drafts_beside_other_layers_are_refused(change: dict[str, Any], said: str) -> None:

@@ -1,5 +1,6 @@
 """Models of many architectures with random weights, made from Transformers' configurations."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,31 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
 
 WINDOWS = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS, "sliding_window": WINDOW}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+GEMMA4 = {"global_head_dim": 64, "tie_word_embeddings": False}
+GEMMA4 |= {"vocab_size_per_layer_input": 832, "hidden_size_per_layer_input": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0, "original_max_position_embeddings": 4096}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 """As published models of DeepSeek-V3's have it; with plain RoPE, vLLM 0.32 computes other numbers on the CPU."""
+
+LATENTS = {
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "v_head_dim": 32,
+    "rope_parameters": YARN,
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
@@ -41,6 +62,46 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("gemma", {}),
     "Gemma 2": ("gemma2", WINDOWS | {"query_pre_attn_scalar": 32}),
     "Gemma 3": ("gemma3_text", WINDOWS | {"query_pre_attn_scalar": 32, "tie_word_embeddings": False}),
+    "Gemma 3n": (
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "num_kv_shared_layers": 4,
+            "sliding_window": WINDOW,
+            "activation_sparsity_pattern": [0.0] * 8,
+            "vocab_size_per_layer_input": 832,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+        },
+    ),
+    "Gemma 4, shared caches": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "num_kv_shared_layers": 4,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "Gemma 4, fewer KV heads in full attention": (
+        "gemma4_text",
+        GEMMA4 | WINDOWS | {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ),
+    "Llama 4": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 6,
+            "no_rope_layers": [1, 1, 0] * 2,
+            "attention_chunk_size": 64,
+            "intermediate_size_mlp": 128,
+            "interleave_moe_layer_step": 0,
+            "moe_layers": [],
+            "attn_temperature_tuning": False,
+        },
+    ),
     "Phi-3": ("phi3", {"pad_token_id": 0, "sliding_window": None}),
     "OLMo 2": ("olmo2", {}),
     "Granite": ("granite", {"attention_multiplier": 32**-0.5}),
@@ -71,28 +132,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False, "head_dim": None},
     ),
     "Falcon with ALiBi": ("falcon", {"alibi": True, "multi_query": False, "bias": False, "head_dim": None}),
-    "DeepSeek-V3": (
-        "deepseek_v3",
-        {
-            "moe_intermediate_size": 64,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-            "topk_method": "noaux_tc",
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 32,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 64,
-            "head_dim": 64,
-            "v_head_dim": 32,
-            "rope_parameters": YARN,
+    "DeepSeek-V3": ("deepseek_v3", LATENTS),
+    "Kimi K2": ("deepseek_v3", LATENTS),
+    "Kimi Linear": (
+        "kimi_linear",
+        LATENTS
+        | {
+            "q_lora_rank": None,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_head_dim": 32,
+            "linear_num_heads": 4,
+            "num_local_experts": 4,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
         },
     ),
 }
 """Type of the configuration, and what differs from ``SIZES`` (None: what is left out), by name."""
+
+SERVED_AS = {"Kimi K2": "kimi_k2"}
+"""Types that are served as another one, by which Transformers knows them."""
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "Qwen3-Next (bfloat16)": {
@@ -120,5 +181,8 @@ def write_model(folder: Path, name: str, **changes: Any) -> Path:
         if weight.ndim == 1:  # of norms: where keys are normalized, all would be equally long
             weight.data += torch.randn_like(weight) * 0.3
     model.save_pretrained(folder)
+    if name in SERVED_AS:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": SERVED_AS[name]}))
     build_tokenizer().save_pretrained(folder)
     return folder

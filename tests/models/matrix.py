@@ -64,7 +64,8 @@ def _texts(run: Run) -> dict[str, Any]:
 
 
 def _last_error(text: str) -> str:
-    lines = [line.split("] ")[-1] for line in text.splitlines() if "Error" in line]
+    lines = [line for line in text.splitlines() if "Error" in line or "Value error" in line]
+    lines = [line.split("] ")[-1].split(" [type=")[0] for line in lines]
     return lines[-1].strip()[:120] if lines else "its process ended"
 
 

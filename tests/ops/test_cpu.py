@@ -66,7 +66,7 @@ def check_against_reference(module, maker, sequences, lens, updates, groups, kin
     assert_equal_enough(attend(module, *case), attend(reference, *case), maker.dtype)
 
 
-SIZES = [(32, 128), (64, 64), (80, 48), (128, 128), (256, 16)]
+SIZES = [(32, 128), (64, 64), (80, 48), (128, 128), (256, 16), (512, 32)]
 """Head size and block size."""
 CASES = [
     (*sizes, groups, list(TOLERANCE)[(i + j) % 5], SOFTMAXES[(i + 2 * j) % 4])

@@ -149,7 +149,7 @@ def test_what_does_not_work_beside_states_is_refused(policy: str, fields: dict[s
 
 def test_layers_with_a_window_take_slots_too() -> None:
     """Two groups of them, of at most three blocks of 32 each."""
-    limits = replace(LIMITS, max_model_len=4096, pool_tokens=640, window_blocks=(3, 3))
+    limits = replace(LIMITS, max_model_len=4096, pool_tokens=640, window_blocks=((3, 32), (3, 32)))
     for room, length in ((limits, 640 - 192 - 1), (replace(limits, window_blocks=()), 640 - 1)):
         room.check_room(None, length)
         with pytest.raises(CompressionError, match=f"up to {length} tokens"):

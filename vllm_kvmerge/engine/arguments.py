@@ -11,6 +11,7 @@ from vllm_kvmerge.engine.support import (
     UnsupportedConfigError,
     caps_logits,
     check_options,
+    full_layer,
     has_sinks,
     has_states,
     has_windows,
@@ -164,8 +165,9 @@ def shares_contexts(vllm_config: "VllmConfig") -> bool:
 def request_limits(vllm_config: "VllmConfig") -> Limits:
     """Limits of an engine's requests, without the speed of its workers, which they report."""
     options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
-    allowed, num_kv_heads = options.allowed_policies, model.get_num_kv_heads(parallel)
-    one_layer = 4 * 2 * num_kv_heads * model.get_head_size() * model.max_model_len
+    allowed, layer = options.allowed_policies, full_layer(model)
+    num_kv_heads = model.get_num_kv_heads(parallel, layer)
+    one_layer = 4 * 2 * num_kv_heads * layer.head_size * model.max_model_len
     return Limits(
         allowed_policies=None if allowed is None else frozenset(allowed),
         max_bytes=options.max_compaction_bytes or max(LEAST_COMPACTION_BYTES, LAYERS_AT_ONCE * one_layer),
@@ -174,7 +176,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             num_layers=num_full_layers(model, parallel),
             num_kv_heads=num_kv_heads,
             group_size=model.get_num_attention_heads(parallel) // num_kv_heads,
-            head_size=model.get_head_size(),
+            head_size=layer.head_size,
             hidden_size=model.get_hidden_size(),
             item_size=model.dtype.itemsize,
             cache_item_size=1 if vllm_config.cache_config.cache_dtype in QUANTISED else None,

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -134,7 +135,7 @@ class MergeableAttentionManager(FullAttentionManager):
             return ()
         groups, passed = {self.kv_cache_group_id: self._row(front, hit // self.block_size)}, list[KVCacheBlock]()
         for manager, window in zip(self.windows, front.windows, strict=True):
-            groups[window.group] = rows = window.rows(-(-hit // self.block_size), self._null_block)
+            groups[window.group] = rows = window.rows(-(-hit // manager.block_size), self._null_block)
             first = max(0, self._num_passed(manager, hit) - window.first_row)
             passed += [*window.blocks[:first], *window.blocks[max(0, len(rows) - window.first_row) :]]
         copied = front.blocks if writes else front.partial(self.block_size)
@@ -157,18 +158,18 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def _num_passed(self, manager: SingleTypeKVCacheManager, num_tokens: int) -> int:
         """First rows of a block table that no query after ``num_tokens`` reads."""
-        return manager.get_num_skipped_tokens(num_tokens) // self.block_size
+        return manager.get_num_skipped_tokens(num_tokens) // manager.block_size
 
     def num_window_blocks(self, num_tokens: int) -> int:
         """Blocks that layers with a window need after the first ``num_tokens`` of a request."""
-        num_rows = -(-num_tokens // self.block_size)
-        return sum(num_rows - self._num_passed(one, num_tokens - 1) for one in self.windows)
+        return sum(-(-num_tokens // one.block_size) - self._num_passed(one, num_tokens - 1) for one in self.windows)
 
     def hold_windows(self, request_id: str, num_tokens: int) -> tuple[HeldWindow, ...] | None:
         """What layers with a window need after the request's first ``num_tokens``, with a reference to each block;
         None: some of it is gone."""
-        held, num_rows = list[HeldWindow](), -(-num_tokens // self.block_size)
+        held = list[HeldWindow]()
         for one in self.windows:
+            num_rows = -(-num_tokens // one.block_size)
             first = self._num_passed(one, num_tokens - 1)  # whose output, too, a request may have to compute
             blocks = tuple(one.req_to_blocks.get(request_id, ())[first:num_rows])
             if len(blocks) < num_rows - first or any(block.is_null for block in blocks):
@@ -305,9 +306,9 @@ class MergeableAttentionManager(FullAttentionManager):
     ) -> list[tuple[SingleTypeKVCacheManager, int, list[KVCacheBlock]]]:
         """Of each group of layers with a window: what a request reads there after ``num_tokens``, from a row of its
         block table on."""
-        num_rows, found = -(-num_tokens // self.block_size), []
+        found = []
         for one in self.windows:
-            first = self._num_passed(one, num_tokens)
+            first, num_rows = self._num_passed(one, num_tokens), -(-num_tokens // one.block_size)
             found.append((one, first, one.req_to_blocks[request_id][first:num_rows]))
         return found
 
@@ -484,13 +485,36 @@ def compressed_group(config: KVCacheConfig) -> int:
     if len(sizes := {spec.page_size_bytes for spec in specs}) > 1:
         raise UnsupportedConfigError(f"model layers: their pages must be of one size, got {sorted(sizes)} bytes")
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
-    cells = {(spec.block_size, spec.num_kv_heads, spec.head_size, spec.page_size_bytes) for spec in attention}
-    if len(cells) > 1:
+    # A block's keys and values lie at the same place for all groups, metadata of all blocks behind them.
+    if len({spec.block_size * _row_bytes(spec) for spec in attention}) > 1:
+        cells = sorted({(spec.block_size, spec.num_kv_heads, spec.head_size) for spec in attention})
         raise UnsupportedConfigError(
-            "model layers: those with a window must have as many KV heads of the same size as the others, got "
-            f"(block size, KV heads, head size, page bytes) {sorted(cells)}"
+            "model layers: keys and values of a block must be as many bytes in those with a window as in the others, "
+            f"got (block size, KV heads, head size) {cells}"
         )
     return ours[0]
+
+
+def _row_bytes(spec: AttentionSpec) -> int:
+    """Of a token's key and value in all heads."""
+    return spec.num_kv_heads * 2 * spec.head_size * spec.dtype.itemsize
+
+
+def with_equal_blocks(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Specs of layers by name, where those with a window may have heads of another size or number (Gemma 4).
+
+    Then vLLM makes the blocks of one kind longer, so that pages agree. They do if cells are in proportion to heads,
+    metadata included, which the layers with a window do not use."""
+    full = next((spec for spec in specs.values() if isinstance(spec, MergeableAttentionSpec)), None)
+    if full is None:
+        return specs
+    cell = cell_bytes(full.head_size, full.dtype)
+    return {
+        name: replace(spec, state_content_bytes=cell * spec.head_size // full.head_size)
+        if type(spec) in WINDOW_SPECS
+        else spec
+        for name, spec in specs.items()
+    }
 
 
 def _saves_within_prompts(spec: MambaSpec) -> bool:
@@ -502,14 +526,17 @@ def has_states(config: KVCacheConfig) -> bool:
     return any(isinstance(group.kv_cache_spec, MambaSpec) for group in config.kv_cache_groups)
 
 
-def window_blocks(config: KVCacheConfig, vllm_config: "VllmConfig") -> tuple[int, ...]:
+def window_blocks(config: KVCacheConfig, vllm_config: "VllmConfig") -> tuple[tuple[int, int], ...]:
     """``Limits.window_blocks``."""
     in_flight, length = vllm_config.max_in_flight_tokens, vllm_config.model_config.max_model_len
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     return tuple(
-        spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
-        if isinstance(spec, MambaSpec)
-        else spec.max_admission_blocks_per_request(in_flight, length)
+        (
+            spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
+            if isinstance(spec, MambaSpec)
+            else spec.max_admission_blocks_per_request(in_flight, length),
+            spec.block_size,
+        )
         for spec in specs
         if isinstance(spec, (*WINDOW_SPECS, MambaSpec))
     )

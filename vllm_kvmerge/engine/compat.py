@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm import PoolingParams
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.protocol import EngineClient
     from vllm.inputs import EngineInput
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.request import Request
@@ -358,6 +360,31 @@ def sample_beside_drafts() -> None:
         return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def keep_from_connector(connector: "KVConnectorBase_V1", is_hidden: Callable[["Request"], bool]) -> None:
+    """Has this one connector, in a scheduler, neither load blocks for requests that are hidden nor know of them.
+
+    vLLM's scheduler asks its connector about every request, within a long method. If it asked about those alone that
+    take part, this would be unnecessary.
+    """
+    matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+    begin = connector.on_new_request
+
+    def get_num_new_matched_tokens(request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        return (0, False) if is_hidden(request) else matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        if not is_hidden(request):
+            allocated(request, blocks, num_external_tokens)
+
+    def on_new_request(request: "Request") -> None:
+        if not is_hidden(request):
+            begin(request)
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens  # type: ignore[method-assign]
+    connector.update_state_after_alloc = update_state_after_alloc  # type: ignore[method-assign]
+    connector.on_new_request = on_new_request  # type: ignore[method-assign]
 
 
 def check_prompts(check_prompt: PromptCheck) -> None:

@@ -97,7 +97,7 @@ class ContextStore:
         hash_function: Callable[[object], bytes],
     ) -> None:
         self._manager, self._bytes_per_block, self._max_blocks = manager, bytes_per_block, max_blocks
-        self._hasher = get_request_block_hasher(manager.block_size, hash_function)
+        self._hasher = get_request_block_hasher(manager.block_pool.hash_block_size, hash_function)
         self._kept: dict[str, KeptContext] = {}
         self._asked: dict[str, tuple[AskedContext, int]] = {}
         """By request: what it asks for, and blocks that it will take."""

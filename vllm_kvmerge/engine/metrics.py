@@ -34,6 +34,11 @@ RELIEFS = Counter(
     "Compressions of requests with trigger pressure, because the pool was short of blocks.",
     LABELS,
 )
+NOT_OFFLOADED = Counter(
+    "vllm:kvmerge_not_offloaded_requests",
+    "Requests that are compressed, on a server with a KV connector, which neither loads nor stores their blocks.",
+    LABELS,
+)
 CONTEXT_HITS = Counter(
     "vllm:kvmerge_context_hits", "Requests that began with a compressed context from the prefix cache.", LABELS
 )
@@ -104,6 +109,10 @@ def count_refresh(policy: str, engine: int) -> None:
 
 def count_relief(policy: str, engine: int) -> None:
     RELIEFS.labels(policy, engine).inc()
+
+
+def count_not_offloaded(policy: str, engine: int) -> None:
+    NOT_OFFLOADED.labels(policy, engine).inc()
 
 
 def count_context(policy: str, engine: int, num_tokens: int) -> None:

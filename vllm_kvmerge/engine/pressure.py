@@ -1,5 +1,6 @@
 """Compression under pressure (``trigger: pressure``): when the pool is short, and which requests give room."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,10 +64,14 @@ class Pressure:
         held += sum(
             self._num_rows(one, request, num_computed) - _passed(one, processed) for one in self._manager.windows
         )
-        # Each group of layers takes a block for the same tokens.
-        num_rows = (pool_tokens // block_size - held) // (1 + len(self._manager.windows))
-        room = num_rows * block_size + -num_computed % block_size
-        return min(num_new, room) if room > 0 else num_new
+        free, managers = pool_tokens // block_size - held, (self._manager, *self._manager.windows)
+
+        def num_blocks(num_tokens: int) -> int:
+            return sum(cdiv(num_computed + num_tokens, size) - cdiv(num_computed, size) for size in sizes)
+
+        sizes = [one.block_size for one in managers]
+        room = bisect_right(range(num_new + 1), free, key=num_blocks) - 1
+        return room if room > 0 else num_new
 
     def reliefs(
         self,
@@ -104,9 +109,9 @@ class Pressure:
         for request in running:
             computed = request.num_computed_tokens
             new = max(1 + self._num_drafts, min(request.num_tokens - computed, left))
-            num_rows = cdiv(computed + new, self._manager.block_size)
             taken -= sum(self._num_given_back(one, request) for one in windows)
             for one in (self._manager, *windows):
+                num_rows = cdiv(computed + new, one.block_size)
                 taken += max(0, num_rows - len(one.req_to_blocks[request.request_id]))
             left, most = left - new, max(most, taken)
         return most

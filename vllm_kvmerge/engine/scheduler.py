@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionManager, compressed_group, window_blocks
+from vllm_kvmerge.engine.connectors import plain_part
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
@@ -28,6 +30,7 @@ from vllm_kvmerge.engine.metrics import (
     CacheGauges,
     count_compression,
     count_freed,
+    count_not_offloaded,
     count_refresh,
     count_relief,
     count_request,
@@ -141,6 +144,10 @@ class CompressionSchedulerMixin(Scheduler):
             is_async=isinstance(self, AsyncScheduler),
         )
         compat.watch_asked_blocks(coordinator, self._pressure.note_asked)
+        self._hidden: set[str] = set()
+        """Requests that a KV connector does not know."""
+        if self.connector is not None:
+            compat.keep_from_connector(self.connector, self._is_hidden)
         self._freed = FreedBlocks(self._manager.block_pool, self._manager) if options.debug_poison_freed else None
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
@@ -165,6 +172,9 @@ class CompressionSchedulerMixin(Scheduler):
             else:
                 if compression is not None:
                     self._compressions[request.request_id] = compression
+                    if self.connector is not None:
+                        self._hidden.add(request.request_id)
+                        count_not_offloaded(compression.config.name, self._engine)
             self._usage.begin(request, extra.get(USAGE_KEY), config)
         super().add_request(request)
 
@@ -215,7 +225,8 @@ class CompressionSchedulerMixin(Scheduler):
             raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "incompatible_prompt")
         num_tokens = compression.context + compression.config.policy.tracker.num_repeated(compression.context)
         # The context's last block is not shared if it is not full. Both requests have windows.
-        needed = cdiv(num_tokens, self.block_size) + 1 + 2 * self._limits.window_slots(num_tokens) // self.block_size
+        block_size = self._manager.block_size
+        needed = cdiv(num_tokens, block_size) + 1 + 2 * self._limits.window_slots(num_tokens) // block_size
         pool = self.kv_cache_config.num_blocks - 1 - self._contexts.num_blocks
         if compression.context > compression.budget and needed > pool:
             message = f"repeating {compression.context} tokens takes {needed} blocks; allowed: up to {pool}"
@@ -284,10 +295,27 @@ class CompressionSchedulerMixin(Scheduler):
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
+        self._hidden.discard(request.request_id)
         params = self._usage.end(request.request_id, params)
         if cannot_be_spelled(request, self.structured_output_manager.backend):
             params = as_bad_request(params)
         return self._proofs.end(request, params), *others
+
+    # A KV connector, if there is one.
+
+    def _is_hidden(self, request: Request) -> bool:
+        return request.request_id in self._hidden or isinstance(request, RepeatingRequest)
+
+    def _build_kv_connector_meta(
+        self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
+        def is_hidden(request_id: str) -> bool:
+            return self._is_hidden(self.requests[request_id])
+
+        return super()._build_kv_connector_meta(connector, plain_part(scheduler_output, is_hidden))
+
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        return (False, None) if self._is_hidden(request) else super()._connector_finished(request)
 
     # Scheduling of a step: first tokens, by vLLM, then the compressions that follow them.
 
@@ -461,9 +489,9 @@ class CompressionSchedulerMixin(Scheduler):
         self, request: Request, *longest_hit: int | None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         if isinstance(request, RepeatingRequest):
-            parent, num_shared = request.parent.request_id, request.context // self.block_size
-            shared = tuple(one.req_to_blocks[parent][:num_shared] for one in self._managers)
-            return self.kv_cache_manager.create_kv_cache_blocks(shared), num_shared * self.block_size, 0, False
+            parent, num_shared = request.parent.request_id, request.context // self.block_size * self.block_size
+            shared = tuple(one.req_to_blocks[parent][: num_shared // one.block_size] for one in self._managers)
+            return self.kv_cache_manager.create_kv_cache_blocks(shared), num_shared, 0, False
         # vLLM bounds hits if it returns the experts of all tokens: of those in a front, they are not known.
         is_bounded = any(bound is not None for bound in longest_hit)
         if not is_bounded and (front := self._sharing.first_front(request)) is not None:

@@ -131,10 +131,11 @@ class ContextSharing:
     def _restored_windows(self, request_id: str, front: SharedFront) -> list[tuple[int, int]]:
         """Of layers with a window, ids of the front's last block and of the request's own, to which the last token is
         written once more."""
-        row = (front.num_tokens - 1) // self._manager.block_size
-        windows = zip(self._manager.windows, front.windows, strict=True)
-        pairs = [(held.blocks[row - held.first_row], one.req_to_blocks[request_id][row]) for one, held in windows]
-        return [(source.block_id, target.block_id) for source, target in pairs]
+        pairs = []
+        for one, held in zip(self._manager.windows, front.windows, strict=True):
+            row = (front.num_tokens - 1) // one.block_size
+            pairs.append((held.blocks[row - held.first_row].block_id, one.req_to_blocks[request_id][row].block_id))
+        return pairs
 
     def new_contexts(self, request_ids: Iterable[str], requests: Mapping[str, Request]) -> list[str]:
         """Those of a step's requests whose contexts end with it, and are shared."""

@@ -11,6 +11,7 @@ from vllm_kvmerge.engine.reliance import installed, summary
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config.model_arch import ModelArchitectureConfig
 
 SUPPORTED_RELEASES = ((0, 32), (0, 33))
 SUPPORTED_RANGE = ">=0.32,<0.34"
@@ -26,10 +27,12 @@ CUDA_BLOCK_MULTIPLE = 16
 CUDA_HEAD_SIZES = range(16, 257, 8)
 """Head sizes that the Triton operators support."""
 
-LEFT_OUT = {
-    "kv_transfer_config": "a KV connector",
-    "kv_offloading_size": "KV cache offloading",
-}
+CONNECTORS = ("ExampleConnector",)
+"""vLLM's KV connectors that run on its CPU platform and copy whole pages."""
+CONNECTOR_RULE = (
+    f"allowed: on CPU {', '.join(CONNECTORS)}, or one of kv_connector_module_path that copies whole pages of blocks"
+)
+OFFLOADING = "vLLM's offloading copies between a GPU and its host; leave it out"
 NGRAM = ("ngram", "[ngram]")
 """vLLM's names of speculative decoding that looks drafts up in the request's own tokens."""
 SPECULATION = f"allowed: on CPU {NGRAM[0]}, whose drafts need no model"
@@ -71,6 +74,12 @@ def has_windows(model: "ModelConfig") -> bool:
 def has_states(model: "ModelConfig") -> bool:
     """True if some layers, of Mamba or linear attention, have a state of one size instead of keys and values."""
     return model.is_hybrid
+
+
+def full_layer(model: "ModelConfig") -> "ModelArchitectureConfig":
+    """Sizes of those layers that see all tokens; others may have heads of another size or number (Gemma 4)."""
+    types = _layer_types(model)
+    return model.model_arch_config[next((i for i, one in enumerate(types) if one in FULL_TYPES), 0)]
 
 
 def num_full_layers(model: "ModelConfig", parallel: "ParallelConfig") -> int:
@@ -240,9 +249,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     from vllm.platforms import current_platform
 
-    for name, feature in LEFT_OUT.items():
-        if options.get(name):
-            raise _unsupported(name, options[name], f"{feature} does not work with compression; leave it out")
+    if offloading := options.get("kv_offloading_size"):
+        raise _unsupported("kv_offloading_size", offloading, OFFLOADING)
+    connector = options.get("kv_transfer_config")
+    if connector is not None and not (current_platform.is_cpu() and _is_connector(connector)):
+        raise _unsupported("kv_transfer_config", connector, CONNECTOR_RULE)
     speculation = options.get("speculative_config")
     if speculation is not None and not (current_platform.is_cpu() and _method(speculation) in NGRAM):
         raise _unsupported("speculative_config", speculation, SPECULATION)
@@ -267,6 +278,12 @@ def _method(speculation: Any) -> Any:
     return getattr(speculation, "method", speculation)
 
 
+def _is_connector(transfer: Any) -> bool:
+    """Whether a ``kv_transfer_config``, an object of vLLM's or what it is made from, names an allowed connector."""
+    given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
+    return bool(given.get("kv_connector_module_path")) or given.get("kv_connector") in CONNECTORS
+
+
 def platform_obstacle() -> str | None:
     """The reason why vLLM's platform here is not supported; None if it is."""
     from vllm.platforms import current_platform
@@ -282,7 +299,7 @@ def platform_obstacle() -> str | None:
 
 def unsupported_features() -> dict[str, str]:
     """Engine options that are refused on every machine, each with the reason or the allowed values."""
-    features = {name: f"{feature} does not work with compression" for name, feature in LEFT_OUT.items()}
+    features = {"kv_offloading_size": OFFLOADING, "kv_transfer_config": CONNECTOR_RULE}
     features["speculative_config"] = SPECULATION
     features |= dict.fromkeys(ONE_ONLY, "must be 1; tensor_parallel_size and data_parallel_size may be larger")
     features[SUPERVISOR] = SUPERVISOR_OBSTACLE
@@ -325,11 +342,19 @@ def check_config(vllm_config: "VllmConfig") -> None:
     if has_states(model) and cache.prefix_match_unit is not None:
         what = "hits of models with Mamba or linear-attention layers end with a block; leave it out"
         raise _unsupported("prefix_match_unit", cache.prefix_match_unit, what)
+    if (transfer := vllm_config.kv_transfer_config) is not None:
+        for trait, has_trait in (
+            ("sliding-window or chunked-local layers", has_windows(model)),
+            ("Mamba or linear-attention layers", has_states(model)),
+            ("latent attention (MLA)", model.use_mla),
+        ):
+            if has_trait:
+                what = f"a KV connector does not work beside {trait}; leave it out"
+                raise _unsupported("kv_transfer_config", transfer.kv_connector, what)
     if vllm_config.speculative_config is not None:
         for trait, has_trait in (
             ("Mamba or linear-attention layers", has_states(model)),
             ("latent attention (MLA)", model.use_mla),
-            ("sliding-window or chunked-local layers", has_windows(model)),
         ):
             if has_trait:
                 what = f"drafts are not verified beside {trait}; leave it out"
@@ -351,11 +376,12 @@ def _check_cpu(cache: "CacheConfig", model: "ModelConfig") -> None:
     if cache.block_size is not None and cache.block_size % CPU_BLOCK_MULTIPLE:
         raise _unsupported("block_size", cache.block_size, f"allowed on CPU: multiples of {CPU_BLOCK_MULTIPLE}")
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if model.get_head_size() not in sizes:
-        allowed = ", ".join(map(str, sizes))
-        raise _unsupported("model", model.model, f"its head size is {model.get_head_size()}; allowed on CPU: {allowed}")
+    for head_size in (full_layer(model).head_size, model.get_head_size()):
+        if head_size not in sizes:
+            allowed = ", ".join(map(str, sizes))
+            raise _unsupported("model", model.model, f"its head size is {head_size}; allowed on CPU: {allowed}")
     if cache.cache_dtype in QUANTISED:
-        if model.get_head_size() % 32:
+        if full_layer(model).head_size % 32 or model.get_head_size() % 32:
             explanation = f"the model's head size is {model.get_head_size()}, and vLLM quantises multiples of 32 alone"
             raise _unsupported("kv_cache_dtype", cache.cache_dtype, explanation)
         if not torch.cpu._is_avx512_supported():

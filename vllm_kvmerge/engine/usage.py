@@ -20,7 +20,7 @@ STREAM = "stream"
 
 REPORT_KEY = "kvmerge"
 """Key of the report in the response's ``kv_transfer_params``, the only field in which vLLM's schedulers can tell a
-client about its request; KV connectors, which it is meant for, are refused together with compression."""
+client about its request. It is meant for KV connectors, whose keys stay beside it."""
 
 ERROR_KEY = "error"
 """Key in the report of a request that failed: the reason."""

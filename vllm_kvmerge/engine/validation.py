@@ -106,9 +106,13 @@ async def enforce_limits(engine_client: "EngineClient") -> None:
     )
     _model = EngineModel(config.model_config)
     limits, pools = request_limits(config), await engine_client.collective_rpc("pool_sizes")
-    num_blocks, windows = min(pools)
+    num_blocks, block_size, windows = min(pools)
     _limits = replace(
-        limits, rates=slowest, pool_tokens=(num_blocks - 1) * limits.block_size, window_blocks=tuple(windows)
+        limits,
+        rates=slowest,
+        block_size=block_size,
+        pool_tokens=(num_blocks - 1) * block_size,
+        window_blocks=tuple((most, size) for most, size in windows),
     )
     _default = plugin_config(config).default
 

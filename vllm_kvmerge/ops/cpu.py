@@ -66,8 +66,8 @@ def obstacle(operand: Operand) -> str | None:
 def _layout_obstacle(cache: PagedKVCache) -> str | None:
     if cache.keys.dtype not in (torch.float32, torch.bfloat16, torch.float16, *QUANTISED):
         return f"the cache is {cache.keys.dtype}"
-    if cache.head_size % 16 or not 32 <= cache.head_size <= 256:
-        return f"head size {cache.head_size} is not a multiple of 16 from 32 to 256"
+    if cache.head_size % 16 or not 32 <= cache.head_size <= 512:
+        return f"head size {cache.head_size} is not a multiple of 16 from 32 to 512"
     if cache.block_size % 16:
         return f"block size {cache.block_size} is not a multiple of 16"
     if cache.keys.stride(3) != 1:

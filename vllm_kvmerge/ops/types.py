@@ -188,18 +188,22 @@ class PagedKVCache:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
         interleaved: bool = False,
+        has_metadata: bool = True,
     ) -> "PagedKVCache":
         """Views of ``cache``, contiguous ``[B, H, bs, cell]`` in the cache dtype.
 
         The shape only gives the size: bytes of a cell are not contiguous. row_major_keys: layout of K, if not the
         device's own. key_scale, value_scale: what numbers of 8 bits are multiplied by; 1 in any other dtype.
-        interleaved: all that belongs to a block lies in ``cache[block]``.
+        interleaved: all that belongs to a block lies in ``cache[block]``. has_metadata: if not, planes of metadata have
+        no slots, and what cells hold beyond a key and a value is unused.
         """
         num_blocks, num_heads, block_size, cell = cache.shape
-        if cell * cache.element_size() != cell_bytes(head_size, cache.dtype) or not cache.is_contiguous():
+        num_bytes, wanted = cell * cache.element_size(), cell_bytes(head_size, cache.dtype)
+        fits = num_bytes == wanted if has_metadata else wanted - METADATA_BYTES <= num_bytes
+        if not fits or not cache.is_contiguous():
             raise ValueError(
                 f"cache of shape {tuple(cache.shape)} and {cache.dtype} does not hold "
-                f"{cell_bytes(head_size, cache.dtype)} contiguous bytes per cell (head size {head_size})"
+                f"{wanted} contiguous bytes per cell (head size {head_size})"
             )
         plane = block_size * head_size
         if interleaved:
@@ -211,7 +215,10 @@ class PagedKVCache:
             keys_and_values = keys_and_values.view(num_blocks, num_heads, -1)
             metadata = metadata.view(num_blocks, num_heads, -1)
         keys_and_values = keys_and_values.unflatten(-1, (2, plane))
-        metadata = metadata.view(torch.float32).unflatten(-1, (4, block_size))
+        if has_metadata:
+            metadata = metadata.view(torch.float32).unflatten(-1, (4, block_size))
+        else:
+            metadata = torch.empty(num_blocks, num_heads, 4, 0, device=cache.device)
         keys = keys_and_values[:, :, 0]
         if row_major_keys is None:
             row_major_keys = not cache.is_cpu

@@ -126,8 +126,8 @@ class Limits:
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
     num_token_ids: of the model. max_num_seqs: requests that run at once. has_prefix_cache: the server does.
     shares_contexts: what has been compressed stays in the prefix cache. pool_tokens: that the pool has slots for; None:
-    not known yet. window_blocks: blocks that each group of layers with a window or a state takes for one request at
-    most. rates: speed of the workers; None: not known yet, so time is not limited.
+    not known yet. window_blocks: of each group of layers with a window or a state, the most blocks that it takes for
+    one request, and the tokens of a block. rates: speed of the workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -143,7 +143,7 @@ class Limits:
     has_prefix_cache: bool = True
     shares_contexts: bool = True
     pool_tokens: int | None = None
-    window_blocks: tuple[int, ...] = ()
+    window_blocks: tuple[tuple[int, int], ...] = ()
     rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
@@ -214,8 +214,7 @@ class Limits:
 
     def window_slots(self, num_tokens: int) -> int:
         """Most slots that a request of ``num_tokens`` takes in layers with a window or a state."""
-        num_blocks = -(-num_tokens // self.block_size)
-        return sum(min(num_blocks, most) for most in self.window_blocks) * self.block_size
+        return sum(min(-(-num_tokens // size), most) for most, size in self.window_blocks) * self.block_size
 
     def _front(self, config: CompressionConfig, context: int) -> int:
         """Most slots of a compressed context."""

@@ -35,6 +35,9 @@ class MergeableImpl:
     interleaved: bool = False
     """Metadata lie within their blocks (``PagedKVCache.of``); set when the cache has been allocated."""
 
+    has_metadata: bool = True
+    """Likewise: there is room for metadata in the cache."""
+
     _paged: tuple[tuple[int, int], PagedKVCache] | None = None
 
     def refuse_features(self, attn_type: str, alibi: bool) -> None:
@@ -72,7 +75,14 @@ class MergeableImpl:
         if (dtype := DTYPES.get(self.kv_cache_dtype)) is not None:
             kv_cache = kv_cache.view(dtype)
             scales = {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
-        return PagedKVCache.of(kv_cache, self.head_size, self.row_major_keys, **scales, interleaved=self.interleaved)
+        return PagedKVCache.of(
+            kv_cache,
+            self.head_size,
+            self.row_major_keys,
+            **scales,
+            interleaved=self.interleaved,
+            has_metadata=self.has_metadata,
+        )
 
     def forget_cache(self) -> None:
         """Drops the views, so that the cache can be freed."""

@@ -40,7 +40,7 @@ from vllm_kvmerge.engine.attention.rows import (
     RepetitionWindow,
     ScoreWindow,
 )
-from vllm_kvmerge.engine.blocks import compressed_group, has_states, window_blocks
+from vllm_kvmerge.engine.blocks import WINDOW_SPECS, compressed_group, has_states, window_blocks
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import (
     Adoption,
@@ -187,7 +187,7 @@ class Compression:
         """Caches and RoPE of the layers of each group with a window."""
         self.group = 0
         """Index of the compressed layers' group, among those of the KV cache."""
-        self._window_blocks: tuple[int, ...] = ()
+        self._window_blocks: tuple[tuple[int, int], ...] = ()
         self.has_states = False
         """Blocks of the pool may hold states of Mamba or linear-attention layers."""
 
@@ -202,9 +202,10 @@ class Compression:
         is_latent = self._config.model_config.use_mla
         return get_layers_from_vllm_config(self._config, MLAAttention if is_latent else Attention)
 
-    def pool_sizes(self) -> tuple[int, list[int]]:
-        """Blocks of the pool, the null block included, and ``Limits.window_blocks``."""
-        return len(self.compactor.layers[0].log_votes), list(self._window_blocks)
+    def pool_sizes(self) -> tuple[int, int, list[tuple[int, int]]]:
+        """Blocks of the pool, the null block included, tokens of a block, and ``Limits.window_blocks``."""
+        first = self.compactor.layers[0]
+        return len(first.log_votes), first.block_size, list(self._window_blocks)
 
     def known_rates(self) -> dict[str, float]:
         """The worker's ``Rates``, once there is a KV cache."""
@@ -234,7 +235,13 @@ class Compression:
             all_layers[name].impl.attach(all_layers[name], layer_names.index(owner))
         self.has_states = has_states(kv_cache_config)
         for layer in all_layers.values():
-            layer.impl.interleaved = self.has_states
+            # States need pages in one piece, and KV connectors copy pages.
+            layer.impl.interleaved = self.has_states or self._config.kv_transfer_config is not None
+        for one in kv_cache_config.kv_cache_groups:
+            # Cells of other layers are in proportion to their heads: where these are of another size, so are metadata.
+            if isinstance(one.kv_cache_spec, WINDOW_SPECS):
+                for name in one.layer_names:
+                    all_layers[name].impl.has_metadata = one.kv_cache_spec.head_size == group.kv_cache_spec.head_size
         layers = [all_layers[name] for name in layer_names]
         pages = [layer.impl.paged(layer, layer.kv_cache) for layer in layers]
         groups = {
@@ -242,8 +249,9 @@ class Compression:
             for index, one in enumerate(kv_cache_config.kv_cache_groups)
             if not isinstance(one.kv_cache_spec, MambaSpec)
         }
-        everything: list[Any] = [all_layers[name] for names in groups.values() for name in names]
-        # A layer of each group has the same memory.
+        # A layer of each group has the same memory. The last one's views are taken: those with metadata.
+        ordered = [*(names for index, names in groups.items() if index != self.group), group.layer_names]
+        everything: list[Any] = [all_layers[name] for names in ordered for name in names]
         pool = {layer.kv_cache.data_ptr(): layer.impl.paged(layer, layer.kv_cache) for layer in everything}
         self.pool = list(pool.values())
         self._windows = {

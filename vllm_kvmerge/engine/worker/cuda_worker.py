@@ -30,7 +30,7 @@ class KVMergeCUDAWorker(Worker):
         """The worker's ``policies.cost.Rates``, for API servers."""
         return self.model_runner.compression.known_rates()
 
-    def pool_sizes(self) -> tuple[int, list[int]]:
+    def pool_sizes(self) -> tuple[int, int, list[tuple[int, int]]]:
         """``Compression.pool_sizes``, for API servers."""
         return self.model_runner.compression.pool_sizes()
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -13,6 +14,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
+from vllm_kvmerge.engine.blocks import with_equal_blocks
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compression import Compression, set_batch_rows
 
@@ -29,6 +31,9 @@ class CompressionRunnerMixin(GPUModelRunner):
         self.compression = self.compression_class(self.vllm_config, self.device)
         self._scheduled: dict[str, int] = {}
         self._moves: list[CompressionPlan] = []
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return with_equal_blocks(super().get_kv_cache_spec())
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         self.compression.release_cache()

@@ -1,0 +1,122 @@
+"""A KV connector of vLLM's, which stores blocks in files and loads them: for plain requests alone."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+from vllm import SamplingParams
+
+from tests import preloaded
+from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, random_prompt
+from tests.engine.test_plain import STOCK
+from tests.presets import SMALL
+from vllm_kvmerge import compression, kvmerge_engine_args
+
+pytestmark = pytest.mark.engine
+
+BLOCK_SIZE, MAX_TOKENS = 32, 24
+POLICIES = "snapkv", "h2o", "keepkv", "kvzip", "adakv", "streaming_llm"
+NOT_OFFLOADED = "vllm:kvmerge_not_offloaded_requests_total"
+
+
+def arguments(folder: Path) -> dict:
+    """The connector stores a prompt in its first step, so chunks are long enough for all."""
+    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    transfer["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
+    size = {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK, "max_num_batched_tokens": 8192}
+    return engine_arguments() | size | {"kv_transfer_config": transfer}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("stored")
+
+
+@pytest.fixture(scope="module")
+def engine(stored) -> Iterator[Engine]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    llm = LLM(**kvmerge_engine_args(**arguments(stored)))
+    yield Engine(llm)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [random_prompt(rng, int(length)) for length in np.geomspace(40, 1500, 8)]
+
+
+def greedy(policy: str | None = None) -> SamplingParams:
+    extra = compression(policy, budget=64, interval=8, **SMALL.get(policy, {})) if policy else None
+    return SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, extra_args=extra)
+
+
+def stock_tokens(folder: Path) -> list[list[int]]:
+    """From stock vLLM with a connector, in a process of its own; the second time loaded from files."""
+    job = json.dumps([arguments(folder) | {"enable_prefix_caching": False}, prompts() * 2, MAX_TOKENS])
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.split("TOKENS", 1)[1])
+
+
+def test_plain_requests_load_what_plain_requests_have_stored(engine, stored, tmp_path):
+    expected = stock_tokens(tmp_path)[: len(prompts())]
+    assert len(list(tmp_path.iterdir())) == len(prompts())
+    assert engine.tokens(prompts(), greedy()) == expected
+    assert len(list(stored.iterdir())) == len(prompts())
+    for cache in engine.compression.pool:  # nothing is left of what was computed
+        cache.content.fill_(0)
+    assert engine.llm.reset_prefix_cache()
+    again = engine.generate(prompts(), greedy())
+    assert [list(one.outputs[0].token_ids) for one in again] == expected
+    assert [one.num_cached_tokens for one in again] == [(len(one) - 1) // BLOCK_SIZE * BLOCK_SIZE for one in prompts()]
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compressed_requests_are_neither_loaded_nor_stored(engine, stored, policy):
+    prompt = random_prompt(np.random.default_rng(POLICIES.index(policy)), 500)
+    labels = {"policy": policy, "engine": "0"}
+    assert engine.llm.reset_prefix_cache()
+    counted, folders = REGISTRY.get_sample_value(NOT_OFFLOADED, labels) or 0, set(stored.iterdir())
+    compressed = engine.tokens([prompt], greedy(policy))
+    assert set(stored.iterdir()) == folders
+    assert REGISTRY.get_sample_value(NOT_OFFLOADED, labels) == counted + 1
+    assert engine.llm.reset_prefix_cache()
+    # Beside each other: the plain one is stored.
+    plain, same = engine.generate([prompt, prompt], [greedy(), greedy(policy)])
+    assert len(set(stored.iterdir()) - folders) == 1
+    assert [list(same.outputs[0].token_ids)] == compressed
+    assert engine.llm.reset_prefix_cache()
+    again = engine.generate([prompt], greedy(policy))[0]
+    assert again.num_cached_tokens == 0 and [list(again.outputs[0].token_ids)] == compressed
+    assert engine.llm.reset_prefix_cache()
+    loaded = engine.generate([prompt], greedy())[0]
+    assert loaded.num_cached_tokens == 480
+    assert loaded.outputs[0].token_ids == plain.outputs[0].token_ids
+    engine.assert_empty()
+
+
+def test_a_context_that_was_loaded_is_compressed_as_if_it_had_been_computed(engine):
+    """From the prefix cache, where a plain request has put it."""
+    prompt = random_prompt(np.random.default_rng(99), 700)
+    assert engine.llm.reset_prefix_cache()
+    cold = engine.tokens([prompt], greedy("h2o"))
+    assert engine.llm.reset_prefix_cache()
+    engine.generate([prompt], greedy())
+    assert engine.llm.reset_prefix_cache()
+    assert engine.generate([prompt], greedy())[0].num_cached_tokens == 672
+    assert engine.tokens([prompt], greedy("h2o")) == cold
+    engine.assert_empty()
+
+
+def test_pages_are_in_one_piece(engine):
+    for cache in engine.compression.compactor.layers:
+        assert cache.is_interleaved

@@ -1,0 +1,75 @@
+"""Images in a chat, compressed with the text around them, over HTTP."""
+
+import base64
+import io
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.engine.test_images import IMAGE_SIZE, NUM_IMAGE_TOKENS, write_model
+from tests.server.conftest import Server, serving
+
+pytestmark = pytest.mark.engine
+
+BUDGET = 64
+TEXT = " ".join(["one two three four five six seven eight nine ten"] * 6)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = write_model(tmp_path_factory.mktemp("images"))
+    options = "--served-model-name", "demo", "--limit-mm-per-prompt", '{"image": 2}'
+    with serving(*options, command=("-m", "vllm_kvmerge.cli", "serve", str(folder))) as server:
+        yield server
+
+
+def image(seed: int) -> dict:
+    pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="png")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chat(server: Server, *seeds: int, **body) -> httpx.Response:
+    content = [{"type": "text", "text": TEXT}, *map(image, seeds), {"type": "text", "text": "what is it ?"}]
+    body = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 24} | body
+    return server.post("/v1/chat/completions", {"temperature": 0, "ignore_eos": True, "logprobs": True} | body)
+
+
+def told(response: httpx.Response) -> tuple[list[str], dict]:
+    """The answer's tokens and usage."""
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    return [one["token"] for one in answer["choices"][0]["logprobs"]["content"]], answer["usage"]
+
+
+def test_images_decide_the_answer(images):
+    answers = {seeds: told(chat(images, *seeds)) for seeds in [(), (1,), (2,), (1, 2)]}
+    assert len({tuple(tokens) for tokens, _ in answers.values()}) == 4
+    lengths = [usage["prompt_tokens"] for _, usage in answers.values()]
+    assert lengths[1] == lengths[2] == lengths[0] + NUM_IMAGE_TOKENS and lengths[3] == lengths[0] + 2 * NUM_IMAGE_TOKENS
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv"])
+def test_they_are_compressed(images, policy):
+    compression = {"policy": policy, "budget": BUDGET, "interval": 8, "decode": "bounded"}
+    before = images.metric("vllm:kvmerge_compressions_total", policy=policy)
+    tokens, usage = told(chat(images, 1, 2, kv_compression=compression))
+    assert usage["prompt_tokens"] > 2 * NUM_IMAGE_TOKENS > BUDGET
+    assert usage["kv_compression"]["entries"]["most"] <= BUDGET + 8
+    assert images.metric("vllm:kvmerge_compressions_total", policy=policy) > before
+    assert told(chat(images, 1, 2, kv_compression=compression))[0] == tokens
+    # With room for all, as without.
+    roomy = told(chat(images, 1, 2, kv_compression=compression | {"budget": usage["prompt_tokens"] + 24}))[0]
+    assert roomy == told(chat(images, 1, 2))[0] != tokens
+
+
+def test_what_repeats_tokens_alone_refuses_them(images):
+    response = chat(images, 1, kv_compression={"policy": "kvzip", "budget": BUDGET})
+    assert response.status_code == 400
+    assert "allowed: prompts of tokens alone" in response.json()["error"]["message"]
+    told(chat(images, kv_compression={"policy": "kvzip", "budget": BUDGET}))
