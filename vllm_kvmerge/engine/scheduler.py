@@ -220,9 +220,8 @@ class CompressionSchedulerMixin(Scheduler):
 
     def _check_repetition(self, request: Request, compression: RequestCompression) -> None:
         """Raises CompressionError if the request's context cannot be repeated, whatever else runs."""
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
-            message = f"{compression.config.policy.tracker.name!r} repeats tokens; allowed: prompts of tokens alone"
-            raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "incompatible_prompt")
+        has_others = request.prompt_embeds is not None or request.mm_features
+        compression.config.check_tokens_alone(request.prompt_token_ids is not None and not has_others)
         num_tokens = compression.context + compression.config.policy.tracker.num_repeated(compression.context)
         # The context's last block is not shared if it is not full. Both requests have windows.
         block_size = self._manager.block_size

@@ -206,6 +206,12 @@ class CompressionConfig(CommonFields):
         """All that a context's front depends on besides its tokens, as canonical JSON text."""
         return _front_policy(self.text)
 
+    def check_tokens_alone(self, is_tokens: bool) -> None:
+        """Raises CompressionError if a prompt would have to be repeated that does not consist of tokens alone."""
+        if self.policy.tracker.repeats_context and not is_tokens:
+            message = f"{self.policy.tracker.name!r} repeats tokens; allowed: prompts of tokens alone"
+            raise CompressionError(f"{EXTRA_ARGS_KEY}.tracker", message, "incompatible_prompt")
+
     def check_prompt(self, num_prompt_tokens: int) -> None:
         """Raises CompressionError if the request does not fit a prompt of this length."""
         if self.context_tokens is not None and self.context_tokens > num_prompt_tokens:
