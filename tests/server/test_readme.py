@@ -106,7 +106,7 @@ def test_a_mistake_is_named(outputs):
 def test_metrics_are_all_there(outputs):
     rows = re.findall(r"^\| (`vllm:kvmerge.*?) \|", (ROOT / "docs/operations.md").read_text(), re.M)
     named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
-    assert len(named) == 26
+    assert len(named) == 27
     printed = {line.split("{")[0].split(" ")[0] for line in outputs[4].splitlines() if not line.startswith("#")}
     after_refreshes = {"vllm:kvmerge_refreshes_total", "vllm:kvmerge_refresh_seconds"}  # see test_limits
     after_contexts = {

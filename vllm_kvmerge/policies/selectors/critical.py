@@ -73,7 +73,8 @@ def largest_weighed(ranking: Tensor, chosen: Tensor, entries: Entries, counts: T
     """
     lowest = torch.finfo(ranking.dtype).min
     mean = (weights.mT @ weights).mean(1)
-    mean += 1e-5 * mean.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * torch.eye(len(mean[0]))  # rounding
+    diagonal = mean.diagonal(dim1=1, dim2=2)
+    diagonal += 1e-5 * diagonal.sum(1, keepdim=True)  # for what rounding takes away
     bounds = []
     for part in entries.parts():
         values = entries.values_at(part)
