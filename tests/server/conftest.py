@@ -53,9 +53,10 @@ def free_port() -> int:
     """A port that nobody listens on, and that no connection or test beside this one is given meanwhile.
 
     The system hands ports above 32767 to whoever asks for any: one of those may be taken before a server listens.
+    Workers of pytest-xdist are forks with one state of ``random``, and two servers of vLLM may listen on one port.
     """
     while True:
-        port = random.randrange(10000, 32000)
+        port = random.SystemRandom().randrange(10000, 32000)
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port

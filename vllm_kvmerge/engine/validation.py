@@ -167,10 +167,11 @@ def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | Pool
         num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
         if config is not None:
             _check_config(config, token_ids, num_tokens, params)
-        is_plain = config is None or config.never_compresses(num_tokens, params.max_tokens or 1)
-        if config is not None and not is_plain:
-            config.check_tokens_alone(prompt["type"] == "token")
+        is_tokens, max_tokens = prompt["type"] == "token", params.max_tokens or 1
+        if config is not None and not is_tokens and not config.never_compresses(num_tokens, max_tokens):
+            config.check_tokens_alone(is_tokens)
         if _limits is not None:
+            is_plain = config is None or config.never_compresses(num_tokens, max_tokens)
             _limits.check_room(None if is_plain else config, num_tokens)
     except CompressionError as error:
         verdict.error = error
