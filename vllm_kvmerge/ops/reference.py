@@ -599,6 +599,24 @@ def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> li
     return [plane.gather(1, at).masked_fill(none, blank) for plane, blank in zip(planes, blanks, strict=True)]
 
 
+def put(index: Tensor, planes: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """``[H, n]`` each: the planes, with the elements of the new ones (``[H, m]``) at ``index`` (``[H, m]`` int64,
+    without repeats); where that is negative, nowhere."""
+    # An extra last element takes these.
+    place = index.masked_fill(index < 0, planes[0].shape[1])
+    return [
+        torch.cat([plane, plane[:, :1]], 1).scatter_(1, place, given)[:, :-1]
+        for plane, given in zip(planes, new, strict=True)
+    ]
+
+
+def overflowing(rows: Tensor, others: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``[H, r]`` bool: which rows, or others in their place (``[H, r, d]`` float32), are not finite in a dtype."""
+    # The largest number of a row is what becomes infinite first, and NaN is larger than all.
+    marked = ~rows.abs().amax(-1).to(dtype).isfinite()
+    return marked if others is None else marked | overflowing(others, None, dtype)
+
+
 def empty_places(
     positions: Tensor, kept: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
