@@ -74,12 +74,12 @@ attention = backend.paged_attention
 paged_rows = 0
 
 
-def attention_by_the_reference(query, cache, batch, scale, output, softmax, window) -> None:
+def attention_by_the_reference(query, cache, batch, scale, output, softmax, window, chunked) -> None:
     """It knows no rows that only pad a batch, and no tables."""
     global paged_rows
     some = batch.map(lambda tensor: tensor[batch.query_lens > 0], batch.max_query_len)
     paged_rows += 0 if some.tables is None else int(some.tables.addresses.count_nonzero())
-    attention(query, cache, page_tables.for_the_reference(some), scale, output, softmax, window)
+    attention(query, cache, page_tables.for_the_reference(some), scale, output, softmax, window, chunked)
 
 
 if __name__ != "__main__":  # which imports this module once more

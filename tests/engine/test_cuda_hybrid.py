@@ -14,7 +14,7 @@ from tests.engine.full_graphs import SIZES
 from tests.engine.test_cuda_runners import TOLERANCE, on_cpu
 from tests.engine.test_hybrid import BYTES_PER_BLOCK, arguments, running
 from tests.models.architectures import write_model
-from tests.random_model import write_gemma, write_gemma3n
+from tests.random_model import write_gemma, write_gemma3n, write_llama4
 from vllm_kvmerge import compression
 
 pytestmark = pytest.mark.engine
@@ -43,6 +43,7 @@ class Case:
     write: Callable[[Path], Path]
     policies: list[tuple[str, dict]] = field(default_factory=lambda: SOME)
     num_blocks: int = 32
+    options: dict = field(default_factory=dict)
 
     def jobs(self) -> list:
         """(prompt, extra arguments, tokens to generate), more than run at once."""
@@ -62,6 +63,7 @@ CASES = {
     "gemma3": Case(write_gemma, SOME + OTHERS),
     "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26),
     "gemma3n": Case(write_gemma3n, num_blocks=26),
+    "llama4": Case(write_llama4, num_blocks=20, options={"max_model_len": 192}),
 }
 
 
@@ -74,7 +76,7 @@ def served(request, tmp_path_factory) -> tuple[Case, Path, list]:
         SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, extra_args=extra)
         for _, extra, num_tokens in case.jobs()
     ]
-    with running(folder) as engine:
+    with running(folder, **case.options) as engine:
         outputs = engine.generate([prompt for prompt, *_ in case.jobs()], params)
         engine.assert_empty()
     return case, folder, [output.outputs[0] for output in outputs]
@@ -92,6 +94,7 @@ def test_tokens_of_the_cpu_runner(served, is_v2):
         "max_num_batched_tokens": 100,
         "kv_cache_memory_bytes": case.num_blocks * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
+        **case.options,
     }
     result = on_cpu(arguments(folder, **options), case.jobs(), [], [], is_v2)
     assert result["tokens"] == [list(one.token_ids) for one in expected]

@@ -421,7 +421,6 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
         name = attention.backend.name if attention.backend else None
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
     for trait, has_trait in (
-        ("chunked-local layers", has_windows(model) and model.attention_chunk_size),
         ("Mamba or linear-attention layers", has_states(model)),
         ("multi-head latent attention (MLA)", model.use_mla),
     ):

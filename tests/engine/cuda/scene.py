@@ -33,7 +33,12 @@ class Scene:
     """The same cache twice: ``theirs`` for the reference and ``ours``, in the layout of a GPU, for the backend."""
 
     def __init__(
-        self, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None, window: int = 0
+        self,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        window: int = 0,
+        chunked: bool = False,
     ) -> None:
         self.device = device or torch.device("cpu")
         self.maker = CacheMaker(seed, HEADS, HEAD_SIZE, BLOCK_SIZE, dtype)
@@ -47,8 +52,9 @@ class Scene:
         )
         self.builder = CUDAAttentionBuilder(MergeableAttentionSpec.of(spec), ["layer"], config, self.device)
         stored_as = next((name for name, one in DTYPES.items() if one == dtype), "auto")
-        heads, self.window = (HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS), window
+        heads, self.window, self.chunked = (HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS), window, chunked
         self.impl = CUDAAttentionImpl(*heads, sliding_window=window or None, kv_cache_dtype=stored_as)
+        self.impl.chunked = chunked
         self.impl.layer_index = 0
         scales = self.theirs.key_scale, self.theirs.value_scale
         self.layer = SimpleNamespace(_k_scale_float=scales[0], _v_scale_float=scales[1])
@@ -130,7 +136,8 @@ class Scene:
             s, row, tokens = request.sequence, request.row, slice(start, start + request.num_tokens)
             batch = AttentionBatch.single(s.blocks, request.num_tokens, s.seq_len, row.front, row.tail, row.update)
             batch = replace(batch, pages=row.pages)  # there is one layer
-            reference.paged_attention(self.query[tokens], self.theirs, batch, SCALE, output[tokens], window=self.window)
+            query, window = self.query[tokens], {"window": self.window, "chunked": self.chunked}
+            reference.paged_attention(query, self.theirs, batch, SCALE, output[tokens], **window)
             start = tokens.stop
         return output[:start]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_kvmerge.engine.attention.cuda import use_chunks
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
 from vllm_kvmerge.engine.worker.runner import CompressionRunnerMixin
 
@@ -16,6 +17,7 @@ class CUDARunnerMixin(CompressionRunnerMixin, GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        use_chunks(self.compression.layers.values())
         self.compression.reserve(self.get_kv_cache_spec())
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
