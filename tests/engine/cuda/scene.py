@@ -39,9 +39,10 @@ class Scene:
         device: torch.device | None = None,
         window: int = 0,
         chunked: bool = False,
+        interleaved: bool = False,
     ) -> None:
         self.device = device or torch.device("cpu")
-        self.maker = CacheMaker(seed, HEADS, HEAD_SIZE, BLOCK_SIZE, dtype)
+        self.maker = CacheMaker(seed, HEADS, HEAD_SIZE, BLOCK_SIZE, dtype, interleaved)
         self.theirs = self.maker.pages
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=dtype)
         config = SimpleNamespace(
@@ -54,7 +55,7 @@ class Scene:
         stored_as = next((name for name, one in DTYPES.items() if one == dtype), "auto")
         heads, self.window, self.chunked = (HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS), window, chunked
         self.impl = CUDAAttentionImpl(*heads, sliding_window=window or None, kv_cache_dtype=stored_as)
-        self.impl.chunked = chunked
+        self.impl.chunked, self.impl.interleaved = chunked, interleaved
         self.impl.layer_index = 0
         scales = self.theirs.key_scale, self.theirs.value_scale
         self.layer = SimpleNamespace(_k_scale_float=scales[0], _v_scale_float=scales[1])
@@ -71,7 +72,8 @@ class Scene:
         self.theirs.scores.copy_(torch.rand(self.theirs.scores.shape, generator=generator))
         self.theirs.aux.copy_(torch.randint(1, 9, self.theirs.aux.shape, generator=generator))
         self.cache = self.maker.cache.clone()
-        self.ours = PagedKVCache.of(self.cache, HEAD_SIZE, row_major_keys=True, **self.maker.scales)
+        options = self.maker.scales | {"interleaved": self.impl.interleaved}
+        self.ours = PagedKVCache.of(self.cache, HEAD_SIZE, row_major_keys=True, **options)
         self.ours.keys.copy_(self.theirs.keys)
         if self.ours.is_quantised:
             self.cache = self.cache.view(torch.uint8)  # as vLLM has it

@@ -39,10 +39,12 @@ def compressed(scene, front, tail, seq_len, num_tokens=1, update=NO_UPDATE, ring
     return Request(scene.maker.sequence(front, tail, seq_len), num_tokens, row)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_batch_of_everything(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "interleaved"), [*((one, False) for one in TOLERANCE), (torch.float32, True)], ids=str
+)
+def test_a_batch_of_everything(dtype, interleaved):
     """Decoding, chunks and whole prompts, plain and compressed, scored and kept, in no particular order."""
-    scene = Scene(1, dtype)
+    scene = Scene(1, dtype, interleaved=interleaved)
     pool = rings()
     pool.queries = pool.queries.to(scene.query.dtype)
     window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
@@ -106,9 +108,10 @@ def capture(monkeypatch, run) -> Graph:
     return graph
 
 
-def test_heads_with_pages_of_their_own():
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_with_pages_of_their_own(interleaved):
     """Beside rows without, in batches that keep logits and in such that do not."""
-    scene = Scene(3)
+    scene = Scene(3, interleaved=interleaved)
     requests = [
         scene.paged(64, 96, 120, 1, SUM),
         compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),

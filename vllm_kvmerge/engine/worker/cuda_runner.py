@@ -30,6 +30,9 @@ class CUDARunnerMixin(CompressionRunnerMixin, GPUModelRunner):
         width = self.input_batch.block_table[group].block_table.gpu.shape[1]
         self.compression.prepare_attention(self.attn_groups[group], width)
 
+    def _init_kv_zero_meta(self) -> None:
+        """Does nothing: ``_zero_block_ids`` is ours, and vLLM's worker asks for this one beside layers with a state."""
+
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         # A full graph runs no Python. Dummy runs pass the argument themselves.
         if kwargs.get("force_uniform_decode") is None and self.compression.needs_python(self._order()):

@@ -53,9 +53,13 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         self.compression.release_cache()
         super().initialize_kv_cache(*args, **kwargs)
         self.compression.use_cache(self.kv_cache_config, self.model)
-        self.kv_block_zeroer = BlockZeroer(self.compression)
+        self._init_kv_zero_meta()
         group = self.compression.group
         self.compression.prepare_attention(self.attn_groups[group], self.block_tables.block_tables[group].gpu.shape[1])
+
+    def _init_kv_zero_meta(self) -> None:
+        # vLLM's worker calls it once more beside layers with a state.
+        self.kv_block_zeroer = BlockZeroer(self.compression)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
