@@ -92,6 +92,7 @@ def run_all(
     triton.paged_attention(query, pages, batch, 0.1, query.clone())
     if has_pages:
         triton.paged_attention(query, pages, batch, 0.1, query.clone(), window=100)
+        triton.paged_attention(query, pages, batch, 0.1, query.clone(), window=128, chunked=True)
         tables = PageTables((pages, pages), 1, torch.zeros(rows, dtype=torch.int64))
         triton.paged_attention(query, pages, replace(batch, tables=tables), 0.1, query.clone())
     if only_attention:

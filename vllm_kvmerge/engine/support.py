@@ -420,13 +420,9 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
     if attention.backend is not AttentionBackendEnum.CUSTOM:
         name = attention.backend.name if attention.backend else None
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
-    for trait, has_trait in (
-        ("chunked-local layers", has_windows(model) and model.attention_chunk_size),
-        ("Mamba or linear-attention layers", has_states(model)),
-        ("multi-head latent attention (MLA)", model.use_mla),
-    ):
-        if has_trait:
-            raise _unsupported("model", model.model, f"it has {trait}; allowed on CUDA: models without them")
+    if model.use_mla:
+        what = "it has multi-head latent attention (MLA); allowed on CUDA: models without it"
+        raise _unsupported("model", model.model, what)
     if attention.backend_per_kind:
         raise _unsupported("attention_config.backend_per_kind", attention.backend_per_kind, "leave it out")
     if parallel.use_ubatching:
