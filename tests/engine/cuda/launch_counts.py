@@ -33,10 +33,11 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 
 @dataclass
 class Counts:
-    """kernels: by name. waits: by what waits for the GPU."""
+    """kernels: by name. waits: by what waits for the GPU. machine_codes: that our kernels need, compiled for each."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
+    machine_codes: set[tuple[Any, ...]] = field(default_factory=set)
 
 
 class _Operations(TorchDispatchMode):
@@ -84,6 +85,7 @@ def counting() -> Iterator[Counts]:
                 with launches() as found:
                     implementation(*args, **kwargs)
                 counts.kernels.update(launch.kernel.__name__ for launch in found)
+                counts.machine_codes.update(launch.key for launch in found)
             operations.is_on = was_on and implementation is None
             try:
                 result = getattr(reference, name)(*args, **kwargs)

@@ -10,13 +10,18 @@ import triton.language as tl
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E, capped
 from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, POSITIONS, SCORES, entry_place, plane_of
 
+CHANGING = ["num_layers", "num_entries", "num_rows", "num_slots", "num_sources", "num_targets", "window"]
+CHANGING += ["stride_blocks", "stride_to_blocks"]
+"""Numbers that change from one compaction to the next: one machine code serves them all, so none is compiled while
+requests wait."""
+
 
 @triton.jit
 def segments_of(segments, seq_layer):
     return tl.load(segments + seq_layer * 3).to(tl.int32), tl.load(segments + seq_layer * 3 + 1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=CHANGING)
 def read_metadata(
     addresses, layers, blocks, segments, pages, log_votes, scores, aux, positions, num_heads, num_layers, num_entries,
     stride_blocks, stride_m_block, stride_m_head,
@@ -48,7 +53,7 @@ def read_metadata(
     tl.store(positions + out, position.to(tl.int64), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=CHANGING)
 def write_metadata(
     addresses, layers, blocks, pages, log_votes, scores, aux, positions, num_heads, num_layers, num_slots,
     stride_blocks, stride_m_block, stride_m_head,
@@ -101,7 +106,7 @@ def rows_at(
     return tl.load(at, mask=exists[:, None] & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=CHANGING)
 def read_rows(
     addresses, layers, blocks, segments, pages, index, out, num_heads, num_layers, num_rows,
     stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
@@ -124,7 +129,7 @@ def read_rows(
     tl.store(out + at[:, None] * HEAD_SIZE + dims, rows.to(tl.float32), mask=wanted[:, None] & (dims < HEAD_SIZE))
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=CHANGING)
 def write_rows(
     addresses, layers, blocks, pages, places, rows, num_heads, num_layers, num_rows,
     stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
@@ -152,7 +157,7 @@ def write_rows(
     tl.store(to, found.to(ELEMENT), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=CHANGING)
 def move_rows(
     addresses, layers, blocks, segments, pages, to_blocks, to_pages, kept, staging, num_heads, num_layers, num_slots,
     stride_blocks, stride_to_blocks, stride_block, stride_head, stride_dim, stride_slot,
@@ -203,7 +208,7 @@ def move_rows(
         tl.store(staging + at, tl.load(source, mask=moving), mask=moving)
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=CHANGING)
 def find_similar(
     addresses, layers, blocks, segments, pages, sources, targets, usable, similarity, best, num_heads, num_layers,
     num_sources, num_targets,
@@ -292,7 +297,7 @@ def entries_at(
     return tl.trans(rows.to(tl.float32)), votes, position, live
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=CHANGING)
 def newest_lse(
     addresses, layers, blocks, segments, pages, queries, query_positions, log_votes, positions, lse, sinks, scale,
     num_heads, num_layers, num_entries, window,
@@ -328,7 +333,7 @@ def newest_lse(
     tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), 0.0), mask=rows < window)
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=CHANGING)
 def newest_columns(
     addresses, layers, blocks, segments, pages, queries, query_positions, log_votes, positions, lse, fused, scale,
     num_heads, num_layers, num_entries, window,
@@ -362,7 +367,7 @@ def newest_columns(
     tl.store(fused + tl.program_id(0).to(tl.int64) * num_entries + entry, result, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def join(
     products, between, source_weights, totals, joined, num_sources, num_slots,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
