@@ -71,10 +71,16 @@ class CompressionSchedulerMixin(Scheduler):
     """Adds compression to vLLM's scheduler; a request that is not compressed has no ``RequestCompression``."""
 
     dynamic_sd_lookup: list[int] | None
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_config(self.vllm_config)
+        steps = self.vllm_config.scheduler_config
+        if not steps.enable_chunked_prefill:
+            # With drafts vLLM notes the former limit of a step before its CPU platform raises it for latents (MLA): a
+            # longer prompt, which cannot be cut, would wait for ever.
+            self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, steps.max_num_batched_tokens)
         coordinator, group = self.kv_cache_manager.coordinator, compressed_group(self.kv_cache_config)
         self._managers = coordinator.single_type_managers
         manager = self._managers[group]

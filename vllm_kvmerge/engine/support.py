@@ -351,14 +351,9 @@ def check_config(vllm_config: "VllmConfig") -> None:
             if has_trait:
                 what = f"a KV connector does not work beside {trait}; leave it out"
                 raise _unsupported("kv_transfer_config", transfer.kv_connector, what)
-    if vllm_config.speculative_config is not None:
-        for trait, has_trait in (
-            ("Mamba or linear-attention layers", has_states(model)),
-            ("latent attention (MLA)", model.use_mla),
-        ):
-            if has_trait:
-                what = f"drafts are not verified beside {trait}; leave it out"
-                raise _unsupported("speculative_config", vllm_config.speculative_config.method, what)
+    if vllm_config.speculative_config is not None and has_states(model):
+        what = "vLLM on CPU verifies drafts wrongly beside Mamba or linear-attention layers; leave it out"
+        raise _unsupported("speculative_config", vllm_config.speculative_config.method, what)
     if vllm_config.device_config.device_type == "cpu":
         _check_latents(vllm_config) if model.use_mla else _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":
