@@ -364,14 +364,6 @@ def test_drafts_beside_states_are_refused() -> None:
     assert "Mamba or linear-attention layers" in message
 
 
-def test_8_bits_beside_states_are_refused() -> None:
-    config = plain_config()
-    config.cache_config.cache_dtype = "fp8_e5m2"
-    config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
-    config.model_config.is_hybrid = True
-    assert "kv_cache_dtype=fp8_e5m2 is not supported: not tried beside Mamba" in refusal(config)
-
-
 def plain_config() -> Any:
     """A supported configuration, as plain attributes that a test can change."""
     ones = dict.fromkeys(support.ONE_ONLY, 1)

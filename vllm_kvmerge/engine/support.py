@@ -331,9 +331,6 @@ def check_config(vllm_config: "VllmConfig") -> None:
     model_dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", model_dtype, *QUANTISED):
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
-    if cache.cache_dtype in QUANTISED and has_states(model):
-        what = "not tried beside Mamba or linear-attention layers; allowed: auto"
-        raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)
     if _num_sharers(model) and cache.kv_sharing_fast_prefill:
         raise _unsupported("kv_sharing_fast_prefill", True, "prompts are scored as a whole; leave it out")
     if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -400,7 +397,8 @@ def _check_latents(vllm_config: "VllmConfig") -> None:
     if cache.block_size not in (None, CPU_LATENT_BLOCK):  # vLLM sets it
         raise _unsupported("block_size", cache.block_size, f"allowed on CPU for latents (MLA): {CPU_LATENT_BLOCK}")
     if cache.cache_dtype in QUANTISED:
-        raise _unsupported("kv_cache_dtype", cache.cache_dtype, "allowed for latents (MLA): auto")
+        what = "vLLM's CPU operators cannot read it; allowed for latents (MLA): auto"
+        raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)
     if parallel.tensor_parallel_size > 1:
         what = "each worker would keep other latents of the same tokens; allowed for latents (MLA): 1"
         raise _unsupported("tensor_parallel_size", parallel.tensor_parallel_size, what)
