@@ -388,6 +388,11 @@ def plain_config() -> Any:
     )
 
 
+def several_connectors(*names: str) -> dict[str, Any]:
+    extra = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in names]}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -396,6 +401,8 @@ def plain_config() -> Any:
         {"speculative_config": {"method": "ngram_gpu"}},
         {"speculative_config": {"model": "m"}},
         {"kv_transfer_config": {"kv_connector": "X"}},
+        {"kv_transfer_config": {"kv_connector": "MultiConnector"}},
+        {"kv_transfer_config": several_connectors("ExampleConnector", "OffloadingConnector")},
         {"decode_context_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"prefill_context_parallel_size": 2},
@@ -416,6 +423,7 @@ def test_supported_options_pass() -> None:
     check_options({"speculative_config": {"method": "ngram"}})
     check_options({"speculative_config": {"model": "[ngram]"}})
     check_options({"speculative_config": SimpleNamespace(method="ngram")})
+    check_options({"kv_transfer_config": several_connectors("ExampleConnector", "ExampleConnector")})
     check_options({"distributed_executor_backend": "mp", "data_parallel_backend": "mp", "enable_expert_parallel": True})
 
 

@@ -29,8 +29,10 @@ CUDA_HEAD_SIZES = range(16, 257, 8)
 
 CONNECTORS = ("ExampleConnector",)
 """vLLM's KV connectors that run on its CPU platform and copy whole pages."""
+SEVERAL_CONNECTORS = "MultiConnector"
 CONNECTOR_RULE = (
-    f"allowed: on CPU {', '.join(CONNECTORS)}, or one of kv_connector_module_path that copies whole pages of blocks"
+    f"allowed: on CPU {', '.join(CONNECTORS)}, or one of kv_connector_module_path that copies whole pages of blocks, "
+    f"or {SEVERAL_CONNECTORS} of these"
 )
 OFFLOADING = "vLLM's offloading copies between a GPU and its host; leave it out"
 NGRAM = ("ngram", "[ngram]")
@@ -281,6 +283,9 @@ def _method(speculation: Any) -> Any:
 def _is_connector(transfer: Any) -> bool:
     """Whether a ``kv_transfer_config``, an object of vLLM's or what it is made from, names an allowed connector."""
     given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
+    if given.get("kv_connector") == SEVERAL_CONNECTORS and not given.get("kv_connector_module_path"):
+        several = (given.get("kv_connector_extra_config") or {}).get("connectors") or []
+        return bool(several) and all(map(_is_connector, several))
     return bool(given.get("kv_connector_module_path")) or given.get("kv_connector") in CONNECTORS
 
 
