@@ -1,7 +1,7 @@
 # vLLM's own CUDA image with the plugin, which has never run on a GPU (docs/gpu.md). From the repository's root:
 #   docker build -t vllm-kvmerge:cuda .
 #   docker run --gpus all --ipc=host -p 127.0.0.1:8000:8000 -v kvmerge-models:/models vllm-kvmerge:cuda MODEL
-# By its tag: `docker buildx imagetools inspect` tells its digest (docs/operations.md).
+# By its tag; .github/workflows/images.yml builds from the digest that the registry has for it.
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${VLLM_IMAGE} AS builder

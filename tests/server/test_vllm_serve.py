@@ -10,12 +10,18 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.server.conftest import Server, serving
+from tests.server.test_hostile_input import KNOWN
 from vllm_kvmerge import demo
 from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, VALIDATOR, WORKER_CLS, plugin_config
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 
 PROMPT = [3 + i % 200 for i in range(300)]
 LOCAL = {"policy": "local", "budget": 64}
+
+SERVER_ERRORS = [
+    ("/v1/systemone", {"state": "a", "questions": {"a": {"type": "boolean"}}}, 501),
+    ("/v1/responses", {"input": [{"type": "message", "role": "assistant", "content": []}], "max_output_tokens": 4}, 500),
+]
 
 MAIN = """
 from importlib import metadata
@@ -99,6 +105,14 @@ def test_a_stock_server_is_otherwise_itself(servers):
     mentioned = stock.complete('a text about "kv_compression": nothing else', max_tokens=2)
     assert mentioned["choices"][0]["finish_reason"] == "length"
     assert "vllm:kvmerge" not in httpx.get(stock.url + "/metrics", timeout=120).text
+
+
+@pytest.mark.parametrize(("route", "body", "status"), SERVER_ERRORS)
+def test_what_fuzzing_allows_is_what_a_stock_server_answers(servers, route, body, status):
+    """``KNOWN`` of test_hostile_input.py."""
+    ours, stock = (server.post(route, {"model": "demo"} | body) for server in servers)
+    assert (ours.status_code, ours.text) == (stock.status_code, stock.text)
+    assert any((route, status) == known[:2] and known[2] in ours.text for known in KNOWN) and ours.status_code == status
 
 
 PLUGINS_FIRST = """
