@@ -20,7 +20,11 @@ LOCAL = {"policy": "local", "budget": 64}
 
 SERVER_ERRORS = [
     ("/v1/systemone", {"state": "a", "questions": {"a": {"type": "boolean"}}}, 501),
-    ("/v1/responses", {"input": [{"type": "message", "role": "assistant", "content": []}], "max_output_tokens": 4}, 500),
+    (
+        "/v1/responses",
+        {"input": [{"type": "message", "role": "assistant", "content": []}], "max_output_tokens": 4},
+        500,
+    ),
 ]
 
 MAIN = """
