@@ -140,10 +140,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(blocks: int, log: Path, stock: bool = False) -> Iterator[Server]:
+def serving(blocks: int, log: Path, stock: bool = False, step_tokens: int | None = None) -> Iterator[Server]:
     """The demo model's server in float32, with blocks of 32 tokens, until it has been told to stop.
 
-    stock: vLLM's own server, without the plugin, and with as many blocks.
+    stock: vLLM's own server, without the plugin, and with as many blocks. step_tokens: most tokens of a step.
     """
     from transformers import AutoConfig
 
@@ -154,6 +154,8 @@ def serving(blocks: int, log: Path, stock: bool = False) -> Iterator[Server]:
     block_bytes = model.num_hidden_layers * model.num_key_value_heads * 32 * (2 * model.head_dim * 4 + metadata)
     port = free_port()
     options = f"--port {port} --dtype float32 --max-model-len 2048 --enforce-eager --block-size 32"
+    if step_tokens:
+        options += f" --max-num-batched-tokens {step_tokens} --max-num-seqs {step_tokens}"
     ours = ["-m", "vllm_kvmerge.cli", "serve", "demo"]
     vllm = [str(VLLM_COMMAND), "serve", model_path(), "--served-model-name", "demo"]
     command = [sys.executable, *(vllm if stock else ours), *options.split()]
@@ -325,12 +327,15 @@ def main() -> None:
     parser.add_argument(
         "--stock", action="store_true", help="vLLM without the plugin, and the requests without the field"
     )
+    parser.add_argument(
+        "--step-tokens", type=int, help="most tokens of a step: fewer shapes of matrix products, which oneDNN keeps"
+    )
     parser.add_argument("--log", type=Path, default=Path("build/soak.log"), help="what the server prints")
     parser.add_argument("--plot", type=Path, default=Path("docs/images/soak.svg"))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/soak.json"))
     arguments = parser.parse_args()
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
-    with serving(arguments.blocks, arguments.log, arguments.stock) as server:
+    with serving(arguments.blocks, arguments.log, arguments.stock, arguments.step_tokens) as server:
         run, metrics = asyncio.run(soak(server, arguments))
     rows = [run.row(name) for name in run.samples]
     latency, summary = run.latency(), totals(run.traffic.outcomes, metrics)

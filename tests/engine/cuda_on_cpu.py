@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from unittest.mock import patch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -33,10 +34,12 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
+from vllm.v1.worker.utils import KVBlockZeroer  # noqa: E402
 
 from tests import page_tables  # noqa: E402
 from tests.engine import full_graphs  # noqa: E402
 from tests.engine.spread import Spread, spread_over  # noqa: E402
+from tests.gpu.compare import NUM_CANDIDATES, Generated  # noqa: E402
 from vllm_kvmerge import compression as compression_of  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
 from vllm_kvmerge.engine.attention import cuda as backend  # noqa: E402
@@ -74,17 +77,24 @@ attention = backend.paged_attention
 paged_rows = 0
 
 
-def attention_by_the_reference(query, cache, batch, scale, output, softmax, window) -> None:
+def attention_by_the_reference(query, cache, batch, scale, output, softmax, window, chunked) -> None:
     """It knows no rows that only pad a batch, and no tables."""
     global paged_rows
     some = batch.map(lambda tensor: tensor[batch.query_lens > 0], batch.max_query_len)
     paged_rows += 0 if some.tables is None else int(some.tables.addresses.count_nonzero())
-    attention(query, cache, page_tables.for_the_reference(some), scale, output, softmax, window)
+    attention(query, cache, page_tables.for_the_reference(some), scale, output, softmax, window, chunked)
 
 
 if __name__ != "__main__":  # which imports this module once more
     backend.paged_attention = attention_by_the_reference
 CpuPlatform.check_and_update_config = staticmethod(check_as_on_cuda)
+
+
+def no_zeroer(*_, **__) -> None:
+    raise AssertionError("vLLM's assumes a cache without metadata")
+
+
+KVBlockZeroer.__init__ = no_zeroer
 
 
 class Runner(Mixin, CPUModelRunner):
@@ -101,6 +111,11 @@ class CUDAOnCPUWorker(CPUWorker):
     def init_device(self) -> None:
         super().init_device()
         self.model_runner = Runner(self.vllm_config, self.device)
+
+    def initialize_from_config(self, kv_cache_config) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if kv_cache_config.needs_kv_cache_zeroing:
+            self.model_runner._init_kv_zero_meta()
 
     def determine_available_memory(self) -> int:
         rings = self.model_runner.compression.rings
@@ -132,7 +147,8 @@ def main() -> None:
 
     def generate(some, **more):
         more = {"temperature": 0} | more
-        params = [SamplingParams(max_tokens=n, ignore_eos=True, logprobs=0, extra_args=e, **more) for _, e, n in some]
+        more |= {"ignore_eos": True, "logprobs": NUM_CANDIDATES}
+        params = [SamplingParams(max_tokens=n, extra_args=e, **more) for _, e, n in some]
         return llm.generate([{"prompt_token_ids": prompt} for prompt, _, _ in some], params, use_tqdm=False)
 
     def ask(prompt, extra, num_tokens, stop):
@@ -149,7 +165,8 @@ def main() -> None:
 
     compression._adopted = noted
     with spread_over(3) if os.environ.get("SPREAD") == "1" else nullcontext(Spread()) as spread:
-        completions = [output.outputs[0] for output in generate(jobs)]
+        of_jobs = generate(jobs)
+    completions = [output.outputs[0] for output in of_jobs]
     turns = [[ask(*turn) for turn in chat] for chat in chats]
     windows = [compression_of("local", budget=40, interval=8, positions=one) for one in ("text", "cache") if chats]
     sampled = [generate([(list(range(20, 80)), extra, 12)], temperature=1.0, seed=7)[0].outputs[0] for extra in windows]
@@ -163,6 +180,8 @@ def main() -> None:
     result = {
         "tokens": [list(completion.token_ids) for completion in completions],
         "logprobs": [completion.cumulative_logprob for completion in completions],
+        "generated": [asdict(Generated.of(completion)) for completion in completions],
+        "cached": sum(output.num_cached_tokens for output in of_jobs),
         "turns": turns,
         "sampled": [list(one.token_ids) for one in sampled],
         "under_pressure": under_pressure,

@@ -219,6 +219,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
     )
     assert result.pop("tokens") == [list(one.token_ids) for _, one in asked]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for _, one in asked], abs=TOLERANCE)
+    assert len(result.pop("generated")) == len(asked) and result.pop("cached") > 0
     check_chats(chats, result.pop("turns"))
     # In a window the model sees the same distances either way, and random numbers depend on the tokens' positions.
     in_text, in_cache = result.pop("sampled")

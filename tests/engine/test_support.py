@@ -155,15 +155,16 @@ def test_hits_within_a_block_of_states_are_refused() -> None:
 def test_layers_with_a_state_on_a_gpu(tmp_path: Path) -> None:
     config = cuda_config(tmp_path, LLAMA)
     config.model_config.__dict__["_model_info"] = replace(config.model_config._model_info, is_hybrid=True)
-    assert "Mamba or linear-attention layers; allowed on CUDA" in refusal(config)
+    check_config(config)
+    config.cache_config.cache_dtype = "fp8_e5m2"
+    assert "kv_cache_dtype=fp8_e5m2 is not supported: not tried on CUDA beside Mamba" in refusal(config)
 
 
 def test_windows_need_caches_of_their_own(tmp_path: Path) -> None:
     config = vllm_config(tmp_path, GEMMA, **kvmerge_engine_args(), disable_hybrid_kv_cache_manager=True)
     assert refusal(config).startswith("disable_hybrid_kv_cache_manager=True is not supported")
-    for model in (GEMMA, LLAMA | {"num_kv_shared_layers": 1}):
+    for model in (GEMMA, LLAMA | {"num_kv_shared_layers": 1}, LLAMA_4):
         check_config(cuda_config(tmp_path, model))
-    assert "chunked-local layers; allowed on CUDA" in refusal(cuda_config(tmp_path, LLAMA_4))
 
 
 def test_layers_that_share_a_cache(tmp_path: Path) -> None:

@@ -283,6 +283,11 @@ def batch_of(
     )
 
 
+def first_in_window(position, window, chunked):
+    """Position of the first token that the one at ``position`` sees."""
+    return position - position % window if chunked else max(0, position - window + 1)
+
+
 def padded(batch: AttentionBatch, max_query_len: int | None) -> AttentionBatch:
     """The batch with two more rows, without queries, as captured graphs are padded."""
     return batch.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, 2) if t.dim() == 2 else (0, 2)), max_query_len)

@@ -240,3 +240,41 @@ def test_planes_are_taken_together(operators):
         rows = zip(plane.tolist(), index.tolist(), strict=True)
         assert taken.tolist() == [[blank if i < 0 else row[i] for i in some] for row, some in rows]
         assert taken.dtype == plane.dtype
+
+
+@pytest.mark.parametrize("n", [1, 50, 2100])
+def test_planes_get_new_elements(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    planes = [torch.randn(3, n, generator=generator), torch.randint(-9, 9, (3, n), generator=generator)]
+    planes += [torch.randn(n, 3, generator=generator).T, *planes, planes[0] + 1.0]
+    count = max(1, n // 3)
+    index = torch.rand(3, n, generator=generator).argsort(1)[:, :count]
+    index[torch.rand(3, count, generator=generator) < 0.3] = -1
+    new = [(torch.randn(3, count, generator=generator) * 9).to(plane.dtype) for plane in planes]
+    copies = [plane.clone() for plane in planes]
+    put = getattr(operators, "put", reference.put)
+    for changed, plane, fresh in zip(put(index, planes, new), planes, new, strict=True):
+        expected = plane.clone()
+        for row, places in enumerate(index.tolist()):
+            for place, number in enumerate(places):
+                if number >= 0:
+                    expected[row, number] = fresh[row, place]
+        assert torch.equal(changed, expected) and changed.dtype == plane.dtype
+    assert all(torch.equal(one, other) for one, other in zip(planes, copies, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_overflow_are_marked(operators, dtype):
+    """What rounds to infinity, at the very limit of the dtype, and NaN."""
+    limits = torch.finfo(dtype)
+    exponent = 2.0 ** torch.tensor(limits.max, dtype=torch.float64).log2().floor().item()
+    halfway = torch.tensor(limits.max + limits.eps * exponent / 2, dtype=torch.float64).float()
+    below = torch.nextafter(halfway, torch.tensor(0.0))
+    rows = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(0))
+    for place, number in enumerate((halfway, below, -halfway, -below, torch.nan)):
+        rows[1, place, 7] = number
+    expected = ~rows.to(dtype).isfinite().all(2)
+    assert expected[1].tolist() == [True, False, True, False, True, False]
+    fine, overflowing = torch.zeros_like(rows), getattr(operators, "overflowing", reference.overflowing)
+    for some in ((rows, None), (rows, fine), (fine, rows)):
+        assert torch.equal(overflowing(*some, dtype), expected)

@@ -12,7 +12,7 @@ import torch
 
 from tests import vllm_library
 from tests.entries import gather_entries, write_front
-from tests.ops.conftest import NUM_BLOCKS, CacheMaker, batch_of, softmax_of
+from tests.ops.conftest import NUM_BLOCKS, CacheMaker, batch_of, first_in_window, softmax_of
 from vllm_kvmerge.ops import (
     PLAIN_SOFTMAX,
     AttentionBatch,
@@ -128,12 +128,13 @@ def test_attention_over_front_and_tail(
         assert torch.equal(after.aux.double(), aux)
 
 
-def attention_in_a_window(query, sequence, window, scale, softmax):
+def attention_in_a_window(query, sequence, window, chunked, scale, softmax):
     """In float64, one query at a time. sequence: never compressed; of its tokens those from ``tail`` on are there."""
     length, outputs = len(query), []
     for number in range(length):
-        end = sequence.seq_len - length + number + 1 - sequence.tail
-        seen = slice(max(0, end - window), end)
+        position = sequence.seq_len - length + number
+        first, end = first_in_window(position, window, chunked), position + 1
+        seen = slice(first - sequence.tail, end - sequence.tail)
         planes = {name: getattr(sequence, name)[:, seen] for name in ("keys", "values", "log_votes")}
         outputs.append(dense_attention(query[number : number + 1], replace(sequence, **planes), scale, softmax)[0])
     return torch.cat(outputs)
@@ -143,22 +144,22 @@ def attention_in_a_window(query, sequence, window, scale, softmax):
 @pytest.mark.parametrize(("groups", "head_size", "block_size"), [(1, 32, 32), (8, 64, 32), (4, 80, 16)])
 @pytest.mark.parametrize("kind", ["plain", "capped-sinks"])
 @pytest.mark.parametrize("lens", [[1, 1, 1], [3, 1, 40]], ids=str)
-@pytest.mark.parametrize("window", [1, 100])
-def test_attention_in_a_window(operators, dtype, groups, head_size, block_size, kind, lens, window, request):
+@pytest.mark.parametrize(("window", "chunked"), [(1, False), (100, False), (48, True)])
+def test_attention_in_a_window(operators, dtype, groups, head_size, block_size, kind, lens, window, chunked, request):
     """Blocks of tokens before it belong to others: here they are poison, and in part the null block."""
     maker = CacheMaker(zlib.crc32(request.node.name.encode()), 2, head_size, block_size, dtype)
     seq_lens = [333, 5, 145]
     sequences = [
-        maker.sequence(0, max(0, seq_len - length - window + 1), seq_len)
+        maker.sequence(0, first_in_window(seq_len - length, window, chunked), seq_len)
         for seq_len, length in zip(seq_lens, lens, strict=True)
     ]
     batch = batch_of(sequences, lens, [None] * 3)
     batch = replace(batch, tails=torch.zeros_like(batch.tails))
     query = maker.randn(sum(lens), 2 * groups, head_size).to(maker.query_dtype)
     softmax, output = softmax_of(maker, kind, 2, groups), torch.full_like(query, torch.nan)
-    operators.paged_attention(query, maker.pages, batch, head_size**-0.5, output, softmax, window)
+    operators.paged_attention(query, maker.pages, batch, head_size**-0.5, output, softmax, window, chunked)
     for sequence, of_row, found in zip(sequences, query.split(lens), output.split(lens), strict=True):
-        expected = attention_in_a_window(of_row, sequence, window, head_size**-0.5, softmax)
+        expected = attention_in_a_window(of_row, sequence, window, chunked, head_size**-0.5, softmax)
         assert relative_error(found, expected) < TOLERANCE[dtype]
 
 

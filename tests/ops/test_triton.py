@@ -92,6 +92,7 @@ def run_all(
     triton.paged_attention(query, pages, batch, 0.1, query.clone())
     if has_pages:
         triton.paged_attention(query, pages, batch, 0.1, query.clone(), window=100)
+        triton.paged_attention(query, pages, batch, 0.1, query.clone(), window=128, chunked=True)
         tables = PageTables((pages, pages), 1, torch.zeros(rows, dtype=torch.int64))
         triton.paged_attention(query, pages, replace(batch, tables=tables), 0.1, query.clone())
     if only_attention:
@@ -119,6 +120,21 @@ def run_all(
         triton.most_similar(located, index, index, index.bool())
         for fusion in ("sum", "max"):
             triton.fused_attention(located, newest, index, votes, positions, 0.1, fusion)
+    mask = index.bool()
+    for ranking in (votes, positions):
+        triton.largest(ranking, 7)
+        triton.largest(ranking, fronts.flatten())
+    triton.top(votes, votes.bool(), votes.bool(), 7)
+    triton.top(votes, votes.bool(), votes.bool(), fronts.flatten())
+    triton.in_place(mask, 7)
+    triton.in_place(mask, fronts.flatten(), 32)
+    triton.inverse(index, 50)
+    triton.take(index, [votes, *planes[:2], positions], [-float("inf"), 0.0, 0.0, -1])
+    triton.take(index, [positions, votes, *planes, positions], [-1, -float("inf"), 0.0, 0.0, 0.0, -1])
+    triton.put(index, [votes, positions, *planes], [planes[0], index, *planes])
+    triton.overflowing(newest[:, 0], newest[:, 0], wide)
+    triton.empty_places(index, index, *planes)
+    triton.free_places(index, 50)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
 
 
@@ -147,7 +163,7 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
     with launches() as found:
         run_all(dtype, head_size, groups, num_queries, not everything, has_pages=paged_on is not None)
     found = list({launch.key: launch for launch in found}.values())
-    assert len({launch.kernel.__name__ for launch in found}) >= (15 if everything else 2)
+    assert len({launch.kernel.__name__ for launch in found}) >= (24 if everything else 2)
     for launch in found:
         for capability in [paged_on] if launch.is_paged else capabilities:
             code = compile_for(launch, capability, tmp_path)

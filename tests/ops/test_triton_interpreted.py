@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.entries import gather_entries
-from tests.ops.conftest import CacheMaker, batch_of, padded, softmax_of
+from tests.ops.conftest import CacheMaker, batch_of, first_in_window, padded, softmax_of
 from tests.ops.test_cpu import UPDATES, relative_error
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, reference
@@ -79,13 +79,14 @@ def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
     assert torch.equal(aux, expected_aux)
 
 
-@pytest.mark.parametrize("window", [1, 100, 1000])
+@pytest.mark.parametrize(("window", "chunked"), [(1, False), (100, False), (1000, False), (20, True), (1024, True)])
 @pytest.mark.parametrize(("dtype", "lens"), [(torch.float32, [1, 1]), (torch.float8_e4m3fn, [3, 40])], ids=str)
-def test_triton_attends_in_a_window(dtype, lens, window):
+def test_triton_attends_in_a_window(dtype, lens, window, chunked):
     """In splits and tiles that begin with it, as captured graphs are padded."""
     maker = CacheMaker(window, 2, 64, 16, dtype)
     sequences = [
-        maker.sequence(0, max(0, n - length - window + 1), n) for n, length in zip((1800, 45), lens, strict=True)
+        maker.sequence(0, first_in_window(n - length, window, chunked), n)
+        for n, length in zip((1800, 45), lens, strict=True)
     ]
     batch = batch_of(sequences, lens, [None, None])
     batch = replace(batch, tails=torch.zeros_like(batch.tails))
@@ -93,8 +94,8 @@ def test_triton_attends_in_a_window(dtype, lens, window):
     query = maker.randn(sum(lens), 8, 64).to(maker.query_dtype)
     expected, actual = torch.full((2, *query.shape), torch.nan)
     softmax = softmax_of(maker, "capped-sinks", 2, 4)
-    reference.paged_attention(query, theirs, batch, 0.2, expected, softmax, window)
-    triton.paged_attention(query, ours, padded(batch, max(lens)), 0.2, actual, softmax, window)
+    reference.paged_attention(query, theirs, batch, 0.2, expected, softmax, window, chunked)
+    triton.paged_attention(query, ours, padded(batch, max(lens)), 0.2, actual, softmax, window, chunked)
     assert relative_error(actual, expected) < TOLERANCE[dtype]
 
 

@@ -418,13 +418,9 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
     if attention.backend is not AttentionBackendEnum.CUSTOM:
         name = attention.backend.name if attention.backend else None
         raise _unsupported("attention_backend", name, "allowed on CUDA: CUSTOM, the plugin's own")
-    for trait, has_trait in (
-        ("chunked-local layers", has_windows(model) and model.attention_chunk_size),
-        ("Mamba or linear-attention layers", has_states(model)),
-        ("multi-head latent attention (MLA)", model.use_mla),
-    ):
-        if has_trait:
-            raise _unsupported("model", model.model, f"it has {trait}; allowed on CUDA: models without them")
+    if model.use_mla:
+        what = "it has multi-head latent attention (MLA); allowed on CUDA: models without it"
+        raise _unsupported("model", model.model, what)
     if attention.backend_per_kind:
         raise _unsupported("attention_config.backend_per_kind", attention.backend_per_kind, "leave it out")
     if parallel.use_ubatching:
@@ -432,6 +428,9 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
         raise _unsupported(option, getattr(parallel, option), "batches cannot be split in two; leave it out")
     if cache.block_size is not None and cache.block_size % CUDA_BLOCK_MULTIPLE:
         raise _unsupported("block_size", cache.block_size, f"allowed on CUDA: multiples of {CUDA_BLOCK_MULTIPLE}")
+    if cache.cache_dtype in QUANTISED and has_states(model):
+        what = "not tried on CUDA beside Mamba or linear-attention layers; allowed there: auto"
+        raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)
     if cache.cache_dtype in E4M3 and not current_platform.has_device_capability(89):
         what = "the GPU is older than compute capability 8.9; allowed there: auto, fp8_e5m2"
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)

@@ -18,9 +18,11 @@ from vllm_kvmerge.ops.dispatch import largest as largest
 from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
 from vllm_kvmerge.ops.dispatch import most_similar as most_similar
 from vllm_kvmerge.ops.dispatch import move_entries as move_entries
+from vllm_kvmerge.ops.dispatch import overflowing as overflowing
 from vllm_kvmerge.ops.dispatch import override as override
 from vllm_kvmerge.ops.dispatch import padded_nonzero as padded_nonzero
 from vllm_kvmerge.ops.dispatch import paged_attention as paged_attention
+from vllm_kvmerge.ops.dispatch import put as put
 from vllm_kvmerge.ops.dispatch import score_prompt_queries as score_prompt_queries
 from vllm_kvmerge.ops.dispatch import score_repetition as score_repetition
 from vllm_kvmerge.ops.dispatch import split_budget as split_budget

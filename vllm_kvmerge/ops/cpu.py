@@ -120,9 +120,10 @@ def paged_attention(
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
     window: int = 0,
+    chunked: bool = False,
 ) -> None:
     if window:  # vLLM's own operator attends in a window on the CPU
-        reference.paged_attention(query, cache, batch, scale, output, softmax, window)
+        reference.paged_attention(query, cache, batch, scale, output, softmax, window, chunked)
         return
     pages = ([], None, None) if batch.pages is None else (_keys(batch.pages.layers), *_pages(batch.pages))
     scale *= cache.key_scale

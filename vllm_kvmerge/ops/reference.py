@@ -65,12 +65,15 @@ def _scatter(plane: Tensor, blocks: Tensor, start: int, values: Tensor) -> None:
     plane[blocks[slots // plane.shape[2]].long(), :, slots % plane.shape[2]] = values.t().to(plane.dtype)
 
 
-def _causal(num_queries: int, num_entries: int, device: torch.device, window: int = 0) -> Tensor:
-    """``[q, n]`` bool: queries of the newest tokens see entries up to their own; with a window, the newest of these."""
+def _causal(num_queries: int, num_entries: int, device: torch.device) -> Tensor:
+    """``[q, n]`` bool: queries of the newest tokens see entries up to their own."""
     visible = torch.ones(num_queries, num_entries, dtype=torch.bool, device=device)
-    last = num_entries - num_queries
-    visible.tril_(last)
-    return visible.triu_(last - window + 1) if window else visible
+    return visible.tril_(num_entries - num_queries)
+
+
+def _first_seen(query_position: Any, window: int, chunked: bool) -> Any:
+    """Position of the first token that a query sees in its window; of several queries, if positions are a tensor."""
+    return query_position // window * window if chunked else query_position - window + 1
 
 
 def _attend(
@@ -94,12 +97,14 @@ def paged_attention(
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
     window: int = 0,
+    chunked: bool = False,
 ) -> None:
     """Causal attention over front and tail, with vote bias, and the score update of the rows that have one.
 
     query, output: ``[num_tokens, H * G, d]``; the output of tokens of no row stays as it is. Statistics of tokens that
     are new in this call start from nothing. window: tokens that a query sees, its own included, whatever the blocks of
-    those before hold; 0: all. With one, no row of the batch has a front or updates scores.
+    those before hold; 0: all. chunked: those from the last multiple of ``window`` on instead. With a window, no row of
+    the batch has a front or updates scores.
     """
     rows = zip(batch.block_table, *(tensor.tolist() for tensor in batch.tensors[1:]), strict=True)
     for number, (blocks, start, length, seq_len, front, tail, mode, decay) in enumerate(rows):
@@ -109,14 +114,17 @@ def paged_attention(
             assert batch.pages is not None
             layers, front = batch.pages.layers, 0
         if window:
-            tail = max(tail, seq_len - length - window + 1)
+            tail = max(tail, _first_seen(seq_len - length, window, chunked))
         keys, values = _keys_and_values(cache, blocks, front, tail, seq_len)
         if at is not None:
             keys = torch.cat([_read(layers, "keys", at).transpose(1, 2), keys], 2)
             values = torch.cat([_read(layers, "values", at).float(), values], 1)
         num_entries = keys.shape[2]
         bias = None
-        visible = _causal(length, num_entries, query.device, window)
+        visible = _causal(length, num_entries, query.device)
+        if window:
+            positions = torch.arange(tail, seq_len, device=query.device)
+            visible &= positions >= _first_seen(positions[num_entries - length :, None], window, chunked)
         if front > 0 or at is not None:
             votes = _segment(cache.log_votes, blocks, 0, front, 1) if at is None else _read(layers, "log_votes", at)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - votes.shape[1])], 1)
@@ -597,6 +605,24 @@ def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> li
     plane's blank."""
     none, at = index < 0, index.clamp(min=0)
     return [plane.gather(1, at).masked_fill(none, blank) for plane, blank in zip(planes, blanks, strict=True)]
+
+
+def put(index: Tensor, planes: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """``[H, n]`` each: the planes, with the elements of the new ones (``[H, m]``) at ``index`` (``[H, m]`` int64,
+    without repeats); where that is negative, nowhere."""
+    # An extra last element takes these.
+    place = index.masked_fill(index < 0, planes[0].shape[1])
+    return [
+        torch.cat([plane, plane[:, :1]], 1).scatter_(1, place, given)[:, :-1]
+        for plane, given in zip(planes, new, strict=True)
+    ]
+
+
+def overflowing(rows: Tensor, others: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``[H, r]`` bool: which rows, or others in their place (``[H, r, d]`` float32), are not finite in a dtype."""
+    # The largest number of a row is what becomes infinite first, and NaN is larger than all.
+    marked = ~rows.abs().amax(-1).to(dtype).isfinite()
+    return marked if others is None else marked | overflowing(others, None, dtype)
 
 
 def empty_places(

@@ -9,7 +9,7 @@ from vllm_kvmerge.policies.entries import Entries
 
 # fmt: off
 __all__ = [
-    "any_at", "by_position", "complement", "first", "in_place", "inverse", "largest", "mask_of", "newest",
+    "any_at", "by_position", "complement", "first", "in_place", "inverse", "largest", "listed", "mask_of", "newest",
     "padded_nonzero", "ranked", "select", "sinks", "top",
 ]
 # fmt: on
@@ -33,7 +33,13 @@ def any_at(index: Tensor, where: Tensor, size: int) -> Tensor:
 
 def select(plane: Tensor, index: Tensor) -> Tensor:
     """``[H, m]``: elements of ``plane`` (``[H, n]``) at ``index`` (``[H, m]`` int64); -1 where that is negative."""
-    return plane.gather(1, index.clamp(min=0)).masked_fill(index < 0, -1)
+    return ops.take(index, [plane], [-1])[0]
+
+
+def listed(mask: Tensor, most: int) -> Tensor:
+    """``padded_nonzero`` of a mask with at most ``most`` true elements per head: as wide as need be on a CPU, and as
+    ``most`` on a GPU, which would be waited for."""
+    return padded_nonzero(mask, None if mask.is_cpu else most)
 
 
 def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.policies.entries import BLANK, DEAD, Entries, LazyEntries
-from vllm_kvmerge.policies.indexing import inverse, padded_nonzero, select
+from vllm_kvmerge.policies.indexing import inverse, listed, padded_nonzero, select
 
 
 @dataclass
@@ -95,7 +95,7 @@ class CacheUpdate:
         changed_before = inverse(earlier.changed, len(entries)) >= 0
         changed = inverse(self.changed, self.num_places) >= 0
         changed |= changed_before.gather(1, self.kept.clamp(min=0)) & (self.kept >= 0)
-        places = padded_nonzero(changed)
+        places = listed(changed, min(self.num_places, earlier.changed.shape[1] + self.changed.shape[1]))
         view = self.view(entries)
         update = replace(self, kept=select(earlier.kept, self.kept))
         return update.write(places, view.keys_at(places), view.values_at(places), earlier.merged + self.merged)
@@ -137,24 +137,19 @@ class CacheUpdate:
         entries: those that this updates. A place that held none before is left empty, and what was merged into these
         places is lost. Also returns the number of these places, ``[H]`` int64.
         """
-        overflows = torch.zeros_like(self.changed, dtype=torch.bool)
-        for rows in (self.keys, self.values):
-            if rows is not None:
-                # The largest number of a row is what becomes infinite first, and NaN is larger than all.
-                overflows |= ~rows.abs().amax(-1).to(dtype).isfinite()
-        if self.changed.shape[1]:
-            overflows |= ~(self.log_votes.gather(1, self.changed.clamp(min=0)) < torch.inf)  # NaN too
+        (votes,) = ops.take(self.changed, [self.log_votes], [0.0])
+        overflows = ~(votes < torch.inf)  # NaN too
+        given = [rows for rows in (self.keys, self.values) if rows is not None]
+        if given:
+            overflows |= ops.overflowing(given[0], given[1] if len(given) > 1 else None, dtype)
         overflows &= self.changed >= 0
         count = overflows.sum(1)
         if count.is_cpu and not count.any():  # a GPU would be waited for
             return self, count
-        # Everything else goes to a place behind the last, which is cut off again.
-        place = self.changed.masked_fill(~overflows, self.num_places)
-        source = select(self.kept, self.changed.masked_fill(~overflows, DEAD))
-        metadata = {}
-        for name, blank in BLANK.items():
-            before = getattr(entries, name).gather(1, source.clamp(min=0)).masked_fill(source < 0, blank)
-            metadata[name] = pad(getattr(self, name), (0, 1)).scatter_(1, place, before)[:, :-1]
+        place = self.changed.masked_fill(~overflows, DEAD)
+        source = select(self.kept, place)
+        before = ops.take(source, [*entries.metadata], [*BLANK.values()])
+        metadata = dict(zip(BLANK, ops.put(place, self.metadata, before), strict=True))
         return replace(self, changed=self.changed.masked_fill(overflows, DEAD), **metadata), count
 
     def of_rows(self, rows: list[int]) -> "CacheUpdate":
@@ -239,6 +234,9 @@ class _Places(LazyEntries):
         if changed is not None:
             row = select(self._row, index)
             here = row >= 0
+            if not here.is_cpu:  # which would be waited for
+                known = row.clamp(min=0).unsqueeze(-1).expand_as(rows)
+                return torch.where(here.unsqueeze(-1), changed.gather(1, known), rows) if changed.shape[1] else rows
             head = torch.arange(len(row), device=row.device).unsqueeze(1).expand_as(row)
             rows[here] = changed[head[here], row[here]]
         return rows
@@ -248,25 +246,29 @@ class _Places(LazyEntries):
 class CompressionResult:
     """Result of compressing ``source``, the entries that a policy was given.
 
-    evicted: ``[H]`` int64, number of live entries that were dropped; ``update.merged`` counts the merged ones.
-    as_before: ``[H]`` int64, number of places that ``finite`` has left as they were.
+    kept: ``[H]`` int64, number of live entries in the result. evicted: ``[H]`` int64, number of live entries that were
+    dropped; ``update.merged`` counts the merged ones. as_before: ``[H]`` int64, number of places that ``finite`` has
+    left as they were.
     """
 
     source: Entries
     update: CacheUpdate
+    kept: Tensor
     evicted: Tensor
     as_before: Tensor
 
     @classmethod
     def of(cls, source: Entries, update: CacheUpdate) -> "CompressionResult":
         update = update.emptied()
-        evicted = source.is_live.sum(1) - update.is_live.sum(1) - update.merged
-        return cls(source, update, evicted, torch.zeros_like(evicted))
+        kept = update.is_live.sum(1)
+        return cls(source, update, kept, source.is_live.sum(1) - kept - update.merged, torch.zeros_like(kept))
 
     def finite(self, dtype: torch.dtype) -> "CompressionResult":
         """The same with ``CacheUpdate.finite``."""
+        if not self.update.changed.shape[1]:
+            return self
         update, as_before = self.update.finite(self.source, dtype)
-        return replace(self, update=update, as_before=as_before)
+        return replace(self, update=update, kept=update.is_live.sum(1), as_before=as_before)
 
     @cached_property
     def entries(self) -> Entries:

@@ -33,10 +33,16 @@ class Scene:
     """The same cache twice: ``theirs`` for the reference and ``ours``, in the layout of a GPU, for the backend."""
 
     def __init__(
-        self, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None, window: int = 0
+        self,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        window: int = 0,
+        chunked: bool = False,
+        interleaved: bool = False,
     ) -> None:
         self.device = device or torch.device("cpu")
-        self.maker = CacheMaker(seed, HEADS, HEAD_SIZE, BLOCK_SIZE, dtype)
+        self.maker = CacheMaker(seed, HEADS, HEAD_SIZE, BLOCK_SIZE, dtype, interleaved)
         self.theirs = self.maker.pages
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=dtype)
         config = SimpleNamespace(
@@ -47,8 +53,9 @@ class Scene:
         )
         self.builder = CUDAAttentionBuilder(MergeableAttentionSpec.of(spec), ["layer"], config, self.device)
         stored_as = next((name for name, one in DTYPES.items() if one == dtype), "auto")
-        heads, self.window = (HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS), window
+        heads, self.window, self.chunked = (HEADS * GROUPS, HEAD_SIZE, SCALE, HEADS), window, chunked
         self.impl = CUDAAttentionImpl(*heads, sliding_window=window or None, kv_cache_dtype=stored_as)
+        self.impl.chunked, self.impl.interleaved = chunked, interleaved
         self.impl.layer_index = 0
         scales = self.theirs.key_scale, self.theirs.value_scale
         self.layer = SimpleNamespace(_k_scale_float=scales[0], _v_scale_float=scales[1])
@@ -65,7 +72,8 @@ class Scene:
         self.theirs.scores.copy_(torch.rand(self.theirs.scores.shape, generator=generator))
         self.theirs.aux.copy_(torch.randint(1, 9, self.theirs.aux.shape, generator=generator))
         self.cache = self.maker.cache.clone()
-        self.ours = PagedKVCache.of(self.cache, HEAD_SIZE, row_major_keys=True, **self.maker.scales)
+        options = self.maker.scales | {"interleaved": self.impl.interleaved}
+        self.ours = PagedKVCache.of(self.cache, HEAD_SIZE, row_major_keys=True, **options)
         self.ours.keys.copy_(self.theirs.keys)
         if self.ours.is_quantised:
             self.cache = self.cache.view(torch.uint8)  # as vLLM has it
@@ -130,7 +138,8 @@ class Scene:
             s, row, tokens = request.sequence, request.row, slice(start, start + request.num_tokens)
             batch = AttentionBatch.single(s.blocks, request.num_tokens, s.seq_len, row.front, row.tail, row.update)
             batch = replace(batch, pages=row.pages)  # there is one layer
-            reference.paged_attention(self.query[tokens], self.theirs, batch, SCALE, output[tokens], window=self.window)
+            query, window = self.query[tokens], {"window": self.window, "chunked": self.chunked}
+            reference.paged_attention(query, self.theirs, batch, SCALE, output[tokens], **window)
             start = tokens.stop
         return output[:start]
 

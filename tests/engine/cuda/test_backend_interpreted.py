@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, SCALE, Request, Scene  # noqa: E402
+from tests.ops.conftest import first_in_window  # noqa: E402
 from tests.ops.test_cpu import relative_error  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
@@ -38,10 +39,12 @@ def compressed(scene, front, tail, seq_len, num_tokens=1, update=NO_UPDATE, ring
     return Request(scene.maker.sequence(front, tail, seq_len), num_tokens, row)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_batch_of_everything(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "interleaved"), [*((one, False) for one in TOLERANCE), (torch.float32, True)], ids=str
+)
+def test_a_batch_of_everything(dtype, interleaved):
     """Decoding, chunks and whole prompts, plain and compressed, scored and kept, in no particular order."""
-    scene = Scene(1, dtype)
+    scene = Scene(1, dtype, interleaved=interleaved)
     pool = rings()
     pool.queries = pool.queries.to(scene.query.dtype)
     window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
@@ -105,9 +108,10 @@ def capture(monkeypatch, run) -> Graph:
     return graph
 
 
-def test_heads_with_pages_of_their_own():
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_with_pages_of_their_own(interleaved):
     """Beside rows without, in batches that keep logits and in such that do not."""
-    scene = Scene(3)
+    scene = Scene(3, interleaved=interleaved)
     requests = [
         scene.paged(64, 96, 120, 1, SUM),
         compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),
@@ -129,14 +133,15 @@ def test_heads_with_pages_of_their_own():
 
 def in_window(scene, seq_len, num_tokens=1) -> Request:
     """A plain request, of whose tokens those that no query sees any more are poison."""
-    first = max(0, seq_len - num_tokens - scene.window + 1) if scene.window else 0
+    first = first_in_window(seq_len - num_tokens, scene.window, scene.chunked) if scene.window else 0
     return Request(scene.maker.sequence(0, first, seq_len), num_tokens, BatchRow())
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_layer_with_a_window(dtype):
+def test_a_layer_with_a_window(dtype, chunked):
     """Decoding, chunks and whole prompts, longer than the window and shorter."""
-    scene = Scene(4, dtype, window=50)
+    scene = Scene(4, dtype, window=50, chunked=chunked)
     requests = [in_window(scene, *one) for one in ((200, 1), (30, 1), (90, 40), (70, 70), (49, 3), (400, 5))]
     scene.finish_cache()
     metadata = scene.builder.build(0, scene.common(requests))
@@ -169,9 +174,9 @@ def test_a_layer_that_reads_anothers_cache(num_tokens):
     assert not pool.queries.any() and not window.prompt_scores.scores.any()
 
 
-@pytest.mark.parametrize("kind", ["window", "shared"])
+@pytest.mark.parametrize("kind", ["window", "chunk", "shared"])
 def test_a_captured_graph_of_other_layers_holds_for_every_batch(monkeypatch, kind):
-    scene = Scene(6, window=50 if kind == "window" else 0)
+    scene = Scene(6, window=0 if kind == "shared" else 50, chunked=kind == "chunk")
     scene.impl.kv_sharing_target_layer_name = "owner" if kind == "shared" else None
     batches = [[in_window(scene, n) for n in lens] for lens in ((300, 5, 51, 50), (1,), (64, 100, 49, 2, 500, 7))]
     if kind == "shared":

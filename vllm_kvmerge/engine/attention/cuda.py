@@ -5,7 +5,7 @@ graph holds for any mixture of plain and compressed rows; the differences lie in
 a window have builders of their own, for which all rows are plain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import ChunkedLocalAttention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -227,9 +228,13 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
 
 
 class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
-    """Attention over a mergeable cache."""
+    """Attention over a mergeable cache.
+
+    window: tokens that a query sees, 0: all. chunked: a chunk of that size, see ``use_chunks``.
+    """
 
     row_major_keys = True
+    chunked = False
 
     def __init__(
         self,
@@ -285,7 +290,7 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
                 part = replace(part, score_modes=metadata.no_updates[: len(part)])
             if part.tables is not None:
                 part = replace(part, tables=replace(part.tables, layer=self.layer_index))
-            paged_attention(query, cache, part, self.scale, output, softmax, self.window)
+            paged_attention(query, cache, part, self.scale, output, softmax, self.window, self.chunked)
         return output
 
     def _keep_queries(self, query: Tensor, metadata: CUDAAttentionMetadata) -> None:
@@ -338,3 +343,16 @@ class CUDAAttentionBackend(MergeableBackend, AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[CUDAAttentionBuilder]:
         return CUDAAttentionBuilder
+
+
+def use_chunks(layers: Iterable[Any]) -> None:
+    """Makes the chunked-local ones of a model's layers attend to chunks by our operator's window.
+
+    vLLM gives them a backend whose builder makes a row of each chunk of a request. It waits for the GPU, rules out full
+    graphs, and there may be more such rows than requests. A chunk is known from a query's position, so none of that is
+    necessary.
+    """
+    for layer in layers:
+        if isinstance(layer, ChunkedLocalAttention):
+            layer.attn_backend = CUDAAttentionBackend
+            layer.impl.window, layer.impl.chunked = layer.attention_chunk_size, True

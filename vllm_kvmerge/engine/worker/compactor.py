@@ -410,8 +410,7 @@ class Compactor:
         def write(seq_layers: list[_SequenceLayer], result: CompressionResult, rounds: tuple[bool, ...]) -> None:
             assert isinstance(result.source, PagedEntries)
             update = result.update
-            kept = update.is_live.sum(1)
-            by_head = torch.stack([update.merged, result.evicted, result.as_before, kept], 1)
+            by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
             blocks = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
             index = self._sent([one.request for one in seq_layers]).repeat_interleave(self.num_kv_heads)
@@ -723,19 +722,31 @@ class Compactor:
         entries = batch.gathered[tuple(seq_layers)] = PagedEntries.gather(self._located(seq_layers, batch))
         if batch.is_of_tokens:
             # Before a request's first compression its KV blocks hold no valid statistics.
-            entries.scores.zero_()
-            entries.aux.zero_()
-            for row, (index, layer) in enumerate(seq_layers):
-                scores = batch.compactions[index].prompt_scores
-                if scores is not None:
-                    heads = slice(row * self.num_kv_heads, (row + 1) * self.num_kv_heads)
-                    entries.scores[heads] = scores.scores[layer, :, : len(entries)]
-                    entries.aux[heads] = scores.aux[layer, :, : len(entries)]
+            entries.scores = self._prompt_scores(seq_layers, batch, "scores", entries.scores)
+            entries.aux = self._prompt_scores(seq_layers, batch, "aux", entries.aux)
         if (rescoring := batch.compactions[0].rescoring) is not None:
             queries = self._queries(seq_layers, batch, rescoring.window)
             softmax = self._softmax([one.layer for one in seq_layers])
             entries.scores, entries.aux = newest_scores(entries, queries, rescoring.update, self.scale, softmax)
         return entries
+
+    def _prompt_scores(
+        self, seq_layers: list[_SequenceLayer], batch: _Batch, plane: Literal["scores", "aux"], like: Tensor
+    ) -> Tensor:
+        """One of the statistics of tokens, ``[H, n]``, in the shape of ``like``; zeros where there are none."""
+        parts, is_known = [], False
+        for index, some in groupby(seq_layers, key=lambda one: one.request):
+            layers = [one.layer for one in some]
+            if (scores := batch.compactions[index].prompt_scores) is None:
+                parts.append(like.new_zeros(len(layers) * self.num_kv_heads, like.shape[1]))
+                continue
+            of_all, is_known = getattr(scores, plane), True
+            first, last = layers[0], layers[-1]
+            is_whole = layers == list(range(first, last + 1))
+            parts.append((of_all[first : last + 1] if is_whole else of_all[layers])[..., : like.shape[1]].flatten(0, 1))
+        if not is_known:
+            return torch.zeros_like(like)
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def _located(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> SequenceLayers:
         if batch.complete is not None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_kvmerge.engine.attention.cuda import use_chunks
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
 from vllm_kvmerge.engine.worker.runner import CompressionRunnerMixin
 
@@ -16,6 +17,7 @@ class CUDARunnerMixin(CompressionRunnerMixin, GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        use_chunks(self.compression.layers.values())
         self.compression.reserve(self.get_kv_cache_spec())
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
@@ -27,6 +29,9 @@ class CUDARunnerMixin(CompressionRunnerMixin, GPUModelRunner):
         group = self.compression.group
         width = self.input_batch.block_table[group].block_table.gpu.shape[1]
         self.compression.prepare_attention(self.attn_groups[group], width)
+
+    def _init_kv_zero_meta(self) -> None:
+        """Does nothing: ``_zero_block_ids`` is ours, and vLLM's worker asks for this one beside layers with a state."""
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         # A full graph runs no Python. Dummy runs pass the argument themselves.

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
 from vllm.v1.worker.utils import KVBlockZeroer
 
+from vllm_kvmerge.engine.attention.cuda import use_chunks
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compression import set_batch_rows
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
@@ -41,6 +42,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        use_chunks(self.compression.layers.values())
         self.compression.reserve(self.get_kv_cache_spec())
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
@@ -51,9 +53,13 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         self.compression.release_cache()
         super().initialize_kv_cache(*args, **kwargs)
         self.compression.use_cache(self.kv_cache_config, self.model)
-        self.kv_block_zeroer = BlockZeroer(self.compression)
+        self._init_kv_zero_meta()
         group = self.compression.group
         self.compression.prepare_attention(self.attn_groups[group], self.block_tables.block_tables[group].gpu.shape[1])
+
+    def _init_kv_zero_meta(self) -> None:
+        # vLLM's worker calls it once more beside layers with a state.
+        self.kv_block_zeroer = BlockZeroer(self.compression)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

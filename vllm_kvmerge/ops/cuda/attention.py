@@ -59,6 +59,7 @@ def paged_attention(
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
     window: int = 0,
+    chunked: bool = False,
     workspace: Workspace | None = None,
 ) -> None:
     """See ``reference.paged_attention``, and for the workspace ``triton.paged_attention``.
@@ -74,7 +75,7 @@ def paged_attention(
         num_queries = int(batch.query_lens.max())
     tables = batch.tables
     if window or _call_obstacle(query, cache, output, num_queries, tables) is not None:
-        backend.fallback(query.device).paged_attention(query, cache, batch, scale, output, softmax, window)
+        backend.fallback(query.device).paged_attention(query, cache, batch, scale, output, softmax, window, chunked)
         return
     plan = AttentionPlan.of(cache, query.shape[1], num_queries, *batch.block_table.shape)
     work = workspace or workspace_of(query.device)

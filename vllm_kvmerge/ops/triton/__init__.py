@@ -1,7 +1,7 @@
 """The operators in Triton, with the signatures and semantics of ``reference``.
 
-The only index arithmetic here is ``join_slots``. Arguments are hardly checked, because a check of values would wait for
-the GPU. With TRITON_INTERPRET=1, set before Triton is imported, operators run on CPU tensors.
+Arguments are hardly checked, because a check of values would wait for the GPU. With TRITON_INTERPRET=1, set before
+Triton is imported, operators run on CPU tensors.
 """
 
 from vllm_kvmerge.ops.triton.attention import (
@@ -23,11 +23,24 @@ from vllm_kvmerge.ops.triton.entries import (
     write_metadata,
     write_rows,
 )
+from vllm_kvmerge.ops.triton.indexing import (
+    empty_places,
+    free_places,
+    in_place,
+    inverse,
+    largest,
+    overflowing,
+    padded_nonzero,
+    put,
+    take,
+    top,
+)
 
 # fmt: off
 __all__ = [
-    "INTERPRETED", "description", "fused_attention", "gather_metadata", "gather_rows", "join_slots", "merge_entries",
-    "most_similar", "move_entries", "obstacle", "paged_attention", "runs_on", "score_prompt_queries",
-    "score_repetition", "turn_keys", "write_metadata", "write_rows", "write_tokens",
+    "INTERPRETED", "description", "empty_places", "free_places", "fused_attention", "gather_metadata", "gather_rows",
+    "in_place", "inverse", "join_slots", "largest", "merge_entries", "most_similar", "move_entries", "obstacle",
+    "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
+    "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens",
 ]
 # fmt: on

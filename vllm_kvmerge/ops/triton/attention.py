@@ -35,6 +35,7 @@ class _Call:
     plan: AttentionPlan
     work: Workspace
     window: int = 0
+    chunked: bool = False
 
     @cached_property
     def rows(self) -> tuple[Tensor, ...]:
@@ -80,7 +81,7 @@ class _Call:
     @property
     def split_constants(self) -> dict[str, Any]:
         """``constants``, and the kernels' that divide entries in splits."""
-        return self.constants | {"WINDOW": self.window}
+        return self.constants | {"WINDOW": self.window, "CHUNKED": self.chunked}
 
     def attend(self, output: Tensor, values: bool) -> Tensor:
         """Launches ``attend`` and returns the log-sum-exp of its splits, its only result without ``values``."""
@@ -141,6 +142,7 @@ def paged_attention(
     output: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
     window: int = 0,
+    chunked: bool = False,
     workspace: Workspace | None = None,
 ) -> None:
     """See ``reference.paged_attention``.
@@ -161,7 +163,8 @@ def paged_attention(
     if window:
         num_blocks = min(num_blocks, (window + num_queries) // cache.block_size + 1)
     plan = AttentionPlan.of(cache, query.shape[1], num_queries, num_rows, num_blocks, keeps=not window)
-    call = _Call(query, cache, batch, scale, softmax, plan, workspace or workspace_of(query.device), window)
+    work = workspace or workspace_of(query.device)
+    call = _Call(query, cache, batch, scale, softmax, plan, work, window, chunked)
     lse = call.attend(output, values=True)
     call.finish(output, lse)
     if not plan.kept and not window:

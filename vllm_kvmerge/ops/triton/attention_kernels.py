@@ -85,12 +85,15 @@ def split_size(num_entries, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def first_seen(old, first_query, WINDOW: tl.constexpr):
-    """The first entry that a query of a tile sees; WINDOW: entries that each of them sees; 0: all."""
-    if WINDOW > 0:
-        return tl.maximum(old + first_query - WINDOW + 1, 0)
-    else:
+def first_seen(query_entry, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first entry that a query sees, of the entry of its own token; may be negative. WINDOW: entries that it sees;
+    0: all. CHUNKED: those from the last multiple of WINDOW on."""
+    if WINDOW == 0:
         return 0
+    elif CHUNKED:
+        return query_entry // WINDOW * WINDOW
+    else:
+        return query_entry - WINDOW + 1
 
 
 @triton.jit
@@ -140,6 +143,7 @@ def attend(
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, KEEP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """One split of the entries for one tile of a sequence's queries and one KV head. Grid: tiles, heads, splits.
 
@@ -148,7 +152,7 @@ def attend(
     Logits are kept at their slots, of which ``kept`` has those of one layer: those of entries in pages, which may be of
     any, are not kept. COMPUTE: the type of the products. scale, value_scale: include what keys and values that are
     quantised are stored over. sinks: ``[H * G]``, which count in the first split; None:
-    there are none. WINDOW: entries that a query sees, its own included, where no row has a front; 0: all.
+    there are none. WINDOW, CHUNKED: as in ``first_seen``; with a window, no row has a front.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -162,7 +166,7 @@ def attend(
     tail = tl.load(tails + row).to(tl.int32)
     old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
     seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
-    skipped = first_seen(old, first_query, WINDOW)
+    skipped = tl.maximum(first_seen(old + first_query, WINDOW, CHUNKED), 0)
     size = split_size(seen - skipped, SPLITS, LEAST, BLOCK_N)
     first = skipped + split * size
     if first >= seen:
@@ -212,7 +216,7 @@ def attend(
             plain = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)
             visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
             if WINDOW > 0:
-                visible &= entry[None, :] > (old + number - WINDOW)[:, None]
+                visible &= entry[None, :] >= first_seen(old + number, WINDOW, CHUNKED)[:, None]
             logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
             if KEEP > 0:
                 if not paged:
@@ -274,12 +278,13 @@ def finish(
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Combines splits, and updates scores from the kept logits; from keys again where these are in pages.
 
     Grid: tiles, heads, ``num_combined`` programs for a row of the tile each, then any number that share the entries.
-    SPLITS, LEAST, BLOCK_M, BLOCK_N and WINDOW: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U: entries at a
-    time, of those whose logits were kept.
+    SPLITS, LEAST, BLOCK_M, BLOCK_N, WINDOW and CHUNKED: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U:
+    entries at a time, of those whose logits were kept.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -293,7 +298,7 @@ def finish(
     tail = tl.load(tails + row).to(tl.int32)
     old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
     seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
-    attended = seen - first_seen(old, first_query, WINDOW)
+    attended = seen - tl.maximum(first_seen(old + first_query, WINDOW, CHUNKED), 0)
     size = split_size(attended, SPLITS, LEAST, BLOCK_N)
     num_splits = (attended + size - 1) // size
     if part < num_combined:

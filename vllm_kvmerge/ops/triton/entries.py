@@ -25,8 +25,8 @@ from vllm_kvmerge.ops.types import (
     stored,
 )
 
-STAGING_BYTES = 64 << 20
-"""Bytes of keys or values that are moved at a time."""
+STAGING_BYTES = 128 << 20
+"""Bytes of keys and values that are moved at a time."""
 
 PLANES = {"keys": places.KEYS.value, "values": places.VALUES.value}
 
@@ -83,8 +83,16 @@ class _KernelArguments:
         }
 
 
+def _arguments(seq_layers: SequenceLayers) -> _KernelArguments:
+    """Those of sequence layers, whose numbers are sent to the GPU once."""
+    found: _KernelArguments | None = seq_layers.__dict__.get("_kernel_arguments")
+    if found is None:
+        found = seq_layers.__dict__["_kernel_arguments"] = _KernelArguments(seq_layers)
+    return found
+
+
 def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
-    at, n = _KernelArguments(seq_layers), seq_layers.num_entries
+    at, n = _arguments(seq_layers), seq_layers.num_entries
     log_votes, scores, aux = (torch.empty(at.num_heads, n, device=at.device) for _ in range(3))
     metadata = log_votes, scores, aux, torch.empty(at.num_heads, n, dtype=torch.int64, device=at.device)
     chosen = settings_for("metadata", at.cache)
@@ -97,7 +105,7 @@ def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
 
 
 def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
-    at, count = _KernelArguments(seq_layers), index.shape[1]
+    at, count = _arguments(seq_layers), index.shape[1]
     rows = torch.empty(at.num_heads, count, at.cache.head_size, device=at.device)
     chosen = settings_for("rows", at.cache)
     if rows.numel():
@@ -113,7 +121,7 @@ def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], in
 def write_rows(
     seq_layers: SequenceLayers, destination: Destination, places: Tensor, keys: Tensor | None, values: Tensor | None
 ) -> None:
-    at = _KernelArguments(seq_layers)
+    at = _arguments(seq_layers)
     (blocks, pages), places = at.destination(destination), places.contiguous()
     chosen = settings_for("rows", at.cache)
     for plane, rows in (("keys", keys), ("values", values)):
@@ -138,7 +146,7 @@ def write_metadata(
     aux: Tensor,
     positions: Tensor,
 ) -> None:
-    at = _KernelArguments(seq_layers)
+    at = _arguments(seq_layers)
     (blocks, pages), count = at.destination(destination), log_votes.shape[1]
     chosen = settings_for("metadata", at.cache)
     if count:
@@ -154,8 +162,11 @@ def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Ten
     if count == 0:
         return
     cache = seq_layers.layers[0]
-    bytes_each = cache.num_kv_heads * count * cache.head_size * cache.keys.element_size()
+    bytes_each = 2 * cache.num_kv_heads * count * cache.head_size * cache.keys.element_size()
     step = max(1, STAGING_BYTES // bytes_each)
+    if step >= len(seq_layers.layer):
+        _move_entries(_arguments(seq_layers), destination, kept.contiguous())
+        return
     for first in range(0, len(seq_layers.layer), step):
         some = slice(first, first + step)
         heads = slice(first * cache.num_kv_heads, (first + step) * cache.num_kv_heads)
@@ -168,14 +179,17 @@ def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Ten
 
 def _move_entries(at: _KernelArguments, destination: Destination, kept: Tensor) -> None:
     (blocks, pages), count = at.destination(destination), kept.shape[1]
-    staging = torch.empty(at.num_heads, count, at.cache.head_size, dtype=at.cache.keys.dtype, device=at.device)
+    # Keys and values that lie alike, as a GPU has them, are moved together.
+    together = len({at.strides(plane) for plane in PLANES}) == 1
+    shape = 1 + together, at.num_heads, count, at.cache.head_size
+    staging = torch.empty(shape, dtype=at.cache.keys.dtype, device=at.device)
     chosen = settings_for("rows", at.cache)
-    for plane in PLANES:
+    for plane in ["keys"] if together else PLANES:
         for write in (False, True):
-            entry_kernels.move_rows[at.grid(count, chosen.block_n)](
+            entry_kernels.move_rows[(*at.grid(count, chosen.block_n), len(staging))](
                 *at.entries, blocks, pages, kept, staging, *at.counts, count, at.blocks.stride(0),
                 blocks.stride(0), *at.strides(plane),
-                PLANE=PLANES[plane], WRITE=write, BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
+                FIRST_PLANE=PLANES[plane], WRITE=write, BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
             )  # fmt: skip
 
 
@@ -184,7 +198,7 @@ turn_keys = partial(reference.turn_keys, operators=sys.modules[__name__])
 
 
 def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-    at = _KernelArguments(seq_layers)
+    at = _arguments(seq_layers)
     similarity = torch.empty(sources.shape, device=at.device)
     best = torch.empty(sources.shape, dtype=torch.int64, device=at.device)
     chosen = settings_for("similar", at.cache)
@@ -209,7 +223,7 @@ def fused_attention(
     fusion: Fusion,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
-    at = _KernelArguments(seq_layers)
+    at = _arguments(seq_layers)
     num_heads, groups, window, _ = queries.shape
     n = positions.shape[1]
     lse = torch.empty(num_heads, groups, window, device=at.device)

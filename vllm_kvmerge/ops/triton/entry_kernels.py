@@ -76,11 +76,11 @@ def write_metadata(
 def cells_at(
     addresses, layer, block, head, offset,
     stride_block, stride_head, stride_dim, stride_slot,
-    PLANE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK_D: tl.constexpr,
+    plane, ELEMENT: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``[n, BLOCK_D]``: pointers to the rows of keys or values at places."""
     at = block * stride_block + head * stride_head + offset * stride_slot
-    return (plane_of(addresses, layer, PLANE, ELEMENT) + at)[:, None] + tl.arange(0, BLOCK_D)[None, :] * stride_dim
+    return (plane_of(addresses, layer, plane, ELEMENT) + at)[:, None] + tl.arange(0, BLOCK_D)[None, :] * stride_dim
 
 
 @triton.jit
@@ -156,13 +156,15 @@ def write_rows(
 def move_rows(
     addresses, layers, blocks, segments, pages, to_blocks, to_pages, kept, staging, num_heads, num_layers, num_slots,
     stride_blocks, stride_to_blocks, stride_block, stride_head, stride_dim, stride_slot,
-    PLANE: tl.constexpr, WRITE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    FIRST_PLANE: tl.constexpr, WRITE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Half of a move: copies rows that leave their place to ``staging``, or (WRITE) from there to their new place.
 
-    The halves are two launches, so that everything is read before anything is written. Grid: heads, tiles of slots.
+    The halves are two launches, so that everything is read before anything is written. Grid: heads, tiles of slots,
+    planes from FIRST_PLANE on.
     """
+    plane = FIRST_PLANE + tl.program_id(2)
     seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
     front, tail = segments_of(segments, seq_layer)
@@ -184,18 +186,18 @@ def move_rows(
         leaves = leaves | (layer != to_layer) | (of_head != to_head)
     moves = live & inside & leaves
     dims = tl.arange(0, BLOCK_D)[None, :]
-    at = row[:, None] * HEAD_SIZE + dims
+    at = (tl.program_id(2) * tl.num_programs(0).to(tl.int64) * num_slots + row)[:, None] * HEAD_SIZE + dims
     moving = moves[:, None] & (dims < HEAD_SIZE)
     if WRITE:
         found = tl.load(staging + at, mask=moving, other=0.0)
         to = cells_at(
             addresses, to_layer, to_block, to_head, to_offset, stride_block, stride_head, stride_dim, stride_slot,
-            PLANE, ELEMENT, BLOCK_D,
+            plane, ELEMENT, BLOCK_D,
         )  # fmt: skip
         tl.store(to, found, mask=(moves | (inside & ~live))[:, None] & (dims < HEAD_SIZE))
     else:
         source = cells_at(
-            addresses, layer, block, of_head, offset, stride_block, stride_head, stride_dim, stride_slot, PLANE,
+            addresses, layer, block, of_head, offset, stride_block, stride_head, stride_dim, stride_slot, plane,
             ELEMENT, BLOCK_D,
         )  # fmt: skip
         tl.store(staging + at, tl.load(source, mask=moving), mask=moving)

@@ -17,9 +17,9 @@ POSITIONS = tl.constexpr(5)
 
 
 @triton.jit
-def plane_of(addresses, layer, PLANE: tl.constexpr, ELEMENT: tl.constexpr):
+def plane_of(addresses, layer, plane, ELEMENT: tl.constexpr):
     """Pointer to a plane of a layer, or pointers for several layers; planes are aligned to 16 bytes."""
-    return tl.multiple_of(tl.load(addresses + layer * 6 + PLANE).to(tl.pointer_type(ELEMENT)), 16)
+    return tl.multiple_of(tl.load(addresses + layer * 6 + plane).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, Cost, Entries, gathering
-from vllm_kvmerge.policies.indexing import any_at, inverse, padded_nonzero, select
+from vllm_kvmerge.policies.indexing import any_at, inverse, listed, select
 
 
 def take_in(
@@ -19,7 +19,7 @@ def take_in(
     """
     joins = shares > 0
     is_joined = any_at(places, joins, kept.shape[1])
-    changed = padded_nonzero(is_joined)
+    changed = listed(is_joined, min(kept.shape[1], places.shape[1]))
     row = (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, 0)
     targets, sources = select(kept, changed), sources.masked_fill(~joins, DEAD)
 

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
-from vllm_kvmerge.policies.indexing import by_position, inverse, mask_of, padded_nonzero, select
+from vllm_kvmerge.policies.indexing import by_position, inverse, listed, mask_of, select
 from vllm_kvmerge.policies.registry import register
 
 
@@ -39,7 +39,7 @@ class NeighbourValueMerger(Merger):
         last = rank.masked_fill(leaves, -1).amax(1, keepdim=True)
         leaves &= rank < last  # an entry without a right neighbour is lost
         # Of those that stay only the ones that follow one that leaves take part: few, except at the prompt's end.
-        column = padded_nonzero(leaves | pad(leaves, (1, -1)))
+        column = listed(leaves | pad(leaves, (1, -1)), min(n, 2 * (n - kept.shape[1])))
         index = select(order, column)
         leaves = leaves.gather(1, column.clamp(min=0)) & (column >= 0)
         scores = importance.gather(1, index.clamp(min=0)).clamp(min=0.0).masked_fill(index < 0, 0.0)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, Softmax
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
@@ -21,7 +22,7 @@ from vllm_kvmerge.policies.base import (
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, comparing_tensors, gathering, sorting
 from vllm_kvmerge.policies.entries import PART_ENTRIES
-from vllm_kvmerge.policies.indexing import any_at, first, inverse, mask_of, padded_nonzero, select
+from vllm_kvmerge.policies.indexing import any_at, first, inverse, listed, mask_of, select
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.trackers import EmaDecay, log_bias_correction
 
@@ -206,7 +207,7 @@ class ZipMerger(Merger):
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
         scores = self._scores(entries, importance, context)
-        evicted = padded_nonzero(scores.usable & ~mask_of(kept, len(entries)))
+        evicted = listed(scores.usable & ~mask_of(kept, len(entries)), len(entries) - kept.shape[1])
         if evicted.shape[1] == 0:
             return CacheUpdate.of(entries, kept)
         sources = evicted.clamp(min=0)
@@ -268,8 +269,8 @@ class ZipMerger(Merger):
         """
         n = len(entries)
         # A group is a target that something joins, and all that join it: [H, r] and [H, j], padded.
-        target = padded_nonzero(any_at(targets, joins, n))
-        joining = padded_nonzero(joins)
+        target = listed(any_at(targets, joins, n), min(kept.shape[1], targets.shape[1]))
+        joining = listed(joins, joins.shape[1])
         source, targets = select(sources, joining), select(targets, joining)
         exists, joins = target >= 0, source >= 0
         own, other = target.clamp(min=0), source.clamp(min=0)
@@ -322,15 +323,15 @@ class ZipMerger(Merger):
         keys = mean_rows(entries.keys_at) * torch.where(scales & exists, factor, 1.0).unsqueeze(-1)
         update = CacheUpdate.of(entries, kept)
         changed = select(inverse(kept, n), target)
-        row = exists.nonzero(as_tuple=True)
-        place = row[0], changed[row]
         votes = torch.where(scales, log_sum_votes.squeeze(1), (head_shares * (log_total - mean_log_score)).sum(1))
-        update.log_votes[place] = votes[row]
-        update.positions[place] = newest[row]
+        log_votes, positions = ops.put(changed, [update.log_votes, update.positions], [votes, newest])
+        update = replace(update, log_votes=log_votes, positions=positions)
         if mode == ScoreMode.LOG_EMA:
             # The bias correction depends on the target's query count alone, which stays: S moves by as much as L.
             new = torch.where(scales.unsqueeze(1), log_mean_score, mean_log_score)
-            update.scores[place] += (new.logsumexp(1) - log_scores[0].logsumexp(1))[row]
+            gained = new.logsumexp(1) - log_scores[0].logsumexp(1)
+            new_scores = entries.scores.gather(1, own) + gained
+            update = replace(update, scores=ops.put(changed, [update.scores], [new_scores])[0])
         elif mode != ScoreMode.NONE:
             statistic = entries.scores
             if mode == ScoreMode.MEAN:
@@ -338,7 +339,8 @@ class ZipMerger(Merger):
             gained = add(torch.zeros_like(own_share), statistic.gather(1, other))
             if mode == ScoreMode.MEAN:
                 gained = gained * entries.query_counts.gather(1, own)
-            update.scores[place] += gained[row]
+            new_scores = entries.scores.gather(1, own) + gained
+            update = replace(update, scores=ops.put(changed, [update.scores], [new_scores])[0])
         values = mean_rows(entries.values_at)
         return update.write(changed, keys, values, joins.sum(1))
 
