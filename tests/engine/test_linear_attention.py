@@ -10,6 +10,7 @@ import pytest
 from tests.engine.conftest import Engine, preempting, random_prompt, run
 from tests.engine.test_hybrid import add, check_prefix_cache, greedy, num_taken, prompts_of_many_lengths, running, stock
 from tests.engine.test_mamba import BLOCK_SIZE, jobs
+from tests.engine.test_speculative import DRAFTING, THREADS
 from tests.random_model import write_qwen3_next
 
 pytestmark = pytest.mark.engine
@@ -112,3 +113,14 @@ def test_what_a_request_holds(engine):
     # Two groups of states, up to two blocks each, and a front and a tail.
     assert max(taken[4:-1]) <= 4 + 1 + 2 < 700 // BLOCK_SIZE
     engine.assert_empty()
+
+
+def test_vllm_verifies_drafts_wrongly(folder, monkeypatch):
+    """Which is why the server refuses drafts here: stock vLLM's tokens differ from those without drafts. With a prefix
+    cache it fails over them, for want of Triton."""
+    for name, value in THREADS.items():
+        monkeypatch.setenv(name, value)
+    uncached = ARGUMENTS | {"enable_prefix_caching": False}
+    assert stock(folder, **uncached, **DRAFTING) != stock(folder, **uncached)
+    with pytest.raises(AssertionError, match="object is not subscriptable"):
+        stock(folder, **ARGUMENTS, **DRAFTING)

@@ -26,6 +26,7 @@ from tests.engine.test_hybrid import (
     stock,
 )
 from tests.engine.test_hybrid import jobs as jobs_of_all_policies
+from tests.engine.test_speculative import DRAFTING, THREADS
 from tests.engine.test_tensor_parallel import NUM_TOKENS, generate, splits_among_heads
 from tests.models.probe import refusal
 from tests.random_model import write_granite
@@ -184,3 +185,10 @@ def test_what_is_refused(engine, policy, fields, field):
     said = rf"kv_compression.{field} does not work with a model that has Mamba or linear-attention layers"
     assert re.search(said, output.kv_transfer_params[REPORT_KEY]["error"])
     engine.assert_empty()
+
+
+def test_vllm_verifies_drafts_wrongly(folder, stock_tokens, monkeypatch):
+    """Which is why the server refuses drafts here: stock vLLM's tokens differ from those without drafts."""
+    for name, value in THREADS.items():
+        monkeypatch.setenv(name, value)
+    assert stock(folder, **STOCK_DEFAULTS, **DRAFTING) != stock_tokens

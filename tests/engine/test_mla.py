@@ -238,6 +238,12 @@ def test_scores_of_a_repeated_context_are_those_of_a_dense_computation(engine, f
     engine.assert_empty()
 
 
+def test_vllm_cannot_read_latents_of_8_bits(folder):
+    """Which is why the server refuses them."""
+    with pytest.raises(AssertionError, match="expected scalar type BFloat16 but found Float8_e4m3fn"):
+        stock(folder, dtype="bfloat16", kv_cache_dtype="fp8")
+
+
 REFUSED = [
     *((name, {}, "merger", PRESETS[name].merger) for name in MERGING),
     *((name, {}, kind, getattr(PRESETS[name], kind)) for name, kind in ELSEWHERE.items()),

@@ -9,7 +9,7 @@ import pytest
 from tests.demo_model import BLOCK_SIZE, bytes_per_block
 from tests.engine.conftest import random_prompt
 from tests.engine.generating import BUDGET, MAX_TOKENS, generate
-from tests.models.architectures import write_model
+from tests.models.architectures import ARGUMENTS, write_model
 from tests.presets import SMALL
 from vllm_kvmerge import demo
 from vllm_kvmerge.policies import PRESETS
@@ -52,19 +52,38 @@ def test_a_cache_of_8_bits_beside_windows(tmp_path: Path, model: str) -> None:
     assert first == again  # which begins with the fronts of the first
 
 
-def check(model: str, dtype: str, names: list[str], others: list[dict[str, Any]], block_bytes: int) -> list[Any]:
-    """Compares plain requests with stock vLLM's; returns what policies (names) and fields (others) give, in budget."""
+@pytest.mark.parametrize("model", ["Granite 4, Mamba layers", "Falcon-H1", "Qwen3-Next (bfloat16)"])
+def test_a_cache_of_8_bits_beside_states(tmp_path: Path, model: str) -> None:
+    """States are vLLM's own, in the model's dtype or float32; pages are as large as a state."""
+    names = ["streaming_llm", "h2o", "keepkv", "morphkv", "adakv", "d2o"]
+    others: list[dict[str, Any]] = [{"policy": "snapkv", "decode": "bounded"}]
+    caching = {"enable_prefix_caching": ARGUMENTS[model].get("enable_prefix_caching", True)}
+    folder = str(write_model(tmp_path, model))
+    check(folder, "fp8_e4m3", names, others, (1 << 26) // NUM_BLOCKS, may_wait=False, **caching)
+
+
+def check(
+    model: str,
+    dtype: str,
+    names: list[str],
+    others: list[dict[str, Any]],
+    block_bytes: int,
+    may_wait: bool = True,
+    **given: Any,
+) -> list[Any]:
+    """Compares plain requests with stock vLLM's; returns what policies (names) and fields (others) give, in budget.
+    may_wait: compressions may wait for pressure. given: to the engine."""
     rng = np.random.default_rng(0)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     arguments: dict[str, Any] = {"model": model, "dtype": "bfloat16", "kv_cache_dtype": dtype}
     arguments |= {"max_model_len": 1500, "max_num_batched_tokens": 256, "block_size": BLOCK_SIZE}
-    arguments["kv_cache_memory_bytes"] = NUM_BLOCKS * block_bytes
+    arguments |= {"kv_cache_memory_bytes": NUM_BLOCKS * block_bytes} | given
     stock = generate(arguments, prompts)["tokens"]
     fields = [{"policy": name, "interval": 16, **SMALL.get(name, {})} for name in names]
     others = [
         {"policy": "h2o", "budget": LENGTHS[-1] + MAX_TOKENS - 1},  # scored, and nothing has to go
         {"policy": "h2o", "prefill": {"chunk": 128}},
-        {"policy": "streaming_llm", "trigger": "pressure"},
+        *([{"policy": "streaming_llm", "trigger": "pressure"}] if may_wait else []),
         *others,
     ]
     external = {"additional_config": {"kvmerge": {"external_cache_bytes": 1 << 24}}}

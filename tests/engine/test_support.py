@@ -157,7 +157,7 @@ def test_layers_with_a_state_on_a_gpu(tmp_path: Path) -> None:
     config.model_config.__dict__["_model_info"] = replace(config.model_config._model_info, is_hybrid=True)
     check_config(config)
     config.cache_config.cache_dtype = "fp8_e5m2"
-    assert "kv_cache_dtype=fp8_e5m2 is not supported: not tried beside Mamba" in refusal(config)
+    assert "kv_cache_dtype=fp8_e5m2 is not supported: not tried on CUDA beside Mamba" in refusal(config)
 
 
 def test_windows_need_caches_of_their_own(tmp_path: Path) -> None:
@@ -353,31 +353,16 @@ def test_everything_else_that_is_refused(change: dict[str, Any], said: str) -> N
     assert said in refusal(config)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"use_mla": True, "hf_text_config": SimpleNamespace(kv_lora_rank=512)}, "latent attention (MLA)"),
-        ({"is_hybrid": True}, "Mamba or linear-attention layers"),
-    ],
-)
-def test_drafts_beside_other_layers_are_refused(change: dict[str, Any], said: str) -> None:
+def test_drafts_beside_states_are_refused() -> None:
     config = plain_config()
     config.speculative_config = SimpleNamespace(method="ngram")
     config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
     config.cache_config.prefix_match_unit = None
     check_config(config)
-    for name, value in change.items():
-        setattr(config.model_config, name, value)
-    message = refusal(config)
-    assert "speculative_config=ngram is not supported" in message and said in message
-
-
-def test_8_bits_beside_states_are_refused() -> None:
-    config = plain_config()
-    config.cache_config.cache_dtype = "fp8_e5m2"
-    config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
     config.model_config.is_hybrid = True
-    assert "kv_cache_dtype=fp8_e5m2 is not supported: not tried beside Mamba" in refusal(config)
+    message = refusal(config)
+    assert "speculative_config=ngram is not supported: vLLM on CPU verifies drafts wrongly" in message
+    assert "Mamba or linear-attention layers" in message
 
 
 def plain_config() -> Any:
@@ -404,6 +389,11 @@ def plain_config() -> Any:
     )
 
 
+def several_connectors(*names: str) -> dict[str, Any]:
+    extra = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in names]}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -412,6 +402,8 @@ def plain_config() -> Any:
         {"speculative_config": {"method": "ngram_gpu"}},
         {"speculative_config": {"model": "m"}},
         {"kv_transfer_config": {"kv_connector": "X"}},
+        {"kv_transfer_config": {"kv_connector": "MultiConnector"}},
+        {"kv_transfer_config": several_connectors("ExampleConnector", "OffloadingConnector")},
         {"decode_context_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"prefill_context_parallel_size": 2},
@@ -432,6 +424,7 @@ def test_supported_options_pass() -> None:
     check_options({"speculative_config": {"method": "ngram"}})
     check_options({"speculative_config": {"model": "[ngram]"}})
     check_options({"speculative_config": SimpleNamespace(method="ngram")})
+    check_options({"kv_transfer_config": several_connectors("ExampleConnector", "ExampleConnector")})
     check_options({"distributed_executor_backend": "mp", "data_parallel_backend": "mp", "enable_expert_parallel": True})
 
 

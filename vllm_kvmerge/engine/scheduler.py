@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionManager, compressed_group, window_blocks
-from vllm_kvmerge.engine.connectors import plain_part
+from vllm_kvmerge.engine.connectors import HiddenRequests
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
@@ -38,6 +38,7 @@ from vllm_kvmerge.engine.metrics import (
 from vllm_kvmerge.engine.plan import (
     CompressionPlan,
     CompressionStep,
+    Failure,
     FrontReport,
     FrontSize,
     PromptWindow,
@@ -71,10 +72,16 @@ class CompressionSchedulerMixin(Scheduler):
     """Adds compression to vLLM's scheduler; a request that is not compressed has no ``RequestCompression``."""
 
     dynamic_sd_lookup: list[int] | None
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_config(self.vllm_config)
+        steps = self.vllm_config.scheduler_config
+        if not steps.enable_chunked_prefill:
+            # With drafts vLLM notes the former limit of a step before its CPU platform raises it for latents (MLA): a
+            # longer prompt, which cannot be cut, would wait for ever.
+            self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, steps.max_num_batched_tokens)
         coordinator, group = self.kv_cache_manager.coordinator, compressed_group(self.kv_cache_config)
         self._managers = coordinator.single_type_managers
         manager = self._managers[group]
@@ -144,10 +151,9 @@ class CompressionSchedulerMixin(Scheduler):
             is_async=isinstance(self, AsyncScheduler),
         )
         compat.watch_asked_blocks(coordinator, self._pressure.note_asked)
-        self._hidden: set[str] = set()
-        """Requests that a KV connector does not know."""
+        self._hidden = HiddenRequests(group)
         if self.connector is not None:
-            compat.keep_from_connector(self.connector, self._is_hidden)
+            compat.keep_from_connector(self.connector, lambda request: request.request_id in self._hidden)
         self._freed = FreedBlocks(self._manager.block_pool, self._manager) if options.debug_poison_freed else None
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
@@ -294,7 +300,6 @@ class CompressionSchedulerMixin(Scheduler):
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
-        self._hidden.discard(request.request_id)
         params = self._usage.end(request.request_id, params)
         if cannot_be_spelled(request, self.structured_output_manager.backend):
             params = as_bad_request(params)
@@ -302,19 +307,28 @@ class CompressionSchedulerMixin(Scheduler):
 
     # A KV connector, if there is one.
 
-    def _is_hidden(self, request: Request) -> bool:
-        return request.request_id in self._hidden or isinstance(request, RepeatingRequest)
-
     def _build_kv_connector_meta(
         self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
-        def is_hidden(request_id: str) -> bool:
-            return self._is_hidden(self.requests[request_id])
-
-        return super()._build_kv_connector_meta(connector, plain_part(scheduler_output, is_hidden))
+        self._hidden.note_begun(scheduler_output)
+        return super()._build_kv_connector_meta(connector, self._hidden.plain_part(scheduler_output))
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        return (False, None) if self._is_hidden(request) else super()._connector_finished(request)
+        return (False, None) if request.request_id in self._hidden else super()._connector_finished(request)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        has_failed = request.request_id in self.failed_recving_kv_req_ids
+        super()._update_waiting_for_remote_kv(request)
+        if has_failed and request.num_computed_tokens and not self.needs_kv_cache_zeroing:
+            # What a load leaves out is not zeroed when blocks are given to it, and is computed now.
+            self.kv_cache_manager.record_blocks_for_zeroing(request.request_id, request.num_computed_tokens)
+
+    def _failed_sharers(self, result: ModelRunnerOutput, output: SchedulerOutput) -> dict[str, Failure]:
+        """Compressed requests that began with blocks of a plain one's load that has failed: what they hold by now is
+        made of them. result, output: of the same step."""
+        loads = result.kv_connector_output
+        spoilt = self._hidden.spoilt(loads.invalid_block_ids if loads else set(), output)
+        return dict.fromkeys(spoilt, Failure("a KV connector did not load blocks that the request began with"))
 
     # Scheduling of a step: first tokens, by vLLM, then the compressions that follow them.
 
@@ -475,6 +489,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._repeating[request.request_id] = internal
         if internal is not None:
             self.requests[internal.request_id] = internal
+            if self.connector is not None:
+                self._hidden.add(internal.request_id)
             self.waiting.prepend_request(internal)
 
     def _next_compression(self, request: Request) -> int | None:
@@ -766,6 +782,9 @@ class CompressionSchedulerMixin(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *args: Any, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
         report = attached_report(model_runner_output)
+        if self.connector is not None:
+            failures = report.failures | self._failed_sharers(model_runner_output, scheduler_output)
+            report = replace(report, failures=failures)
         if report.rates is not None:
             self._limits = replace(self._limits, rates=report.rates)
         for request_id, front in report.fronts.items():

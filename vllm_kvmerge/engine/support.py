@@ -29,8 +29,10 @@ CUDA_HEAD_SIZES = range(16, 257, 8)
 
 CONNECTORS = ("ExampleConnector",)
 """vLLM's KV connectors that run on its CPU platform and copy whole pages."""
+SEVERAL_CONNECTORS = "MultiConnector"
 CONNECTOR_RULE = (
-    f"allowed: on CPU {', '.join(CONNECTORS)}, or one of kv_connector_module_path that copies whole pages of blocks"
+    f"allowed: on CPU {', '.join(CONNECTORS)}, or one of kv_connector_module_path that copies whole pages of blocks, "
+    f"or {SEVERAL_CONNECTORS} of these"
 )
 OFFLOADING = "vLLM's offloading copies between a GPU and its host; leave it out"
 NGRAM = ("ngram", "[ngram]")
@@ -281,6 +283,9 @@ def _method(speculation: Any) -> Any:
 def _is_connector(transfer: Any) -> bool:
     """Whether a ``kv_transfer_config``, an object of vLLM's or what it is made from, names an allowed connector."""
     given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
+    if given.get("kv_connector") == SEVERAL_CONNECTORS and not given.get("kv_connector_module_path"):
+        several = (given.get("kv_connector_extra_config") or {}).get("connectors") or []
+        return bool(several) and all(map(_is_connector, several))
     return bool(given.get("kv_connector_module_path")) or given.get("kv_connector") in CONNECTORS
 
 
@@ -331,9 +336,6 @@ def check_config(vllm_config: "VllmConfig") -> None:
     model_dtype = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", model_dtype, *QUANTISED):
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, f"allowed: auto, or the model's own {model_dtype}")
-    if cache.cache_dtype in QUANTISED and has_states(model):
-        what = "not tried beside Mamba or linear-attention layers; allowed: auto"
-        raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)
     if _num_sharers(model) and cache.kv_sharing_fast_prefill:
         raise _unsupported("kv_sharing_fast_prefill", True, "prompts are scored as a whole; leave it out")
     if has_windows(model) and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -351,14 +353,9 @@ def check_config(vllm_config: "VllmConfig") -> None:
             if has_trait:
                 what = f"a KV connector does not work beside {trait}; leave it out"
                 raise _unsupported("kv_transfer_config", transfer.kv_connector, what)
-    if vllm_config.speculative_config is not None:
-        for trait, has_trait in (
-            ("Mamba or linear-attention layers", has_states(model)),
-            ("latent attention (MLA)", model.use_mla),
-        ):
-            if has_trait:
-                what = f"drafts are not verified beside {trait}; leave it out"
-                raise _unsupported("speculative_config", vllm_config.speculative_config.method, what)
+    if vllm_config.speculative_config is not None and has_states(model):
+        what = "vLLM on CPU verifies drafts wrongly beside Mamba or linear-attention layers; leave it out"
+        raise _unsupported("speculative_config", vllm_config.speculative_config.method, what)
     if vllm_config.device_config.device_type == "cpu":
         _check_latents(vllm_config) if model.use_mla else _check_cpu(cache, model)
     elif vllm_config.device_config.device_type == "cuda":
@@ -405,7 +402,8 @@ def _check_latents(vllm_config: "VllmConfig") -> None:
     if cache.block_size not in (None, CPU_LATENT_BLOCK):  # vLLM sets it
         raise _unsupported("block_size", cache.block_size, f"allowed on CPU for latents (MLA): {CPU_LATENT_BLOCK}")
     if cache.cache_dtype in QUANTISED:
-        raise _unsupported("kv_cache_dtype", cache.cache_dtype, "allowed for latents (MLA): auto")
+        what = "vLLM's CPU operators cannot read it; allowed for latents (MLA): auto"
+        raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)
     if parallel.tensor_parallel_size > 1:
         what = "each worker would keep other latents of the same tokens; allowed for latents (MLA): 1"
         raise _unsupported("tensor_parallel_size", parallel.tensor_parallel_size, what)
@@ -430,6 +428,9 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
         raise _unsupported(option, getattr(parallel, option), "batches cannot be split in two; leave it out")
     if cache.block_size is not None and cache.block_size % CUDA_BLOCK_MULTIPLE:
         raise _unsupported("block_size", cache.block_size, f"allowed on CUDA: multiples of {CUDA_BLOCK_MULTIPLE}")
+    if cache.cache_dtype in QUANTISED and has_states(model):
+        what = "not tried on CUDA beside Mamba or linear-attention layers; allowed there: auto"
+        raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)
     if cache.cache_dtype in E4M3 and not current_platform.has_device_capability(89):
         what = "the GPU is older than compute capability 8.9; allowed there: auto, fp8_e5m2"
         raise _unsupported("kv_cache_dtype", cache.cache_dtype, what)

@@ -62,7 +62,8 @@ def read_verified(
             # What attention gives is known; again, for the scores of the entries that it goes to.
             queries = torch.cat([held.queries(layer, reader.num_queries) for held, reader in updated])
             of_layer = batch if pages is None else replace(batch, pages=pages[layer])
-            paged_attention(queries, cache, of_layer, scale, torch.empty_like(queries), softmax(layer))
+            output = queries.new_empty(*queries.shape[:2], cache.values.shape[3])
+            paged_attention(queries, cache, of_layer, scale, output, softmax(layer))
 
 
 def _batch_of(readers: Sequence[QueryReader]) -> tuple[AttentionBatch | None, list[HeadPages] | None]:

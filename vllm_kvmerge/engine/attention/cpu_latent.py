@@ -244,6 +244,9 @@ class LatentAttentionImpl(MergeableImpl, CPUMLAImpl):
         nope + rope]``, of all chunks; first: place of the first in the batch."""
         tokens, row = reader.tokens, reader.row
         query = query[tokens.start - first : tokens.stop - first]
+        if row.held is not None:  # a token and its drafts
+            row.held.keep(self.layer_index, self._absorbed(query), reader)
+            return
         if row.ring is not None:
             row.ring.write(self.layer_index, self._absorbed(query[-row.ring.window :]), reader.seq_len)
         if row.window is not None:

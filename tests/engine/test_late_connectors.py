@@ -1,0 +1,165 @@
+"""KV connectors that load asynchronously, several at once, and in vain: of plain requests, beside compressed ones."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, random_prompt, run
+from tests.engine.test_connectors import BLOCK_SIZE, MAX_TOKENS, greedy, prompts
+from tests.engine.test_hybrid import add
+from vllm_kvmerge import kvmerge_engine_args
+from vllm_kvmerge.engine.usage import REPORT_KEY
+
+pytestmark = pytest.mark.engine
+
+LATE = {"kv_connector": "LateConnector", "kv_connector_module_path": "tests.engine.late_connector"}
+VAIN = LATE | {"kv_connector": "VainConnector"}
+
+
+def connector(folder: Path, kind: dict[str, Any], policy: str = "fail", **extra: Any) -> dict[str, Any]:
+    extra = {"shared_storage_path": str(folder), **extra}
+    return {"kv_role": "kv_both", "kv_connector_extra_config": extra, "kv_load_failure_policy": policy} | kind
+
+
+@contextmanager
+def running(transfer: dict[str, Any]) -> Iterator[Engine]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    size = {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK, "max_num_batched_tokens": 8192}
+    llm = LLM(**kvmerge_engine_args(**engine_arguments() | size, kv_transfer_config=transfer))
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Without a connector."""
+    from tests.engine.generating import generate
+
+    arguments = engine_arguments() | {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK}
+    del arguments["enforce_eager"], arguments["seed"]
+    return [tokens[: greedy().max_tokens] for tokens in generate(arguments, prompts())["tokens"]]
+
+
+def spoil(engine: Engine) -> None:
+    """Forgets all that was computed, and leaves in every block what must be zeroed before it is used."""
+    assert engine.llm.reset_prefix_cache()
+    engine.manager.note_spoilt({block.block_id for block in engine.pool.blocks if not block.is_null})
+    for cache in engine.compression.pool:
+        cache.content.fill_(float("nan"))
+
+
+def cached(prompt: list[int]) -> int:
+    return (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_requests_whose_blocks_come_later(expected, tmp_path):
+    """Beside compressed ones, which go on meanwhile, of the same prompts: these never wait for a connector."""
+    with running(connector(tmp_path, LATE)) as engine:
+        spoil(engine)
+        assert engine.tokens(prompts(), greedy()) == expected
+        spoil(engine)
+        compressed = [engine.tokens([prompt], greedy("h2o"))[0] for prompt in prompts()]
+        assert len(list(tmp_path.iterdir())) == len(prompts())
+        spoil(engine)
+        waited: list[set[str]] = []
+
+        def watch() -> None:
+            held = engine.scheduler.kv_holding_waiting
+            waiting = {one.request_id for one in held if one.status == RequestStatus.WAITING_FOR_REMOTE_KVS}
+            if waiting and any(one.request_id.startswith("compressed") for one in engine.scheduler.running):
+                waited.append({one.split("-")[0] for one in waiting})
+
+        for index, prompt in enumerate(prompts()):
+            add(engine, f"plain {index}", prompt, greedy())
+            add(engine, f"compressed {index}", prompt, greedy("h2o"))
+        found = run(engine, watch)
+        assert [found[f"plain {index}"] for index in range(len(expected))] == expected
+        assert [found[f"compressed {index}"] for index in range(len(expected))] == compressed
+        assert {f"plain {index}" for index in range(len(expected))} <= set.union(*waited)
+        # Those that never exceed their budget are plain.
+        short = {f"compressed {index}" for index, prompt in enumerate(prompts()) if len(prompt) < 64 + MAX_TOKENS}
+        assert {one for one in set.union(*waited) if one.startswith("compressed")} <= short != set()
+        engine.assert_empty()
+        # A request that ends while its blocks come.
+        spoil(engine)
+        add(engine, "one", prompts()[-1], greedy())
+        add(engine, "other", random_prompt(np.random.default_rng(4), 300), greedy("snapkv"))
+        engine.llm.llm_engine.step()
+        (waiting,) = engine.scheduler.kv_holding_waiting
+        engine.llm.llm_engine.abort_request([waiting.request_id], internal=True)
+        assert list(run(engine)) == ["other"]
+        for _ in range(10):
+            engine.llm.llm_engine.step()
+        engine.assert_empty()
+
+
+def test_blocks_that_do_not_come_are_computed(expected, tmp_path):
+    """Zeroed before, as all are that are not loaded."""
+    with running(connector(tmp_path, LATE, "recompute", num_missing=3)) as engine:
+        assert engine.tokens(prompts(), greedy()) == expected
+        spoil(engine)
+        engine.scheduler.max_num_scheduled_tokens = 40  # so that chunks end within such blocks
+        again = engine.generate(prompts(), greedy())
+        assert [list(one.outputs[0].token_ids) for one in again] == expected
+        engine.assert_empty()
+
+
+def test_several_connectors(expected, tmp_path):
+    """All store; whoever has a prompt's blocks loads them."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    kinds = {"kv_connector": "ExampleConnector"}, LATE
+    several = [connector(folder, kind) for folder, kind in zip(folders, kinds, strict=True)]
+    for one, folder in zip(several, folders, strict=True):
+        del one["kv_load_failure_policy"]
+        folder.mkdir()
+    with running(
+        {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": several}}
+    ) as engine:
+        spoil(engine)
+        assert engine.tokens(prompts(), greedy()) == expected
+        compressed = engine.tokens(prompts(), greedy("keepkv"))
+        assert [len(list(folder.iterdir())) for folder in folders] == [len(prompts())] * 2
+        for _ in folders:
+            spoil(engine)
+            again = engine.generate([*prompts(), *prompts()], [greedy()] * 8 + [greedy("keepkv")] * 8)
+            tokens = [list(one.outputs[0].token_ids) for one in again]
+            assert tokens == expected + compressed
+            assert [one.num_cached_tokens for one in again[:8]] == [cached(one) for one in prompts()]
+            engine.assert_empty()
+            shutil.rmtree(folders[0])
+            folders[0].mkdir()
+            assert not list(folders[0].iterdir())
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_compressed_requests_fail_with_the_load_that_they_share(tmp_path, policy):
+    """They began with blocks that a plain request's load was to fill in the same step."""
+    prompt = random_prompt(np.random.default_rng(5), 500)
+    with running(connector(tmp_path, VAIN, policy)) as engine:
+        expected = engine.tokens([prompt], greedy())[0]
+        compressed = engine.tokens([prompt], greedy("h2o"))[0]
+        assert engine.llm.reset_prefix_cache()
+        plain, same, other = engine.generate(
+            [prompt, prompt, prompt[:200]], [greedy(), greedy("h2o"), greedy("streaming_llm")]
+        )
+        assert plain.outputs[0].finish_reason == ("error" if policy == "fail" else "length")
+        for one in (same, other):
+            assert one.outputs[0].finish_reason == "error"
+            assert "did not load blocks" in one.kv_transfer_params[REPORT_KEY]["error"]
+        if policy == "recompute":
+            assert list(plain.outputs[0].token_ids) == expected
+            assert engine.tokens([prompt], greedy("h2o"))[0] == compressed
+        engine.assert_empty()
