@@ -58,7 +58,10 @@ class ScoreMode(StrEnum):
     @property
     def code(self) -> int:
         """The mode's number in tensors."""
-        return list(ScoreMode).index(self)
+        return _CODES[self]
+
+
+_CODES = {mode: code for code, mode in enumerate(ScoreMode)}
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,14 @@ class GraphBatchBuffers:
         buffer, (count, max_rows) = np.zeros(len(self._buffer), dtype=np.int32), self._numbers.shape
         numbers, tables = buffer[: count * max_rows].reshape(count, -1), buffer[count * max_rows :].view(np.int64)
         decays = numbers[3].view(np.float32)
-        for index, row in enumerate(rows):
-            if row.front > 0:
-                numbers[:3, index] = row.front, row.tail, row.update.mode.code
-                decays[index] = row.update.decay
-                tables[index] = 0 if row.table is None else row.table.data_ptr()
+        # Plane by plane: element by element takes a large batch half a millisecond.
+        places = [index for index, row in enumerate(rows) if row.front > 0]
+        chosen = [rows[index] for index in places]
+        updates = [row.update for row in chosen]
+        numbers[0, places], numbers[1, places] = [row.front for row in chosen], [row.tail for row in chosen]
+        numbers[2, places], decays[places] = [one.mode.code for one in updates], [one.decay for one in updates]
+        if any(row.table is not None for row in chosen):
+            tables[places] = [0 if row.table is None else row.table.data_ptr() for row in chosen]
         async_tensor_h2d(buffer, out=self._buffer)
 
 
