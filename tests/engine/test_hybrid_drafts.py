@@ -8,7 +8,7 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, preempting, run
 from tests.engine.test_hybrid import add, folder, jobs, running
-from tests.engine.test_speculative import DRAFTING, THREADS, forget_numba, numbers, repetitive
+from tests.engine.test_speculative import DRAFTING, numbers, repeating, repetitive, with_drafts
 from tests.random_model import WINDOW
 
 pytestmark = pytest.mark.engine
@@ -18,8 +18,7 @@ __all__ = ["folder"]  # a fixture
 
 def told() -> list[tuple[list[int], SamplingParams]]:
     """Requests of every kind, whose texts repeat themselves."""
-    some = jobs()[::2]
-    return [(repetitive(index, len(prompt)), params) for index, (prompt, params) in enumerate(some)]
+    return repeating(jobs()[::2])
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +30,8 @@ def expected(folder) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, expected: list[list[int]]) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in THREADS.items():
-            patch.setenv(name, value)
-        forget_numba()
-        with running(folder, logits_processors=[], **DRAFTING) as engine:
-            yield engine
-        forget_numba()
+    with with_drafts(), running(folder, logits_processors=[], **DRAFTING) as engine:
+        yield engine
 
 
 def test_drafts_change_no_request(engine, expected):

@@ -4,13 +4,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, preempting, run
 from tests.engine.test_hybrid import add, greedy, prompts_of_many_lengths, running, stock
 from tests.engine.test_mla import folder, jobs
-from tests.engine.test_speculative import DRAFTING, THREADS, forget_numba, fronts, numbers, params, repetitive
+from tests.engine.test_speculative import (
+    DRAFTING,
+    assert_same,
+    fronts,
+    numbers,
+    params,
+    repeating,
+    repetitive,
+    with_drafts,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -21,7 +29,7 @@ LONGEST = 2048
 
 def told() -> list[tuple[list[int], SamplingParams]]:
     """Requests of every kind, whose texts repeat themselves."""
-    return [(repetitive(index, len(prompt)), asked) for index, (prompt, asked) in enumerate(jobs())]
+    return repeating(jobs())
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +41,8 @@ def expected(folder) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, expected: list[list[int]]) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in THREADS.items():
-            patch.setenv(name, value)
-        forget_numba()
-        with running(folder, logits_processors=[], **DRAFTING) as engine:
-            yield engine
-        forget_numba()
+    with with_drafts(), running(folder, logits_processors=[], **DRAFTING) as engine:
+        yield engine
 
 
 def test_plain_requests_equal_stock_vllm_with_the_same_drafts(engine, folder):
@@ -89,9 +92,5 @@ def test_rejected_drafts_leave_no_trace_in_statistics(engine, monkeypatch, field
     drafted, accepted = numbers(engine.generate([prompt], params(fields)))
     assert 0 < accepted < drafted
     found = fronts(engine, fields, prompt)
-    assert list(found) == list(expected) and len(found) > 1
-    for computed in found:
-        for mine, theirs in zip(found[computed], expected[computed], strict=True):
-            assert torch.equal(mine["positions"], theirs["positions"])  # the same tokens stay
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert_same(found, expected)
     engine.assert_empty()

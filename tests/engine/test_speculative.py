@@ -50,6 +50,17 @@ THREADS = {"NUMBA_THREADING_LAYER": "workqueue"}
 """Numba, with which vLLM looks drafts up, would otherwise change the number of PyTorch's threads."""
 
 
+@contextmanager
+def with_drafts() -> Iterator[None]:
+    """An engine of this process may look drafts up meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in THREADS.items():
+            patch.setenv(name, value)
+        forget_numba()
+        yield
+        forget_numba()
+
+
 def forget_numba() -> None:
     """vLLM's workers look through all modules when they begin, and fail over one that Numba has imported."""
     sys.modules.pop("llvmlite.binding.ffi", None)
@@ -57,14 +68,13 @@ def forget_numba() -> None:
 
 @contextmanager
 def running(**others: Any) -> Iterator[Engine]:
-    os.environ |= THREADS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    forget_numba()
-    llm = LLM(**ours(**others))
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
-    forget_numba()
+    with with_drafts():
+        llm = LLM(**ours(**others))
+        yield Engine(llm)
+        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +91,11 @@ def repetitive(seed: int, length: int) -> list[int]:
     changed = rng.random(len(text)) < 0.05
     text[changed] = rng.integers(19, 780, int(changed.sum()))
     return [2, *text[: length - 1].tolist()]
+
+
+def repeating(jobs: list[tuple[list[int], SamplingParams]]) -> list[tuple[list[int], SamplingParams]]:
+    """Requests like these, whose prompts are ``repetitive``."""
+    return [(repetitive(index, len(prompt)), asked) for index, (prompt, asked) in enumerate(jobs)]
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -274,12 +289,17 @@ def test_rejected_drafts_leave_no_trace_in_statistics(engine, monkeypatch, field
     assert told["tokens"] == len(prompt) + len(output.outputs[0].token_ids) - 1  # drafts are counted once
     assert engine.llm.reset_prefix_cache()
     found = fronts(engine, fields, prompt)
+    assert_same(found, expected)
+    engine.assert_empty()
+
+
+def assert_same(found: dict[int, Any], expected: dict[int, Any]) -> None:
+    """Of two results of ``fronts``, of more than one compression: the same tokens, with statistics alike."""
     assert list(found) == list(expected) and len(found) > 1
     for computed in found:
         for mine, theirs in zip(found[computed], expected[computed], strict=True):
-            assert torch.equal(mine["positions"], theirs["positions"])  # the same tokens stay
+            assert torch.equal(mine["positions"], theirs["positions"])
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    engine.assert_empty()
 
 
 def watch_schedule(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None, int, bool]]:

@@ -246,7 +246,7 @@ def test_planes_are_taken_together(operators):
 def test_planes_get_new_elements(operators, n):
     generator = torch.Generator().manual_seed(n)
     planes = [torch.randn(3, n, generator=generator), torch.randint(-9, 9, (3, n), generator=generator)]
-    planes += [torch.randn(n, 3, generator=generator).T, *planes, planes[0] + 1.0]
+    planes += [torch.randn(n, 3, generator=generator).T, planes[1] + 1, planes[0] + 1.0]
     count = max(1, n // 3)
     index = torch.rand(3, n, generator=generator).argsort(1)[:, :count]
     index[torch.rand(3, count, generator=generator) < 0.3] = -1

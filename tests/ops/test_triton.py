@@ -130,7 +130,7 @@ def run_all(
     triton.in_place(mask, fronts.flatten(), 32)
     triton.inverse(index, 50)
     triton.take(index, [votes, *planes[:2], positions], [-float("inf"), 0.0, 0.0, -1])
-    triton.take(index, [positions, votes, *planes, positions], [-1, -float("inf"), 0.0, 0.0, 0.0, -1])
+    triton.take(index, [positions, votes, *planes], [-1, -float("inf"), 0.0, 0.0, 0.0])
     triton.put(index, [votes, positions, *planes], [planes[0], index, *planes])
     triton.overflowing(newest[:, 0], newest[:, 0], wide)
     triton.empty_places(index, index, *planes)

@@ -11,7 +11,7 @@ from vllm_kvmerge.ops.triton.index_kernels import BLOCK, TILE
 from vllm_kvmerge.ops.triton.plan import power_of_two
 
 MOST_PLANES = 5
-"""That are taken at once."""
+"""That are taken or put at once: a cache's metadata, and what a place holds."""
 
 
 def _tiles(rows: int, size: int) -> tuple[int, int]:
@@ -78,9 +78,6 @@ def inverse(index: Tensor, size: int) -> Tensor:
 
 
 def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> list[Tensor]:
-    if len(planes) > MOST_PLANES:
-        first, others = (slice(None, MOST_PLANES), slice(MOST_PLANES, None))
-        return take(index, planes[first], blanks[first]) + take(index, planes[others], blanks[others])
     taken = [torch.empty(index.shape, dtype=plane.dtype, device=index.device) for plane in planes]
     if index.numel():
         missing = [None] * (MOST_PLANES - len(planes))
@@ -92,9 +89,6 @@ def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> li
 
 
 def put(index: Tensor, planes: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-    if len(planes) > MOST_PLANES:
-        first, others = (slice(None, MOST_PLANES), slice(MOST_PLANES, None))
-        return put(index, planes[first], new[first]) + put(index, planes[others], new[others])
     changed = [torch.empty(plane.shape, dtype=plane.dtype, device=index.device) for plane in planes]
     if planes[0].numel():
         given = [[*(plane.contiguous() for plane in some)] for some in (planes, new)]
