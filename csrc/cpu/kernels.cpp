@@ -11,6 +11,7 @@ namespace {
 
 #include "simd.h"
 #include "tiles.h"
+#include "repeats.h"
 
 alignas(64) const char kZeros[kMaxHeadSize * 4] = {};
 
@@ -1170,7 +1171,8 @@ void split(const Split& s) {
 const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
                                     finish, update, similar_scratch, similar,
-                                    similar_entries_scratch, similar_entries, fuse_scratch, fuse, mark_largest, split};
+                                    similar_entries_scratch, similar_entries, fuse_scratch, fuse, repeats_scratch, newest_repeats,
+                                    mark_largest, split};
   return table;
 }
 

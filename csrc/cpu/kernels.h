@@ -186,6 +186,19 @@ struct Split {
   int64_t* level;   // [num_heads] scratch
 };
 
+// For each of the entries [start, stop) of one head the newest other one whose key's product with its own is above the
+// threshold, which is no less than 0. Calls go through all entries from the newest backwards: what they find for older
+// entries on the way stands in `found` and spares later ones the search.
+struct Repeats {
+  const float* keys;  // [stop, head_size], from the oldest to the newest
+  int32_t head_size;
+  float threshold;
+  int64_t start, stop;
+  int64_t* found;     // [stop] in and out, -1: none so far; of entries before `start` final where it is not -1
+  float* similarity;  // [stop - start] out: the products, or 0
+  float* scratch;     // repeats_scratch(stop, head_size) floats, aligned to 64 bytes
+};
+
 struct Kernels {
   const char* name;
   bool has_pairs;  // whether bfloat16 is multiplied as it is
@@ -199,6 +212,8 @@ struct Kernels {
   void (*similar_entries)(const SimilarEntries&);
   int64_t (*fuse_scratch)(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles);
   void (*fuse)(const Fuse&);
+  int64_t (*repeats_scratch)(int64_t n, int64_t head_size);
+  void (*newest_repeats)(const Repeats&);
   bool (*mark_largest)(const Ranking&);  // false where integers are none that it can rank
   void (*split)(const Split&);
 };

@@ -30,7 +30,7 @@ std::vector<const Kernels*> supported_levels() {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   (void)has_bf16;
 #if defined(KVM_HAVE_avx512_bf16)
   if (has_bf16) levels.push_back(&avx512_bf16::kernels());

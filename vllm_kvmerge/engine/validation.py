@@ -1,7 +1,7 @@
 """The check that every request passes before vLLM queues it, offline requests included."""
 
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
@@ -100,10 +100,7 @@ async def enforce_limits(engine_client: "EngineClient") -> None:
     global _limits, _model, _default
     config = engine_client.vllm_config
     workers = [Rates(**rates) for rates in await engine_client.collective_rpc("compression_rates")]
-    slowest = Rates(
-        products_per_second=min(rates.products_per_second for rates in workers),
-        touches_per_second=min(rates.touches_per_second for rates in workers),
-    )
+    slowest = Rates(*map(min, zip(*map(astuple, workers), strict=True)))
     _model = EngineModel(config.model_config)
     limits, pools = request_limits(config), await engine_client.collective_rpc("pool_sizes")
     num_blocks, block_size, windows = min(pools)

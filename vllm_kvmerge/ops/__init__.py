@@ -18,6 +18,7 @@ from vllm_kvmerge.ops.dispatch import largest as largest
 from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
 from vllm_kvmerge.ops.dispatch import most_similar as most_similar
 from vllm_kvmerge.ops.dispatch import move_entries as move_entries
+from vllm_kvmerge.ops.dispatch import newest_repeats as newest_repeats
 from vllm_kvmerge.ops.dispatch import overflowing as overflowing
 from vllm_kvmerge.ops.dispatch import override as override
 from vllm_kvmerge.ops.dispatch import padded_nonzero as padded_nonzero

@@ -208,6 +208,12 @@ def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, u
     return similarity, best
 
 
+def newest_repeats(keys: Tensor, threshold: float, found: Tensor, start: int, stop: int) -> Tensor:
+    similarity = torch.empty(len(keys), stop - start)
+    _function("newest_repeats")(keys.contiguous(), threshold, found, start, stop, similarity)
+    return similarity
+
+
 def fused_attention(
     seq_layers: SequenceLayers,
     queries: Tensor,

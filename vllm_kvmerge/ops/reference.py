@@ -393,6 +393,18 @@ def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, u
     return similarity.most_similar(source_keys, target_keys, targets, usable)
 
 
+def newest_repeats(keys: Tensor, threshold: float, found: Tensor, start: int, stop: int) -> Tensor:
+    """Finds for each of the entries [``start``, ``stop``) the newest other one that repeats it (R-KV): whose key's
+    product with its own is above ``threshold``, which is no less than 0.
+
+    keys: ``[H, n, d]`` float32, the oldest first, of length 1 or 0. found: ``[H, n]`` int64, contiguous; -1 at first,
+    then the same for one call after another, whose ranges go through all entries from the last backwards: a call sets
+    the indices of its range, -1 where there is none, and leaves for those of older entries what it has come across.
+    Returns ``[H, stop - start]`` float32, the products with the entries found, 0 where there is none.
+    """
+    return similarity.newest_repeats(keys, threshold, found, start, stop)
+
+
 def fused_attention(
     seq_layers: SequenceLayers,
     queries: Tensor,

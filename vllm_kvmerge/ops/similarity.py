@@ -1,4 +1,4 @@
-"""Search for the most similar keys."""
+"""Search for similar keys."""
 
 import torch
 from torch import Tensor
@@ -33,3 +33,21 @@ def most_similar(sources: Tensor, targets: Tensor, index: Tensor, usable: Tensor
             similarity[part], best[part] = cosine.max(dim=-1)
     # Rounding must not lift a cosine above every threshold.
     return similarity.clamp(max=1.0), index.gather(1, best)
+
+
+def newest_repeats(keys: Tensor, threshold: float, found: Tensor, start: int, stop: int) -> Tensor:
+    """See ``reference.newest_repeats``. Compares with all entries, and leaves those before ``start`` as they are."""
+    num_heads, n, _ = keys.shape
+    similarity = keys.new_zeros(num_heads, stop - start)
+    column = torch.arange(n, dtype=torch.int32, device=keys.device)
+    num_rows = max(1, MAX_SIMILARITY_BYTES // max(1, n * keys.element_size()))
+    for head in range(num_heads):  # whose numbers do not depend on how many others there are
+        for first in range(start, stop, num_rows):
+            last = min(first + num_rows, stop)
+            products = keys[head, first:last] @ keys[head].T
+            products.diagonal(first).zero_()
+            newest = torch.where(products > threshold, column, -1).amax(dim=1).long()
+            repeated = products.gather(1, newest.clamp(min=0).unsqueeze(1)).squeeze(1)
+            similarity[head, first - start : last - start] = repeated.masked_fill(newest < 0, 0.0)
+            found[head, first:last] = newest
+    return similarity

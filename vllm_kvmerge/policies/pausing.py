@@ -16,12 +16,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Piece:
-    """Work done since the last piece: ``products`` and ``touches`` as in ``Cost``, or all that ``rows`` of entries
-    take, if they have been completed."""
+    """Work done since the last piece: ``products``, ``touches`` and ``comparisons`` as in ``Cost``, or all that ``rows``
+    of entries take, if they have been completed."""
 
     rows: int = 0
     products: int = 0
     touches: int = 0
+    comparisons: int = 0
 
 
 class _Pausable(greenlet):
@@ -46,12 +47,18 @@ def in_pieces(run: Callable[[], R]) -> Generator[Piece, None, R]:
         running.throw()
 
 
-def may_pause(rows: int = 0, products: int = 0, touches: int = 0) -> None:
+def may_pause(rows: int = 0, products: int = 0, touches: int = 0, comparisons: int = 0) -> None:
     """A place where a computation may be left to wait, after so much work; see ``Piece``."""
     running = getcurrent()
     if isinstance(running, _Pausable):
         assert running.parent is not None
-        running.parent.switch(Piece(rows, products, touches))
+        running.parent.switch(Piece(rows, products, touches, comparisons))
+
+
+def at_once(count: int, products: int) -> int:
+    """How many of ``count`` parts, which take so many ``products`` each, make a piece; all if nothing may wait here."""
+    most = PIECE_PRODUCTS // max(1, products) if isinstance(getcurrent(), _Pausable) else count
+    return max(1, min(count, most))
 
 
 Similar = tuple[Tensor, Tensor]
@@ -64,9 +71,8 @@ def compared_in_pieces(
     """What ``compare`` finds for ``sources``, ``[H, m]``: of ``most`` at a time (None: all), or of as many as make a
     piece when each is compared with all targets, if this may be left to wait."""
     num_rows, m = sources.shape
-    size, per_source = most or max(1, m), max(1, num_rows * num_targets)
-    if isinstance(getcurrent(), _Pausable):
-        size = min(size, max(1, PIECE_PRODUCTS // (per_source * head_size)))
+    per_source = max(1, num_rows * num_targets)
+    size = at_once(most or m, per_source * head_size)
     found = []
     for part in sources.split(size, dim=1):
         found.append(compare(part))

@@ -272,9 +272,11 @@ class Compression:
                 if has and not known:  # requests are checked against what is known
                     raise UnsupportedConfigError(f"the model {trait}, which its configuration does not say")
         logger.info(
-            "Compressing one request may take %.0f MiB and, at %.3g products and %.3g other numbers a second, %g s",
+            "Compressing one request may take %.0f MiB and, at %.3g products, %.3g comparisons and %.3g other "
+            "numbers a second, %g s",
             limits.max_bytes / 2**20,
             self.rates.products_per_second,
+            self.rates.comparisons_per_second,
             self.rates.touches_per_second,
             limits.max_seconds,
         )

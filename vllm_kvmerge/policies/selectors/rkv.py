@@ -5,16 +5,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
+from vllm_kvmerge.ops import newest_repeats
+from vllm_kvmerge.ops.similarity import MAX_SIMILARITY_BYTES
 from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import by_position
-from vllm_kvmerge.policies.pausing import may_pause
+from vllm_kvmerge.policies.pausing import at_once, may_pause
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
-
-MAX_SIMILARITY_BYTES = 1 << 19
-"""Size of the similarity matrix above which it is computed in pieces, which fit in the processor's caches."""
-
 
 @register
 class RedundancyAware(RankedSelector):
@@ -55,38 +53,43 @@ class RedundancyAware(RankedSelector):
         attention = max_pool1d(attention, 2 * self.pooling_reach + 1, stride=1, padding=self.pooling_reach)
         keys = entries.keys_at(order.masked_fill(~is_live, DEAD))
         keys = normalize(keys, dim=-1, out=keys)
-        # Head by head, so that a head's numbers do not depend on how many others are on this worker.
-        similarity = torch.stack([self._total_similarity(head) for head in keys])
+        similarity = self._total_similarity(keys)
         similarity = similarity / is_live.sum(1, keepdim=True).clamp(min=1)
         redundancy = similarity.masked_fill(~is_live, -torch.inf).softmax(dim=1).masked_fill(~is_live, 0.0)
         ranking = self.attention_share * attention - (1.0 - self.attention_share) * redundancy
         return torch.empty_like(ranking).scatter_(1, order, ranking)
 
     def _total_similarity(self, keys: Tensor) -> Tensor:
-        """``[n]``: sum of cosine similarities to the others, except the excused ones. keys: ``[n, d]`` in order of
+        """``[H, n]``: sum of cosine similarities to the others, except the excused ones. keys: ``[H, n, d]`` in order of
         position, of length 1, or 0 where dead."""
-        n = len(keys)
-        total = torch.zeros(n, dtype=keys.dtype, device=keys.device)
-        column = torch.arange(n, dtype=torch.int32, device=keys.device)
-        rows = max(1, MAX_SIMILARITY_BYTES // (n * keys.element_size()))
-        for start in range(0, n, rows):
-            similarity = keys[start : start + rows] @ keys.T
-            similarity.diagonal(start).zero_()
-            repeats = similarity > self.redundancy_threshold
-            newest = torch.where(repeats, column, -1).amax(dim=1)
-            repeated = newest >= 0
-            newest = newest.clamp(min=0).long()
-            excused = similarity.gather(1, newest.unsqueeze(1)).squeeze(1).masked_fill(~repeated, 0.0)
-            total += similarity.sum(0)
-            total.scatter_add_(0, newest, -excused)
-            may_pause(products=similarity.numel() * keys.shape[1], touches=6 * similarity.numel())
-        return total
+        num_rows, n, d = keys.shape
+        total = -torch.linalg.vector_norm(keys, dim=-1).square_()
+        for row, head in zip(total, keys, strict=True):  # whose numbers do not depend on how many others there are
+            row += head @ head.sum(0)
+            may_pause(products=head.numel(), touches=2 * head.numel())
+        found = torch.full((num_rows, n), -1, device=keys.device)
+        excused = torch.empty_like(total)
+        cores = torch.get_num_threads()  # of which each takes whole heads
+        num_heads = max(min(cores, num_rows), at_once(num_rows, n * n * d))
+        for first in range(0, num_rows, num_heads):
+            part, stop = slice(first, first + num_heads), n
+            many = len(found[part])
+            while stop:
+                start = stop - at_once(stop, -(-many // cores) * n * d)
+                excused[part, start:stop] = newest_repeats(
+                    keys[part], self.redundancy_threshold, found[part], start, stop
+                )
+                num_pairs = stop * (stop - 1) // 2 - start * (start - 1) // 2
+                may_pause(comparisons=many * num_pairs * d)
+                stop = start
+        return total.scatter_add_(1, found.clamp_(min=0), -excused)
 
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries
         part = min(n * n, max(n, MAX_SIMILARITY_BYTES // 4))
         return super().cost(shape) + Cost(
-            numbers=shape.row_numbers + 10 * n + 5 * part // 2,
-            products=n * shape.row_numbers,
-            touches=6 * n * n + gathering(shape.row_numbers) + 4 * shape.row_numbers + sorting(n),
+            numbers=shape.row_numbers * 5 // 4 + 14 * n + 5 * part // 2,
+            products=shape.row_numbers,
+            touches=gathering(shape.row_numbers) + 8 * shape.row_numbers + sorting(n),
+            comparisons=n * shape.row_numbers // 2,
         )
