@@ -135,8 +135,9 @@ class Comparison {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
   }
 
+  // In a function of its own, whose sums stay in registers.
   template <int V>
-  bool scan_as(const int32_t* rows, uint64_t* masks) const {
+  __attribute__((noinline)) bool scan_as(const int32_t* rows, uint64_t* masks) const {
     __m512i acc[kGroup][V];
     const int8_t* row[kGroup];
 #pragma GCC unroll 6
@@ -159,13 +160,13 @@ class Comparison {
         for (int v = 0; v < V; ++v) add_products(acc[r][v], x[v], y);
       }
     }
-    __m512i most = acc[0][0];
+    VI most = bit_cast<VI>(acc[0][0]);
 #pragma GCC unroll 6
     for (int r = 0; r < kGroup; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) most = _mm512_max_epi32(most, acc[r][v]);
+      for (int v = 0; v < V; ++v) most = bit_cast<VI>(acc[r][v]) > most ? bit_cast<VI>(acc[r][v]) : most;
     const __m512i zero = _mm512_setzero_si512();
-    if (!_mm512_cmpgt_epi32_mask(most, zero)) return false;
+    if (!_mm512_cmpgt_epi32_mask(bit_cast<__m512i>(most), zero)) return false;
 #pragma GCC unroll 6
     for (int r = 0; r < kGroup; ++r) {
       masks[r] = 0;
@@ -218,7 +219,7 @@ class Comparison {
   static constexpr int kVectors = kLanes == 16 ? 4 : 2;
   static constexpr int kWidth = kVectors * kLanes;
 
-  bool scan_part(const int32_t* rows, int part, uint64_t* masks) const {
+  __attribute__((noinline)) bool scan_part(const int32_t* rows, int part, uint64_t* masks) const {
     VF acc[kGroup][kVectors] = {};
     const float* row[kGroup];
     for (int r = 0; r < kGroup; ++r) row[r] = keys_ + int64_t{rows[r]} * d_;

@@ -41,11 +41,13 @@ from vllm_kvmerge.policies import (
     Preset,
     Selector,
     noise,
+    pausing,
 )
 from vllm_kvmerge.policies.indexing import in_place
 from vllm_kvmerge.policies.mergers import AsymKVMerger, CamMerger, D2OMerger, KVMergerMerger, cam
 from vllm_kvmerge.policies.noise import uniform
-from vllm_kvmerge.policies.selectors import HeavyHitter, KeyDiff, KeyNorm, RandomKeep, RedundancyAware, Tova, rkv
+from vllm_kvmerge.policies.pausing import in_pieces
+from vllm_kvmerge.policies.selectors import HeavyHitter, KeyDiff, KeyNorm, RandomKeep, RedundancyAware, Tova
 from vllm_kvmerge.policies.trackers import SumTracker
 
 MINE = (
@@ -294,13 +296,22 @@ def test_redundancy_aware(size, window, share, threshold, reach):
 
 
 def test_redundancy_in_pieces(monkeypatch):
+    """Whatever is compared before a pause, rankings are the same, and all pairs are compared once."""
     entries = random_entries(0, num_heads=2, n=40, num_dead=5)
     selector, context = RedundancyAware(), CompressionContext.of_layer(entries, 15, 40, at_prompt_end=True)
-    whole = selector.ranking(entries, entries.scores, selector.protected(entries, context), context)
-    for size in (1, 700, 3000):
-        monkeypatch.setattr(rkv, "MAX_SIMILARITY_BYTES", size)
-        pieces = selector.ranking(entries, entries.scores, selector.protected(entries, context), context)
-        torch.testing.assert_close(pieces, whole, equal_nan=True)
+    protected = selector.protected(entries, context)
+    whole, d = selector.ranking(entries, entries.scores, protected, context), entries.keys.shape[2]
+    for rows in (1, 7, 40):
+        monkeypatch.setattr(pausing, "PIECE_PRODUCTS", rows * 40 * d)
+        pieces, comparisons = in_pieces(lambda: selector.ranking(entries, entries.scores, protected, context)), []
+        while True:
+            try:
+                comparisons.append(next(pieces).comparisons)
+            except StopIteration as end:
+                assert torch.equal(end.value, whole)
+                break
+        assert sum(comparisons) == 2 * 40 * 39 // 2 * d
+        assert sum(count > 0 for count in comparisons) >= -(-39 // rows)
 
 
 def test_of_keys_that_repeat_the_newest_stays():

@@ -159,10 +159,12 @@ def test_how_seconds_grow_with_entries(preset, exponent):
 
 
 def test_costs_add_up():
-    one, other = Cost(1, 20, 300), Cost(2, 10, 500)
-    assert one + other == Cost(3, 30, 800)
-    assert one.largest(other) == Cost(2, 20, 500)
-    assert (one + other).seconds(Rates(products_per_second=10.0, touches_per_second=100.0)) == 3.0 + 8.0
+    one, other = Cost(1, 20, 300, 4), Cost(2, 10, 500, 16)
+    assert one + other == Cost(3, 30, 800, 20)
+    assert one * 3 == Cost(1, 60, 900, 12)
+    assert one.largest(other) == Cost(2, 20, 500, 16)
+    assert (one + other).seconds(Rates(10.0, 100.0, comparisons_per_second=40.0)) == 3.0 + 8.0 + 0.5
+    assert (one + other).seconds(Rates(10.0, 100.0)) == 3.0 + 8.0 + 2.0  # as products
 
 
 def test_a_part_that_says_nothing_is_taken_to_read_everything():
@@ -173,3 +175,4 @@ def test_a_part_that_says_nothing_is_taken_to_read_everything():
 def test_rates_are_measured():
     rates = measure_rates("cpu")
     assert 1e6 < rates.touches_per_second < 1e15 and 1e6 < rates.products_per_second < 1e15
+    assert rates.comparisons_per_second is not None and 1e6 < rates.comparisons_per_second < 1e15

@@ -16,8 +16,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Piece:
-    """Work done since the last piece: ``products``, ``touches`` and ``comparisons`` as in ``Cost``, or all that ``rows``
-    of entries take, if they have been completed."""
+    """Work done since the last piece: ``products`` and so on as in ``Cost``, or all that ``rows`` of entries take, if
+    they have been completed."""
 
     rows: int = 0
     products: int = 0

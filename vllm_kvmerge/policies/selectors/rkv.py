@@ -14,6 +14,7 @@ from vllm_kvmerge.policies.pausing import at_once, may_pause
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
+
 @register
 class RedundancyAware(RankedSelector):
     """Important and not redundant: Z = lambda I - (1 - lambda) R (R-KV).
@@ -24,7 +25,7 @@ class RedundancyAware(RankedSelector):
     several that repeat each other, the newest stays. Both sum to 1, so lambda compares like with like.
 
     The source's I is attention of the last 8 queries alone; here it is the tracker's score, which the preset lets decay
-    over about as many, and which must be of probabilities, not a logarithm. Costs n^2 products per head.
+    over about as many, and which must be of probabilities, not a logarithm. Costs n^2 / 2 products per head.
     """
 
     name = "rkv"
@@ -60,8 +61,11 @@ class RedundancyAware(RankedSelector):
         return torch.empty_like(ranking).scatter_(1, order, ranking)
 
     def _total_similarity(self, keys: Tensor) -> Tensor:
-        """``[H, n]``: sum of cosine similarities to the others, except the excused ones. keys: ``[H, n, d]`` in order of
-        position, of length 1, or 0 where dead."""
+        """``[H, n]``: sum of cosine similarities to the others, except the excused ones.
+
+        keys: ``[H, n, d]`` in order of position, of length 1, or 0 where dead. All sums together are linear in the
+        keys; only the excused ones are searched for.
+        """
         num_rows, n, d = keys.shape
         total = -torch.linalg.vector_norm(keys, dim=-1).square_()
         for row, head in zip(total, keys, strict=True):  # whose numbers do not depend on how many others there are
