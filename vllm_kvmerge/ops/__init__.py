@@ -14,6 +14,7 @@ from vllm_kvmerge.ops.dispatch import implementations as implementations
 from vllm_kvmerge.ops.dispatch import in_place as in_place
 from vllm_kvmerge.ops.dispatch import inverse as inverse
 from vllm_kvmerge.ops.dispatch import join_slots as join_slots
+from vllm_kvmerge.ops.dispatch import keep_queries as keep_queries
 from vllm_kvmerge.ops.dispatch import largest as largest
 from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
 from vllm_kvmerge.ops.dispatch import most_similar as most_similar
