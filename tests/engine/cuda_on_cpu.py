@@ -3,10 +3,9 @@ stdin.
 
 V2's own Triton kernels run in the interpreter. Attention is the CUDA backend's; its operators are the PyTorch
 reference, since the interpreter would take minutes. Scheduling is asynchronous unless an engine is told otherwise, as
-it is on CUDA. With FLASH=2 or 3 vLLM finds that version of FlashAttention, of which a stand-in has the compiled part, for float32
-too.
-With FULL_GRAPHS=1 batches that vLLM would decode with a full graph go through what stands for one. With
-SPREAD=1 compressions of jobs are spread over steps.
+it is on CUDA. With FLASH=2 or 3 vLLM finds that version of FlashAttention, of which a stand-in has the compiled part,
+for float32 too. With FULL_GRAPHS=1 batches that vLLM would decode with a full graph go through what stands for one.
+With SPREAD=1 compressions of jobs are spread over steps.
 """
 
 import json

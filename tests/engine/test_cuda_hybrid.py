@@ -110,8 +110,8 @@ def served(request, tmp_path_factory) -> tuple[Case, Path, list]:
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_tokens_of_the_cpu_runner(served, is_v2):
-    """With asynchronous scheduling, full graphs, preemptions and prefixes that are found. On V2 plain rows outside graphs
-    are FlashAttention's, where it suits a kind of layers."""
+    """With asynchronous scheduling, full graphs, preemptions and prefixes that are found. On V2 plain rows outside
+    graphs are FlashAttention's, where it suits a kind of layers."""
     case, folder, expected = served
     options = {
         "async_scheduling": True,

@@ -25,7 +25,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 MAX_TOKENS = 100
 NUM_BLOCKS = 11
-CHECKS_OF_GPUS = "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
+CHECKS_OF_GPUS = (
+    "asked_for or vllms or flash or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
+)
 CHATS = {"h2o": "bounded", "morphkv": "bounded", "adakv": "bounded", "snapkv": "grow"}
 """Policies that go on from turn to turn, and how."""
 
@@ -196,8 +198,8 @@ def on_cpu(
 @pytest.mark.parametrize("is_spread", [False, True], ids=["at once", "spread"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_pressure):
-    """With asynchronous scheduling and full graphs; spread, which the scheduler decides, some of the requests. Plain rows
-    outside graphs are FlashAttention's; when spread, that is turned off."""
+    """With asynchronous scheduling and full graphs; spread, which the scheduler decides, some of the requests. Plain
+    rows outside graphs are FlashAttention's; when spread, that is turned off."""
     asked = list(zip(jobs(), expected, strict=True))
     if is_spread:  # compressions under pressure are not
         asked, chats, under_pressure = asked[:14] + asked[-9:], chats[-2:], []

@@ -1,7 +1,7 @@
 """The attention backend on CUDA, over a cache that carries its own metadata.
 
-In a full graph one operator attends to all rows; a plain one has no front. The launches depend on a batch's shape alone,
-so a captured graph holds for any mixture of plain and compressed rows; the differences lie in buffers at fixed
+In a full graph one operator attends to all rows; a plain one has no front. The launches depend on a batch's shape
+alone, so a captured graph holds for any mixture of plain and compressed rows; the differences lie in buffers at fixed
 addresses. Outside full graphs plain rows are vLLM's FlashAttention's, if it suits the layers (``flash``). Layers with a
 window have builders of their own, for which all rows are plain.
 """
@@ -163,7 +163,8 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         self.keeps_queries = False
         self._buffers = GraphBatchBuffers(scheduler.max_num_seqs, device)
         impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()]
-        options, model, reason = plugin_config(vllm_config), vllm_config.model_config, "plain_attention says so"
+        options, model = plugin_config(vllm_config), vllm_config.model_config
+        reason: str | None = "plain_attention says so"
         if options.plain_attention != "ours":
             may_hold_nan = options.debug_poison_freed or has_states(model)
             reason = flash.obstacle(impls, kv_cache_spec.dtype, model.dtype, may_hold_nan)
@@ -255,8 +256,8 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
 class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
     """Attention over a mergeable cache.
 
-    window: tokens that a query sees, 0: all. chunked: a chunk of that size, see ``use_chunks``. flash_version: vLLM's for
-    such a layer, see ``flash``.
+    window: tokens that a query sees, 0: all. chunked: a chunk of that size, see ``use_chunks``. flash_version: vLLM's
+    for such a layer, see ``flash``.
     """
 
     row_major_keys = True

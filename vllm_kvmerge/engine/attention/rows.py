@@ -245,8 +245,8 @@ class BatchRow:
 
     @property
     def needs_python(self) -> bool:
-        """True if Python code looks at its queries, which no captured graph can have. Rings are no matter of Python's on
-        a GPU, see ``keep_queries``."""
+        """True if Python code looks at its queries, which no captured graph can have. On a GPU rings are no matter of
+        Python's, see ``keep_queries``."""
         return self.window is not None or self.held is not None
 
 

@@ -1,36 +1,12 @@
 """Queries that are kept for later, in Triton."""
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from vllm_kvmerge.ops.triton import query_kernels
 from vllm_kvmerge.ops.triton.plan import power_of_two
 
 TILE = 4096
 """Most numbers that a program copies at a time."""
-
-
-# A batch's addresses may begin anywhere, and layers have any number: neither may ask for machine code of its own.
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["addresses", "tokens"])
-def keep(
-    query, addresses, tokens, layer, stride_token, stride_head,
-    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Copies some heads of one query, if it is kept. Grid: addresses, tiles of heads."""
-    number = tl.program_id(0)
-    address = tl.load(addresses + number)
-    if address == 0:
-        return
-    token = number.to(tl.int64)
-    if tokens is not None:
-        token = tl.load(tokens + number)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    wanted = (head < NUM_HEADS) & (dims < HEAD_SIZE)
-    place = tl.multiple_of(address.to(tl.pointer_type(query.dtype.element_ty)), 16)
-    place += layer.to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
-    row = tl.load(query + token * stride_token + head * stride_head + dims, mask=wanted)
-    tl.store(place + head * HEAD_SIZE + dims, row, mask=wanted)
 
 
 def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | None = None) -> None:
@@ -40,7 +16,7 @@ def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | 
     num_heads, head_size = query.shape[1:]
     block_d = power_of_two(head_size)
     block_h = min(power_of_two(num_heads), max(1, TILE // block_d))
-    keep[(len(addresses), -(-num_heads // block_h))](
+    query_kernels.keep[(len(addresses), -(-num_heads // block_h))](
         query, addresses, tokens, layer, *query.stride()[:2],
         NUM_HEADS=num_heads, HEAD_SIZE=head_size, BLOCK_H=block_h, BLOCK_D=block_d,
     )  # fmt: skip
