@@ -140,7 +140,9 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
+    """See ``reference.score_prompt_queries``. lse: not used."""
     arguments = update.mode.code, update.decay, scale * cache.key_scale, scores, aux
     _function("score_prompt_queries")(query, cache.keys, blocks, *arguments, *_softmax(softmax))
 

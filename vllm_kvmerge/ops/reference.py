@@ -161,11 +161,14 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
     """Adds the statistics of the newest queries of a never compressed sequence to ``scores`` and ``aux``, in place.
 
     query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``. blocks: the sequence's block ids.
-    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen.
+    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen. lse: ``[H * G, q]`` float32,
+    logarithms of the denominators of the queries' probabilities, where attention has found them already; an
+    implementation may ignore it.
     """
     seq_len = scores.shape[1]
     keys = _segment(cache.keys, blocks, 0, seq_len, 2)

@@ -18,6 +18,7 @@ from tests.ops.test_cpu import relative_error  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, ScoreWindow  # noqa: E402
 from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, reference  # noqa: E402
+from vllm_kvmerge.ops.triton import attention  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5} | dict.fromkeys([torch.bfloat16, *QUANTISED], 1e-2)
@@ -130,9 +131,16 @@ def test_heads_with_pages_of_their_own(interleaved):
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_plain_rows_on_flash_attention(version):
+def test_plain_rows_on_flash_attention(version, monkeypatch):
     """Beside compressed ones, of which some have heads with pages, in batches that keep logits and in such that do not:
-    output, scores and kept queries are those of a batch that is ours throughout."""
+    output, scores and kept queries are those of a batch that is ours throughout. Its log-sum-exp serves to score."""
+    attend = attention._Call.attend
+
+    def with_values(self, output, values):
+        assert values, "the log-sum-exp of plain rows is known"
+        return attend(self, output, values)
+
+    monkeypatch.setattr(attention._Call, "attend", with_values)
     with flash_attention.installed(version) as calls:
         scene, kept = Scene(7, torch.bfloat16), ring(4, torch.bfloat16)
         window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))

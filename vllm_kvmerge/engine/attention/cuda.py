@@ -309,16 +309,17 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)
         cache, metadata, softmax = self.paged(layer, kv_cache), attn_metadata, self.softmax
+        lse = None
+        if metadata.flash is not None:
+            assert self.flash_version is not None
+            lse = metadata.flash.attend(
+                query, cache, self.scale, output, softmax, self.sinks, self.window, self.flash_version
+            )
         if self.owns_cache:
             if metadata.kept is not None:
                 keep_queries(query, metadata.kept.addresses, self.layer_index, metadata.kept.tokens)
             for reader in metadata.readers:
-                reader.read(self.layer_index, query, cache, self.scale, softmax)
-        if metadata.flash is not None:
-            assert self.flash_version is not None
-            metadata.flash.attend(
-                query, cache, self.scale, output, softmax, self.sinks, self.window, self.flash_version
-            )
+                reader.read(self.layer_index, query, cache, self.scale, softmax, lse)
         for part in metadata.parts:
             if not self.owns_cache:
                 part = replace(part, score_modes=metadata.no_updates[: len(part)])

@@ -100,12 +100,17 @@ class FlashBatch:
         sinks: Tensor | None,
         window: int,
         version: int,
-    ) -> None:
+    ) -> Tensor | None:
         """Attention of all rows, of those without a front as ``paged_attention``. sinks: ``softmax.sinks`` as the model
-        has them."""
+        has them.
+
+        Returns the logarithms of the denominators of probabilities, ``[H * G, num_tokens]`` float32, of no use for rows
+        with a front; None with sinks, which a version may not count there, and where each row has one token, for which
+        version 2 has another layout.
+        """
         from vllm.vllm_flash_attn import flash_attn_varlen_func  # not in vLLM's build for the CPU
 
-        flash_attn_varlen_func(
+        _, lse = flash_attn_varlen_func(
             q=query[: self.num_tokens],
             k=cache.keys.permute(0, 3, 1, 2),
             v=cache.values.transpose(1, 2),
@@ -119,6 +124,8 @@ class FlashBatch:
             window_size=[window - 1, 0] if window else [-1, -1],
             block_table=self.block_table,
             softcap=softmax.cap,
+            return_softmax_lse=True,  # they are computed in any case
             s_aux=sinks,
             fa_version=version,
         )
+        return lse if sinks is None and self.max_query_len > 1 else None

@@ -124,13 +124,22 @@ class ScoreWindow:
     prompt_scores: PromptScores
 
     def score(
-        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        where: "QueryReader",
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
     ) -> None:
-        """``query``: ``[q, H * G, d]``, of the row's tokens in the batch."""
+        """``query``: ``[q, H * G, d]``, of the row's tokens in the batch. lse: theirs, if it is known, as
+        ``score_prompt_queries`` takes it."""
         planes = self.prompt_scores.scores, self.prompt_scores.aux
         scores, aux = (plane[layer, :, : where.seq_len] for plane in planes)
         newest = query[-self.num_queries :]
-        score_prompt_queries(newest, cache, where.blocks, self.update, scale, scores, aux, softmax)
+        lse = None if lse is None else lse[:, -self.num_queries :]
+        score_prompt_queries(newest, cache, where.blocks, self.update, scale, scores, aux, softmax, lse)
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,14 @@ class RepetitionWindow:
     normalization: "Normalization | None" = None
 
     def score(
-        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        where: "QueryReader",
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
     ) -> None:
         """As ``ScoreWindow.score``."""
         query, scores = query[-self.num_queries :], self.prompt_scores.scores[layer, :, self.start : self.end]
@@ -190,7 +206,14 @@ class PredictedScores:
     prompt_scores: PromptScores | None
 
     def score(
-        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        where: "QueryReader",
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
     ) -> None:
         """As ``ScoreWindow.score``."""
         assert self.hidden_states.scores is not None
@@ -279,20 +302,40 @@ class QueryReader:
         start, end = common.query_start_loc_cpu[index : index + 2].tolist()
         return cls(slice(start, end), common.block_table_tensor[index], seq_len_of(common, index), row)
 
-    def read(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float, softmax: Softmax) -> None:
-        """Stores and scores this row's queries as it asks; ``query``: ``[tokens of the batch, H * G, d]``."""
+    def read(
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Stores and scores this row's queries as it asks.
+
+        query: ``[tokens of the batch, H * G, d]``. lse: ``[H * G, tokens of the batch]``, see ``ScoreWindow.score``.
+        """
         if self.row.held is not None:
             self.row.held.keep(layer, query[self.tokens], self)
         else:
-            self.read_own(layer, query[self.tokens], cache, scale, softmax)
+            lse = None if lse is None else lse[:, self.tokens]
+            self.read_own(layer, query[self.tokens], cache, scale, softmax, lse)
 
-    def read_own(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float, softmax: Softmax) -> None:
-        """``read`` for ``query``: ``[tokens of the row, H * G, d]``."""
+    def read_own(
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
+    ) -> None:
+        """``read`` for ``query`` and ``lse`` of the row's tokens alone."""
         ring, window = self.row.ring, self.row.window
         if ring is not None:
             ring.write(layer, query[-ring.window :], self.seq_len)
         if window is not None:
-            window.score(layer, query, cache, self, scale, softmax)
+            window.score(layer, query, cache, self, scale, softmax, lse)
 
 
 class HeldQueries:
