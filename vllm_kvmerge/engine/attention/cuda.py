@@ -100,9 +100,10 @@ class GraphBatchBuffers:
         numbers[2, places], decays[places] = [one.mode.code for one in updates], [one.decay for one in updates]
         if any(row.table is not None for row in chosen):
             tables[places] = [0 if row.table is None else row.table.data_ptr() for row in chosen]
-        for index, row in enumerate(rows if in_rings else []):
-            if row.ring is not None:
-                kept[index] = row.ring.address(seq_len_of(common, index) - 1)
+        if in_rings and (rings := {index: row.ring for index, row in enumerate(rows) if row.ring is not None}):
+            assert common.seq_lens_cpu_upper_bound is not None  # see ``seq_len_of``
+            lens = common.seq_lens_cpu_upper_bound.tolist()
+            kept[list(rings)] = [ring.address(lens[index] - 1) for index, ring in rings.items()]
         async_tensor_h2d(buffer, out=self._buffer)
 
 
