@@ -22,6 +22,7 @@ from vllm_kvmerge.ops import (
     ScoreMode,
     ScoreUpdate,
     SequenceLayers,
+    Softmax,
     cell_bytes,
     cpu,
     reference,
@@ -38,6 +39,7 @@ from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
 from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
+from vllm_kvmerge.ops.zipping import ZipPlanes  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +59,17 @@ def test_everything_in_the_interpreter():
     """
     files = [
         f"test_{name}.py"
-        for name in ("operators", "rows", "index", "cpu", "head_pages", "large_pool", "queries", "triton_interpreted")
+        for name in (
+            "operators",
+            "rows",
+            "index",
+            "zipping",
+            "cpu",
+            "head_pages",
+            "large_pool",
+            "queries",
+            "triton_interpreted",
+        )  # fmt: skip
     ]
     files.append("../engine/cuda/test_backend_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
@@ -138,6 +150,10 @@ def run_all(
     triton.empty_places(index, index, *planes)
     triton.free_places(index, 50)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
+    for num_scores, cap in ((1, 0.0), (groups, 30.0)):
+        scored = torch.zeros(2 * heads, num_scores, 100)
+        merged = ZipPlanes(votes, votes, votes, positions, votes.bool(), scored, scored[..., :1])
+        triton.zip_groups(index, index, mask, merged, ScoreMode.MEAN, "auto", Softmax(cap))
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton has no tools for GPUs")
@@ -336,3 +352,5 @@ def test_the_reference_says_where_its_tensors_are():
         reference.empty_places(index, index, ranking, ranking, ranking)
         reference.split_budget(ranking[None], 60, 5, 50)
         reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])
+        merged = ZipPlanes(ranking, ranking, ranking, index, mask, ranking[:, None], ranking[:, None, :1])
+        reference.zip_groups(index[:, :9], index[:, 9:18], mask[:, :9], merged, ScoreMode.MEAN, "auto")
