@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops.attention import attention_to_keys, head_parts, query_groups
+from vllm_kvmerge import ops
+from vllm_kvmerge.ops.attention import head_parts, query_groups
 from vllm_kvmerge.policies.base import Entries, Queries
 from vllm_kvmerge.policies.pausing import may_pause
 
@@ -19,7 +20,7 @@ def attention(queries: Queries, entries: Entries, scale: float) -> Tensor:
     A query sees live entries up to its own position, and gives no weight to any where it sees none.
     """
     planes = entries.keys, entries.log_votes, entries.positions
-    return attention_to_keys(queries.vectors, queries.positions, *planes, scale)
+    return ops.attention_weights(queries.vectors, queries.positions, *planes, scale)
 
 
 def kept_entries(entries: Entries, kept: Tensor) -> tuple[Entries, Tensor]:
@@ -48,7 +49,7 @@ def full_attention(
         for heads in head_parts(vectors, len(entries)):
             planes = everything.keys[heads], everything.log_votes[heads], everything.positions[heads]
             # A head's values are not repeated for each query head.
-            rows = attention_to_keys(vectors[heads], positions[heads], *planes, scale).flatten(1, 2)
+            rows = ops.attention_weights(vectors[heads], positions[heads], *planes, scale).flatten(1, 2)
             output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
             look(heads, window, rows)
             may_pause()

@@ -1,16 +1,15 @@
 """Merger that fits the kept entries to the attention output of the full cache (GRKV)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
+from vllm_kvmerge import ops
 from vllm_kvmerge.ops import ScoreMode
+from vllm_kvmerge.ops.regression import OutputDerivative
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     MAX_TOKENS,
@@ -22,7 +21,7 @@ from vllm_kvmerge.policies.base import (
     ServedModel,
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
-from vllm_kvmerge.policies.indexing import first, padded_nonzero, sinks
+from vllm_kvmerge.policies.indexing import first, listed, sinks
 from vllm_kvmerge.policies.mergers.least_squares import (
     CHOLESKY,
     attention,
@@ -138,7 +137,7 @@ class RegressionMerger(Merger):
                 keys = fit.keys(keys, values, lambda_k, self.cg_iterations, self.cg_tolerance)
                 may_pause()
         is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
-        changed = padded_nonzero(is_changed)
+        changed = listed(is_changed, len(result))
         rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[2])
         return update.write(
             changed,
@@ -211,9 +210,7 @@ class _Fit:
         derivative = OutputDerivative(self._attention(keys), values, queries, self.scale, self.free)
         output = derivative.output
         right = self.target.flatten(1, 2) - output + derivative.forward(keys - self.kept.keys)
-        alpha = conjugate_gradients(
-            lambda vector: derivative.forward_adjoint(vector).add_(vector, alpha=ridge), right, iterations, tolerance
-        )
+        alpha = ops.solve_outputs(right, derivative, ridge, iterations, tolerance)
         may_pause()
         change = self.kept.keys + derivative.adjoint(alpha) - keys
         if not self.guard:
@@ -225,7 +222,7 @@ class _Fit:
             better = undecided & self._improves(self._attention(trial) @ values, output)
             fitted = torch.where(better[:, None, None] & self.free.unsqueeze(-1), trial, fitted)
             undecided = undecided & ~better
-            if not undecided.any():
+            if undecided.is_cpu and not undecided.any():  # a GPU would be waited for
                 break
         return fitted
 
@@ -237,93 +234,3 @@ class _Fit:
         """``[H]`` bool: true if the window loss (eq. 4) is smaller for ``output`` (``[H, r, d]``); false for NaN."""
         target = self.target.flatten(1, 2)
         return (target - output).square().sum((1, 2)) < (target - old_output).square().sum((1, 2))
-
-
-@dataclass(frozen=True)
-class OutputDerivative:
-    """J, the derivative of the attention output F = A V with respect to the keys K of the free entries.
-
-    weights A: ``[H, r, c]``, softmax over c of scale Q K^T + votes. values V: ``[H, c, d]``. queries Q: ``[H, r, d]``.
-    free: ``[H, c]`` bool; the other keys do not move.
-    """
-
-    weights: Tensor
-    values: Tensor
-    queries: Tensor
-    scale: float
-    free: Tensor
-
-    def forward(self, keys: Tensor) -> Tensor:
-        """J dK, ``[H, r, d]``, for ``keys`` dK, ``[H, c, d]``: A' V with dS = scale Q dK^T, A' = A (dS - sum A dS)."""
-        keys = keys * self.free.unsqueeze(-1)
-        return self._forward_logits(self.scale * (self.queries @ keys.transpose(1, 2)))
-
-    def adjoint(self, output: Tensor) -> Tensor:
-        """J^T R, ``[H, c, d]``, for ``output`` R, ``[H, r, d]``: scale (A (B - sum A B))^T Q with B = R V^T."""
-        return self.scale * (self._adjoint_logits(output).transpose(1, 2) @ self.queries)
-
-    def forward_adjoint(self, output: Tensor) -> Tensor:
-        """J J^T R, ``[H, r, d]``, without the keys in between, of which there are more than queries; with many queries,
-        without their products."""
-        logits = self._adjoint_logits(output)
-        if self.queries.shape[1] > 2 * self.queries.shape[2]:
-            return self._forward_logits(self.scale**2 * self.queries @ (self.queries.transpose(1, 2) @ logits))
-        return self._forward_logits(self._query_products @ logits)
-
-    @cached_property
-    def output(self) -> Tensor:
-        """A V, ``[H, r, d]``."""
-        return self.weights @ self.values
-
-    @cached_property
-    def _query_products(self) -> Tensor:
-        """``[H, r, r]``: scale^2 Q Q^T."""
-        return self.scale**2 * (self.queries @ self.queries.transpose(1, 2))
-
-    @cached_property
-    def _free_weights(self) -> Tensor:
-        return self.weights * self.free.unsqueeze(1)
-
-    @cached_property
-    def _values_and_one(self) -> Tensor:
-        """``[H, c, d + 1]``: one product gives both the weighted sum of values and the sum of weights."""
-        return pad(self.values, (0, 1), value=1.0)
-
-    def _forward_logits(self, change: Tensor) -> Tensor:
-        """``[H, r, d]``: (A dS) V - (sum A dS) A V for ``change`` dS, ``[H, r, c]``, which it overwrites."""
-        moved = change.mul_(self.weights) @ self._values_and_one
-        return moved[..., :-1] - moved[..., -1:] * self.output
-
-    def _adjoint_logits(self, output: Tensor) -> Tensor:
-        """``[H, r, c]``: A (B - sum A B) where free, with B = R V^T, so that sum A B is the product of R and A V."""
-        mean = (output * self.output).sum(-1, keepdim=True)
-        centred = torch.cat([output, -mean], -1) @ self._values_and_one.transpose(1, 2)
-        return centred.mul_(self._free_weights)
-
-
-def conjugate_gradients(
-    operator: Callable[[Tensor], Tensor], right: Tensor, iterations: int, tolerance: float
-) -> Tensor:
-    """x with operator(x) = ``right``, ``[H, r, d]``, for an operator that is symmetric and positive in each head.
-
-    A head stops when its residual is ``tolerance`` times its right-hand side, all of them after ``iterations``.
-    """
-
-    def dot(one: Tensor, other: Tensor) -> Tensor:
-        return (one * other).sum((1, 2), keepdim=True)
-
-    solution = torch.zeros_like(right)
-    residual = direction = right
-    size = dot(residual, residual)
-    enough = tolerance**2 * size
-    for _ in range(iterations):
-        goes_on = size > enough
-        if not goes_on.any():
-            break
-        image = operator(direction)
-        step = torch.where(goes_on, size / dot(direction, image), 0.0)
-        solution = solution + step * direction
-        residual = residual - step * image
-        old_size, size = size, dot(residual, residual)
-        direction = residual + torch.where(goes_on, size / old_size, 0.0) * direction
-    return solution
