@@ -14,6 +14,9 @@ BLOCK = 1024
 BLOCK_R, BLOCK_N, BLOCK_D = 16, 16, 128
 """Queries, entries and dimensions of a tile, where products are computed: what fits in registers."""
 
+MOST_PARTS = 32
+"""Programs that share a head's entries: enough for a GPU with the heads of a few layers."""
+
 LARGEST_HEAD = 2 * BLOCK_D
 """Head size up to which it is computed in two halves at most."""
 
@@ -24,7 +27,8 @@ def attention_weights(
     if queries.dtype != torch.float32:
         return reference.attention_weights(queries, query_positions, keys, log_votes, positions, scale)
     num_heads, groups, window, _ = queries.shape
-    logits = (queries * scale).flatten(1, 2) @ keys.transpose(1, 2)
+    logits = queries.new_empty(num_heads, groups * window, keys.shape[1])
+    torch.baddbmm(logits, queries.flatten(1, 2), keys.transpose(1, 2), beta=0, alpha=scale, out=logits)
     if logits.numel():
         regression_kernels.seen_softmax[(num_heads * groups * window,)](
             logits, query_positions.contiguous(), log_votes.contiguous(), positions.contiguous(), groups * window,
@@ -41,21 +45,23 @@ def solve_outputs(
     if right.dtype != torch.float32 or size > LARGEST_HEAD or right.numel() == 0:
         return reference.solve_outputs(right, derivative, ridge, iterations, tolerance)
     num_entries = derivative.values.shape[1]
-    tiles = -(-num_entries // BLOCK_N)
+    num_parts = max(1, min(MOST_PARTS, -(-num_entries // BLOCK_N)))
     output = derivative.output
     residual, direction, solution = (torch.empty_like(right, memory_format=torch.contiguous_format) for _ in range(3))
     mean, numbers = right.new_empty(num_heads, num_rows), right.new_empty(num_heads, 2)
-    parts = right.new_empty(tiles, *right.shape)
+    parts = right.new_empty(num_parts, *right.shape)
     dims = max(16, power_of_two(size))
-    constants = {"HEAD_SIZE": size, "BLOCK_R": BLOCK_R, "num_warps": 4, "num_stages": 1}
+    constants = {"HEAD_SIZE": size, "BLOCK_R": BLOCK_R, "num_warps": 8 if dims > 64 else 4, "num_stages": 1}
     state = output, residual, direction, solution, mean, numbers
-    regression_kernels.begin_solving[(num_heads,)](right.contiguous(), *state, tolerance, num_rows, BLOCK_D=dims, **constants)
+    tickets = torch.empty(num_heads, dtype=torch.int32, device=right.device)
+    regression_kernels.begin_solving[(num_heads,)](
+        right.contiguous(), *state, tickets, tolerance, num_rows, BLOCK_D=dims, **constants
+    )
     given = (tensor.contiguous() for tensor in (derivative.weights, derivative.values, derivative.queries))
-    operator = *given, derivative.free.contiguous().view(torch.uint8), output, direction, mean, numbers, parts
+    arguments = *given, derivative.free.contiguous().view(torch.uint8), parts, tickets, *state
     for _ in range(iterations):
-        regression_kernels.apply_derivative[(num_heads, tiles)](
-            *operator, derivative.scale, num_rows, num_entries, BLOCK_N=BLOCK_N, BLOCK_D=min(BLOCK_D, dims),
-            **constants,
-        )
-        regression_kernels.step_towards[(num_heads,)](parts, *state, ridge, num_rows, tiles, BLOCK_D=dims, **constants)
+        regression_kernels.iterate[(num_heads, num_parts)](
+            *arguments, derivative.scale, ridge, num_rows, num_entries, BLOCK_N=BLOCK_N, BLOCK_D=min(BLOCK_D, dims),
+            ALL_D=dims, **constants,
+        )  # fmt: skip
     return solution

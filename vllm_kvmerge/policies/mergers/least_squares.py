@@ -25,9 +25,7 @@ def attention(queries: Queries, entries: Entries, scale: float) -> Tensor:
 
 def kept_entries(entries: Entries, kept: Tensor) -> tuple[Entries, Tensor]:
     """Copies of the entries at ``kept``, and how many of each head's live entries are not among them, ``[H]``."""
-    result = entries.take(kept)
-    # A NaN in a dead entry would survive a weight of 0.
-    result.kill(~result.is_live)
+    result = entries.take_live(kept)
     return result, entries.is_live.sum(1) - result.is_live.sum(1)
 
 
@@ -39,9 +37,7 @@ def full_attention(
     Goes through heads and queries in parts, and calls ``look`` with the slices of each part (of the heads and of the
     ``m`` queries) and its probabilities, ``[h, G * q, n]``, the query heads' rows one after the other.
     """
-    everything = entries.take(entries.all_indices)
-    # A NaN in a dead entry would survive a weight of 0.
-    everything.kill(~everything.is_live)
+    everything = entries.take_live(entries.all_indices)
     outputs, start = [], 0
     for vectors, positions in query_groups(queries.vectors, queries.positions, len(entries)):
         window = slice(start, start + vectors.shape[2])

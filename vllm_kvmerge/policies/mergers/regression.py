@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.ops.regression import OutputDerivative
+from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     MAX_TOKENS,
@@ -24,7 +25,6 @@ from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, so
 from vllm_kvmerge.policies.indexing import first, listed, sinks
 from vllm_kvmerge.policies.mergers.least_squares import (
     CHOLESKY,
-    attention,
     full_attention,
     is_finite,
     kept_entries,
@@ -201,7 +201,7 @@ class _Fit:
         weights = self._attention(keys)
         fitted, taken = ridge_regression(self.kept.values, weights, self.free, self.target.flatten(1, 2), ridge)
         if self.guard:
-            taken &= self._improves(weights @ fitted, weights @ values)
+            taken &= self._loss(weights @ fitted) < self._loss(weights @ values)  # false for NaN
         return torch.where(taken[:, None, None] & self.free.unsqueeze(-1), fitted, values)
 
     def keys(self, keys: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float) -> Tensor:
@@ -216,21 +216,32 @@ class _Fit:
         if not self.guard:
             trial = keys + change
             return torch.where(is_finite(trial)[:, None, None] & self.free.unsqueeze(-1), trial, keys)
-        fitted, undecided = keys, self.free.any(1)
-        for length in STEP_LENGTHS:
-            trial = keys + length * change
-            better = undecided & self._improves(self._attention(trial) @ values, output)
-            fitted = torch.where(better[:, None, None] & self.free.unsqueeze(-1), trial, fitted)
-            undecided = undecided & ~better
-            if undecided.is_cpu and not undecided.any():  # a GPU would be waited for
+        length, undecided = torch.zeros_like(output[:, 0, 0]), self.free.any(1)
+        allowed = self._loss(output)
+        lengths = sent(torch.tensor(STEP_LENGTHS, dtype=keys.dtype), keys.device)
+        # One after the other until no head is left, or, as a GPU would be waited for to know that, all at once.
+        for some in lengths.split(1 if keys.is_cpu else len(lengths)):
+            trials = keys + some.view(-1, 1, 1, 1) * change
+            loss = self._loss(self._attention(trials) @ values)
+            is_better = loss < allowed  # false for NaN
+            longest = torch.where(is_better, some.unsqueeze(1), 0.0).amax(0)
+            length = torch.where(undecided, longest, length)
+            undecided = undecided & (length == 0)
+            if undecided.is_cpu and not undecided.any():
                 break
-        return fitted
+        is_changed = (length > 0).unsqueeze(1) & self.free
+        return torch.where(is_changed.unsqueeze(-1), keys + length.view(-1, 1, 1) * change, keys)
 
     def _attention(self, keys: Tensor) -> Tensor:
-        """A, ``[H, r, c]``."""
-        return attention(self.queries, replace(self.kept, keys=keys), self.scale).flatten(1, 2)
+        """A, ``[..., r, c]``, for keys ``[..., H, c, d]``."""
+        times = keys.shape[:-3]
+        vectors, positions, votes, places = (
+            plane.expand(*times, *plane.shape).flatten(0, len(times))
+            for plane in (self.queries.vectors, self.queries.positions, self.kept.log_votes, self.kept.positions)
+        )
+        weights = ops.attention_weights(vectors, positions, keys.flatten(0, -3), votes, places, self.scale)
+        return weights.flatten(1, 2).unflatten(0, keys.shape[:-2])
 
-    def _improves(self, output: Tensor, old_output: Tensor) -> Tensor:
-        """``[H]`` bool: true if the window loss (eq. 4) is smaller for ``output`` (``[H, r, d]``); false for NaN."""
-        target = self.target.flatten(1, 2)
-        return (target - output).square().sum((1, 2)) < (target - old_output).square().sum((1, 2))
+    def _loss(self, output: Tensor) -> Tensor:
+        """The window loss (eq. 4) of each head, for ``output`` (``[..., H, r, d]``)."""
+        return (self.target.flatten(1, 2) - output).square().sum((-2, -1))
