@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from tests.engine.cuda.gpu import WAITS, OnGPU, SimulatedGPU, _tensors
 from tests.engine.cuda.test_compactions import LENGTHS, on_gpu
-from tests.engine.worker.test_batches import Worker
+from tests.engine.worker.test_batches import BLOCK_SIZE, BUDGET, Worker
 from tests.ops.triton_compiler import launches
 from vllm_kvmerge import ops
+from vllm_kvmerge.engine.worker.compactor import Compaction, Execution
 from vllm_kvmerge.ops import dispatch, reference, triton
 from vllm_kvmerge.policies import PRESETS
 
@@ -116,12 +117,28 @@ def of_policy(policy: str, lengths: tuple[int, ...] = LENGTHS, **fields: Any) ->
     with SimulatedGPU(may_wait=True, must_pin=True):
         worker = Worker(policy, lengths, **fields)
         on_gpu(worker, blocks_on_gpu=True)
+    allocator, done = worker.config.policy.allocator, None
+    is_uneven = worker.capacity > BUDGET
     for step in (worker.first, worker.second):
+        if is_uneven:
+            step = [_with_pages(one, index, done) for index, one in enumerate(step)]
         with counting() as counts:
             done = worker.compactor.execute(step)
         assert not done.failures, done.failures
+        assert set(done.found) == (set(range(len(lengths))) if allocator.reads_attention else set())
         found.append(counts)
     return found
+
+
+def _with_pages(compaction: Compaction, index: int, before: Execution | None) -> Compaction:
+    """As the engine plans it on a GPU where heads have budgets of their own. before: what the last step came to."""
+    blocks = compaction.plan.blocks[: -(-BUDGET // BLOCK_SIZE)]
+    plan = replace(
+        compaction.plan, blocks=blocks, share_blocks=len(blocks), has_pages=True, settles_shares=before is None
+    )
+    if before is None:
+        return replace(compaction, plan=plan)
+    return replace(compaction, plan=plan, pages=before.pages[index], found=before.found.get(index))
 
 
 def main() -> None:

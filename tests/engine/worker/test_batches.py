@@ -18,7 +18,7 @@ from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import parse_compression
 
 NUM_LAYERS, NUM_HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 2, 16, 16, 128
-INTERVAL = 16
+BUDGET, INTERVAL = 50, 16
 
 
 class Worker:
@@ -34,9 +34,9 @@ class Worker:
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         window = {"window_size": 32} if policy == "kvzap" else {}  # by default it protects more than the budget
-        self.text = json.dumps({"policy": policy, "budget": 50, **window, **fields})
+        self.text = json.dumps({"policy": policy, "budget": BUDGET, **window, **fields})
         self.config = parse_compression(self.text)
-        self.capacity = min(self.config.policy.allocator.capacity(50), *lengths)
+        self.capacity = min(self.config.policy.allocator.capacity(BUDGET), *lengths)
         elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize
         self.caches = [
             torch.randn(num_blocks, NUM_HEADS, BLOCK_SIZE, elements, generator=self.generator).to(dtype)
@@ -77,7 +77,7 @@ class Worker:
             for layer in range(NUM_LAYERS):
                 queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
                 ring.write(layer, queries, num_tokens)
-        plan = CompressionPlan(str(index), self.text, front, tail, num_tokens, 50, self.capacity, destination)
+        plan = CompressionPlan(str(index), self.text, front, tail, num_tokens, BUDGET, self.capacity, destination)
         return Compaction(plan, self.config.policy, torch.tensor(blocks), scores, ring)
 
     @property
