@@ -34,6 +34,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: E402
 from vllm_kvmerge.ops import triton  # noqa: E402
 from vllm_kvmerge.ops.cuda import backend as cuda_backend  # noqa: E402
+from vllm_kvmerge.ops.regression import OutputDerivative  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
@@ -57,7 +58,7 @@ def test_everything_in_the_interpreter():
     """
     files = [
         f"test_{name}.py"
-        for name in ("operators", "rows", "index", "cpu", "head_pages", "large_pool", "triton_interpreted")
+        for name in ("operators", "rows", "index", "cpu", "head_pages", "large_pool", "regression", "triton_interpreted")
     ]
     files.append("../engine/cuda/test_backend_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
@@ -135,6 +136,9 @@ def run_all(
     triton.overflowing(newest[:, 0], newest[:, 0], wide)
     triton.empty_places(index, index, *planes)
     triton.free_places(index, 50)
+    weights = triton.attention_weights(newest, index, newest[:, 0], votes[:, :32], positions[:, :32], 0.1).flatten(1, 2)
+    derivative = OutputDerivative(weights, newest[:, 0], newest.flatten(1, 2), 0.1, mask)
+    triton.solve_outputs(newest.flatten(1, 2), derivative, 0.1, 1, 0.1)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
 
 
@@ -325,4 +329,7 @@ def test_the_reference_says_where_its_tensors_are():
         reference.take(index, [ranking], [0.0])
         reference.empty_places(index, index, ranking, ranking, ranking)
         reference.split_budget(ranking[None], 60, 5, 50)
+        weights = reference.attention_weights(found[:, None], index, found, ranking, index, 0.1)
+        derivative = OutputDerivative(weights.flatten(1, 2), found, found, 0.1, mask)
+        reference.solve_outputs(found, derivative, 0.1, 1, 0.1)
         reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tests.engine.cuda.gpu import WAITS, OnGPU, SimulatedGPU, _tensors
+from tests.engine.cuda.gpu import GPU, WAITS, OnGPU, SimulatedGPU, _tensors
 from tests.engine.cuda.test_compactions import LENGTHS, on_gpu
 from tests.engine.worker.test_batches import BLOCK_SIZE, BUDGET, Worker
 from tests.ops.triton_compiler import launches
@@ -45,12 +45,13 @@ class _Operations(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self.counts, self.is_on = counts, True
+        self.is_inside = False
+        """An operation on tensors of the GPU is under way: what it is made of is too."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if self.is_on and not function.is_view and name not in FREE:
-            given = any(isinstance(one, OnGPU) for one in _tensors((list(args), kwargs or {})))
-            if given:
+            if self.is_inside or any(isinstance(one, OnGPU) for one in _tensors((list(args), kwargs or {}))):
                 self.counts.kernels[name] += 1
         return function(*args, **(kwargs or {}))
 
@@ -64,12 +65,23 @@ class _CountingGPU(SimulatedGPU):
         name = getattr(function, "__name__", "")
         if self.operations.is_on and name in WAITS and args and isinstance(args[0], OnGPU):
             self.counts.waits[name] += 1
-        return super().__torch_function__(function, types, args, kwargs)
+        was_inside, tensors = self.operations.is_inside, _tensors((list(args), kwargs or {}))
+        self.operations.is_inside = _is_made_there(kwargs) or any(isinstance(one, OnGPU) for one in tensors)
+        try:
+            return super().__torch_function__(function, types, args, kwargs)
+        finally:
+            self.operations.is_inside = was_inside
 
     def _sent(self, tensor, target, args, kwargs):
         if self.operations.is_on and isinstance(tensor, OnGPU) != (target == torch.device("meta")):
             self.counts.kernels["copy between CPU and GPU"] += 1
+            self.operations.is_inside = False
         return super()._sent(tensor, target, args, kwargs)
+
+
+def _is_made_there(kwargs: dict[str, Any] | None) -> bool:
+    device = (kwargs or {}).get("device")
+    return device is not None and torch.device(device) == GPU
 
 
 @contextmanager
