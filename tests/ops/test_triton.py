@@ -58,7 +58,16 @@ def test_everything_in_the_interpreter():
     """
     files = [
         f"test_{name}.py"
-        for name in ("operators", "rows", "index", "cpu", "head_pages", "large_pool", "regression", "triton_interpreted")
+        for name in (
+            "operators",
+            "rows",
+            "index",
+            "cpu",
+            "head_pages",
+            "large_pool",
+            "regression",
+            "triton_interpreted",
+        )
     ]
     files.append("../engine/cuda/test_backend_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+MOST_PARTS = 32
+"""Programs that share a head's entries on a GPU: enough for one with the heads of a few layers."""
+
 
 @dataclass(frozen=True)
 class OutputDerivative:

@@ -149,9 +149,7 @@ class Allocator(Part):
         """``[sequence layers]``: the scalar that the split depends on, equal on all tensor-parallel workers."""
         raise TypeError(f"allocator {self.name!r} has no layer statistic")
 
-    def head_budgets(
-        self, entries: Entries, importance: Tensor, context: CompressionContext
-    ) -> Sequence[int] | Tensor:
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Sequence[int] | Tensor:
         """Entries that each of the ``H`` rows keeps, each ``<= capacity(context.budget)``; on average over the layers
         and heads of this worker the budget, or as ``fills_budget`` says. Where heads have pages of their own, they are
         rounded to pages. A tensor, ``[H]`` int64, of the entries' device is not waited for while a request generates:

@@ -307,7 +307,7 @@ class CompressionPolicy(BaseModel):
         )
 
     def whole_budgets(self, found: Sequence[int], capacity: int) -> list[int]:
-        """Budgets that rows can have, protected entries included; ``found``: ``found_budgets`` of any number of rows."""
+        """Budgets that rows can have, protected entries included. found: ``found_budgets`` of any rows."""
         return [min(max(budget + self.num_protected, self.min_budget), capacity) for budget in found]
 
     def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:

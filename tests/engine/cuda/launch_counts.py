@@ -50,9 +50,9 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if self.is_on and not function.is_view and name not in FREE:
-            if self.is_inside or any(isinstance(one, OnGPU) for one in _tensors((list(args), kwargs or {}))):
-                self.counts.kernels[name] += 1
+        launches = self.is_on and not function.is_view and name not in FREE
+        if launches and (self.is_inside or any(isinstance(one, OnGPU) for one in _tensors((list(args), kwargs or {})))):
+            self.counts.kernels[name] += 1
         return function(*args, **(kwargs or {}))
 
 

@@ -73,7 +73,8 @@ class Compaction:
     compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them, or
     they score its entries anew (rescoring). complete: the complete cache that a refresh starts from. pages: of the
     request's heads, one row per layer, if its front is not an ordinary one. found: ``Execution.found`` of its last
-    compaction, if that is known. moves_keys: RoPE counts entries of the cache, so that keys are turned as these move up.
+    compaction, if that is known. moves_keys: RoPE counts entries of the cache, so that keys are turned as these move
+    up.
     """
 
     plan: CompressionPlan
@@ -168,7 +169,8 @@ class _Batch:
     compressed at once, of one layer of the only request; 0: as many layers as memory allows. failed: errors of
     requests, by index. shares: of each request by index, entries of each head, layer by layer, where they are rounded
     to pages. fronts: what they come to, if that depends on data. deals: new pages of requests, by index, where heads
-    get some of their own. found: ``Execution.found``, by index. gathered: the entries that were read last, by their sequence layers.
+    get some of their own. found: ``Execution.found``, by index. gathered: the entries that were read last, by
+    their sequence layers.
     """
 
     compactions: list[Compaction]
@@ -326,9 +328,9 @@ class Compactor:
             # Each complete cache is an allocation of its own, so refreshes go one by one.
             source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
             layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
-            layout = *layout, plan.settles_shares
+            kind = id(compaction.policy), plan.settles_shares
             # By the policy's text: parameters of another package's policy may not be hashable.
-            batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source, *layout), []).append(index)
+            batches.setdefault((plan.compression, *kind, *sizes, *source, *layout), []).append(index)
         courses += [(indices, self._course([compactions[index] for index in indices])) for indices in batches.values()]
         counts, failures, pages, fronts, found = [], {}, {}, {}, {}
         for indices, course in courses:

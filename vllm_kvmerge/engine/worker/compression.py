@@ -99,8 +99,8 @@ class RequestState:
     its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
     cache, from the first compression on, if it is refreshed. predicts: scores of generated tokens are predicted. pages:
     of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU. found:
-    ``Execution.found`` of its last compression. output: of its context's last token, until its front is shared. shift: what RoPE adds to the positions of its tokens, so that
-    those of its tail follow its front."""
+    ``Execution.found`` of its last compression. output: of its context's last token, until its front is shared. shift:
+    what RoPE adds to the positions of its tokens, so that those of its tail follow its front."""
 
     front: int = 0
     tail: int = 0
@@ -118,9 +118,9 @@ class RequestState:
 
 @dataclass(frozen=True)
 class KeptFront:
-    """What a worker keeps of a front in the prefix cache besides its blocks. pages, table, found: as in ``RequestState``.
-    queries: the newest ones of the context, if its policy goes on reading them. output: the hidden state that the model
-    made of the context's last token, ``[hidden]``."""
+    """What a worker keeps of a front in the prefix cache besides its blocks. pages, table, found: as in
+    ``RequestState``. queries: the newest ones of the context, if its policy goes on reading them. output: the hidden
+    state that the model made of the context's last token, ``[hidden]``."""
 
     pages: HeadPages | None
     table: Tensor | None

@@ -39,9 +39,10 @@ from vllm_kvmerge.ops.triton.regression import attention_weights, solve_outputs
 
 # fmt: off
 __all__ = [
-    "INTERPRETED", "attention_weights", "description", "empty_places", "free_places", "fused_attention", "gather_metadata", "gather_rows",
-    "in_place", "inverse", "join_slots", "largest", "merge_entries", "most_similar", "move_entries", "obstacle",
-    "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
-    "solve_outputs", "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens",
+    "INTERPRETED", "attention_weights", "description", "empty_places", "free_places", "fused_attention",
+    "gather_metadata", "gather_rows", "in_place", "inverse", "join_slots", "largest", "merge_entries", "most_similar",
+    "move_entries", "obstacle", "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on",
+    "score_prompt_queries", "score_repetition", "solve_outputs", "take", "top", "turn_keys", "write_metadata",
+    "write_rows", "write_tokens",
 ]
 # fmt: on

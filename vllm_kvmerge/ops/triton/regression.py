@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops import reference
-from vllm_kvmerge.ops.regression import OutputDerivative
+from vllm_kvmerge.ops.regression import MOST_PARTS, OutputDerivative
 from vllm_kvmerge.ops.triton import regression_kernels
 from vllm_kvmerge.ops.triton.plan import power_of_two
 
@@ -13,9 +13,6 @@ BLOCK = 1024
 
 BLOCK_R, BLOCK_N, BLOCK_D = 16, 16, 128
 """Queries, entries and dimensions of a tile, where products are computed: what fits in registers."""
-
-MOST_PARTS = 32
-"""Programs that share a head's entries: enough for a GPU with the heads of a few layers."""
 
 LARGEST_HEAD = 2 * BLOCK_D
 """Head size up to which it is computed in two halves at most."""

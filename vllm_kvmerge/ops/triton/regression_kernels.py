@@ -14,7 +14,9 @@ CHANGING = ["num_rows", "num_entries", "num_queries", "scale", "ridge", "toleran
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def seen_softmax(logits, query_positions, log_votes, positions, num_rows, num_queries, num_entries, BLOCK: tl.constexpr):
+def seen_softmax(
+    logits, query_positions, log_votes, positions, num_rows, num_queries, num_entries, BLOCK: tl.constexpr
+):
     """Replaces logits ``[H, r, n]`` by ``reference.attention_weights``. Grid: rows of all heads."""
     row = tl.program_id(0).to(tl.int64)
     head, query = row // num_rows, row % num_queries
@@ -162,7 +164,7 @@ def iterate(
     (``[r, d]``). The one that is done last, as ``tickets`` (a number of each head) tell, adds them up and takes the
     step: no other one reads what it changes any more, and in its order sums do not depend on which it was.
 
-    BLOCK_D: dimensions of a tile, all or half of them. Rows are loaded where they are needed, and not kept in registers.
+    BLOCK_D: dimensions of a tile, all or half of them. Rows are loaded where they are needed, not kept in registers.
     """
     head = tl.program_id(0).to(tl.int64)
     TWO: tl.constexpr = HEAD_SIZE > BLOCK_D

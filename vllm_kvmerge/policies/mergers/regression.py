@@ -1,6 +1,6 @@
 """Merger that fits the kept entries to the attention output of the full cache (GRKV)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import ScoreMode
-from vllm_kvmerge.ops.regression import OutputDerivative
+from vllm_kvmerge.ops.regression import MOST_PARTS, OutputDerivative
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
@@ -22,7 +22,7 @@ from vllm_kvmerge.policies.base import (
     ServedModel,
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
-from vllm_kvmerge.policies.indexing import first, listed, sinks
+from vllm_kvmerge.policies.indexing import listed, sinks
 from vllm_kvmerge.policies.mergers.least_squares import (
     CHOLESKY,
     full_attention,
@@ -130,11 +130,12 @@ class RegressionMerger(Merger):
         lambda_k, lambda_v = (RIDGE if ridge is None else ridge for ridge in (self.lambda_k, self.lambda_v))
         keys, values = result.keys, result.values
         for _ in range(self.steps):
+            weights = fit.attention(keys)
             if "v" in self.components:
-                values = fit.values(keys, values, lambda_v)
+                values = fit.values(weights, values, lambda_v)
                 may_pause()
             if "k" in self.components:
-                keys = fit.keys(keys, values, lambda_k, self.cg_iterations, self.cg_tolerance)
+                keys = fit.keys(keys, weights, values, lambda_k, self.cg_iterations, self.cg_tolerance)
                 may_pause()
         is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
         changed = listed(is_changed, len(result))
@@ -151,8 +152,7 @@ class RegressionMerger(Merger):
         free = kept.is_live & ~sinks(kept, self.num_fixed_sinks)
         if self.fix_window:
             free &= kept.positions < queries.positions.amin(-1, keepdim=True)
-        by_weight = weight.masked_fill(~free, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        return free & ~first(free, by_weight, int(self.fixed_share * len(kept)))
+        return free & ~ops.top(weight, torch.zeros_like(free), free, int(self.fixed_share * len(kept)))
 
     def cost(self, shape: CostShape) -> Cost:
         n, c, d = shape.num_entries, shape.num_kept, shape.head_size
@@ -160,7 +160,9 @@ class RegressionMerger(Merger):
         r = shape.group_size * queries
         system = min(r, c)
         products = r if r <= 2 * d else 0  # side of the matrix Q Q^T, if that is kept
-        fit = (10 * c + 10 * r) * d + 5 * r * c + 2 * system**2 + products**2
+        # On a GPU all shares of a step are tried at once, and conjugate gradients keep parts of sums.
+        on_gpu = len(STEP_LENGTHS) * ((c + r) * d + r * c) + MOST_PARTS * r * d
+        fit = (10 * c + 10 * r) * d + 5 * r * c + 2 * system**2 + products**2 + on_gpu
         value_step = Cost(
             products=4 * r * c * d + system**2 * max(r, c) + CHOLESKY * system**3 // 3 + 2 * system**2 * d,
             touches=24 * r * c + 12 * (r + c) * d,
@@ -196,43 +198,46 @@ class _Fit:
     free: Tensor
     guard: bool
 
-    def values(self, keys: Tensor, values: Tensor, ridge: float) -> Tensor:
-        """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these keys and values."""
-        weights = self._attention(keys)
+    def values(self, weights: Tensor, values: Tensor, ridge: float) -> Tensor:
+        """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these values and keys with
+        the attention ``weights``."""
         fitted, taken = ridge_regression(self.kept.values, weights, self.free, self.target.flatten(1, 2), ridge)
         if self.guard:
             taken &= self._loss(weights @ fitted) < self._loss(weights @ values)  # false for NaN
         return torch.where(taken[:, None, None] & self.free.unsqueeze(-1), fitted, values)
 
-    def keys(self, keys: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float) -> Tensor:
-        """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these keys and values."""
-        queries = self.queries.vectors.flatten(1, 2)
-        derivative = OutputDerivative(self._attention(keys), values, queries, self.scale, self.free)
+    def keys(
+        self, keys: Tensor, weights: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float
+    ) -> Tensor:
+        """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these values, and keys with
+        the attention ``weights``."""
+        derivative = OutputDerivative(weights, values, self.queries.vectors.flatten(1, 2), self.scale, self.free)
         output = derivative.output
-        right = self.target.flatten(1, 2) - output + derivative.forward(keys - self.kept.keys)
+        right, moved = self.target.flatten(1, 2) - output, None
+        if keys is not self.kept.keys:
+            moved = keys - self.kept.keys
+            right += derivative.forward(moved)
         alpha = ops.solve_outputs(right, derivative, ridge, iterations, tolerance)
         may_pause()
-        change = self.kept.keys + derivative.adjoint(alpha) - keys
+        change = derivative.adjoint(alpha)
+        if moved is not None:
+            change -= moved
         if not self.guard:
             trial = keys + change
             return torch.where(is_finite(trial)[:, None, None] & self.free.unsqueeze(-1), trial, keys)
-        length, undecided = torch.zeros_like(output[:, 0, 0]), self.free.any(1)
-        allowed = self._loss(output)
-        lengths = sent(torch.tensor(STEP_LENGTHS, dtype=keys.dtype), keys.device)
-        # One after the other until no head is left, or, as a GPU would be waited for to know that, all at once.
+        allowed, length = self._loss(output), torch.zeros_like(output[:, :1, :1])
+        lengths = sent(torch.tensor(STEP_LENGTHS, dtype=keys.dtype), keys.device).view(-1, 1, 1, 1)
+        # One after the other until each head has one, or, as a GPU would be waited for to know that, all at once.
         for some in lengths.split(1 if keys.is_cpu else len(lengths)):
-            trials = keys + some.view(-1, 1, 1, 1) * change
-            loss = self._loss(self._attention(trials) @ values)
-            is_better = loss < allowed  # false for NaN
-            longest = torch.where(is_better, some.unsqueeze(1), 0.0).amax(0)
-            length = torch.where(undecided, longest, length)
-            undecided = undecided & (length == 0)
-            if undecided.is_cpu and not undecided.any():
+            loss = self._loss(self.attention(torch.addcmul(keys, some, change)) @ values)
+            # False for NaN. The longest of a head is the first.
+            length = ((loss < allowed)[..., None, None] * some).amax(0).maximum(length)
+            if keys.is_cpu and (length.flatten() > 0)[self.free.any(1)].all():
                 break
-        is_changed = (length > 0).unsqueeze(1) & self.free
-        return torch.where(is_changed.unsqueeze(-1), keys + length.view(-1, 1, 1) * change, keys)
+        is_changed = (length > 0) & self.free.unsqueeze(-1)
+        return torch.where(is_changed, torch.addcmul(keys, length, change), keys)
 
-    def _attention(self, keys: Tensor) -> Tensor:
+    def attention(self, keys: Tensor) -> Tensor:
         """A, ``[..., r, c]``, for keys ``[..., H, c, d]``."""
         times = keys.shape[:-3]
         vectors, positions, votes, places = (
@@ -243,5 +248,5 @@ class _Fit:
         return weights.flatten(1, 2).unflatten(0, keys.shape[:-2])
 
     def _loss(self, output: Tensor) -> Tensor:
-        """The window loss (eq. 4) of each head, for ``output`` (``[..., H, r, d]``)."""
-        return (self.target.flatten(1, 2) - output).square().sum((-2, -1))
+        """Square root of the window loss (eq. 4) of each head, for ``output`` (``[..., H, r, d]``)."""
+        return torch.linalg.vector_norm(self.target.flatten(1, 2) - output, dim=(-2, -1))
