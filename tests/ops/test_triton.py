@@ -58,7 +58,8 @@ def test_everything_in_the_interpreter():
     Left out: 40 query heads, and cells of 256 numbers in blocks of 16, which take the interpreter minutes, and
     rounding, which it does not do as GPUs do.
     """
-    names = ["operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "regression", "triton_interpreted"]
+    names = ["operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "regression"]
+    names.append("triton_interpreted")
     files = [*(f"test_{name}.py" for name in names), "../engine/cuda/test_backend_interpreted.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
     command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]

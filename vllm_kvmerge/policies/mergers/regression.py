@@ -226,7 +226,7 @@ class _Fit:
             trial = keys + change
             return torch.where(is_finite(trial)[:, None, None] & self.free.unsqueeze(-1), trial, keys)
         allowed, length = self._loss(output), torch.zeros_like(output[:, :1, :1])
-        lengths = sent(torch.tensor(STEP_LENGTHS, dtype=keys.dtype), keys.device).view(-1, 1, 1, 1)
+        lengths = sent(torch.tensor(STEP_LENGTHS, dtype=keys.dtype, device="cpu"), keys.device).view(-1, 1, 1, 1)
         # One after the other until each head has one, or, as a GPU would be waited for to know that, all at once.
         for some in lengths.split(1 if keys.is_cpu else len(lengths)):
             loss = self._loss(self.attention(torch.addcmul(keys, some, change)) @ values)
