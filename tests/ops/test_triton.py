@@ -35,6 +35,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: E402
 from vllm_kvmerge.ops import triton  # noqa: E402
 from vllm_kvmerge.ops.cuda import backend as cuda_backend  # noqa: E402
+from vllm_kvmerge.ops.regression import OutputDerivative  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
@@ -57,21 +58,9 @@ def test_everything_in_the_interpreter():
     Left out: 40 query heads, and cells of 256 numbers in blocks of 16, which take the interpreter minutes, and
     rounding, which it does not do as GPUs do.
     """
-    files = [
-        f"test_{name}.py"
-        for name in (
-            "operators",
-            "rows",
-            "index",
-            "zipping",
-            "cpu",
-            "head_pages",
-            "large_pool",
-            "queries",
-            "triton_interpreted",
-        )  # fmt: skip
-    ]
-    files.append("../engine/cuda/test_backend_interpreted.py")
+    names = ["operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "regression"]
+    names += ["queries", "triton_interpreted"]
+    files = [*(f"test_{name}.py" for name in names), "../engine/cuda/test_backend_interpreted.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
     command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -149,6 +138,9 @@ def run_all(
     triton.overflowing(newest[:, 0], newest[:, 0], wide)
     triton.empty_places(index, index, *planes)
     triton.free_places(index, 50)
+    weights = triton.attention_weights(newest, index, newest[:, 0], votes[:, :32], positions[:, :32], 0.1).flatten(1, 2)
+    derivative = OutputDerivative(weights, newest[:, 0], newest.flatten(1, 2), 0.1, mask)
+    triton.solve_outputs(newest.flatten(1, 2), derivative, 0.1, 1, 0.1)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
     for num_scores, cap in ((1, 0.0), (groups, 30.0)):
         scored = torch.zeros(2 * heads, num_scores, 100)
@@ -351,6 +343,9 @@ def test_the_reference_says_where_its_tensors_are():
         reference.take(index, [ranking], [0.0])
         reference.empty_places(index, index, ranking, ranking, ranking)
         reference.split_budget(ranking[None], 60, 5, 50)
+        weights = reference.attention_weights(found[:, None], index, found, ranking, index, 0.1)
+        derivative = OutputDerivative(weights.flatten(1, 2), found, found, 0.1, mask)
+        reference.solve_outputs(found, derivative, 0.1, 1, 0.1)
         reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])
         merged = ZipPlanes(ranking, ranking, ranking, index, mask, ranking[:, None], ranking[:, None, :1])
         reference.zip_groups(index[:, :9], index[:, 9:18], mask[:, :9], merged, ScoreMode.MEAN, "auto")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import attention, similarity, turns, zipping
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
+from vllm_kvmerge.ops.regression import OutputDerivative, conjugate_gradients
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
     QUANTISED,
@@ -726,3 +727,24 @@ def zip_groups(
         return padded_nonzero(mask, None if mask.is_cpu else most)  # a GPU would be waited for
 
     return zipping.zip_groups(planes, sources, targets, joins, mode, zip_mode, softmax, listed, inverse)
+
+
+def attention_weights(
+    queries: Tensor, query_positions: Tensor, keys: Tensor, log_votes: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """``[H, G, w, n]``: softmax over entries of scale * q.k + log_votes; the arguments are those of
+    ``attention.fused_attention``. A query sees live entries up to its own position, and gives no weight to any where it
+    sees none."""
+    return attention.attention_to_keys(queries, query_positions, keys, log_votes, positions, scale)
+
+
+def solve_outputs(
+    right: Tensor, derivative: OutputDerivative, ridge: float, iterations: int, tolerance: float
+) -> Tensor:
+    """alpha, ``[H, r, d]``, with (J J^T + ridge) alpha = ``right``, to a relative residual of ``tolerance`` or after
+    ``iterations`` of conjugate gradients."""
+
+    def operator(vector: Tensor) -> Tensor:
+        return derivative.forward_adjoint(vector).add_(vector, alpha=ridge)
+
+    return conjugate_gradients(operator, right, iterations, tolerance)

@@ -98,7 +98,7 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     config.parallel_config.tensor_parallel_size = 4
     config.model_config.get_total_num_kv_heads = lambda: 2
     compression._compactor.execute = lambda compactions, begun: Execution(
-        torch.tensor([[3, 5, 1, 9, 2, 7]]), {}, {}, {}
+        torch.tensor([[3, 5, 1, 9, 2, 7]]), {}, {}, {}, {}
     )
     of_first, of_third = [3, 5, 1, 9, 2, 7], [1, 2, 0, 8, 3, 5]
     group = SimpleNamespace(cpu_group=None)
@@ -122,7 +122,7 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
 def test_tokens_do_not_wait_for_numbers_of_compactions(compression, monkeypatch):
     """On a GPU they go with the next step's output, but for those that the scheduler needs at once."""
     event = SimpleNamespace(synchronize=lambda: None, query=lambda: False)
-    monkeypatch.setattr(reporting._Arriving, "of", lambda counts: reporting._Arriving(counts, event))
+    monkeypatch.setattr(reporting.Arriving, "of", lambda counts: reporting.Arriving(counts, event))
     plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])
     reporter, counts = compression.reporter, torch.tensor([[3, 5, 1, 9, 2, 7]])
     heads = tensor_parallel.HeadShare(0, 1, 1)
