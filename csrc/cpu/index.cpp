@@ -282,6 +282,74 @@ void join_slots(float* products, const float* between, const float* source_weigh
   });
 }
 
+// What reference.hand_over returns, of one row: entries that leave give their values to their right neighbours.
+struct HandOver {
+  const int64_t *order, *place;  // [n]
+  const uint8_t* is_live;        // [n]
+  const float* importance;       // [n]
+  int64_t n, width;
+  int64_t* index;  // [width], as target, shares and places
+  int64_t* target;
+  float* shares;
+  int64_t* places;
+  int64_t* count;
+
+  // False where more than `width` entries take part, or an entry of `order` is none.
+  bool run() {
+    for (int64_t i = 0; i < n; ++i)
+      if (order[i] < 0 || order[i] >= n) return false;
+    const auto goes = [&](int64_t rank) { return is_live[order[rank]] && place[order[rank]] < 0; };
+    int64_t last = n - 1, size = 0;
+    while (last >= 0 && goes(last)) --last;
+    leaving.clear();
+    for (int64_t rank = 0, after_one = 0; rank <= last; ++rank) {
+      const bool leaves = goes(rank);
+      if (leaves || after_one) {
+        if (size == width) return false;
+        if (leaves) leaving.push_back(size);
+        index[size] = order[rank];
+        places[size++] = leaves ? -1 : place[order[rank]];
+      }
+      after_one = leaves;
+    }
+    *count = static_cast<int64_t>(leaving.size());
+    scores.resize(width), share.assign(width, 1.0), links.resize(2 * width);
+    int64_t *previous = links.data(), *next = previous + width;
+    for (int64_t i = 0; i < size; ++i) {
+      const float score = importance[index[i]];
+      scores[i] = score < 0.0f ? 0.0f : score;
+      previous[i] = i - 1;
+      next[i] = i + 1;
+    }
+    const auto before = [&](int64_t a, int64_t b) {  // NaN last, as PyTorch sorts
+      const double x = scores[a], y = scores[b];
+      if (x != x || y != y) return x == x || (y != y && a < b);
+      return x != y ? x < y : a < b;
+    };
+    std::sort(leaving.begin(), leaving.end(), before);
+    for (const int64_t one : leaving) {  // next[one] remains: who takes its value
+      if (previous[one] >= 0) next[previous[one]] = next[one];
+      previous[next[one]] = previous[one];
+    }
+    // Backwards in time: by what all that an entry holds is multiplied from then on.
+    for (auto one = leaving.rbegin(); one != leaving.rend(); ++one) {
+      const int64_t taker = next[*one];
+      const double total = scores[*one] + scores[taker];
+      share[*one] = share[taker] * (total > 0 ? scores[*one] / total : 0.0);
+      share[taker] *= total > 0 ? scores[taker] / total : 1.0;
+    }
+    for (int64_t i = width - 1; i >= 0; --i) {
+      if (i >= size) index[i] = places[i] = -1;
+      target[i] = i < size && is_live[index[i]] && place[index[i]] < 0 ? target[i + 1] : i;
+      shares[i] = static_cast<float>(share[i]);
+    }
+    return true;
+  }
+
+  std::vector<int64_t> leaving, links;
+  std::vector<double> scores, share;
+};
+
 // The operators as apache-tvm-ffi functions.
 
 // [rows, n]
@@ -406,6 +474,33 @@ void call_join_slots(TensorView products, TensorView between, TensorView source_
              Argument("joined", joined).contiguous({rows, sources}).i64());
 }
 
+void call_hand_over(TensorView order, TensorView place, TensorView is_live, TensorView importance, TensorView index,
+                    TensorView target, TensorView shares, TensorView places, TensorView count) {
+  const Argument a("order", order), b("index", index);
+  HandOver first;
+  first.order = a.contiguous({-1, -1}).i64();
+  const int64_t rows = a.size(0), n = first.n = a.size(1);
+  first.place = Argument("place", place).contiguous({rows, n}).i64();
+  first.is_live = mask_of("is_live", is_live, rows, n);
+  first.importance = Argument("importance", importance).contiguous({rows, n}).f32();
+  first.index = b.contiguous({rows, -1}).i64();
+  const int64_t width = first.width = b.size(1);
+  first.target = Argument("target", target).contiguous({rows, width}).i64();
+  first.shares = Argument("shares", shares).contiguous({rows, width}).f32();
+  first.places = Argument("places", places).contiguous({rows, width}).i64();
+  first.count = Argument("count", count).contiguous({rows}).i64();
+  std::atomic<bool> valid{true};
+  for_rows(rows, 8 * n, [&](int64_t row) {
+    HandOver one = first;
+    one.order += row * n, one.place += row * n, one.is_live += row * n, one.importance += row * n;
+    one.index += row * width, one.target += row * width, one.shares += row * width, one.places += row * width;
+    one.count += row;
+    if (!one.run()) valid = false;
+  });
+  KVM_CHECK(valid, ValueError) << "order must list all of " << n << " entries, of which at most " << width
+                               << " take part";
+}
+
 }  // namespace
 }  // namespace kvmerge
 
@@ -421,3 +516,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty_places, kvmerge::call_empty_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(split_budget, kvmerge::call_split_budget);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hand_over, kvmerge::call_hand_over);

@@ -278,3 +278,55 @@ def test_rows_that_overflow_are_marked(operators, dtype):
     fine, overflowing = torch.zeros_like(rows), getattr(operators, "overflowing", reference.overflowing)
     for some in ((rows, None), (rows, fine), (fine, rows)):
         assert torch.equal(overflowing(*some, dtype), expected)
+
+
+def handed_over(positions, stays, importance):
+    """Of one head, in float64: what part of each entry's value ends in which entry, by position, and how many leave."""
+    last = max((p for i, p in enumerate(positions) if stays[i]), default=-1)  # what is behind is lost
+    holds = {p: {p: 1.0} for p in positions if 0 <= p <= last}
+    score = {p: max(importance[i], 0.0) for i, p in enumerate(positions)}
+    leaving = sorted((score[p], p) for i, p in enumerate(positions) if p in holds and not stays[i])
+    for _, position in leaving:
+        parts = holds.pop(position)
+        right = min(p for p in holds if p > position)
+        total = score[position] + score[right]
+        moved, remained = (score[position] / total, score[right] / total) if total > 0 else (0.0, 1.0)
+        holds[right] = {p: remained * part for p, part in holds[right].items()}
+        holds[right] |= {p: moved * part for p, part in parts.items()}
+    return holds, len(leaving)
+
+
+@pytest.mark.parametrize("n", [*SIZES, 2100])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.95])
+@pytest.mark.parametrize("kind", ["random", "few", "rising", "falling"])
+def test_values_are_handed_over_to_the_right(operators, n, share, kind):
+    """Against one departure after the other; with dead entries, equal scores, chains, and a head where all stay."""
+    generator = torch.Generator().manual_seed(n)
+    positions = torch.rand(3, n, generator=generator).argsort(1) * 3
+    positions[:, n // 2 : n // 2 + n // 7] = -1
+    importance = {
+        "random": torch.randn(3, n, generator=generator) + 1.0,
+        "few": torch.randint(0, 3, (3, n), generator=generator).float(),
+        "rising": positions.float(),
+        "falling": (3 * n - positions).float(),
+    }[kind]
+    stays = torch.rand(3, n, generator=generator) >= share
+    stays[1] = True
+    kept = reference.padded_nonzero(stays)
+    width = min(n, 2 * int((~stays).sum(1).max()))
+    order, place, is_live = reference.by_position(positions), reference.inverse(kept, n), positions >= 0
+    index, target, shares, places, count = operators.hand_over(order, place, is_live, importance, width)
+    for head in range(3):
+        holds, num_given = handed_over(positions[head].tolist(), stays[head].tolist(), importance[head].tolist())
+        assert count[head] == num_given
+        listed = index[head] >= 0
+        assert (places[head, ~listed] == -1).all() and torch.equal(target[head, ~listed], torch.arange(width)[~listed])
+        row = index[head, listed]
+        assert (positions[head, row].diff() > 0).all()
+        leaves = ~stays[head, row]
+        assert torch.equal(places[head, listed], torch.where(leaves, -1, place[head, row]))
+        assert num_given == leaves.sum() and all(leaves | leaves.roll(1)) and (num_given == 0 or not leaves[-1])
+        for i, end in enumerate(target[head, listed].tolist()):
+            parts = holds[int(positions[head, row[end]])]
+            expected = torch.tensor(parts[int(positions[head, row[i]])])
+            torch.testing.assert_close(shares[head, i], expected, rtol=2e-5, atol=1e-30)

@@ -135,6 +135,7 @@ def run_all(
     triton.overflowing(newest[:, 0], newest[:, 0], wide)
     triton.empty_places(index, index, *planes)
     triton.free_places(index, 50)
+    triton.hand_over(positions, positions, positions.bool(), votes, 60)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
 
 
@@ -325,4 +326,5 @@ def test_the_reference_says_where_its_tensors_are():
         reference.take(index, [ranking], [0.0])
         reference.empty_places(index, index, ranking, ranking, ranking)
         reference.split_budget(ranking[None], 60, 5, 50)
+        reference.hand_over(index, index - 40, mask, ranking, 70)
         reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])

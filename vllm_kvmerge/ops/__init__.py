@@ -9,6 +9,7 @@ from vllm_kvmerge.ops.dispatch import free_places as free_places
 from vllm_kvmerge.ops.dispatch import fused_attention as fused_attention
 from vllm_kvmerge.ops.dispatch import gather_metadata as gather_metadata
 from vllm_kvmerge.ops.dispatch import gather_rows as gather_rows
+from vllm_kvmerge.ops.dispatch import hand_over as hand_over
 from vllm_kvmerge.ops.dispatch import implementation as implementation
 from vllm_kvmerge.ops.dispatch import implementations as implementations
 from vllm_kvmerge.ops.dispatch import in_place as in_place

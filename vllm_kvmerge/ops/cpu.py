@@ -353,3 +353,15 @@ def join_slots(
     products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
     _function("join_slots")(products, between.contiguous(), source_weights.contiguous(), total, joined)
     return joined, total
+
+
+def hand_over(
+    order: Tensor, place: Tensor, is_live: Tensor, importance: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if importance.dtype != torch.float32:
+        return reference.hand_over(order, place, is_live, importance, width)
+    index, target, places = (torch.empty(len(order), width, dtype=torch.int64) for _ in range(3))
+    shares, count = torch.empty(len(order), width), torch.empty(len(order), dtype=torch.int64)
+    given = (t.contiguous() for t in (order, place, is_live, importance))
+    _function("hand_over")(*given, index, target, shares, places, count)
+    return index, target, shares, places, count

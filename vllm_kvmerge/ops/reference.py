@@ -15,8 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from vllm_kvmerge.ops import attention, similarity, turns
+from vllm_kvmerge.ops import attention, neighbours, similarity, turns
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
@@ -681,3 +682,32 @@ def join_slots(
         column = products[head, :, slot]
         products[head, :, slot] = column + share * (between[:, i] - column)
     return joined, total
+
+
+def hand_over(
+    order: Tensor, place: Tensor, is_live: Tensor, importance: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where the values of entries that leave go, one after the other, the smallest ``importance`` first: each to its
+    right neighbour at that time (WeightedKV algorithm 1; ``neighbours``). What nothing that stays follows is lost.
+
+    order: ``[H, n]`` int64, entries in order of position, dead ones first. place: ``[H, n]`` int64, that of each entry
+    which stays; negative: the entry leaves. is_live: ``[H, n]`` bool. importance: ``[H, n]`` floating point, scores m,
+    of which negative ones count as 0. width: at least twice the number of live entries of a head that leave, or n.
+
+    Returns five tensors. Three are ``[H, width]``: int64 index of the entries that take part, those that leave and
+    those that follow one, in order of position, then -1; where in this list each one's value ends, its own number if it
+    stays; and its share in the value there, floating point. Then their places, ``[H, width]`` int64, -1 for those that
+    leave; and how many leave, ``[H]`` int64.
+    """
+    leaves = (is_live & (place < 0)).gather(1, order)
+    rank = torch.arange(leaves.shape[1], device=leaves.device)
+    last = rank.masked_fill(leaves, -1).amax(1, keepdim=True)
+    leaves &= rank < last
+    column = padded_nonzero(leaves | pad(leaves, (1, -1)), width)
+    none, column = column < 0, column.clamp(min=0)
+    index = order.gather(1, column)
+    leaves = leaves.gather(1, column) & ~none
+    scores = importance.gather(1, index).clamp(min=0.0).masked_fill(none, 0.0)
+    places = place.gather(1, index).masked_fill(leaves | none, -1)
+    shares, target = neighbours.shares_of(scores, leaves), neighbours.next_true(~leaves)
+    return index.masked_fill(none, -1), target, shares, places, leaves.sum(1)

@@ -24,8 +24,10 @@ from vllm_kvmerge.ops.triton.entries import (
     write_rows,
 )
 from vllm_kvmerge.ops.triton.indexing import (
+    by_position,
     empty_places,
     free_places,
+    hand_over,
     in_place,
     inverse,
     largest,
@@ -38,9 +40,10 @@ from vllm_kvmerge.ops.triton.indexing import (
 
 # fmt: off
 __all__ = [
-    "INTERPRETED", "description", "empty_places", "free_places", "fused_attention", "gather_metadata", "gather_rows",
-    "in_place", "inverse", "join_slots", "largest", "merge_entries", "most_similar", "move_entries", "obstacle",
-    "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
-    "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens",
+    "INTERPRETED", "by_position", "description", "empty_places", "free_places", "fused_attention",
+    "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_slots", "largest", "merge_entries",
+    "most_similar", "move_entries", "obstacle", "overflowing", "padded_nonzero", "paged_attention", "put",
+    "runs_on", "score_prompt_queries", "score_repetition", "take", "top", "turn_keys", "write_metadata",
+    "write_rows", "write_tokens",
 ]
 # fmt: on

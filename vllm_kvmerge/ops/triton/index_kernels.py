@@ -264,3 +264,169 @@ def fill_places(index, taken, free, out, num_listed, num_places, BLOCK: tl.const
         given = tl.load(free + row * num_places + at, mask=goes, other=-1)
         tl.store(out + row * num_listed + place, tl.where(goes, given, number), mask=inside)
         seen += tl.sum(goes.to(tl.int32), 0)
+
+
+@triton.jit
+def departs(order, place, is_live, rank, inside):
+    """Whether the entries at some ranks leave. order, place, is_live: of a row."""
+    entry = tl.load(order + rank, mask=inside, other=0)
+    live = tl.load(is_live + entry, mask=inside, other=0) != 0
+    return entry, inside & live & (tl.load(place + entry, mask=inside, other=0) < 0)
+
+
+@triton.jit
+def nearest_above(tree, leaf, room, levels, least, active, LEFT: tl.constexpr):
+    """The nearest leaf to one side of some of a row's tree of maxima (``hand_over``) that is above ``least``; -1: none.
+
+    A walk up to the first node beside the path that has such a leaf, and down to the nearest one.
+    """
+    node = room + leaf
+    found = node < 0
+    for _ in range(0, 2 * levels):
+        down = active & found & (node < room)
+        beside = active & (found == 0) & (node > 1) & ((node & 1) == LEFT)
+        next_node = tl.where(down, 2 * node + LEFT, node ^ 1)
+        is_above = tl.load(tree + next_node, mask=down | beside, other=-1) > least
+        found_here = beside & is_above
+        up = tl.where(found, node, node >> 1)
+        node = tl.where(down, tl.where(is_above, next_node, next_node ^ 1), tl.where(found_here, next_node, up))
+        found = found | found_here
+    return tl.where(active & found, node - room, -1)
+
+
+@triton.jit
+def divided(part, total, otherwise):
+    return tl.where(total > 0.0, part / tl.where(total > 0.0, total, 1.0), otherwise)
+
+
+@triton.jit(do_not_specialize=["n", "width", "room", "levels"])
+def hand_values_over(
+    order, place, is_live, importance, index, target, shares, places, counts, tree, links, factors, n, width, room,
+    levels,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``reference.hand_over``. Grid: rows.
+
+    tree: room for ``2 * room`` keys of a row, links for 3, factors for 5 times ``width``. room: ``1 << levels``, more
+    than ``width``. Entries that take part are leaves of a tree of maxima of what orders their departures: score, then
+    number; what stays is above all.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    order, place, is_live, importance = order + row * n, place + row * n, is_live + row * n, importance + row * n
+    index, target, shares, places = (
+        index + row * width,
+        target + row * width,
+        shares + row * width,
+        places + row * width,
+    )
+    tree, links, factors = tree + row * 2 * room, links + row * 3 * width, factors + row * 5 * width
+    scores, moved, remained = factors, factors + width, factors + 2 * width
+    STAYS: tl.constexpr = 0x7FFFFFFFFFFFFFFF
+
+    # The last entry that stays: what lies behind it is lost.
+    last = tl.full([1], -1, tl.int32)
+    for start in range(0, n, BLOCK):
+        rank = start + tl.arange(0, BLOCK)
+        _, leaves = departs(order, place, is_live, rank, rank < n)
+        last = tl.maximum(last, tl.max(tl.where((rank < n) & (leaves == 0), rank, -1), 0))
+
+    # Those that leave, and those that follow one.
+    size = tl.zeros([1], tl.int32)
+    count = tl.zeros([1], tl.int64)
+    for start in range(0, n, BLOCK):
+        rank = start + tl.arange(0, BLOCK)
+        entry, leaves = departs(order, place, is_live, rank, rank <= last)
+        _, follows = departs(order, place, is_live, rank - 1, (rank > 0) & (rank <= last))
+        takes_part = leaves | follows
+        at = size + tl.cumsum(takes_part.to(tl.int32), 0) - 1
+        takes_part = takes_part & (at < width)
+        tl.store(index + at, entry, mask=takes_part)
+        stays_at = tl.load(place + entry, mask=takes_part, other=-1)
+        tl.store(places + at, tl.where(leaves, -1, stays_at), mask=takes_part)
+        score = tl.load(importance + entry, mask=takes_part, other=0.0)
+        score = tl.where(score <= 0.0, 0.0, score)
+        tl.store(scores + at, score, mask=takes_part)
+        bits = tl.where(score == score, score.to(tl.int32, bitcast=True), 0x7FFFFFFF)  # NaN last
+        key = (bits.to(tl.int64) << 32) | at.to(tl.int64)
+        tl.store(tree + room + at, tl.where(leaves, key, STAYS), mask=takes_part)
+        size += tl.sum(takes_part.to(tl.int32), 0)
+        count += tl.sum(leaves.to(tl.int64), 0)
+    tl.store(counts + row + tl.arange(0, 1), count)
+    for start in range(0, room, TILE):
+        i = start + tl.arange(0, TILE)
+        behind = (i >= size) & (i < room)
+        tl.store(tree + room + i, tl.full([TILE], STAYS, tl.int64), mask=behind)
+        behind = behind & (i < width)
+        tl.store(index + i, tl.full([TILE], -1, tl.int64), mask=behind)
+        tl.store(places + i, tl.full([TILE], -1, tl.int64), mask=behind)
+        tl.store(scores + i, tl.zeros([TILE], tl.float32), mask=behind)
+    tl.debug_barrier()
+    half = room >> 1
+    for _ in range(0, levels):
+        for start in range(0, half, TILE):
+            i = start + tl.arange(0, TILE)
+            node, inside = half + i, i < half
+            one = tl.load(tree + 2 * node, mask=inside, other=0)
+            tl.store(tree + node, tl.maximum(one, tl.load(tree + 2 * node + 1, mask=inside, other=0)), mask=inside)
+        tl.debug_barrier()
+        half = half >> 1
+
+    # Who takes each one's value as it leaves, in links, and where it ends.
+    for start in range(0, width, TILE):
+        i = start + tl.arange(0, TILE)
+        inside = i < width
+        key = tl.load(tree + room + i, mask=inside, other=STAYS)
+        leaves = inside & (key != STAYS)
+        taker = nearest_above(tree, i, room, levels, key, leaves, LEFT=0)
+        stays = tl.full([TILE], STAYS - 1, tl.int64)
+        end = nearest_above(tree, i, room, levels, stays, leaves, LEFT=0)
+        tl.store(target + i, tl.where(leaves, end, i).to(tl.int64), mask=inside)
+        tl.store(links + i, taker, mask=inside)
+        own = tl.load(scores + i, mask=inside, other=0.0)
+        others = tl.load(scores + taker, mask=leaves, other=0.0)
+        total = own + others
+        tl.store(moved + i, divided(own, total, 0.0), mask=inside)
+        tl.store(remained + i, divided(others, total, 1.0), mask=inside)
+    tl.debug_barrier()
+
+    # The departure that follows: of the nearest to the left with the same taker, else the taker's own.
+    for start in range(0, width, TILE):
+        i = start + tl.arange(0, TILE)
+        inside = i < width
+        key = tl.load(tree + room + i, mask=inside, other=STAYS)
+        leaves = inside & (key != STAYS)
+        taker = tl.load(links + i, mask=inside, other=-1)
+        left = nearest_above(tree, i, room, levels, key, leaves, LEFT=1)
+        shares_taker = leaves & (left >= 0) & (tl.load(links + left, mask=left >= 0, other=-2) == taker)
+        following = tl.where(shares_taker, left, taker)
+        goes = leaves & (tl.load(tree + room + following, mask=leaves, other=STAYS) != STAYS)
+        factor = tl.load(tl.where(shares_taker, remained + left, moved + taker), mask=goes, other=1.0)
+        tl.store(links + width + i, tl.where(goes, following, -1), mask=inside)
+        tl.store(factors + 3 * width + i, factor, mask=inside)
+    tl.debug_barrier()
+    origin = 0
+    for _ in range(0, levels):
+        for start in range(0, width, TILE):
+            i = start + tl.arange(0, TILE)
+            inside = i < width
+            following = tl.load(links + (1 + origin) * width + i, mask=inside, other=-1)
+            goes = following >= 0
+            factor = tl.load(factors + (3 + origin) * width + i, mask=inside, other=1.0)
+            factor *= tl.load(factors + (3 + origin) * width + following, mask=goes, other=1.0)
+            following = tl.load(links + (1 + origin) * width + following, mask=goes, other=-1)
+            tl.store(links + (2 - origin) * width + i, following, mask=inside)
+            tl.store(factors + (4 - origin) * width + i, factor, mask=inside)
+        tl.debug_barrier()
+        origin = 1 - origin
+
+    # An entry's value first goes through its own sources' departures, beginning with its left neighbour's.
+    for start in range(0, width, TILE):
+        i = start + tl.arange(0, TILE)
+        inside = i < width
+        leaves = tl.load(links + i, mask=inside, other=-1) >= 0
+        has_sources = inside & (i > 0) & (tl.load(links + i - 1, mask=inside & (i > 0), other=-1) == i)
+        at = tl.where(has_sources, i - 1, i)
+        changes = leaves | has_sources
+        share = tl.load(tl.where(has_sources, remained, moved) + at, mask=changes, other=1.0)
+        share *= tl.load(factors + (3 + origin) * width + at, mask=changes, other=1.0)
+        tl.store(shares + i, share, mask=inside)

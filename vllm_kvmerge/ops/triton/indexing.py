@@ -136,3 +136,29 @@ def free_places(index: Tensor, num_places: int) -> Tensor:
             index.contiguous(), taken, free, out, index.shape[1], num_places, BLOCK=BLOCK, num_warps=4
         )
     return out
+
+
+def hand_over(
+    order: Tensor, place: Tensor, is_live: Tensor, importance: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if importance.dtype != torch.float32:
+        return reference.hand_over(order, place, is_live, importance, width)
+    rows, n, device = *order.shape, order.device
+    index, target, places = (torch.empty(rows, width, dtype=torch.int64, device=device) for _ in range(3))
+    shares = torch.empty(rows, width, device=device)
+    counts = torch.empty(rows, dtype=torch.int64, device=device)
+    if counts.numel():
+        levels = width.bit_length()
+        tree = torch.empty(rows, 2 << levels, dtype=torch.int64, device=device)
+        links = torch.empty(rows, 3 * width, dtype=torch.int32, device=device)
+        factors = torch.empty(rows, 5 * width, device=device)
+        index_kernels.hand_values_over[(rows,)](
+            order.contiguous(), place.contiguous(), _bytes(is_live), importance.contiguous(), index, target, shares,
+            places, counts, tree, links, factors, n, width, 1 << levels, levels,
+            BLOCK=BLOCK, TILE=TILE, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return index, target, shares, places, counts
+
+
+def by_position(positions: Tensor) -> Tensor:
+    return positions.argsort(dim=1, stable=True)
