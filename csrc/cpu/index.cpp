@@ -26,6 +26,7 @@ struct Counts {
   const int64_t* values;
   int64_t stride;
 
+  explicit Counts(const int64_t& one) : values(&one), stride(0) {}
   Counts(const char* name, const TensorView& counts, int64_t rows) {
     const Argument a(name, counts);
     values = a.contiguous({-1}).i64();
@@ -79,6 +80,17 @@ void largest(const Kernels& kernels, const int64_t* ranking, int64_t rows, int64
 void top(const Kernels& kernels, const float* ranking, const uint8_t* is_protected, const uint8_t* is_live,
          int64_t rows, int64_t n, const Counts& counts, uint8_t* mask) {
   mark(kernels, Ranking{ranking, nullptr, is_protected, is_live, n, 0, nullptr, mask}, rows, counts);
+}
+
+// mask: of the live entries, whose position is not negative, the `count` newest, and those before position `sinks`.
+void newest(const Kernels& kernels, const int64_t* positions, int64_t rows, int64_t n, const Counts& count,
+            int64_t sinks, uint8_t* mask) {
+  largest(kernels, positions, rows, n, count, mask);
+  for_rows(rows, n, [&](int64_t row) {
+    const int64_t* p = positions + row * n;
+    uint8_t* m = mask + row * n;
+    for (int64_t i = 0; i < n; ++i) m[i] = (p[i] >= 0) & (m[i] | (p[i] < sinks));
+  });
 }
 
 // index: [rows, places], the entries in mask, of which each row has its count; entry i at i where i < count, the others
@@ -216,6 +228,40 @@ void empty_places(int64_t rows, int64_t places, const int64_t* positions, int64_
   });
 }
 
+// Whether one of `size` numbers is at least `least` or NaN, whatever its sign.
+bool overflows(const float* numbers, int64_t size, float least) {
+  int32_t limit, largest = 0;
+  std::memcpy(&limit, &least, sizeof limit);
+  for (int64_t i = 0; i < size; ++i) {
+    int32_t bits;  // ordered as the numbers, and NaN above all
+    std::memcpy(&bits, numbers + i, sizeof bits);
+    largest = std::max(largest, bits & INT32_MAX);
+  }
+  return largest >= limit;
+}
+
+// failed: [rows, count], the places whose new key or value overflows, or whose votes are infinite or NaN; else -1.
+// False where one is not below num_places. keys, values: [rows, count, size], may be null.
+bool overflowing(const int64_t* places, const float* log_votes, const float* keys, const float* values, int64_t rows,
+                 int64_t count, int64_t num_places, int64_t size, float least, int64_t* failed) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, count * size, [&](int64_t row) {
+    for (int64_t i = row * count; i < (row + 1) * count; ++i) {
+      const int64_t place = places[i];
+      failed[i] = -1;
+      if (place < 0) continue;
+      if (place >= num_places) {
+        valid = false;
+        return;
+      }
+      if (!(log_votes[row * num_places + place] < std::numeric_limits<float>::infinity()) ||
+          (keys && overflows(keys + i * size, size, least)) || (values && overflows(values + i * size, size, least)))
+        failed[i] = place;
+    }
+  });
+  return valid;
+}
+
 // counts: [layers, heads], how many of its entries each head keeps, of `total` for all heads of a layer (kernels.h).
 void split(const Kernels& kernels, Split s, int64_t layers) {
   for_rows(layers, s.num_heads * s.n, [&](int64_t layer) {
@@ -280,6 +326,68 @@ void join_slots(float* products, const float* between, const float* source_weigh
       }
     }
   });
+}
+
+// What is not kept, in the order in which it becomes and joins slots (reference.line_up). place, positions, aux, scores:
+// [rows, n]; the others [rows, count]. False where another number of entries is not kept.
+bool line_up(const int64_t* place, const int64_t* positions, const float* aux, const float* scores, int64_t rows,
+             int64_t n, int64_t count, int64_t* index, int64_t* newest, float* weights, float* sums) {
+  struct One {
+    int kind;  // a slot, another entry, a dead one
+    int64_t position, entry;
+    bool operator<(const One& other) const {
+      if (kind != other.kind) return kind < other.kind;
+      return position != other.position ? position < other.position : entry < other.entry;
+    }
+  };
+  std::atomic<bool> valid{true};
+  for_rows(rows, n, [&](int64_t row) {
+    thread_local std::vector<One> line;
+    line.clear();
+    for (int64_t i = 0, at = row * n; i < n; ++i, ++at)
+      if (place[at] < 0) line.push_back({positions[at] < 0 ? 2 : aux[at] >= 1.0f ? 0 : 1, positions[at], i});
+    if (static_cast<int64_t>(line.size()) != count) {
+      valid = false;
+      return;
+    }
+    std::sort(line.begin(), line.end());
+    for (int64_t i = 0, to = row * count; i < count; ++i, ++to) {
+      const One& one = line[i];
+      const int64_t at = row * n + one.entry;
+      const bool dead = one.kind == 2;
+      index[to] = dead ? -1 : one.entry;
+      newest[to] = one.position;
+      weights[to] = dead ? 0.0f : std::max(aux[at], 1.0f);
+      sums[to] = dead ? 0.0f : scores[at];
+    }
+  });
+  return valid;
+}
+
+// joined: [rows, width], the places that sources join, ascending, then -1; row_of: [rows, count], where in it each
+// source's place is, 0 for one that does not join. False where a place is not below num_places.
+bool list_joined(const int64_t* places, const uint8_t* joins, int64_t rows, int64_t count, int64_t num_places,
+                 int64_t width, int64_t* joined, int64_t* row_of) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, std::max(count, num_places), [&](int64_t row) {
+    const int64_t* in = places + row * count;
+    const uint8_t* does = joins + row * count;
+    int64_t *list = joined + row * width, *out = row_of + row * count, size = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (in[i] < 0 || in[i] >= num_places) {
+        valid = false;
+        return;
+      }
+    thread_local std::vector<int64_t> number;
+    number.assign(num_places, -1);
+    for (int64_t i = 0; i < count; ++i)
+      if (does[i]) number[in[i]] = 0;
+    for (int64_t place = 0; place < num_places; ++place)
+      if (number[place] == 0) list[number[place] = size++] = place;
+    std::fill(list + size, list + width, -1);
+    for (int64_t i = 0; i < count; ++i) out[i] = does[i] ? number[in[i]] : 0;
+  });
+  return valid;
 }
 
 // What reference.hand_over returns, of one row: entries that leave give their values to their right neighbours.
@@ -376,6 +484,13 @@ void call_top(TensorView ranking, TensorView is_protected, TensorView is_live, T
       Counts("count", count, rows), out);
 }
 
+void call_newest(TensorView positions, int64_t count, int64_t sinks, TensorView mask) {
+  const Argument a("positions", positions);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  const int64_t rows = a.size(0), n = a.size(1);
+  newest(current(), values, rows, n, Counts(count), sinks, Argument("mask", mask).contiguous({rows, n}).boolean());
+}
+
 void call_in_place(TensorView mask, TensorView count, TensorView index) {
   const Argument a("index", index);
   int64_t* out = a.contiguous({mask.ndim() == 2 ? mask.size(0) : -1, -1}).i64();
@@ -432,6 +547,27 @@ void call_take(Tensors planes, TensorView index, TensorView blanks, Tensors take
   }
 }
 
+void call_overflowing(TensorView places, TensorView log_votes, OptionalTensor keys, OptionalTensor values,
+                      double least, TensorView failed) {
+  const Argument a("places", places), b("log_votes", log_votes);
+  const int64_t *index = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
+  const float* votes = b.contiguous({rows, -1}).f32();
+  int64_t size = 0;
+  const auto given = [&](const char* name, const OptionalTensor& tensor) -> const float* {
+    if (!tensor.has_value()) return nullptr;
+    const TensorView rows_given = tensor.value();
+    const Argument plane(name, rows_given);
+    const float* numbers = plane.contiguous({rows, count, size ? size : -1}).f32();
+    size = plane.size(2);
+    return numbers;
+  };
+  const float *k = given("keys", keys), *v = given("values", values);
+  KVM_CHECK(overflowing(index, votes, k, v, rows, count, b.size(1), size, static_cast<float>(least),
+                        Argument("failed", failed).contiguous({rows, count}).i64()),
+            IndexError)
+      << "places has elements that are not among " << b.size(1);
+}
+
 void call_empty_places(TensorView positions, TensorView kept, TensorView log_votes, TensorView scores,
                        TensorView aux) {
   const Argument a("positions", positions);
@@ -474,6 +610,32 @@ void call_join_slots(TensorView products, TensorView between, TensorView source_
              Argument("joined", joined).contiguous({rows, sources}).i64());
 }
 
+void call_line_up(TensorView place, TensorView positions, TensorView aux, TensorView scores, TensorView index,
+                  TensorView newest, TensorView weights, TensorView sums) {
+  const Argument a("place", place), b("index", index);
+  const int64_t *at = a.contiguous({-1, -1}).i64(), rows = a.size(0), n = a.size(1);
+  int64_t* entries = b.contiguous({rows, -1}).i64();
+  const int64_t count = b.size(1);
+  KVM_CHECK(line_up(at, Argument("positions", positions).contiguous({rows, n}).i64(),
+                    Argument("aux", aux).contiguous({rows, n}).f32(),
+                    Argument("scores", scores).contiguous({rows, n}).f32(), rows, n, count, entries,
+                    Argument("newest", newest).contiguous({rows, count}).i64(),
+                    Argument("weights", weights).contiguous({rows, count}).f32(),
+                    Argument("sums", sums).contiguous({rows, count}).f32()),
+            ValueError)
+      << "place must be negative for " << count << " entries of each head";
+}
+
+void call_list_joined(TensorView places, TensorView joins, int64_t num_places, TensorView joined, TensorView row) {
+  const Argument a("places", places), b("joined", joined);
+  const int64_t *given = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
+  int64_t* list = b.contiguous({rows, std::min(num_places, count)}).i64();
+  KVM_CHECK(list_joined(given, mask_of("joins", joins, rows, count), rows, count, num_places, b.size(1), list,
+                        Argument("row", row).contiguous({rows, count}).i64()),
+            IndexError)
+      << "places has elements that are not among " << num_places;
+}
+
 void call_hand_over(TensorView order, TensorView place, TensorView is_live, TensorView importance, TensorView index,
                     TensorView target, TensorView shares, TensorView places, TensorView count) {
   const Argument a("order", order), b("index", index);
@@ -506,14 +668,18 @@ void call_hand_over(TensorView order, TensorView place, TensorView is_live, Tens
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(largest, kvmerge::call_largest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(top, kvmerge::call_top);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(newest, kvmerge::call_newest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(in_place, kvmerge::call_in_place);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(by_position, kvmerge::call_by_position);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded_nonzero, kvmerge::call_padded_nonzero);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, kvmerge::call_take);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(overflowing, kvmerge::call_overflowing);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty_places, kvmerge::call_empty_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(split_budget, kvmerge::call_split_budget);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hand_over, kvmerge::call_hand_over);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(line_up, kvmerge::call_line_up);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(list_joined, kvmerge::call_list_joined);

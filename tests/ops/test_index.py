@@ -46,6 +46,20 @@ def test_the_largest_are_marked(operators, n, kind):
 
 
 @pytest.mark.parametrize("n", SIZES)
+def test_sinks_and_newest(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    positions = torch.rand(3, n, generator=generator).argsort(1) + torch.tensor([[0], [2], [2**33]])
+    positions[torch.rand(3, n, generator=generator) < 0.3] = -1
+    positions[2] = -1
+    for count in {0, 1, n // 2, n, n + 1}:
+        for num_sinks in (0, 3, n + 3):
+            found = operators.newest(positions, count, num_sinks)
+            for mask, row in zip(found.tolist(), positions.tolist(), strict=True):
+                chosen = set(sorted(row)[max(0, n - count) :]) | set(range(num_sinks))
+                assert mask == [p >= 0 and p in chosen for p in row]
+
+
+@pytest.mark.parametrize("n", SIZES)
 def test_protected_and_dead_entries_are_outside_of_the_ranking(operators, n):
     generator = torch.Generator().manual_seed(n)
     ranking = torch.randn(3, n, generator=generator)
@@ -180,8 +194,23 @@ def test_what_does_not_fit_raises():
         cpu.free_places(torch.tensor([[1, 1]]), 2)
     with pytest.raises(IndexError, match="not among 3"):
         cpu.take(torch.tensor([[0, 3]]), [torch.zeros(1, 3)], [0.0])
+    nothing = torch.full((1, 3), -1)
+    with pytest.raises(ValueError, match="at most 1 take part"):
+        cpu.hand_over(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, -1, 0]]), nothing < 0, torch.zeros(1, 3), 1)
+    with pytest.raises(ValueError, match="must list all of 3 entries"):
+        cpu.hand_over(torch.tensor([[0, 1, 3]]), nothing, nothing < 0, torch.zeros(1, 3), 3)
+    with pytest.raises(ValueError, match="negative for 1 entries"):
+        cpu.line_up(nothing, nothing, *torch.zeros(2, 1, 3), 1)
+    with pytest.raises(IndexError, match="not among 2"):
+        cpu.list_joined(torch.tensor([[0, 2]]), torch.tensor([[True, False]]), 2)
     with pytest.raises(ValueError, match="there must be a slot"):
         cpu.join_slots(torch.zeros(1, 2, 0), torch.zeros(1, 2, 2), torch.zeros(1, 2), torch.zeros(1, 0))
+    with pytest.raises(IndexError, match="not among 3"):
+        cpu.overflowing(torch.tensor([[0, 3]]), torch.zeros(1, 3), None, None, torch.float16)
+    with pytest.raises(ValueError, match="values must have shape"):
+        cpu.overflowing(
+            torch.zeros(1, 2).long(), torch.zeros(1, 3), torch.zeros(1, 2, 4), torch.zeros(1, 2, 5), torch.half
+        )
     with pytest.raises(TypeError, match="integers of 64 bits"):
         cpu.largest(torch.zeros(2, 3, dtype=torch.int32), 1)
 
@@ -264,20 +293,27 @@ def test_planes_get_new_elements(operators, n):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_rows_that_overflow_are_marked(operators, dtype):
-    """What rounds to infinity, at the very limit of the dtype, and NaN."""
+def test_places_that_overflow_are_listed(operators, dtype):
+    """What rounds to infinity, at the very limit of the dtype, NaN, and votes that are infinite or no number."""
     limits = torch.finfo(dtype)
     exponent = 2.0 ** torch.tensor(limits.max, dtype=torch.float64).log2().floor().item()
     halfway = torch.tensor(limits.max + limits.eps * exponent / 2, dtype=torch.float64).float()
     below = torch.nextafter(halfway, torch.tensor(0.0))
-    rows = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0))
     for place, number in enumerate((halfway, below, -halfway, -below, torch.nan)):
         rows[1, place, 7] = number
-    expected = ~rows.to(dtype).isfinite().all(2)
-    assert expected[1].tolist() == [True, False, True, False, True, False]
-    fine, overflowing = torch.zeros_like(rows), getattr(operators, "overflowing", reference.overflowing)
-    for some in ((rows, None), (rows, fine), (fine, rows)):
-        assert torch.equal(overflowing(*some, dtype), expected)
+    rows[0, 7] = torch.inf  # at a place that is none
+    assert (~rows[1].to(dtype).isfinite()).any(1).tolist() == [True, False, True, False, True, False, False, False]
+    places = torch.tensor([[8, 0, 3, 4, 9, 2, 1, -1], [3, 8, 5, 0, 1, 9, -1, 2]])
+    votes = torch.zeros(2, 10)
+    votes[0, 4], votes[0, 5], votes[0, 9], votes[1, 9] = torch.nan, torch.nan, -torch.inf, torch.inf
+    by_votes = [[-1, -1, -1, 4, -1, -1, -1, -1], [-1, -1, -1, -1, -1, 9, -1, -1]]
+    by_rows = torch.tensor([by_votes[0], [3, -1, 5, -1, 1, 9, -1, -1]])
+    fine = torch.zeros_like(rows)
+    for some in ((rows, None), (None, rows), (rows, fine), (fine, rows)):
+        assert torch.equal(operators.overflowing(places, votes, *some, dtype), by_rows)
+    assert operators.overflowing(places, votes, None, fine, dtype).tolist() == by_votes
+    assert operators.overflowing(places, votes, None, None, dtype).tolist() == by_votes
 
 
 def handed_over(positions, stays, importance):
@@ -330,3 +366,44 @@ def test_values_are_handed_over_to_the_right(operators, n, share, kind):
             parts = holds[int(positions[head, row[end]])]
             expected = torch.tensor(parts[int(positions[head, row[i]])])
             torch.testing.assert_close(shares[head, i], expected, rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_what_becomes_and_joins_slots_lines_up(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    positions = torch.rand(3, n, generator=generator).argsort(1) + 2**33
+    positions[torch.rand(3, n, generator=generator) < 0.2] = -1
+    positions[:, -1] = positions[:, 0]  # equal ones stay as they lie
+    aux = torch.randint(0, 4, (3, n), generator=generator).float() / 2
+    scores = torch.randn(3, n, generator=generator).masked_fill(positions < 0, torch.nan)
+    for kept in (0, n // 2, n - 1):
+        place = torch.rand(3, n, generator=generator).argsort(1)
+        place = place.masked_fill(place >= kept, -1)
+        found = operators.line_up(place, positions, aux, scores, n - kept)
+        assert [plane.shape for plane in found] == [(3, n - kept)] * 4
+        for head in range(3):
+            rest = [i for i in range(n) if place[head, i] < 0]
+            dead = [i for i in rest if positions[head, i] < 0]
+            live = [i for i in rest if positions[head, i] >= 0]
+            live.sort(key=lambda i: (aux[head, i].item() < 1, positions[head, i].item(), i))
+            index, newest, weights, sums = (plane[head].tolist() for plane in found)
+            assert index == live + [-1] * len(dead)
+            assert newest == positions[head, live].tolist() + [-1] * len(dead)
+            assert weights == aux[head, live].clamp(min=1.0).tolist() + [0.0] * len(dead)
+            assert sums == scores[head, live].tolist() + [0.0] * len(dead)
+
+
+@pytest.mark.parametrize("num_places", [1, 7, 1100])
+@pytest.mark.parametrize("num_sources", [0, 1, 5, 1030])
+def test_places_that_are_joined(operators, num_places, num_sources):
+    generator = torch.Generator().manual_seed(num_sources)
+    places = torch.randint(0, num_places, (3, num_sources), generator=generator)
+    joins = torch.rand(3, num_sources, generator=generator) < 0.5
+    joins[1] = False
+    joined, row = operators.list_joined(places, joins, num_places)
+    assert joined.shape == (3, min(num_places, num_sources))
+    for head in range(3):
+        expected = sorted(set(places[head, joins[head]].tolist()))
+        assert joined[head].tolist() == expected + [-1] * (joined.shape[1] - len(expected))
+        pairs = zip(places[head].tolist(), joins[head].tolist(), strict=True)
+        assert row[head].tolist() == [expected.index(place) if does else 0 for place, does in pairs]

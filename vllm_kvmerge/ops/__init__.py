@@ -16,9 +16,12 @@ from vllm_kvmerge.ops.dispatch import in_place as in_place
 from vllm_kvmerge.ops.dispatch import inverse as inverse
 from vllm_kvmerge.ops.dispatch import join_slots as join_slots
 from vllm_kvmerge.ops.dispatch import largest as largest
+from vllm_kvmerge.ops.dispatch import line_up as line_up
+from vllm_kvmerge.ops.dispatch import list_joined as list_joined
 from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
 from vllm_kvmerge.ops.dispatch import most_similar as most_similar
 from vllm_kvmerge.ops.dispatch import move_entries as move_entries
+from vllm_kvmerge.ops.dispatch import newest as newest
 from vllm_kvmerge.ops.dispatch import overflowing as overflowing
 from vllm_kvmerge.ops.dispatch import override as override
 from vllm_kvmerge.ops.dispatch import padded_nonzero as padded_nonzero

@@ -28,6 +28,7 @@ from vllm_kvmerge.ops.types import (
     ScoreUpdate,
     SequenceLayers,
     Softmax,
+    least_overflow,
 )
 
 LIBRARY = Path(__file__).with_name("_native.so")
@@ -289,6 +290,12 @@ def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor
     return mask
 
 
+def newest(positions: Tensor, count: int, num_sinks: int) -> Tensor:
+    mask = torch.empty(positions.shape, dtype=torch.bool)
+    _function("newest")(positions.contiguous(), count, num_sinks, mask)
+    return mask
+
+
 def in_place(mask: Tensor, count: int | Tensor, num_places: int | None = None) -> Tensor:
     num_places = int(count) if num_places is None else num_places
     index = torch.empty(len(mask), num_places, dtype=torch.int64)
@@ -322,6 +329,18 @@ def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> li
     contiguous = [plane.contiguous() for plane in planes]
     _function("take")(contiguous, index.contiguous(), torch.tensor(blanks, dtype=torch.float32), taken)
     return taken
+
+
+def overflowing(
+    places: Tensor, log_votes: Tensor, keys: Tensor | None, values: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    given = (places, log_votes, keys, values)
+    if any(t is not None and t.dtype != torch.float32 for t in given[1:]):
+        return reference.overflowing(*given, dtype)
+    overflowing = torch.empty(places.shape, dtype=torch.int64)
+    contiguous = (None if t is None else t.contiguous() for t in given)
+    _function("overflowing")(*contiguous, least_overflow(dtype), overflowing)
+    return overflowing
 
 
 def empty_places(
@@ -365,3 +384,22 @@ def hand_over(
     given = (t.contiguous() for t in (order, place, is_live, importance))
     _function("hand_over")(*given, index, target, shares, places, count)
     return index, target, shares, places, count
+
+
+def line_up(
+    place: Tensor, positions: Tensor, aux: Tensor, scores: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if aux.dtype != torch.float32 or scores.dtype != torch.float32:
+        return reference.line_up(place, positions, aux, scores, count)
+    index, newest = (torch.empty(len(place), count, dtype=torch.int64) for _ in range(2))
+    weights, sums = (torch.empty(len(place), count) for _ in range(2))
+    given = (t.contiguous() for t in (place, positions, aux, scores))
+    _function("line_up")(*given, index, newest, weights, sums)
+    return index, newest, weights, sums
+
+
+def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
+    joined = torch.empty(len(places), min(num_places, places.shape[1]), dtype=torch.int64)
+    row = torch.empty(places.shape, dtype=torch.int64)
+    _function("list_joined")(places.contiguous(), joins.contiguous(), num_places, joined, row)
+    return joined, row

@@ -31,6 +31,9 @@ from vllm_kvmerge.ops.triton.indexing import (
     in_place,
     inverse,
     largest,
+    line_up,
+    list_joined,
+    newest,
     overflowing,
     padded_nonzero,
     put,
@@ -41,9 +44,9 @@ from vllm_kvmerge.ops.triton.indexing import (
 # fmt: off
 __all__ = [
     "INTERPRETED", "by_position", "description", "empty_places", "free_places", "fused_attention",
-    "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_slots", "largest", "merge_entries",
-    "most_similar", "move_entries", "obstacle", "overflowing", "padded_nonzero", "paged_attention", "put",
-    "runs_on", "score_prompt_queries", "score_repetition", "take", "top", "turn_keys", "write_metadata",
-    "write_rows", "write_tokens",
+    "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_slots", "largest", "line_up",
+    "list_joined", "merge_entries", "most_similar", "move_entries", "newest", "obstacle", "overflowing",
+    "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition", "take",
+    "top", "turn_keys", "write_metadata", "write_rows", "write_tokens",
 ]
 # fmt: on

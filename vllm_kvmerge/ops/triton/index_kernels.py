@@ -38,12 +38,13 @@ def rank_of(ranking, protected, is_live, at, inside, WIDE: tl.constexpr):
     return ordered(x, WIDE)
 
 
-@triton.jit(do_not_specialize=["n", "count"])
+@triton.jit(do_not_specialize=["n", "count", "num_sinks"])
 def select_largest(
-    ranking, protected, is_live, counts, out, n, count,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    ranking, protected, is_live, counts, out, n, count, num_sinks,
+    WIDE: tl.constexpr, NEWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Marks the ``count`` largest of a row, or ``counts[row]``; of equal ones the first. Grid: rows.
+    """Marks the ``count`` largest of a row, or ``counts[row]``; of equal ones the first. NEWEST: those that are not
+    negative, and those below ``num_sinks`` (``reference.newest``). Grid: rows.
 
     The least of them is found eight bits at a time, from the highest on: how many elements share the bits found so far
     and have which next ones. ``count``: 0 to n.
@@ -83,6 +84,8 @@ def select_largest(
         key = rank_of(ranking, protected, is_live, base + place, inside, WIDE)
         is_level = (inside & (key == prefix)).to(tl.int32)
         chosen = (key > prefix) | ((is_level != 0) & (level + tl.cumsum(is_level, 0) <= remaining))
+        if NEWEST:
+            chosen = (key >= 0) & (chosen | (key < num_sinks))
         tl.store(out + base + place, chosen.to(tl.uint8), mask=inside)
         level += tl.sum(is_level, 0)
 
@@ -109,8 +112,10 @@ def list_places(mask, firsts, out, n, width, first, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "num_places", "count"])
 def keep_in_place(mask, others, counts, out, n, num_places, count, BLOCK: tl.constexpr):
-    """Places below ``count`` (or ``counts[row]``): their own number where a row's mask is true, and elsewhere those of
-    ``others`` in order; then -1. Grid: rows."""
+    """Places below ``count`` (or ``counts[row]``): their own number where a row's mask is true, and elsewhere those
+    behind in order, which ``others`` has room for; then -1. Grid: rows."""
+    list_places(mask, counts, others, n, num_places, count, BLOCK)
+    tl.debug_barrier()
     row = tl.program_id(0).to(tl.int64)
     if counts is not None:
         count = tl.load(counts + row).to(tl.int32)
@@ -203,19 +208,24 @@ def largest_of(rows, at, inside):
     return tl.max(tl.where(x == x, x, float("inf")), 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "most"])
-def mark_overflows(
-    rows, others, out, num_rows, most,
+@triton.jit(do_not_specialize=["num_rows", "count", "num_places", "least"])
+def list_overflows(
+    places, log_votes, keys, values, out, num_rows, count, num_places, least,
     HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Which rows have a number beyond ``most``, or NaN. Grid: tiles of rows."""
+    """``reference.overflowing``; least: the least number that overflows. Grid: tiles of rows."""
     number = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    place = tl.load(places + number, mask=number < num_rows, other=-1)
+    exists = place >= 0
+    votes = tl.load(log_votes + number // count * num_places + place, mask=exists, other=0.0)
+    overflows = (votes < float("inf")) == 0
     dim = tl.arange(0, BLOCK_D)[None, :]
-    at, inside = number[:, None] * HEAD_SIZE + dim, (number < num_rows)[:, None] & (dim < HEAD_SIZE)
-    largest = largest_of(rows, at, inside)
-    if others is not None:
-        largest = tl.maximum(largest, largest_of(others, at, inside))
-    tl.store(out + number, (largest >= most).to(tl.uint8), mask=number < num_rows)
+    at, inside = number[:, None] * HEAD_SIZE + dim, exists[:, None] & (dim < HEAD_SIZE)
+    if keys is not None:
+        overflows = overflows | (largest_of(keys, at, inside) >= least)
+    if values is not None:
+        overflows = overflows | (largest_of(values, at, inside) >= least)
+    tl.store(out + number, tl.where(overflows, place, -1), mask=number < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_places"])
@@ -430,3 +440,83 @@ def hand_values_over(
         share = tl.load(tl.where(has_sources, remained, moved) + at, mask=changes, other=1.0)
         share *= tl.load(factors + (3 + origin) * width + at, mask=changes, other=1.0)
         tl.store(shares + i, share, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "count"])
+def line_entries_up(
+    place, positions, aux, scores, out_index, out_positions, out_weights, out_scores, entries, keys, n, count,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``reference.line_up``. entries, keys: room for ``count`` numbers of a row. Grid: rows.
+
+    An entry's turn is the number of keys below its own, and of equal ones before it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place, positions, aux, scores = place + row * n, positions + row * n, aux + row * n, scores + row * n
+    entries, keys = entries + row * count, keys + row * count
+    LAST: tl.constexpr = 0x7FFFFFFFFFFFFFFF
+    size = tl.zeros([1], tl.int32)
+    for start in range(0, n, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        goes = (entry < n) & (tl.load(place + entry, mask=entry < n, other=0) < 0)
+        at = size + tl.cumsum(goes.to(tl.int32), 0) - 1
+        position = tl.load(positions + entry, mask=goes, other=-1)
+        is_slot = tl.load(aux + entry, mask=goes, other=0.0) >= 1.0
+        key = tl.where(position < 0, LAST, tl.where(is_slot, position - LAST, position))
+        goes = goes & (at < count)
+        tl.store(keys + at, key, mask=goes)
+        tl.store(entries + at, entry, mask=goes)
+        size += tl.sum(goes.to(tl.int32), 0)
+    tl.debug_barrier()
+    for start in range(0, count, TILE):
+        i = start + tl.arange(0, TILE)
+        inside = i < count
+        key = tl.load(keys + i, mask=inside, other=LAST)
+        turn = tl.zeros([TILE], tl.int32)
+        for first in range(0, count, TILE):
+            j = first + tl.arange(0, TILE)
+            other = tl.load(keys + j, mask=j < count, other=LAST)
+            before = (other[None, :] < key[:, None]) | ((other[None, :] == key[:, None]) & (j[None, :] < i[:, None]))
+            turn += tl.sum((before & (j < count)[None, :]).to(tl.int32), 1)
+        entry = tl.load(entries + i, mask=inside, other=0)
+        to, live = row * count + turn, inside & (key != LAST)
+        tl.store(out_index + to, tl.where(live, entry, -1).to(tl.int64), mask=inside)
+        tl.store(out_positions + to, tl.load(positions + entry, mask=inside, other=-1), mask=inside)
+        weight = tl.load(aux + entry, mask=live, other=0.0)
+        tl.store(out_weights + to, tl.where(live, tl.maximum(weight, 1.0), 0.0), mask=inside)
+        tl.store(out_scores + to, tl.load(scores + entry, mask=live, other=0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_sources", "num_places", "width"])
+def list_joined_places(places, joins, joined, rows, numbers, num_sources, num_places, width, BLOCK: tl.constexpr):
+    """``reference.list_joined``. numbers: room for ``num_places`` of a row. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    places, joins, rows = places + row * num_sources, joins + row * num_sources, rows + row * num_sources
+    numbers, joined = numbers + row * num_places, joined + row * width
+    for start in range(0, num_places, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(numbers + place, tl.full([BLOCK], -1, tl.int32), mask=place < num_places)
+    tl.debug_barrier()
+    for start in range(0, num_sources, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        does = tl.load(joins + i, mask=i < num_sources, other=0) != 0
+        tl.store(numbers + tl.load(places + i, mask=does, other=0), tl.zeros([BLOCK], tl.int32), mask=does)
+    tl.debug_barrier()
+    size = tl.zeros([1], tl.int32)
+    for start in range(0, num_places, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        is_joined = tl.load(numbers + place, mask=place < num_places, other=-1) >= 0
+        at = size + tl.cumsum(is_joined.to(tl.int32), 0) - 1
+        tl.store(numbers + place, at, mask=is_joined)
+        tl.store(joined + at, place.to(tl.int64), mask=is_joined)
+        size += tl.sum(is_joined.to(tl.int32), 0)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(joined + at, tl.full([BLOCK], -1, tl.int64), mask=(at < width) & (at >= size))
+    tl.debug_barrier()
+    for start in range(0, num_sources, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < num_sources
+        does = tl.load(joins + i, mask=inside, other=0) != 0
+        number = tl.load(numbers + tl.load(places + i, mask=does, other=0), mask=does, other=0)
+        tl.store(rows + i, number.to(tl.int64), mask=inside)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from vllm_kvmerge import ops
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, Cost, Entries, gathering
-from vllm_kvmerge.policies.indexing import any_at, inverse, listed, select
+from vllm_kvmerge.policies.indexing import inverse, select
 
 
 def take_in(
@@ -18,9 +19,7 @@ def take_in(
     join or are joined.
     """
     joins = shares > 0
-    is_joined = any_at(places, joins, kept.shape[1])
-    changed = listed(is_joined, min(kept.shape[1], places.shape[1]))
-    row = (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, 0)
+    changed, row = ops.list_joined(places, joins, kept.shape[1])
     targets, sources = select(kept, changed), sources.masked_fill(~joins, DEAD)
 
     def combined(own: Tensor, joining: Tensor) -> Tensor:
