@@ -365,7 +365,7 @@ bool line_up(const int64_t* place, const int64_t* positions, const float* aux, c
 }
 
 // joined: [rows, width], the places that sources join, ascending, then -1; row_of: [rows, count], where in it each
-// source's place is, 0 for one that does not join. False where a place is not below num_places.
+// source's place is, -1 for one that does not join. False where a place is not below num_places.
 bool list_joined(const int64_t* places, const uint8_t* joins, int64_t rows, int64_t count, int64_t num_places,
                  int64_t width, int64_t* joined, int64_t* row_of) {
   std::atomic<bool> valid{true};
@@ -385,7 +385,35 @@ bool list_joined(const int64_t* places, const uint8_t* joins, int64_t rows, int6
     for (int64_t place = 0; place < num_places; ++place)
       if (number[place] == 0) list[number[place] = size++] = place;
     std::fill(list + size, list + width, -1);
-    for (int64_t i = 0; i < count; ++i) out[i] = does[i] ? number[in[i]] : 0;
+    for (int64_t i = 0; i < count; ++i) out[i] = does[i] ? number[in[i]] : -1;
+  });
+  return valid;
+}
+
+// mixed: [rows, num_mixed, size], each with the sum of share (x - what it was) over those x of joining, [rows, count,
+// size], that join it: row_of, [rows, count], negative: none. has_own: false where mixed is 0. False where one joins
+// what is not below num_mixed.
+bool mix_in(const float* joining, const int64_t* row_of, const float* shares, int64_t rows, int64_t count,
+            int64_t num_mixed, int64_t size, bool has_own, float* mixed) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, (count + num_mixed) * size, [&](int64_t row) {
+    thread_local std::vector<float> before;
+    float* out = mixed + row * num_mixed * size;
+    if (has_own) before.assign(out, out + num_mixed * size);
+    for (int64_t i = row * count; i < (row + 1) * count; ++i) {
+      const int64_t to = row_of[i];
+      if (to < 0) continue;
+      if (to >= num_mixed) {
+        valid = false;
+        return;
+      }
+      const float *x = joining + i * size, *own = has_own ? before.data() + to * size : nullptr, share = shares[i];
+      float* sum = out + to * size;
+      if (own)
+        for (int64_t k = 0; k < size; ++k) sum[k] += share * (x[k] - own[k]);
+      else
+        for (int64_t k = 0; k < size; ++k) sum[k] += share * x[k];
+    }
   });
   return valid;
 }
@@ -636,6 +664,18 @@ void call_list_joined(TensorView places, TensorView joins, int64_t num_places, T
       << "places has elements that are not among " << num_places;
 }
 
+void call_mix_in(TensorView joining, TensorView row, TensorView shares, TensorView mixed, bool has_own) {
+  const Argument a("joining", joining), b("own", mixed);
+  const float* given = a.contiguous({-1, -1, -1}).f32();
+  const int64_t rows = a.size(0), count = a.size(1), size = a.size(2);
+  float* out = b.contiguous({rows, -1, size}).f32();
+  KVM_CHECK(mix_in(given, Argument("row", row).contiguous({rows, count}).i64(),
+                   Argument("shares", shares).contiguous({rows, count}).f32(), rows, count, b.size(1), size, has_own,
+                   out),
+            IndexError)
+      << "row has elements that are not among " << b.size(1);
+}
+
 void call_hand_over(TensorView order, TensorView place, TensorView is_live, TensorView importance, TensorView index,
                     TensorView target, TensorView shares, TensorView places, TensorView count) {
   const Argument a("order", order), b("index", index);
@@ -683,3 +723,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hand_over, kvmerge::call_hand_over);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(line_up, kvmerge::call_line_up);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(list_joined, kvmerge::call_list_joined);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mix_in, kvmerge::call_mix_in);

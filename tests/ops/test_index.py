@@ -203,6 +203,8 @@ def test_what_does_not_fit_raises():
         cpu.line_up(nothing, nothing, *torch.zeros(2, 1, 3), 1)
     with pytest.raises(IndexError, match="not among 2"):
         cpu.list_joined(torch.tensor([[0, 2]]), torch.tensor([[True, False]]), 2)
+    with pytest.raises(IndexError, match="not among 2"):
+        cpu.mix_in(torch.zeros(1, 3, 4), torch.tensor([[0, -1, 2]]), torch.zeros(1, 3), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match="there must be a slot"):
         cpu.join_slots(torch.zeros(1, 2, 0), torch.zeros(1, 2, 2), torch.zeros(1, 2), torch.zeros(1, 0))
     with pytest.raises(IndexError, match="not among 3"):
@@ -406,4 +408,32 @@ def test_places_that_are_joined(operators, num_places, num_sources):
         expected = sorted(set(places[head, joins[head]].tolist()))
         assert joined[head].tolist() == expected + [-1] * (joined.shape[1] - len(expected))
         pairs = zip(places[head].tolist(), joins[head].tolist(), strict=True)
-        assert row[head].tolist() == [expected.index(place) if does else 0 for place, does in pairs]
+        assert row[head].tolist() == [expected.index(place) if does else -1 for place, does in pairs]
+
+
+@pytest.mark.parametrize(("count", "num_mixed"), [(0, 3), (1, 1), (5, 0), (40, 7), (70, 100)])
+@pytest.mark.parametrize("size", [1, 40])
+def test_rows_are_mixed_in(operators, count, num_mixed, size):
+    """Against sums in float64; what does not join may be NaN."""
+    generator = torch.Generator().manual_seed(count)
+    joining, own = (torch.randn(3, n, size, generator=generator) for n in (count, num_mixed))
+    row = torch.randint(-1, max(num_mixed, 1), (3, count), generator=generator)
+    if num_mixed == 0:
+        row.fill_(-1)
+    shares = torch.rand(3, count, generator=generator)
+    joining[row < 0], shares[row < 0] = torch.nan, torch.nan
+    expected = own.double()
+    for head in range(3):
+        for i, to in enumerate(row[head].tolist()):
+            if to >= 0:
+                expected[head, to] += shares[head, i].double() * (joining[head, i].double() - own[head, to])
+    mixed = operators.mix_in(joining.clone(), row, shares, own.clone())
+    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-5)
+    target = row.clamp(max=count - 1)
+    expected = torch.zeros(3, count, size, dtype=torch.float64)
+    for head in range(3):
+        for i, to in enumerate(target[head].tolist()):
+            if to >= 0:
+                expected[head, to] += shares[head, i].double() * joining[head, i].double()
+    mixed = operators.mix_in(joining.clone(), target, shares, None)
+    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-5)

@@ -137,6 +137,8 @@ def run_all(
     triton.newest(positions, 7, 4)
     triton.line_up(positions, positions, votes, votes, 32)
     triton.list_joined(index, mask, 50)
+    for own in (None, newest[:, 0]):
+        triton.mix_in(newest[:, 0], index, planes[0], own)
     triton.empty_places(index, index, *planes)
     triton.free_places(index, 50)
     triton.hand_over(positions, positions, positions.bool(), votes, 60)
@@ -328,6 +330,7 @@ def test_the_reference_says_where_its_tensors_are():
         reference.newest(index, 7, 4)
         reference.line_up(index - 40, index, ranking, ranking, 40)
         reference.list_joined(index, mask, 70)
+        reference.mix_in(found[:, :4], index[:, :4] % 4, ranking[:, :4], None)
         reference.overflowing(index[:, :4], ranking, found[:, :4], None, torch.float16)
         reference.inverse(reference.padded_nonzero(mask), 70)
         reference.free_places(index[:, :20], 20)

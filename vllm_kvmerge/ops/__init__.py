@@ -19,6 +19,7 @@ from vllm_kvmerge.ops.dispatch import largest as largest
 from vllm_kvmerge.ops.dispatch import line_up as line_up
 from vllm_kvmerge.ops.dispatch import list_joined as list_joined
 from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
+from vllm_kvmerge.ops.dispatch import mix_in as mix_in
 from vllm_kvmerge.ops.dispatch import most_similar as most_similar
 from vllm_kvmerge.ops.dispatch import move_entries as move_entries
 from vllm_kvmerge.ops.dispatch import newest as newest

@@ -403,3 +403,11 @@ def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor,
     row = torch.empty(places.shape, dtype=torch.int64)
     _function("list_joined")(places.contiguous(), joins.contiguous(), num_places, joined, row)
     return joined, row
+
+
+def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> Tensor:
+    if any(t.dtype != torch.float32 for t in (joining, shares, own) if t is not None):
+        return reference.mix_in(joining, row, shares, own)
+    mixed = torch.zeros(joining.shape) if own is None else own.contiguous()
+    _function("mix_in")(joining.contiguous(), row.contiguous(), shares.contiguous(), mixed, own is not None)
+    return mixed

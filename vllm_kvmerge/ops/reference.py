@@ -747,7 +747,7 @@ def line_up(
 
 def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
     """The places that sources join: ``[H, min(num_places, m)]`` int64, ascending, then -1; and where in it each
-    source's place is, ``[H, m]`` int64, 0 for a source that does not join.
+    source's place is, ``[H, m]`` int64, -1 for a source that does not join.
 
     places: ``[H, m]`` int64, from 0 to below ``num_places``. joins: ``[H, m]`` bool.
     """
@@ -755,4 +755,20 @@ def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor,
     is_joined = torch.zeros(len(places), num_places + 1, dtype=torch.bool, device=places.device)
     is_joined = is_joined.scatter_(1, places.masked_fill(~joins, num_places), True)[:, :num_places]
     joined = padded_nonzero(is_joined, min(num_places, places.shape[1]))
-    return joined, (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, 0)
+    return joined, (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, -1)
+
+
+def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> Tensor:
+    """``[H, r, d]``: ``own`` (None: zeros, as many as join), each with the sum of share_j (x_j - own) over those that
+    join it.
+
+    joining: ``[H, m, d]`` floating point. row: ``[H, m]`` int64, which one each joins; negative: none. shares: ``[H,
+    m]``. own: ``[H, r, d]``. ``joining`` and ``own`` may be overwritten.
+    """
+    own = torch.zeros_like(joining) if own is None else own
+    if own.shape[1] == 0:
+        return own
+    joins, index = row.unsqueeze(-1) >= 0, row.clamp(min=0).unsqueeze(-1).expand_as(joining)
+    moved = joining.sub_(own.gather(1, index)).mul_(shares.unsqueeze(-1))
+    # Masked rather than weighted with 0: what does not join may be NaN.
+    return own.scatter_add_(1, index, moved.masked_fill_(~joins, 0.0))

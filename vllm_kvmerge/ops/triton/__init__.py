@@ -33,6 +33,7 @@ from vllm_kvmerge.ops.triton.indexing import (
     largest,
     line_up,
     list_joined,
+    mix_in,
     newest,
     overflowing,
     padded_nonzero,
@@ -45,7 +46,7 @@ from vllm_kvmerge.ops.triton.indexing import (
 __all__ = [
     "INTERPRETED", "by_position", "description", "empty_places", "free_places", "fused_attention",
     "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_slots", "largest", "line_up",
-    "list_joined", "merge_entries", "most_similar", "move_entries", "newest", "obstacle", "overflowing",
+    "list_joined", "merge_entries", "mix_in", "most_similar", "move_entries", "newest", "obstacle", "overflowing",
     "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition", "take",
     "top", "turn_keys", "write_metadata", "write_rows", "write_tokens",
 ]

@@ -518,5 +518,26 @@ def list_joined_places(places, joins, joined, rows, numbers, num_sources, num_pl
         i = start + tl.arange(0, BLOCK)
         inside = i < num_sources
         does = tl.load(joins + i, mask=inside, other=0) != 0
-        number = tl.load(numbers + tl.load(places + i, mask=does, other=0), mask=does, other=0)
+        number = tl.load(numbers + tl.load(places + i, mask=does, other=0), mask=does, other=-1)
         tl.store(rows + i, number.to(tl.int64), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "num_mixed"])
+def mix_rows_in(
+    joining, rows, shares, own, mixed, count, num_mixed,
+    HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``reference.mix_in``; mixed: a copy of ``own``, or zeros. Grid: rows, tiles of what joins."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = row * count + number
+    to = tl.load(rows + at, mask=number < count, other=-1)
+    joins = to >= 0
+    share = tl.load(shares + at, mask=joins, other=0.0)
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    inside = joins[:, None] & (dim < HEAD_SIZE)
+    target = (row * num_mixed + to)[:, None] * HEAD_SIZE + dim
+    moved = tl.load(joining + at[:, None] * HEAD_SIZE + dim, mask=inside, other=0.0)
+    if own is not None:
+        moved -= tl.load(own + target, mask=inside, other=0.0)
+    tl.atomic_add(mixed + target, share[:, None] * moved, mask=inside, sem="relaxed")

@@ -198,3 +198,16 @@ def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor,
             BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return joined, row
+
+
+def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> Tensor:
+    mixed = torch.zeros_like(joining) if own is None else own.clone(memory_format=torch.contiguous_format)
+    if joining.numel() and mixed.numel():
+        rows, count, head_size = joining.shape
+        size = power_of_two(head_size)
+        tile = max(1, 2048 // size)
+        index_kernels.mix_rows_in[(rows, -(-count // tile))](
+            joining.contiguous(), row.contiguous(), shares.contiguous(), None if own is None else own.contiguous(),
+            mixed, count, mixed.shape[1], HEAD_SIZE=head_size, BLOCK_N=tile, BLOCK_D=size, num_warps=4,
+        )  # fmt: skip
+    return mixed

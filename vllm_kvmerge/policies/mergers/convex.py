@@ -21,17 +21,8 @@ def take_in(
     joins = shares > 0
     changed, row = ops.list_joined(places, joins, kept.shape[1])
     targets, sources = select(kept, changed), sources.masked_fill(~joins, DEAD)
-
-    def combined(own: Tensor, joining: Tensor) -> Tensor:
-        if own.shape[1] == 0:
-            return own
-        index = row.unsqueeze(-1).expand_as(joining)
-        moved = joining.sub_(own.gather(1, index)).mul_(shares.unsqueeze(-1))
-        # Masked rather than weighted with 0: a dead entry may hold NaN.
-        return own.scatter_add_(1, index, moved.masked_fill_(~joins.unsqueeze(-1), 0.0))
-
-    keys = combined(entries.keys_at(targets), entries.keys_at(sources))
-    values = combined(entries.values_at(targets), entries.values_at(sources))
+    keys = ops.mix_in(entries.keys_at(sources), row, shares, entries.keys_at(targets))
+    values = ops.mix_in(entries.values_at(sources), row, shares, entries.values_at(targets))
     return changed, keys, values
 
 

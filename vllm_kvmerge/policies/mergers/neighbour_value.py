@@ -1,6 +1,5 @@
 """Merger that hands an evicted entry's value to its neighbour (WeightedKV)."""
 
-import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
@@ -36,14 +35,12 @@ class NeighbourValueMerger(Merger):
         index, target, shares, places, merged = ops.hand_over(
             by_position(entries), inverse(kept, n), entries.is_live, importance, min(n, 2 * (n - kept.shape[1]))
         )
-        given = entries.values_at(index).mul_(shares.unsqueeze(-1))
-        values = torch.zeros_like(given).scatter_add_(1, target.unsqueeze(-1).expand_as(given), given)
+        values = ops.mix_in(entries.values_at(index), target, shares, None)
         return CacheUpdate.of(entries, kept).write(places, None, values, merged)
 
     def cost(self, shape: CostShape) -> Cost:
         n, m = shape.num_entries, shape.num_leaving
         column = min(n, 2 * m)  # entries that leave, and those that follow them
-        steps = 4 * column.bit_length()
         rows = column * shape.head_size
-        index_touches = (4 * steps + 40) * column + 2 * sorting(column) + 60 * n
-        return Cost(2 * rows + (24 + steps) * column + 12 * n, 0, 2 * gathering(rows) + 3 * rows + index_touches)
+        index_touches = 60 * column + sorting(column) + sorting(n) // 4 + 60 * n
+        return Cost(2 * rows + 24 * column + 12 * n, 0, 2 * gathering(rows) + 3 * rows + index_touches)
