@@ -365,9 +365,9 @@ bool line_up(const int64_t* place, const int64_t* positions, const float* aux, c
 }
 
 // joined: [rows, width], the places that sources join, ascending, then -1; row_of: [rows, count], where in it each
-// source's place is, -1 for one that does not join. False where a place is not below num_places.
+// source's place is, -1 for one that does not join. sizes: [rows], how many places each has. False where a place is not below num_places.
 bool list_joined(const int64_t* places, const uint8_t* joins, int64_t rows, int64_t count, int64_t num_places,
-                 int64_t width, int64_t* joined, int64_t* row_of) {
+                 int64_t width, int64_t* joined, int64_t* row_of, std::vector<int64_t>* sizes) {
   std::atomic<bool> valid{true};
   for_rows(rows, std::max(count, num_places), [&](int64_t row) {
     const int64_t* in = places + row * count;
@@ -385,6 +385,7 @@ bool list_joined(const int64_t* places, const uint8_t* joins, int64_t rows, int6
     for (int64_t place = 0; place < num_places; ++place)
       if (number[place] == 0) list[number[place] = size++] = place;
     std::fill(list + size, list + width, -1);
+    (*sizes)[row] = size;
     for (int64_t i = 0; i < count; ++i) out[i] = does[i] ? number[in[i]] : -1;
   });
   return valid;
@@ -654,14 +655,17 @@ void call_line_up(TensorView place, TensorView positions, TensorView aux, Tensor
       << "place must be negative for " << count << " entries of each head";
 }
 
-void call_list_joined(TensorView places, TensorView joins, int64_t num_places, TensorView joined, TensorView row) {
+// Returns the most places that any row has.
+int64_t call_list_joined(TensorView places, TensorView joins, int64_t num_places, TensorView joined, TensorView row) {
   const Argument a("places", places), b("joined", joined);
   const int64_t *given = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
   int64_t* list = b.contiguous({rows, std::min(num_places, count)}).i64();
+  std::vector<int64_t> sizes(rows + 1);
   KVM_CHECK(list_joined(given, mask_of("joins", joins, rows, count), rows, count, num_places, b.size(1), list,
-                        Argument("row", row).contiguous({rows, count}).i64()),
+                        Argument("row", row).contiguous({rows, count}).i64(), &sizes),
             IndexError)
       << "places has elements that are not among " << num_places;
+  return *std::max_element(sizes.begin(), sizes.end());
 }
 
 void call_mix_in(TensorView joining, TensorView row, TensorView shares, TensorView mixed, bool has_own) {

@@ -403,7 +403,7 @@ def test_places_that_are_joined(operators, num_places, num_sources):
     joins = torch.rand(3, num_sources, generator=generator) < 0.5
     joins[1] = False
     joined, row = operators.list_joined(places, joins, num_places)
-    assert joined.shape == (3, min(num_places, num_sources))
+    assert len(joined) == 3 and joined.shape[1] <= min(num_places, num_sources)
     for head in range(3):
         expected = sorted(set(places[head, joins[head]].tolist()))
         assert joined[head].tolist() == expected + [-1] * (joined.shape[1] - len(expected))

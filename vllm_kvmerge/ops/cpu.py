@@ -401,8 +401,8 @@ def line_up(
 def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
     joined = torch.empty(len(places), min(num_places, places.shape[1]), dtype=torch.int64)
     row = torch.empty(places.shape, dtype=torch.int64)
-    _function("list_joined")(places.contiguous(), joins.contiguous(), num_places, joined, row)
-    return joined, row
+    width = _function("list_joined")(places.contiguous(), joins.contiguous(), num_places, joined, row)
+    return joined[:, :width], row
 
 
 def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> Tensor:

@@ -746,15 +746,16 @@ def line_up(
 
 
 def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
-    """The places that sources join: ``[H, min(num_places, m)]`` int64, ascending, then -1; and where in it each
-    source's place is, ``[H, m]`` int64, -1 for a source that does not join.
+    """The places that sources join: ``[H, w]`` int64, ascending, then -1, where w is ``min(num_places, m)``, or on a CPU
+    as small as may be, which makes nothing wait there; and where in it each source's place is, ``[H, m]`` int64, -1 for
+    a source that does not join.
 
     places: ``[H, m]`` int64, from 0 to below ``num_places``. joins: ``[H, m]`` bool.
     """
     # An extra last place takes ignored elements.
     is_joined = torch.zeros(len(places), num_places + 1, dtype=torch.bool, device=places.device)
     is_joined = is_joined.scatter_(1, places.masked_fill(~joins, num_places), True)[:, :num_places]
-    joined = padded_nonzero(is_joined, min(num_places, places.shape[1]))
+    joined = padded_nonzero(is_joined, None if places.is_cpu else min(num_places, places.shape[1]))
     return joined, (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, -1)
 
 
