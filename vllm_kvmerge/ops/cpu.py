@@ -25,11 +25,13 @@ from vllm_kvmerge.ops.types import (
     HeadPages,
     Metadata,
     PagedKVCache,
+    ScoreMode,
     ScoreUpdate,
     SequenceLayers,
     Softmax,
     least_overflow,
 )
+from vllm_kvmerge.ops.zipping import ZIP_MODES, ZipGroups, ZipMode, ZipPlanes
 
 LIBRARY = Path(__file__).with_name("_native.so")
 
@@ -411,3 +413,23 @@ def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> 
     mixed = torch.zeros(joining.shape) if own is None else own.contiguous()
     _function("mix_in")(joining.contiguous(), row.contiguous(), shares.contiguous(), mixed, own is not None)
     return mixed
+
+
+def zip_groups(
+    sources: Tensor,
+    targets: Tensor,
+    joins: Tensor,
+    planes: ZipPlanes,
+    mode: ScoreMode,
+    zip_mode: ZipMode,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> ZipGroups:
+    index, number = torch.int64, torch.float32
+    dtypes = index, index, index, number, number, number, number, number, index
+    wide = [torch.empty(sources.shape, dtype=dtype) for dtype in dtypes]
+    lists, given = (t.contiguous() for t in (sources, targets, joins)), [plane.contiguous() for plane in planes]
+    r, j = _function("zip_groups")(*lists, given, mode.code, ZIP_MODES.index(zip_mode), softmax.cap, wide)
+    widths = r, j, j, r, j, r, r, r, r
+    # As wide as the head that needs most of each list.
+    narrow = (t.flatten()[: len(t) * width].view(len(t), width) for t, width in zip(wide, widths, strict=True))
+    return ZipGroups(*narrow)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.ops import attention, neighbours, similarity, turns
+from vllm_kvmerge.ops import attention, neighbours, similarity, turns, zipping
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
@@ -35,6 +35,7 @@ from vllm_kvmerge.ops.types import (
     sent,
     stored,
 )
+from vllm_kvmerge.ops.zipping import ZipGroups, ZipMode, ZipPlanes
 
 
 def _segment(plane: Tensor, blocks: Tensor, start: int, stop: int, slot_dim: int) -> Tensor:
@@ -746,7 +747,7 @@ def line_up(
 
 
 def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
-    """The places that sources join: ``[H, w]`` int64, ascending, then -1, where w is ``min(num_places, m)``, or on a CPU
+    """The places that sources join: ``[H, w]`` int64, ascending, then -1, where w is ``min(num_places, m)``, on a CPU
     as small as may be, which makes nothing wait there; and where in it each source's place is, ``[H, m]`` int64, -1 for
     a source that does not join.
 
@@ -773,3 +774,25 @@ def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> 
     moved = joining.sub_(own.gather(1, index)).mul_(shares.unsqueeze(-1))
     # Masked rather than weighted with 0: what does not join may be NaN.
     return own.scatter_add_(1, index, moved.masked_fill_(~joins, 0.0))
+
+
+def zip_groups(
+    sources: Tensor,
+    targets: Tensor,
+    joins: Tensor,
+    planes: ZipPlanes,
+    mode: ScoreMode,
+    zip_mode: ZipMode,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> ZipGroups:
+    """What becomes of entries that others join, and of these (KeepKV eq. 25; the merger ``zip`` has all formulas).
+
+    sources, targets: ``[H, m]`` int64, indices of entries: which may join, none twice, and what; no entry is both.
+    joins: ``[H, m]`` bool, which do. mode: the tracker's, which says what merged scores are. zip_mode: whether the
+    merged key is scaled. softmax: its cap counts, sinks are part of the planes.
+    """
+
+    def listed(mask: Tensor, most: int) -> Tensor:
+        return padded_nonzero(mask, None if mask.is_cpu else most)  # a GPU would be waited for
+
+    return zipping.zip_groups(planes, sources, targets, joins, mode, zip_mode, softmax, listed, inverse)
