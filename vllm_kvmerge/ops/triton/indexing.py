@@ -149,7 +149,7 @@ def hand_over(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if importance.dtype != torch.float32:
         return reference.hand_over(order, place, is_live, importance, width)
-    rows, n, device = *order.shape, order.device
+    (rows, n), device = order.shape, order.device
     index, target, places = (torch.empty(rows, width, dtype=torch.int64, device=device) for _ in range(3))
     shares = torch.empty(rows, width, device=device)
     counts = torch.empty(rows, dtype=torch.int64, device=device)
