@@ -100,6 +100,16 @@ KVBlockZeroer.__init__ = no_zeroer
 class Runner(Mixin, CPUModelRunner):
     """One of vLLM's model runners as it is on the CPU, with our part of it."""
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        run_plans = self.compression.run_plans
+
+        def checked(blocks_of):
+            assert self.execute_model_state is None, "tokens wait for compactions"
+            return run_plans(blocks_of)
+
+        self.compression.run_plans = checked
+
 
 class CUDAOnCPUWorker(CPUWorker):
     """The CPU's worker with what a worker with a GPU has from us."""

@@ -78,7 +78,7 @@ class WindowMove:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """Compression of one request's cache after the step's forward pass.
+    """Compression of one request's cache after the step's tokens have been sampled.
 
     Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
     slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.

@@ -1,5 +1,6 @@
 """Which batches may run as one captured graph, and what a worker keeps of requests."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -116,3 +117,21 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     assert counted == [(0, ("h2o", 0, 3, 5, 1)), (2, ("h2o", 0, 3, 5, 1))]
     told = attached_report(compression.reporter.attach_to(ModelRunnerOutput([], {}))).counts
     assert told == {"a": HeadCounts(heads=2 * HEADS, merged=4, evicted=7, kept=17, least=2, most=7)}
+
+
+def test_tokens_do_not_wait_for_numbers_of_compactions(compression, monkeypatch):
+    """On a GPU they go with the next step's output, but for those that the scheduler needs at once."""
+    event = SimpleNamespace(synchronize=lambda: None, query=lambda: False)
+    monkeypatch.setattr(reporting._Arriving, "of", lambda counts: reporting._Arriving(counts, event))
+    plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])
+    reporter, counts = compression.reporter, torch.tensor([[3, 5, 1, 9, 2, 7]])
+    heads = tensor_parallel.HeadShare(0, 1, 1)
+
+    def told():
+        return set(attached_report(reporter.attach_to(ModelRunnerOutput([], {}))).counts)
+
+    reporter.add_counts([plan], counts, heads, HEADS)
+    assert told() == set()
+    reporter.add_counts([replace(plan, request_id="b", key=b"front")], counts, heads, HEADS)
+    assert told() == {"a", "b"}
+    assert told() == set()

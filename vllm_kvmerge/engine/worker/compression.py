@@ -609,7 +609,7 @@ class Compression:
     # Plans of a step.
 
     def run_plans(self, blocks_of: Callable[[str], Tensor]) -> list[CompressionPlan]:
-        """Executes and returns this step's plans after its forward pass; failures go into the next report.
+        """Executes and returns this step's plans after its tokens have been sampled; failures go into the next report.
 
         The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
         """

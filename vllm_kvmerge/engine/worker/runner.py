@@ -44,7 +44,8 @@ class CompressionRunnerMixin(GPUModelRunner):
         self.compression.begin(scheduler_output)
         self._scheduled = scheduler_output.num_scheduled_tokens
         result = super().execute_model(scheduler_output, *args, **kwargs)
-        self._moves = self.compression.run_plans(self._blocks_of)
+        if self.execute_model_state is None:  # nothing is sampled
+            self._moves = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,12 @@ class CompressionRunnerMixin(GPUModelRunner):
         return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compression.reporter.attach_to(super().sample_tokens(*args, **kwargs))
+        samples = self.execute_model_state is not None
+        output = super().sample_tokens(*args, **kwargs)
+        if samples:
+            # Not before: the step's tokens need not wait for compactions.
+            self._moves = self.compression.run_plans(self._blocks_of)
+        return self.compression.reporter.attach_to(output)
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         # vLLM's own assumes a cache without metadata.
