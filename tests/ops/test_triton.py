@@ -59,7 +59,17 @@ def test_everything_in_the_interpreter():
     """
     files = [
         f"test_{name}.py"
-        for name in ("operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "triton_interpreted")
+        for name in (
+            "operators",
+            "rows",
+            "index",
+            "zipping",
+            "cpu",
+            "head_pages",
+            "large_pool",
+            "queries",
+            "triton_interpreted",
+        )  # fmt: skip
     ]
     files.append("../engine/cuda/test_backend_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
@@ -107,6 +117,8 @@ def run_all(
         triton.score_repetition(query, pages, table[0], 0.1, 100 + len(query), 100, 30, 4, scores, weights)
     tokens = torch.zeros(64, heads, head_size, dtype=wide)
     triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
+    for places in (None, torch.zeros(rows, dtype=torch.int64)):
+        triton.keep_queries(query, torch.zeros(rows, dtype=torch.int64), 1, places)
     seq_layers = SequenceLayers((pages, pages), torch.tensor([0, 1]), table[:2], torch.tensor([[50, 60, 110]] * 2))
     index, planes = torch.zeros(2 * heads, 32, dtype=torch.int64), torch.zeros(3, 2 * heads, 32)
     newest = torch.zeros(2 * heads, groups, 32, head_size)
@@ -234,6 +246,14 @@ def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, gpu):
         assert len(by_row) == 8
         aligned = {launch.kernel.arg_names[place] for (place,) in launch.source[2]}
         assert not by_row & aligned and "scores" in aligned, launch.kernel.__name__
+
+
+def test_layers_and_batches_need_no_kernels_of_their_own_to_keep_queries(gpu):
+    query, addresses = torch.zeros(9, 4, 64), torch.zeros(9, dtype=torch.int64)
+    with launches() as found, Watch(Watch.WAITS):
+        for layer, start in ((0, 0), (1, 1), (16, 3)):
+            triton.keep_queries(query, addresses[start:], layer)
+    assert len(found) == 3 and len({launch.key for launch in found}) == 1
 
 
 def test_a_workspace_that_was_reserved_does_not_grow(gpu):

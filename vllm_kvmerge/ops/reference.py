@@ -7,6 +7,7 @@ tokens); slot ``s`` lies in block ``block_table[s // block_size]``. Never compre
 arithmetic is in float32.
 """
 
+import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -162,11 +163,14 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
     """Adds the statistics of the newest queries of a never compressed sequence to ``scores`` and ``aux``, in place.
 
     query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``. blocks: the sequence's block ids.
-    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen.
+    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen. lse: ``[H * G, q]`` float32,
+    logarithms of the denominators of the queries' probabilities, where attention has found them already; an
+    implementation may ignore it.
     """
     seq_len = scores.shape[1]
     keys = _segment(cache.keys, blocks, 0, seq_len, 2)
@@ -179,6 +183,24 @@ def score_prompt_queries(
         new_scores, new_aux = accumulate_scores(update, logits, probabilities, visible[rows], scores, aux)
         scores.copy_(new_scores)
         aux.copy_(new_aux)
+
+
+def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | None = None) -> None:
+    """Copies a layer's queries to where they are kept, as a captured graph can: nothing depends on how many are.
+
+    query: ``[tokens, H * G, d]``, contiguous in its last dimension. addresses: ``[n]`` int64, of the memory that the
+    query is kept in, ``[layers, H * G, d]`` in its dtype, on its device, aligned to 16 bytes; 0: it is not kept.
+    layer: number of the layer. tokens: ``[n]`` int64, the queries' places in ``query``; None: the first n.
+
+    Raises ValueError on a device other than the CPU, whose memory has no addresses here.
+    """
+    if not query.is_cpu:
+        raise ValueError(f"queries on {query.device}: addresses of the CPU's memory only")
+    numbers = range(len(addresses)) if tokens is None else tokens.tolist()
+    for token, address in zip(numbers, addresses.tolist(), strict=True):
+        if address:
+            row = query[token].contiguous()
+            ctypes.memmove(address + layer * row.nbytes, row.data_ptr(), row.nbytes)
 
 
 def score_repetition(

@@ -36,7 +36,6 @@ from vllm_kvmerge.engine.attention.rows import (
     PredictedScores,
     PromptScores,
     QueryRing,
-    QueryRings,
     RepetitionWindow,
     ScoreWindow,
 )
@@ -173,7 +172,6 @@ class Compression:
         """Requests of whose tokens in the step some are drafts."""
         self._held: dict[str, tuple[int, HeldQueries]] = {}
         """Their queries, if they count, and the numbers of tokens computed before the step."""
-        self.rings: QueryRings | None = None
         self.rates: Rates | None = None
         self._compactor: Compactor | None = None
         self._hidden_states: HiddenStates | None = None
@@ -366,9 +364,7 @@ class Compression:
             | scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ):
             self._begun.pop(request_id, None)
-            state = self.states.pop(request_id, None)
-            if state is not None and state.ring is not None and self.rings is not None:
-                self.rings.give_back(state.ring)
+            self.states.pop(request_id, None)
         copied = [one for one in self.step.adoptions.values() if one.blocks]
         self.copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
         for request_id, adoption in self.step.adoptions.items():
@@ -560,11 +556,8 @@ class Compression:
         return state
 
     def _ring(self, window: int) -> QueryRing:
-        ring = self.rings.take(window) if self.rings is not None else None
-        if ring is None:
-            num_layers, dtype = len(self.compactor.layers), self._config.model_config.dtype
-            ring = QueryRing.empty(num_layers, window, *self._query_shape, dtype, self._device)
-        return ring
+        num_layers, dtype = len(self.compactor.layers), self._config.model_config.dtype
+        return QueryRing.empty(num_layers, window, *self._query_shape, dtype, self._device)
 
     # Fronts in files.
 

@@ -1,6 +1,6 @@
 """Attention, scores of queries and writes of tokens in Triton."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -180,6 +180,7 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
     if query.shape[0] == 0:
         return
@@ -189,10 +190,26 @@ def score_prompt_queries(
     seq_len = scores.shape[1]
     batch = AttentionBatch.single(blocks[: -(-seq_len // cache.block_size)], query.shape[0], seq_len, update=update)
     plan = AttentionPlan.of(cache, query.shape[1], query.shape[0], 1, batch.block_table.shape[1], keeps=False)
-    call = _Call(query, cache, batch, scale, softmax, plan, workspace_of(query.device))
     # Only probabilities need the log-sum-exp.
-    lse = scores if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
-    call.update_columns(scores, aux, lse, in_cache=False)
+    is_known = lse is not None and update.mode != ScoreMode.LOG_EMA
+    if is_known:
+        plan = replace(plan, splits=1)
+    call = _Call(query, cache, batch, scale, softmax, plan, workspace_of(query.device))
+    if is_known:
+        levels = _by_tile(lse, plan, cache.num_kv_heads)
+    else:
+        levels = scores if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
+    call.update_columns(scores, aux, levels, in_cache=False)
+
+
+def _by_tile(lse: Tensor, plan: AttentionPlan, num_kv_heads: int) -> Tensor:
+    """``[H * G, q]``, natural logarithms, as ``attend`` without splits leaves them: ``[tiles, H, block_m]``, to the
+    base 2."""
+    groups = len(lse) // num_kv_heads
+    queries = plan.block_m // groups
+    padded = torch.nn.functional.pad(lse * LOG2E, (0, plan.tiles * queries - lse.shape[1]))
+    rows = padded.view(num_kv_heads, groups, plan.tiles, queries).permute(2, 0, 3, 1).flatten(2)
+    return torch.nn.functional.pad(rows, (0, plan.block_m - rows.shape[2]))
 
 
 def score_repetition(
