@@ -16,8 +16,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from vllm_kvmerge.ops import attention, similarity, turns, zipping
+from vllm_kvmerge.ops import attention, neighbours, similarity, turns, zipping
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
 from vllm_kvmerge.ops.regression import OutputDerivative, conjugate_gradients
 from vllm_kvmerge.ops.types import (
@@ -571,6 +572,12 @@ def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor
     return largest(ranking.masked_fill(protected, torch.inf).masked_fill(~is_live, -torch.inf), count)
 
 
+def newest(positions: Tensor, count: int, num_sinks: int) -> Tensor:
+    """``[H, n]`` bool: of the live entries, whose position (``[H, n]`` int64) is not negative, the ``count`` of largest
+    position, and those of the first ``num_sinks`` tokens."""
+    return (positions >= 0) & (largest(positions, count) | (positions < num_sinks))
+
+
 def in_place(mask: Tensor, count: int | Tensor, num_places: int | None = None) -> Tensor:
     """``[H, num_places]`` int64: the entries in ``mask`` (``[H, n]`` bool, ``count`` per head), entry i at i where
     i < ``count``, the others in order where there is room below ``count``; -1 from there on.
@@ -642,11 +649,18 @@ def put(index: Tensor, planes: Sequence[Tensor], new: Sequence[Tensor]) -> list[
     ]
 
 
-def overflowing(rows: Tensor, others: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``[H, r]`` bool: which rows, or others in their place (``[H, r, d]`` float32), are not finite in a dtype."""
-    # The largest number of a row is what becomes infinite first, and NaN is larger than all.
-    marked = ~rows.abs().amax(-1).to(dtype).isfinite()
-    return marked if others is None else marked | overflowing(others, None, dtype)
+def overflowing(
+    places: Tensor, log_votes: Tensor, keys: Tensor | None, values: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``[H, r]`` int64: ``places`` (``[H, r]`` int64) whose new key or value (``[H, r, d]`` float32) is not finite in a
+    dtype, or whose ``log_votes`` (``[H, C]`` float32) are infinite or NaN; elsewhere -1."""
+    (votes,) = take(places, [log_votes], [0.0])
+    overflows = ~(votes < torch.inf)
+    for rows in (keys, values):
+        if rows is not None:
+            # The largest number of a row is what becomes infinite first, and NaN is larger than all.
+            overflows |= ~rows.abs().amax(-1).to(dtype).isfinite()
+    return places.masked_fill(~overflows, -1)
 
 
 def empty_places(
@@ -705,6 +719,84 @@ def join_slots(
         column = products[head, :, slot]
         products[head, :, slot] = column + share * (between[:, i] - column)
     return joined, total
+
+
+def hand_over(
+    order: Tensor, place: Tensor, is_live: Tensor, importance: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where the values of entries that leave go, one after the other, the smallest ``importance`` first: each to its
+    right neighbour at that time (WeightedKV algorithm 1; ``neighbours``). What nothing that stays follows is lost.
+
+    order: ``[H, n]`` int64, entries in order of position, dead ones first. place: ``[H, n]`` int64, that of each entry
+    which stays; negative: the entry leaves. is_live: ``[H, n]`` bool. importance: ``[H, n]`` floating point, scores m,
+    of which negative ones count as 0. width: at least twice the number of live entries of a head that leave, or n.
+
+    Returns five tensors. Three are ``[H, width]``: int64 index of the entries that take part, those that leave and
+    those that follow one, in order of position, then -1; where in this list each one's value ends, its own number if it
+    stays; and its share in the value there, floating point. Then their places, ``[H, width]`` int64, -1 for those that
+    leave; and how many leave, ``[H]`` int64.
+    """
+    leaves = (is_live & (place < 0)).gather(1, order)
+    rank = torch.arange(leaves.shape[1], device=leaves.device)
+    last = rank.masked_fill(leaves, -1).amax(1, keepdim=True)
+    leaves &= rank < last
+    column = padded_nonzero(leaves | pad(leaves, (1, -1)), width)
+    none, column = column < 0, column.clamp(min=0)
+    index = order.gather(1, column)
+    leaves = leaves.gather(1, column) & ~none
+    scores = importance.gather(1, index).clamp(min=0.0).masked_fill(none, 0.0)
+    places = place.gather(1, index).masked_fill(leaves | none, -1)
+    shares, target = neighbours.shares_of(scores, leaves), neighbours.next_true(~leaves)
+    return index.masked_fill(none, -1), target, shares, places, leaves.sum(1)
+
+
+def line_up(
+    place: Tensor, positions: Tensor, aux: Tensor, scores: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The entries that are not kept in the order in which they become and join slots (ZSMerge): slots, which are live
+    and whose ``aux`` is at least 1, in order of position, then the others, then dead ones.
+
+    place: ``[H, n]`` int64, that of a kept entry, negative for ``count`` entries of each head. positions: ``[H, n]``
+    int64; aux, scores: ``[H, n]`` floating point. Returns ``[H, count]`` each: index of the entry, -1 of a dead one;
+    position; weight, at least 1, 0 of a dead one; and score, 0 of a dead one.
+    """
+    rest = padded_nonzero(place < 0, count)
+    positions, aux, scores = take(rest, [positions, aux, scores], [-1, 0.0, 0.0])
+    is_dead, last = positions < 0, torch.iinfo(torch.int64).max
+    turn = torch.where(aux >= 1, positions - last, positions).masked_fill(is_dead, last).argsort(dim=1, stable=True)
+    index, weights = rest.masked_fill(is_dead, -1), aux.clamp(min=1.0).masked_fill(is_dead, 0.0)
+    planes = index, positions, weights, scores.masked_fill(is_dead, 0.0)
+    return tuple(plane.gather(1, turn) for plane in planes)  # type: ignore[return-value]
+
+
+def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
+    """The places that sources join: ``[H, w]`` int64, ascending, then -1, where w is ``min(num_places, m)``, on a CPU
+    as small as may be, which makes nothing wait there; and where in it each source's place is, ``[H, m]`` int64, -1 for
+    a source that does not join.
+
+    places: ``[H, m]`` int64, from 0 to below ``num_places``. joins: ``[H, m]`` bool.
+    """
+    # An extra last place takes ignored elements.
+    is_joined = torch.zeros(len(places), num_places + 1, dtype=torch.bool, device=places.device)
+    is_joined = is_joined.scatter_(1, places.masked_fill(~joins, num_places), True)[:, :num_places]
+    joined = padded_nonzero(is_joined, None if places.is_cpu else min(num_places, places.shape[1]))
+    return joined, (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, -1)
+
+
+def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> Tensor:
+    """``[H, r, d]``: ``own`` (None: zeros, as many as join), each with the sum of share_j (x_j - own) over those that
+    join it.
+
+    joining: ``[H, m, d]`` floating point. row: ``[H, m]`` int64, which one each joins; negative: none. shares: ``[H,
+    m]``. own: ``[H, r, d]``. ``joining`` and ``own`` may be overwritten.
+    """
+    own = torch.zeros_like(joining) if own is None else own
+    if own.shape[1] == 0:
+        return own
+    joins, index = row.unsqueeze(-1) >= 0, row.clamp(min=0).unsqueeze(-1).expand_as(joining)
+    moved = joining.sub_(own.gather(1, index)).mul_(shares.unsqueeze(-1))
+    # Masked rather than weighted with 0: what does not join may be NaN.
+    return own.scatter_add_(1, index, moved.masked_fill_(~joins, 0.0))
 
 
 def zip_groups(

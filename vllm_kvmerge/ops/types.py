@@ -26,6 +26,7 @@ takes for a paged cache: rows contiguous, strides of blocks, slots and heads as 
 and its slot is its position, so requests without a policy never write metadata.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -159,6 +160,14 @@ def stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(dtype).max
         rows = rows.clamp(-limit, limit)
     return rows.to(dtype)
+
+
+def least_overflow(dtype: torch.dtype) -> float:
+    """The least number that rounding to a dtype makes infinite: between its largest and the next, were there one."""
+    if dtype == torch.float32:
+        return math.inf
+    limits = torch.finfo(dtype)
+    return limits.max * (2 - limits.eps / 2) / (2 - limits.eps)
 
 
 def cell_bytes(head_size: int, dtype: torch.dtype) -> int:

@@ -270,7 +270,7 @@ class CompressionPolicy(BaseModel):
             PartError: the tracker, the selector or the allocator failed.
         """
         others, reads_mass = self._of_others(context), self.allocator.reads_attention
-        importance = self._mass(entries, others) if reads_mass else torch.zeros_like(entries.scores)
+        importance = self._mass(entries, others) if reads_mass else entries.scores  # which nobody reads
         if self.protect:
             is_protected = within(self.protect, entries.positions)
             entries, importance = entries.without(is_protected), importance.masked_fill(is_protected, 0.0)

@@ -341,8 +341,10 @@ class Compactor:
             pages.update({indices[index]: deal.pages for index, deal in enumerate(batch.deals)})
             fronts.update({indices[index]: front for index, front in enumerate(batch.fronts)})
             found.update({indices[index]: one for index, one in enumerate(batch.found)})
-        order = torch.tensor([index for indices, _ in courses for index in indices], dtype=torch.int64)
-        in_order = torch.cat(counts).index_select(0, sent(order.argsort(), self.device))
+        in_order = counts[0]
+        if len(courses) > 1:
+            order = torch.tensor([index for indices, _ in courses for index in indices], dtype=torch.int64)
+            in_order = torch.cat(counts).index_select(0, sent(order.argsort(), self.device))
         return Execution(in_order, failures, pages, fronts, found)
 
     def begin(self, compaction: Compaction, num_parts: int) -> Course:
@@ -381,8 +383,7 @@ class Compactor:
 
         policy = first.policy
         work.total += ANALYSIS * (policy.allocator.has_layer_statistic + bool(first.plan.share_blocks))
-        counts = torch.zeros(len(compactions), 6, dtype=torch.int64, device=self.device)
-        counts[:, FEWEST] = NO_COUNT
+        counts = self._sent([[NO_COUNT if column == FEWEST else 0 for column in range(6)]] * len(compactions))
         return _Batch(compactions, cost, time_left, work, counts, num_rows)
 
     def _cost(self, policy: CompressionPolicy, shape: CostShape) -> Cost | PartError:
