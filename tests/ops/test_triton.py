@@ -45,8 +45,8 @@ TESTS = Path(__file__).parent
 CHOSEN = "(triton or backend_interpreted) and not 40-2 and not 256-16 and not rounded"
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by kind of GPU (CUDA C++ programming guide, by compute capability)."""
-STACK = 32
-"""Bytes of a thread's stack that are tolerable: a few scalars, outside of loops."""
+STACK = 16
+"""Bytes of a thread's stack that are no spill yet: a few, of a scalar. Twice as many where no loop uses them."""
 
 
 def test_everything_in_the_interpreter():
@@ -168,7 +168,7 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
         for capability in [paged_on] if launch.is_paged else capabilities:
             code = compile_for(launch, capability, tmp_path)
             told = launch.kernel.__name__, capability, code.registers, code.stack, code.spills_in_loops, code.shared
-            assert code.stack <= STACK and code.spills_in_loops == 0, told
+            assert code.stack <= (STACK if code.spills_in_loops else 2 * STACK), told
             assert code.shared <= SHARED_MEMORY[capability], told
             if launch.kernel.__name__ == "attend":
                 assert "cp.async" in code.ptx, "keys and values are not loaded ahead"
@@ -228,7 +228,7 @@ def test_a_workspace_that_was_reserved_does_not_grow(gpu):
     work = Workspace(torch.device("cpu"))
     work.reserve(maker.pages, 8, [(rows, 1) for rows in range(1, 10)], max_blocks=64)
     before = work.num_bytes
-    assert before > NUM_BLOCKS * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot, and splits"
+    assert before > NUM_BLOCKS * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot, and pieces"
     for rows in range(1, 10):
         query = maker.randn(rows, 8, 64).bfloat16()
         numbers, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
@@ -253,6 +253,20 @@ def test_programs_fill_a_gpu(rows, gpu):
         assert plan.split_tiles == (0 if most == 1 else min(rows, 33, rows * most // 2))
     long = AttentionPlan.of(pages, 32, 512, 1, 4096)
     assert long.kept == 0 and long.tiles == 512 // 16
+
+
+@pytest.mark.parametrize("window", [0, 128, 4096])
+def test_chunks_of_all_lengths_need_the_same_kernels(window, gpu):
+    """Those that a worker launches when it starts, with few queries."""
+    maker, codes = CacheMaker(0, 2, 64, 16, torch.bfloat16), []
+    table, one = torch.zeros(1, 512, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    for num_queries in (5, 64, 2000):
+        query = torch.zeros(num_queries, 8, 64, dtype=torch.bfloat16)
+        batch = AttentionBatch(table, 0 * one, *[num_queries * one] * 2, *[0 * one] * 3, torch.ones(1), num_queries)
+        with launches() as found:
+            triton.paged_attention(query, maker.pages, batch, 0.1, query, window=window)
+        codes.append({launch.key for launch in found})
+    assert codes[0] == codes[1] == codes[2] and len(codes[0]) >= 2
 
 
 @pytest.mark.parametrize("num_queries", [1, 40])

@@ -85,7 +85,7 @@ def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
 @pytest.mark.parametrize(("window", "chunked"), [(1, False), (100, False), (1000, False), (20, True), (1024, True)])
 @pytest.mark.parametrize(("dtype", "lens"), [(torch.float32, [1, 1]), (torch.float8_e4m3fn, [3, 40])], ids=str)
 def test_triton_attends_in_a_window(dtype, lens, window, chunked):
-    """In splits and tiles that begin with it, as captured graphs are padded."""
+    """In pieces and tiles that begin with it, as captured graphs are padded."""
     maker = CacheMaker(window, 2, 64, 16, dtype)
     sequences = [
         maker.sequence(0, first_in_window(n - length, window, chunked), n)
@@ -149,8 +149,8 @@ def longest_chain(plan, found, num_heads=8):
 
 @pytest.mark.parametrize("lengths", [[131072] + [1024] * 63, [1024] * 63 + [131072], [65536] * 3 + [700] * 40])
 def test_triton_divides_work_by_length(lengths, monkeypatch):
-    """A long row among short ones costs what its entries do. Cut in as many pieces as the others, it would take 11
-    times as long as it need, or more."""
+    """A long row among short ones costs what its entries do. With as many pieces as each of the others, one, its
+    program would have 19 to 44 times as many as if all had equally many."""
     plan, found = pieces_of(lengths, monkeypatch)
     assert longest_chain(plan, found) <= 1.3
     longest = lengths.index(max(lengths))

@@ -18,6 +18,9 @@ LOG2E = attention_kernels.LOG2E.value
 PIECES_AT_ONCE = 16
 """Pieces whose results are combined at a time."""
 
+COLUMN_PIECES = 2
+"""The same for tiles of many queries, which have few pieces; more would cost registers."""
+
 
 def _check(query: Tensor, cache: PagedKVCache) -> None:
     if query.shape[2] != cache.head_size or query.shape[1] % cache.num_kv_heads:
@@ -156,7 +159,7 @@ class _Call:
             self.logit_scale, plan.tiles, *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
             *cache.log_votes.stride()[:2],
             *(scores.stride()[:2] if in_cache else (0, scores.stride(0))),
-            IN_CACHE=in_cache, BLOCK_N=chosen.block_n, BLOCK_S=PIECES_AT_ONCE, LSE_BLOCK_N=plan.settings.block_n,
+            IN_CACHE=in_cache, BLOCK_N=chosen.block_n, BLOCK_S=COLUMN_PIECES, LSE_BLOCK_N=plan.settings.block_n,
             **self.constants, **chosen.launch,
         )  # fmt: skip
 
@@ -187,9 +190,7 @@ def paged_attention(
     _check(output, cache)
     num_queries = int(batch.query_lens.max()) if batch.max_query_len is None else batch.max_query_len
     num_rows, num_blocks = batch.block_table.shape
-    if window:
-        num_blocks = min(num_blocks, (window + num_queries) // cache.block_size + 1)
-    plan = AttentionPlan.of(cache, query.shape[1], num_queries, num_rows, num_blocks, keeps=not window)
+    plan = AttentionPlan.of(cache, query.shape[1], num_queries, num_rows, num_blocks, window)
     work = workspace or workspace_of(query.device)
     call = _Call(query, cache, batch, scale, softmax, plan, work, window, chunked)
     lse = call.attend(output, values=True)
@@ -214,8 +215,9 @@ def score_prompt_queries(
     if scores.stride() != aux.stride() or scores.stride(1) != 1:
         raise ValueError("scores and aux must have the same strides and be contiguous in their last dimension")
     seq_len = scores.shape[1]
+    blocks = blocks.int()  # kernels are compiled for each type
     batch = AttentionBatch.single(blocks[: -(-seq_len // cache.block_size)], query.shape[0], seq_len, update=update)
-    plan = AttentionPlan.of(cache, query.shape[1], query.shape[0], 1, batch.block_table.shape[1], False, True)
+    plan = AttentionPlan.of(cache, query.shape[1], query.shape[0], 1, batch.block_table.shape[1], is_prompt=True)
     call = _Call(query, cache, batch, scale, softmax, plan, workspace_of(query.device))
     # Only probabilities need the log-sum-exp.
     lse = None if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
@@ -252,7 +254,7 @@ def score_repetition(
     }
     rows, columns = settings_for("prefill", cache, groups), settings_for("columns", cache, groups)
     block_m = power_of_two(max(16, groups, rows.block_m))
-    blocks, weights = blocks.contiguous(), None if weights is None else weights.contiguous()
+    blocks, weights = blocks.int().contiguous(), None if weights is None else weights.contiguous()
     lse = torch.empty(num_queries, num_heads, device=query.device)
     strides = *query.stride()[:2], *cache.keys.stride()
     scale = scale * LOG2E * cache.key_scale

@@ -2,8 +2,12 @@
 
 One program works on one row, which has ``n`` elements without gaps between them, tile by tile; where it reads what
 another of its threads has written, there is a barrier before. Numbers that change from one compression to the next are
-not specialised, so that a GPU needs one machine code for all of them.
+not specialised, nor is where a row or a tensor begins, so that a GPU needs one machine code for all of them.
 """
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,6 +17,16 @@ BLOCK: int = 1024
 
 TILE: int = 256
 """Elements of a tile, where each is a program's."""
+
+
+def for_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a kernel that is compiled once for all ``numbers``, and for tensors that begin anywhere."""
+
+    def kernel(function: Callable[..., Any]) -> Any:
+        names = list(inspect.signature(function).parameters)
+        return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=names)
+
+    return kernel
 
 
 @triton.jit
@@ -38,7 +52,7 @@ def rank_of(ranking, protected, is_live, at, inside, WIDE: tl.constexpr):
     return ordered(x, WIDE)
 
 
-@triton.jit(do_not_specialize=["n", "count"])
+@for_any("n", "count")
 def select_largest(
     ranking, protected, is_live, counts, out, n, count,
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,7 +101,7 @@ def select_largest(
         level += tl.sum(is_level, 0)
 
 
-@triton.jit(do_not_specialize=["n", "width", "first"])
+@for_any("n", "width", "first")
 def list_places(mask, firsts, out, n, width, first, BLOCK: tl.constexpr):
     """Lists the places from ``first`` (or ``firsts[row]``) on where a row's mask is true, up to ``width``, then -1.
     Grid: rows."""
@@ -107,7 +121,7 @@ def list_places(mask, firsts, out, n, width, first, BLOCK: tl.constexpr):
         tl.store(out + row * width + place, nothing, mask=(place < width) & (place >= count))
 
 
-@triton.jit(do_not_specialize=["n", "num_places", "count"])
+@for_any("n", "num_places", "count")
 def keep_in_place(mask, others, counts, out, n, num_places, count, BLOCK: tl.constexpr):
     """Places below ``count`` (or ``counts[row]``): their own number where a row's mask is true, and elsewhere those of
     ``others`` in order; then -1. Grid: rows."""
@@ -126,7 +140,7 @@ def keep_in_place(mask, others, counts, out, n, num_places, count, BLOCK: tl.con
         seen += tl.sum(vacant.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["num_listed", "size"])
+@for_any("num_listed", "size")
 def invert(index, out, num_listed, size, BLOCK: tl.constexpr):
     """Where each number is in a row of ``index``; -1: nowhere. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -147,7 +161,7 @@ def take_one(plane, out, blank, source, target, none, inside):
         tl.store(out + target, tl.where(none, tl.full(x.shape, blank, x.dtype), x), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "num_taken", "blank_0", "blank_1", "blank_2", "blank_3", "blank_4"])
+@for_any("n", "num_taken", "blank_0", "blank_1", "blank_2", "blank_3", "blank_4")
 def take_planes(
     index, plane_0, plane_1, plane_2, plane_3, plane_4, out_0, out_1, out_2, out_3, out_4,
     blank_0, blank_1, blank_2, blank_3, blank_4, n, num_taken,
@@ -181,7 +195,7 @@ def put_one(plane, new, out, base, n, index, first, num_put, BLOCK: tl.constexpr
             tl.store(out + base + number, given, mask=number >= 0)
 
 
-@triton.jit(do_not_specialize=["n", "num_put"])
+@for_any("n", "num_put")
 def put_planes(
     index, plane_0, plane_1, plane_2, plane_3, plane_4, new_0, new_1, new_2, new_3, new_4,
     out_0, out_1, out_2, out_3, out_4, n, num_put,
@@ -203,7 +217,7 @@ def largest_of(rows, at, inside):
     return tl.max(tl.where(x == x, x, float("inf")), 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "most"])
+@for_any("num_rows", "most")
 def mark_overflows(
     rows, others, out, num_rows, most,
     HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -218,7 +232,7 @@ def mark_overflows(
     tl.store(out + number, (largest >= most).to(tl.uint8), mask=number < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@for_any("num_places")
 def blank_places(
     positions, kept, log_votes, scores, aux, out_kept, out_votes, out_scores, out_aux, num_places,
     BLOCK: tl.constexpr,
@@ -236,7 +250,7 @@ def blank_places(
     tl.store(out_aux + at, tl.where(dead, 0.0, tl.load(aux + at, mask=inside, other=0.0)), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_listed", "num_places"])
+@for_any("num_listed", "num_places")
 def fill_places(index, taken, free, out, num_listed, num_places, BLOCK: tl.constexpr):
     """``reference.free_places``. taken: zeros, a byte for each place. free: room for as many numbers. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)

@@ -80,13 +80,13 @@ class AttentionPlan:
         num_queries: int,
         rows: int,
         max_blocks: int,
-        keeps: bool = True,
+        window: int = 0,
         is_prompt: bool = False,
     ) -> "AttentionPlan":
         """For ``rows`` sequences with up to ``num_queries`` queries of ``num_heads`` heads and ``max_blocks`` blocks.
 
-        keeps: true if logits may be kept. is_prompt: true if the tiles are to be those of many queries, however many
-        there are.
+        window: entries that a query sees, 0: all. is_prompt: prompts are scored, so that tiles are those of many
+        queries, however many there are.
         """
         num_blocks, num_kv_heads = cache.keys.shape[:2]
         groups = num_heads // num_kv_heads
@@ -96,8 +96,11 @@ class AttentionPlan:
         block_m = power_of_two(max(KEPT_ROWS, groups, 0 if few else chosen.block_m))
         tiles = -(-num_queries // (block_m // groups))
         slots = max(1, chosen.programs * multiprocessors(cache.keys.device) // num_kv_heads)
-        most = min(slots, -(-max_blocks * cache.block_size // chosen.least))
-        kept = groups * num_queries if few and keeps else 0
+        most_entries = max_blocks * cache.block_size
+        if window:
+            most_entries = min(most_entries, window + block_m // groups - 1)
+        most = min(slots, -(-most_entries // chosen.least))
+        kept = groups * num_queries if few and not window else 0
         plan = cls(chosen, block_m, tiles, rows * tiles, slots, most, kept, {})
         plan.sizes["lse"] = plan.num_pieces * num_kv_heads * block_m
         if most > 1:
