@@ -22,6 +22,7 @@ from vllm_kvmerge.ops import (
     ScoreMode,
     ScoreUpdate,
     SequenceLayers,
+    Softmax,
     cell_bytes,
     cpu,
     reference,
@@ -38,6 +39,7 @@ from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
 from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
+from vllm_kvmerge.ops.zipping import ZipPlanes  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +59,7 @@ def test_everything_in_the_interpreter():
     """
     files = [
         f"test_{name}.py"
-        for name in ("operators", "rows", "index", "cpu", "head_pages", "large_pool", "triton_interpreted")
+        for name in ("operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "triton_interpreted")
     ]
     files.append("../engine/cuda/test_backend_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
@@ -136,6 +138,10 @@ def run_all(
     triton.empty_places(index, index, *planes)
     triton.free_places(index, 50)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
+    for num_scores, cap in ((1, 0.0), (groups, 30.0)):
+        scored = torch.zeros(2 * heads, num_scores, 100)
+        merged = ZipPlanes(votes, votes, votes, positions, votes.bool(), scored, scored[..., :1])
+        triton.zip_groups(index, index, mask, merged, ScoreMode.MEAN, "auto", Softmax(cap))
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton has no tools for GPUs")
@@ -163,7 +169,7 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
     with launches() as found:
         run_all(dtype, head_size, groups, num_queries, not everything, has_pages=paged_on is not None)
     found = list({launch.key: launch for launch in found}.values())
-    assert len({launch.kernel.__name__ for launch in found}) >= (24 if everything else 2)
+    assert len({launch.kernel.__name__ for launch in found}) >= (25 if everything else 2)
     for launch in found:
         for capability in [paged_on] if launch.is_paged else capabilities:
             code = compile_for(launch, capability, tmp_path)
@@ -362,3 +368,5 @@ def test_the_reference_says_where_its_tensors_are():
         reference.empty_places(index, index, ranking, ranking, ranking)
         reference.split_budget(ranking[None], 60, 5, 50)
         reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])
+        merged = ZipPlanes(ranking, ranking, ranking, index, mask, ranking[:, None], ranking[:, None, :1])
+        reference.zip_groups(index[:, :9], index[:, 9:18], mask[:, :9], merged, ScoreMode.MEAN, "auto")

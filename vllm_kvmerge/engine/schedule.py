@@ -5,7 +5,7 @@ asynchronous scheduling. Where a front's size depends on data, it is counted at 
 return blocks, and to repeat a compression, but never to decide when. This module does not depend on vLLM.
 """
 
-from collections.abc import Set
+from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -161,6 +161,14 @@ class RequestCompression:
             return None
         # What follows the context stays whole until the prompt has been computed.
         return max(self._count_at(segments, self.budget + self.interval), self.num_prompt_tokens)
+
+    def batch(self, segments: Segments) -> Hashable:
+        """Equal for requests whose next compressions, as they generate, are of one shape; None: it is none of these."""
+        if not segments.are_compressed or self.is_in_context(segments) or self.config.refresh is not None:
+            return None
+        if self._next_over_budget(segments) is None:
+            return None
+        return self.config.text, self.budget, self.interval, segments.front, segments.num_places
 
     def _count_at(self, segments: Segments, num_entries: int) -> int:
         """Number of computed tokens at which the cache comes to so many entries, more than the budget."""

@@ -24,6 +24,7 @@ from vllm_kvmerge.engine.connectors import HiddenRequests
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
+from vllm_kvmerge.engine.gathering import MAX_STEPS, NextCompression, held_back
 from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.metrics import (
     GENERATED,
@@ -106,7 +107,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._num_workers = self.parallel_config.tensor_parallel_size
         self._bytes_per_block = bytes_per_block * self._num_workers
         self._compressions: dict[str, RequestCompression] = {}
-        self._due: dict[str, None] = {}
+        self._due: dict[str, int] = {}
+        """Requests whose compression is due, longest wait first, and for how many steps it has been."""
         self._spread: dict[str, SpreadCompression] = {}
         """Compressions that are carried out in several steps, by request: one at a time."""
         self._repeating: dict[str, RepeatingRequest | None] = {}
@@ -362,12 +364,12 @@ class CompressionSchedulerMixin(Scheduler):
         step.outputs = self._sharing.new_contexts(output.num_scheduled_tokens, self.requests)
         step.forgotten_scores = self._known_scores.take_forgotten()
         is_awaited = self._is_awaited(output)
-        waiting, seconds = self._plan_due(step, is_awaited)
+        waiting, seconds = self._plan_due(step, output, is_awaited)
         while waiting and not output.num_scheduled_tokens and not step.plans and not self._spread:
             # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
             self.running.remove(waiting[-1])
             self._preempt_request(waiting[-1], time.monotonic())
-            waiting, seconds = self._plan_due(step, is_awaited)
+            waiting, seconds = self._plan_due(step, output, is_awaited)
         for spread in list(self._spread.values()):
             part = spread.next_part(max(LEAST_SECONDS, STEP_SECONDS - seconds)) if is_awaited else None
             if part is None:
@@ -615,7 +617,9 @@ class CompressionSchedulerMixin(Scheduler):
             for request in self.running
         )
 
-    def _plan_due(self, step: CompressionStep, is_awaited: bool) -> tuple[list[Request], float]:
+    def _plan_due(
+        self, step: CompressionStep, output: SchedulerOutput, is_awaited: bool
+    ) -> tuple[list[Request], float]:
         """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs, and the
         estimated seconds of the others. is_awaited: requests without one wait for their next tokens.
 
@@ -631,8 +635,10 @@ class CompressionSchedulerMixin(Scheduler):
                 if request.num_computed_tokens >= due_at and self._is_scored(request):
                     due[request.request_id] = request
         waiting, seconds = [], 0.0
-        self._due = dict.fromkeys([*(request_id for request_id in self._due if request_id in due), *due])
-        for request_id in list(self._due):
+        before = {request_id: steps + 1 for request_id, steps in self._due.items() if request_id in due}
+        self._due = before | {request_id: 0 for request_id in due if request_id not in before}
+        held = held_back(self._next_of_generating(output))
+        for request_id in [one for one in self._due if one not in held]:
             request, segments = due[request_id], self._manager.segments_of(request_id)
             try:
                 compression = self._compressions[request_id]
@@ -658,6 +664,23 @@ class CompressionSchedulerMixin(Scheduler):
             else:
                 waiting.append(request)
         return waiting, seconds
+
+    def _next_of_generating(self, output: SchedulerOutput) -> dict[str, NextCompression]:
+        """Compressions that are due, or will be if the requests of this step go on computing a token in each."""
+        found = {}
+        for request in self.running:
+            request_id, num_computed = request.request_id, request.num_computed_tokens
+            compression, segments = self._compressions.get(request_id), self._manager.segments_of(request_id)
+            is_due = request_id in self._due
+            computes = request_id in output.num_scheduled_tokens and num_computed >= request.num_prompt_tokens
+            if compression is None or request_id in self._spread or not (is_due or computes):
+                continue
+            batch, due_at = compression.batch(segments), compression.next_compression(segments)
+            if batch is None or due_at is None or num_computed + 2 * compression.interval > compression.total:
+                continue  # it would not save as much as it costs
+            steps, most = (0 if is_due else due_at - num_computed), min(MAX_STEPS, compression.interval // 4)
+            found[request_id] = NextCompression(batch, steps, self._due.get(request_id, 0), most)
+        return found
 
     def _ends_now(self, request: Request) -> bool:
         """True if the request ends with the token of this step, so that its context's front would not come to be."""

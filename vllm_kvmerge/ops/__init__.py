@@ -32,6 +32,7 @@ from vllm_kvmerge.ops.dispatch import turn_keys as turn_keys
 from vllm_kvmerge.ops.dispatch import write_metadata as write_metadata
 from vllm_kvmerge.ops.dispatch import write_rows as write_rows
 from vllm_kvmerge.ops.dispatch import write_tokens as write_tokens
+from vllm_kvmerge.ops.dispatch import zip_groups as zip_groups
 from vllm_kvmerge.ops.latent import LatentKVCache as LatentKVCache
 from vllm_kvmerge.ops.latent import latent_cell_bytes as latent_cell_bytes
 from vllm_kvmerge.ops.types import METADATA_BYTES as METADATA_BYTES

@@ -25,10 +25,12 @@ from vllm_kvmerge.ops.types import (
     HeadPages,
     Metadata,
     PagedKVCache,
+    ScoreMode,
     ScoreUpdate,
     SequenceLayers,
     Softmax,
 )
+from vllm_kvmerge.ops.zipping import ZIP_MODES, ZipGroups, ZipMode, ZipPlanes
 
 LIBRARY = Path(__file__).with_name("_native.so")
 
@@ -353,3 +355,23 @@ def join_slots(
     products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
     _function("join_slots")(products, between.contiguous(), source_weights.contiguous(), total, joined)
     return joined, total
+
+
+def zip_groups(
+    sources: Tensor,
+    targets: Tensor,
+    joins: Tensor,
+    planes: ZipPlanes,
+    mode: ScoreMode,
+    zip_mode: ZipMode,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> ZipGroups:
+    index, number = torch.int64, torch.float32
+    dtypes = index, index, index, number, number, number, number, number, index
+    wide = [torch.empty(sources.shape, dtype=dtype) for dtype in dtypes]
+    lists, given = (t.contiguous() for t in (sources, targets, joins)), [plane.contiguous() for plane in planes]
+    r, j = _function("zip_groups")(*lists, given, mode.code, ZIP_MODES.index(zip_mode), softmax.cap, wide)
+    widths = r, j, j, r, j, r, r, r, r
+    # As wide as the head that needs most of each list.
+    narrow = (t.flatten()[: len(t) * width].view(len(t), width) for t, width in zip(wide, widths, strict=True))
+    return ZipGroups(*narrow)

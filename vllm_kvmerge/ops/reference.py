@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import attention, similarity, turns
+from vllm_kvmerge.ops import attention, similarity, turns, zipping
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
@@ -34,6 +34,7 @@ from vllm_kvmerge.ops.types import (
     sent,
     stored,
 )
+from vllm_kvmerge.ops.zipping import ZipGroups, ZipMode, ZipPlanes
 
 
 def _segment(plane: Tensor, blocks: Tensor, start: int, stop: int, slot_dim: int) -> Tensor:
@@ -681,3 +682,25 @@ def join_slots(
         column = products[head, :, slot]
         products[head, :, slot] = column + share * (between[:, i] - column)
     return joined, total
+
+
+def zip_groups(
+    sources: Tensor,
+    targets: Tensor,
+    joins: Tensor,
+    planes: ZipPlanes,
+    mode: ScoreMode,
+    zip_mode: ZipMode,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> ZipGroups:
+    """What becomes of entries that others join, and of these (KeepKV eq. 25; the merger ``zip`` has all formulas).
+
+    sources, targets: ``[H, m]`` int64, indices of entries: which may join, none twice, and what; no entry is both.
+    joins: ``[H, m]`` bool, which do. mode: the tracker's, which says what merged scores are. zip_mode: whether the
+    merged key is scaled. softmax: its cap counts, sinks are part of the planes.
+    """
+
+    def listed(mask: Tensor, most: int) -> Tensor:
+        return padded_nonzero(mask, None if mask.is_cpu else most)  # a GPU would be waited for
+
+    return zipping.zip_groups(planes, sources, targets, joins, mode, zip_mode, softmax, listed, inverse)

@@ -15,6 +15,7 @@ from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, Softmax
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.types import PageTables, cell_bytes
+from vllm_kvmerge.ops.zipping import ZipPlanes
 from vllm_kvmerge.policies import CompressionPolicy
 
 logger = init_logger(__name__)
@@ -164,7 +165,7 @@ def _run(compactor: Compactor, steps: list[Compaction]) -> None:
 
 
 def _read_entries(compactor: Compactor, blocks: Tensor, head_pages: bool) -> None:
-    """Reads entries in all ways that a policy may: which of them it does can depend on the entries."""
+    """Reads entries in all ways that a policy may, which can depend on its parameters and on the entries."""
     cache, device = compactor.layers[0], compactor.device
     located = SequenceLayers.of(cache, blocks, 0, 0, PROMPT)
     places = [located]
@@ -185,3 +186,7 @@ def _read_entries(compactor: Compactor, blocks: Tensor, head_pages: bool) -> Non
             ops.fused_attention(
                 seq_layers, queries, index + PROMPT, log_votes, positions, compactor.scale, fusion, softmax
             )
+        for num_scores in (1, compactor.group_size):
+            logits = torch.zeros(num_heads, num_scores, PROMPT, device=device)
+            planes = log_votes, log_votes, log_votes, positions, positions < 0, logits, logits[..., :1]
+            ops.zip_groups(index, index, index < 0, ZipPlanes(*planes), ScoreMode.MEAN, "auto", softmax)

@@ -5,28 +5,16 @@ another of its threads has written, there is a barrier before. Numbers that chan
 not specialised, nor is where a row or a tensor begins, so that a GPU needs one machine code for all of them.
 """
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import triton
 import triton.language as tl
+
+from vllm_kvmerge.ops.triton.compiling import for_any
 
 BLOCK: int = 1024
 """Elements of a tile, where a program has a row."""
 
 TILE: int = 256
 """Elements of a tile, where each is a program's."""
-
-
-def for_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a kernel that is compiled once for all ``numbers``, and for tensors that begin anywhere."""
-
-    def kernel(function: Callable[..., Any]) -> Any:
-        names = list(inspect.signature(function).parameters)
-        return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=names)
-
-    return kernel
 
 
 @triton.jit

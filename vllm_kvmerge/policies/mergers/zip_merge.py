@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, Softmax
+from vllm_kvmerge.ops.zipping import ZipMode, ZipPlanes
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     CacheUpdate,
@@ -26,14 +27,7 @@ from vllm_kvmerge.policies.indexing import any_at, first, inverse, listed, mask_
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.trackers import EmaDecay, log_bias_correction
 
-ZipMode = Literal["scale", "votes", "auto"]
 HeadFit = Literal["mean", "least_squares"]
-
-MAX_SCALE = 10.0
-"""``scale`` does not stretch a key beyond this factor."""
-
-AUTO_TOLERANCE = 0.1
-"""``auto`` scales a key whose length changes by at most this share."""
 
 
 @dataclass(frozen=True)
@@ -267,90 +261,27 @@ class ZipMerger(Merger):
         kept: ``[H, c]`` int64. sources, targets: ``[H, m]`` int64, indices of entries; targets are kept, and no entry
         is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool. mode: the tracker's.
         """
-        n = len(entries)
-        # A group is a target that something joins, and all that join it: [H, r] and [H, j], padded.
-        target = listed(any_at(targets, joins, n), min(kept.shape[1], targets.shape[1]))
-        joining = listed(joins, joins.shape[1])
-        source, targets = select(sources, joining), select(targets, joining)
-        exists, joins = target >= 0, source >= 0
-        own, other = target.clamp(min=0), source.clamp(min=0)
-        group = inverse(target, n).gather(1, targets.clamp(min=0)).clamp(min=0)
-
-        # Planes [H, r] and [H, j], or [H, G', r] and [H, G', j]. An entry that does not join may hold anything.
-        def of_heads(plane: Tensor, index: Tensor) -> Tensor:
-            return plane.gather(2, index.unsqueeze(1).expand(-1, plane.shape[1], -1))
-
-        def add(mine: Tensor, theirs: Tensor) -> Tensor:
-            where = group.view(len(group), *[1] * (theirs.dim() - 2), -1).expand_as(theirs)
-            masked = theirs.masked_fill(~joins if theirs.dim() == 2 else ~joins.unsqueeze(1), 0.0)
-            return mine.scatter_add(-1, where, masked)
-
-        def log_sum_exp(mine: Tensor, theirs: Tensor) -> Tensor:
-            theirs = theirs.masked_fill(~joins.unsqueeze(1), -torch.inf)
-            where = group.unsqueeze(1).expand_as(theirs)
-            largest = mine.scatter_reduce(2, where, theirs, "amax")
-            total = torch.exp(mine - largest)
-            return largest + total.scatter_add(2, where, torch.exp(theirs - largest.gather(2, where))).log()
-
-        log_votes = entries.log_votes.gather(1, own).unsqueeze(1), entries.log_votes.gather(1, other).unsqueeze(1)
-        log_scores = of_heads(scores.log_scores, own), of_heads(scores.log_scores, other)
-        log_weights = log_votes[0] + log_scores[0], log_votes[1] + log_scores[1]
-        log_total = log_sum_exp(*log_weights)  # ln W_g
-        head_shares = (2.0 * (log_total - scores.log_norms)).softmax(1)  # a_g
-        own_share = (head_shares * torch.exp(log_weights[0] - log_total)).sum(1)  # c_i
-        shares = torch.exp(log_weights[1] - of_heads(log_total, group))
-        share = (of_heads(head_shares, group) * shares).sum(1).masked_fill(~joins, 0.0)
+        known = entries.log_votes, entries.scores, entries.query_counts, entries.positions, protected
+        planes = ZipPlanes(*known, scores.log_scores, scores.log_norms)
+        groups = ops.zip_groups(sources, targets, joins, planes, mode, self.zip_mode, softmax)
 
         def mean_rows(read: Callable[[Tensor], Tensor]) -> Tensor:
-            rows, given = read(target), read(source)  # zeros where there is none
-            rows *= own_share.masked_fill(~exists, 0.0).unsqueeze(-1)
-            given *= share.unsqueeze(-1)
-            return rows.scatter_add_(1, group.unsqueeze(-1).expand_as(given), given)
+            rows, given = read(groups.targets), read(groups.sources)  # zeros where there is none
+            rows *= groups.own_shares.unsqueeze(-1)
+            given *= groups.shares.unsqueeze(-1)
+            return rows.scatter_add_(1, groups.groups.unsqueeze(-1).expand_as(given), given)
 
-        log_sum_votes = log_sum_exp(*log_votes)
-        log_mean_score = log_total - log_sum_votes  # L_r,g
-        logits = tuple(softmax.uncapped(plane) for plane in log_scores)
-        mean_logit = add(own_share.unsqueeze(1) * logits[0], share.unsqueeze(1) * logits[1])
-        mean_log_score = softmax.capped(mean_logit)  # L_bar_g
-        squares = head_shares * mean_logit.square()
-        ratio = softmax.uncapped(log_mean_score) / mean_logit
-        factor = (squares / squares.sum(1, keepdim=True) * ratio).sum(1)  # f
-        scales = self._scales(factor)
-        positions = entries.positions.gather(1, own)
-        newest = positions.scatter_reduce(1, group, select(entries.positions, source), "amax")
-        newest = torch.where(protected.gather(1, own), positions, newest)
-
-        keys = mean_rows(entries.keys_at) * torch.where(scales & exists, factor, 1.0).unsqueeze(-1)
+        keys, values = mean_rows(entries.keys_at), mean_rows(entries.values_at)
+        keys *= groups.factors.unsqueeze(-1)
         update = CacheUpdate.of(entries, kept)
-        changed = select(inverse(kept, n), target)
-        votes = torch.where(scales, log_sum_votes.squeeze(1), (head_shares * (log_total - mean_log_score)).sum(1))
-        log_votes, positions = ops.put(changed, [update.log_votes, update.positions], [votes, newest])
-        update = replace(update, log_votes=log_votes, positions=positions)
-        if mode == ScoreMode.LOG_EMA:
-            # The bias correction depends on the target's query count alone, which stays: S moves by as much as L.
-            new = torch.where(scales.unsqueeze(1), log_mean_score, mean_log_score)
-            gained = new.logsumexp(1) - log_scores[0].logsumexp(1)
-            new_scores = entries.scores.gather(1, own) + gained
-            update = replace(update, scores=ops.put(changed, [update.scores], [new_scores])[0])
-        elif mode != ScoreMode.NONE:
-            statistic = entries.scores
-            if mode == ScoreMode.MEAN:
-                statistic = statistic / entries.query_counts
-            gained = add(torch.zeros_like(own_share), statistic.gather(1, other))
-            if mode == ScoreMode.MEAN:
-                gained = gained * entries.query_counts.gather(1, own)
-            new_scores = entries.scores.gather(1, own) + gained
-            update = replace(update, scores=ops.put(changed, [update.scores], [new_scores])[0])
-        values = mean_rows(entries.values_at)
-        return update.write(changed, keys, values, joins.sum(1))
-
-    def _scales(self, factor: Tensor) -> Tensor:
-        """``[H, r]`` bool: merges that scale their key by ``factor``; in others the votes make up for it."""
-        if self.zip_mode == "votes":
-            return torch.zeros_like(factor, dtype=torch.bool)
-        if self.zip_mode == "scale":
-            return (factor > 0.0) & (factor <= MAX_SCALE)
-        return (factor - 1.0).abs() <= AUTO_TOLERANCE
+        changed = select(inverse(kept, len(entries)), groups.targets)
+        before, new = (
+            [update.log_votes, update.positions, update.scores],
+            [groups.log_votes, groups.positions, groups.scores],
+        )
+        log_votes, positions, merged_scores = ops.put(changed, before, new)
+        metadata = {"log_votes": log_votes, "positions": positions, "scores": merged_scores}
+        return update.write(changed, keys, values, joins.sum(1), **metadata)
 
     def cost(self, shape: CostShape) -> Cost:
         n, m, c = shape.num_entries, shape.num_leaving, shape.num_kept
