@@ -2,8 +2,9 @@
 
 Decode: ``--requests`` requests whose prompts are cached generate ``--tokens`` tokens each; what counts is the time from
 when all of them have been compressed. Prefill: one request with an unknown prompt. All sides take turns, ``--repeats``
-times; ratios are to stock vLLM in the same turn. Plain is the plugin serving requests without a policy. ``--before``
-names another checkout of the plugin, whose cases take turns with these.
+times; ratios are to stock vLLM in the same turn. Plain is the plugin serving requests without a policy; empty cache is
+the same with prompts of a few tokens, which no policy can be faster than. ``--before`` names another checkout of the
+plugin, whose cases take turns with these. ``--compile`` lets vLLM compile the model, as it does by default.
 """
 
 import argparse
@@ -21,6 +22,10 @@ from turns import Case, ratios, spread, take_turns
 from vllm_side import vllm_side
 
 from vllm_kvmerge.evaluation.options import print_table
+
+EMPTY = "empty cache"
+FEW_TOKENS = 8
+"""Of its prompts."""
 
 POLICIES = ("streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "weightedkv", "grkv")
 
@@ -55,8 +60,9 @@ def measure(cases: list[Case], length: int, arguments: argparse.Namespace) -> li
     prompts = draw(arguments.requests)
 
     def turn(case: Case) -> tuple[Run, Run]:
-        decode = case.side.run(prompts, arguments.tokens, case.compression, cold=False)
-        return decode, case.side.run(draw(1), 2, case.compression, cold=False)
+        some = FEW_TOKENS if case.name == EMPTY else length
+        decode = case.side.run([one[:some] for one in prompts], arguments.tokens, case.compression, cold=False)
+        return decode, case.side.run([one[:some] for one in draw(1)], 2, case.compression, cold=False)
 
     turns = take_turns(cases, arguments.repeats + 1, f"{length} tokens", turn)
     # The first turn fills prefix caches.
@@ -116,6 +122,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=POLICIES)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="no enforce_eager")
     parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout of the plugin, built")
     parser.add_argument("--kvpress", metavar="PYTHON", help="of an environment with kvpress; without it, no such side")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/serving.json"))
@@ -124,14 +131,19 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pool = pool_tokens(arguments)
-        stock = stack.enter_context(vllm_side("stock", folder, shape, pool, plugin=False))
-        ours = stack.enter_context(vllm_side("plugin", folder, shape, pool, plugin=True))
-        cases = [Case("stock vLLM", stock), Case("plain", ours)]
+        mode = {"enforce_eager": not arguments.compile}
+        stock = stack.enter_context(vllm_side("stock", folder, shape, pool, plugin=False, **mode))
+        ours = stack.enter_context(vllm_side("plugin", folder, shape, pool, plugin=True, **mode))
+        cases = [Case("stock vLLM", stock), Case("plain", ours), Case(EMPTY, ours)]
         settings = {"budget": arguments.budget, "interval": arguments.interval}
         cases += [Case(policy, ours, {"policy": policy} | settings) for policy in arguments.policies]
         if arguments.before is not None:
-            before = stack.enter_context(vllm_side("before", folder, shape, pool, True, package=arguments.before))
-            cases += [Case(f"{case.name}, before", before, case.compression) for case in cases[1:]]
+            before = stack.enter_context(
+                vllm_side("before", folder, shape, pool, True, package=arguments.before, **mode)
+            )
+            cases += [
+                Case(f"{case.name}, before", before, case.compression) for case in cases[1:] if case.name != EMPTY
+            ]
         if arguments.kvpress:
             peer = stack.enter_context(kvpress_side("kvpress", folder, shape, arguments.kvpress))
             cases.append(Case("kvpress SnapKV", peer, {"ratio": 1 - arguments.budget}))

@@ -69,8 +69,9 @@ def cases():
 def test_serving(tmp_path, cases):
     lengths = ("--lengths", "200", "--requests", "2", "--tokens", "40", "--budget", "0.2", "--policies", "keepkv")
     some = rows(tmp_path / "s.json", "serving.py", *lengths)
-    assert [row["case"] for row in some] == cases
-    stock, plain, _ = some
+    assert [row["case"] for row in some] == [*cases[:2], "empty cache", cases[2]]
+    stock, plain, empty, _ = some
+    assert empty["peak_tokens"] < plain["peak_tokens"]
     assert all(row["decode_tokens_per_second"]["median"] > 0 for row in some)
     assert stock["decode_ratio"]["median"] == 1
     assert all(0 < row["first_token_ms"]["median"] < row["second_token_ms"]["median"] for row in some)

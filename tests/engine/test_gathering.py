@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from unittest.mock import patch
 
 import numpy as np
@@ -75,3 +76,25 @@ def test_requests_of_different_steps_come_to_be_one_batch(engine: Engine, policy
     with batches() as found:
         assert stagger(engine, prompts[:2], 8, params) == alone[:2]
     assert max(found) == 1, "too far apart"
+
+
+def test_tokens_are_sampled_before_compactions(engine: Engine, monkeypatch) -> None:
+    done: list[str] = []
+
+    def noted(owner, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            if name == "_sample" or engine.compression.step.plans:
+                done.append(name)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(engine.runner, "_sample")
+    noted(engine.compression, "run_plans")
+    extra = compression("h2o", budget=64, interval=4)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, extra_args=extra)
+    engine.tokens([random_prompt(np.random.default_rng(4), 100)], params)
+    assert done.count("run_plans") >= 3
+    assert all(before == "_sample" for before, name in pairwise(done) if name == "run_plans")

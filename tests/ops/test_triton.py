@@ -35,6 +35,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: E402
 from vllm_kvmerge.ops import triton  # noqa: E402
 from vllm_kvmerge.ops.cuda import backend as cuda_backend  # noqa: E402
+from vllm_kvmerge.ops.regression import OutputDerivative  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
@@ -57,11 +58,9 @@ def test_everything_in_the_interpreter():
     Left out: 40 query heads, and cells of 256 numbers in blocks of 16, which take the interpreter minutes, and
     rounding, which it does not do as GPUs do.
     """
-    files = [
-        f"test_{name}.py"
-        for name in ("operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "triton_interpreted")
-    ]
-    files.append("../engine/cuda/test_backend_interpreted.py")
+    names = ["operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "regression"]
+    names += ["queries", "triton_interpreted"]
+    files = [*(f"test_{name}.py" for name in names), "../engine/cuda/test_backend_interpreted.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
     command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -107,6 +106,8 @@ def run_all(
         triton.score_repetition(query, pages, table[0], 0.1, 100 + len(query), 100, 30, 4, scores, weights)
     tokens = torch.zeros(64, heads, head_size, dtype=wide)
     triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
+    for places in (None, torch.zeros(rows, dtype=torch.int64)):
+        triton.keep_queries(query, torch.zeros(rows, dtype=torch.int64), 1, places)
     seq_layers = SequenceLayers((pages, pages), torch.tensor([0, 1]), table[:2], torch.tensor([[50, 60, 110]] * 2))
     index, planes = torch.zeros(2 * heads, 32, dtype=torch.int64), torch.zeros(3, 2 * heads, 32)
     newest = torch.zeros(2 * heads, groups, 32, head_size)
@@ -137,6 +138,9 @@ def run_all(
     triton.overflowing(newest[:, 0], newest[:, 0], wide)
     triton.empty_places(index, index, *planes)
     triton.free_places(index, 50)
+    weights = triton.attention_weights(newest, index, newest[:, 0], votes[:, :32], positions[:, :32], 0.1).flatten(1, 2)
+    derivative = OutputDerivative(weights, newest[:, 0], newest.flatten(1, 2), 0.1, mask)
+    triton.solve_outputs(newest.flatten(1, 2), derivative, 0.1, 1, 0.1)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
     for num_scores, cap in ((1, 0.0), (groups, 30.0)):
         scored = torch.zeros(2 * heads, num_scores, 100)
@@ -227,6 +231,14 @@ def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, gpu):
         assert len(by_row) == (4 if launch.kernel.__name__ == "divide" else 8)
         aligned = {launch.kernel.arg_names[place] for (place,) in launch.source[2]}
         assert not by_row & aligned and ("keys" in aligned or len(by_row) == 4), launch.kernel.__name__
+
+
+def test_layers_and_batches_need_no_kernels_of_their_own_to_keep_queries(gpu):
+    query, addresses = torch.zeros(9, 4, 64), torch.zeros(9, dtype=torch.int64)
+    with launches() as found, Watch(Watch.WAITS):
+        for layer, start in ((0, 0), (1, 1), (16, 3)):
+            triton.keep_queries(query, addresses[start:], layer)
+    assert len(found) == 3 and len({launch.key for launch in found}) == 1
 
 
 def test_a_workspace_that_was_reserved_does_not_grow(gpu):
@@ -367,6 +379,9 @@ def test_the_reference_says_where_its_tensors_are():
         reference.take(index, [ranking], [0.0])
         reference.empty_places(index, index, ranking, ranking, ranking)
         reference.split_budget(ranking[None], 60, 5, 50)
+        weights = reference.attention_weights(found[:, None], index, found, ranking, index, 0.1)
+        derivative = OutputDerivative(weights.flatten(1, 2), found, found, 0.1, mask)
+        reference.solve_outputs(found, derivative, 0.1, 1, 0.1)
         reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])
         merged = ZipPlanes(ranking, ranking, ranking, index, mask, ranking[:, None], ranking[:, None, :1])
         reference.zip_groups(index[:, :9], index[:, 9:18], mask[:, :9], merged, ScoreMode.MEAN, "auto")

@@ -244,6 +244,25 @@ def test_triton_prompt_scores_on_row_major_keys(mode):
     assert torch.equal(found[1][1], found[0][1])
 
 
+@pytest.mark.parametrize(("groups", "kind"), [(3, "plain"), (4, "capped-sinks"), (20, "plain")])
+def test_triton_prompt_scores_from_a_known_log_sum_exp(groups, kind, monkeypatch):
+    """Of one query, of some and of several tiles: keys are gone through once, to score them."""
+    maker = CacheMaker(6, 2, 48, 16, torch.float32)
+    s, softmax = maker.sequence(0, 0, 200), softmax_of(maker, kind, 2, groups)
+    theirs, ours = copies(maker, row_major=True)
+    monkeypatch.setattr(triton.attention._Call, "attend", lambda *_, **__: pytest.fail("the log-sum-exp is known"))
+    keys = s.keys.float()  # of all 200 tokens
+    for num_queries in (1, 5, 90):
+        query, update = maker.randn(num_queries, 2 * groups, 48), ScoreUpdate(ScoreMode.SUM, 0.9)
+        logits = torch.einsum("qhgd,hnd->hgqn", query.unflatten(1, (2, groups)), keys) * 0.1
+        hidden = torch.arange(200) > torch.arange(200 - num_queries, 200).unsqueeze(1)
+        lse = softmax.log_norms(softmax.capped(logits).masked_fill(hidden, -torch.inf)).squeeze(-1).flatten(0, 1)
+        found = torch.zeros(2, 2, 2, 200)
+        reference.score_prompt_queries(query, theirs, s.blocks, update, 0.1, *found[0], softmax)
+        triton.score_prompt_queries(query, ours, s.blocks, update, 0.1, *found[1], softmax, lse)
+        assert relative_error(found[1], found[0]) < 1e-5
+
+
 def test_triton_can_be_chosen():
     maker = CacheMaker(0, 2, 32, 32, torch.float32)
     before = ops.implementation(maker.pages)

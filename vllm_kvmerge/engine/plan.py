@@ -78,7 +78,7 @@ class WindowMove:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """Compression of one request's cache after the step's forward pass.
+    """Compression of one request's cache after the step's tokens have been sampled.
 
     Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
     slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.
@@ -91,6 +91,9 @@ class CompressionPlan:
     is_refresh: the front is made of the complete cache outside the pool instead, the tokens ``[0, num_tokens)``.
     external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
     so far, if a refresh leaves the tail as it is; None: ``num_tokens``.
+
+    settles_shares: budgets of heads that follow data are found and used by this compression, which waits for a GPU;
+    otherwise it uses what the last one found, and finds them for the next.
 
     is_partial: more of the context follows, which is compressed again then. is_rescored: of a context's later part: its
     statistics are made anew from the newest queries.
@@ -112,6 +115,7 @@ class CompressionPlan:
     share_blocks: int = 0
     has_pages: bool = False
     may_shrink: bool = False
+    settles_shares: bool = True
     is_refresh: bool = False
     external_tokens: int = 0
     num_computed: int | None = None

@@ -2,6 +2,7 @@
 
 from vllm_kvmerge.ops.attention import Fusion as Fusion
 from vllm_kvmerge.ops.dispatch import OPERATORS as OPERATORS
+from vllm_kvmerge.ops.dispatch import attention_weights as attention_weights
 from vllm_kvmerge.ops.dispatch import by_position as by_position
 from vllm_kvmerge.ops.dispatch import choose as choose
 from vllm_kvmerge.ops.dispatch import empty_places as empty_places
@@ -14,6 +15,7 @@ from vllm_kvmerge.ops.dispatch import implementations as implementations
 from vllm_kvmerge.ops.dispatch import in_place as in_place
 from vllm_kvmerge.ops.dispatch import inverse as inverse
 from vllm_kvmerge.ops.dispatch import join_slots as join_slots
+from vllm_kvmerge.ops.dispatch import keep_queries as keep_queries
 from vllm_kvmerge.ops.dispatch import largest as largest
 from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
 from vllm_kvmerge.ops.dispatch import most_similar as most_similar
@@ -25,6 +27,7 @@ from vllm_kvmerge.ops.dispatch import paged_attention as paged_attention
 from vllm_kvmerge.ops.dispatch import put as put
 from vllm_kvmerge.ops.dispatch import score_prompt_queries as score_prompt_queries
 from vllm_kvmerge.ops.dispatch import score_repetition as score_repetition
+from vllm_kvmerge.ops.dispatch import solve_outputs as solve_outputs
 from vllm_kvmerge.ops.dispatch import split_budget as split_budget
 from vllm_kvmerge.ops.dispatch import take as take
 from vllm_kvmerge.ops.dispatch import top as top

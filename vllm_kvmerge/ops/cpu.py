@@ -142,7 +142,9 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
+    """See ``reference.score_prompt_queries``. lse: not used."""
     arguments = update.mode.code, update.decay, scale * cache.key_scale, scores, aux
     _function("score_prompt_queries")(query, cache.keys, blocks, *arguments, *_softmax(softmax))
 
@@ -367,6 +369,8 @@ def zip_groups(
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> ZipGroups:
     index, number = torch.int64, torch.float32
+    if planes.log_scores.dtype != number or planes.log_votes.dtype != number:
+        return reference.zip_groups(sources, targets, joins, planes, mode, zip_mode, softmax)
     dtypes = index, index, index, number, number, number, number, number, index
     wide = [torch.empty(sources.shape, dtype=dtype) for dtype in dtypes]
     lists, given = (t.contiguous() for t in (sources, targets, joins)), [plane.contiguous() for plane in planes]

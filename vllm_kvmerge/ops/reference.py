@@ -7,6 +7,7 @@ tokens); slot ``s`` lies in block ``block_table[s // block_size]``. Never compre
 arithmetic is in float32.
 """
 
+import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import attention, similarity, turns, zipping
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
+from vllm_kvmerge.ops.regression import OutputDerivative, conjugate_gradients
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
     QUANTISED,
@@ -161,11 +163,14 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
     """Adds the statistics of the newest queries of a never compressed sequence to ``scores`` and ``aux``, in place.
 
     query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``. blocks: the sequence's block ids.
-    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen.
+    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen. lse: ``[H * G, q]`` float32,
+    logarithms of the denominators of the queries' probabilities, where attention has found them already; an
+    implementation may ignore it.
     """
     seq_len = scores.shape[1]
     keys = _segment(cache.keys, blocks, 0, seq_len, 2)
@@ -178,6 +183,24 @@ def score_prompt_queries(
         new_scores, new_aux = accumulate_scores(update, logits, probabilities, visible[rows], scores, aux)
         scores.copy_(new_scores)
         aux.copy_(new_aux)
+
+
+def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | None = None) -> None:
+    """Copies a layer's queries to where they are kept, as a captured graph can: nothing depends on how many are.
+
+    query: ``[tokens, H * G, d]``, contiguous in its last dimension. addresses: ``[n]`` int64, of the memory that the
+    query is kept in, ``[layers, H * G, d]`` in its dtype, on its device, aligned to 16 bytes; 0: it is not kept.
+    layer: number of the layer. tokens: ``[n]`` int64, the queries' places in ``query``; None: the first n.
+
+    Raises ValueError on a device other than the CPU, whose memory has no addresses here.
+    """
+    if not query.is_cpu:
+        raise ValueError(f"queries on {query.device}: addresses of the CPU's memory only")
+    numbers = range(len(addresses)) if tokens is None else tokens.tolist()
+    for token, address in zip(numbers, addresses.tolist(), strict=True):
+        if address:
+            row = query[token].contiguous()
+            ctypes.memmove(address + layer * row.nbytes, row.data_ptr(), row.nbytes)
 
 
 def score_repetition(
@@ -704,3 +727,24 @@ def zip_groups(
         return padded_nonzero(mask, None if mask.is_cpu else most)  # a GPU would be waited for
 
     return zipping.zip_groups(planes, sources, targets, joins, mode, zip_mode, softmax, listed, inverse)
+
+
+def attention_weights(
+    queries: Tensor, query_positions: Tensor, keys: Tensor, log_votes: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """``[H, G, w, n]``: softmax over entries of scale * q.k + log_votes; the arguments are those of
+    ``attention.fused_attention``. A query sees live entries up to its own position, and gives no weight to any where it
+    sees none."""
+    return attention.attention_to_keys(queries, query_positions, keys, log_votes, positions, scale)
+
+
+def solve_outputs(
+    right: Tensor, derivative: OutputDerivative, ridge: float, iterations: int, tolerance: float
+) -> Tensor:
+    """alpha, ``[H, r, d]``, with (J J^T + ridge) alpha = ``right``, to a relative residual of ``tolerance`` or after
+    ``iterations`` of conjugate gradients."""
+
+    def operator(vector: Tensor) -> Tensor:
+        return derivative.forward_adjoint(vector).add_(vector, alpha=ridge)
+
+    return conjugate_gradients(operator, right, iterations, tolerance)

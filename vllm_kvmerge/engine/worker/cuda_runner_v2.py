@@ -29,8 +29,8 @@ class BlockZeroer(KVBlockZeroer):
 class CUDARunnerV2Mixin(GPUModelRunner):
     """Adds compression to vLLM's model runner V2.
 
-    V2 keeps block tables on the GPU only. A compaction reads a request's row there after the forward pass; the row's
-    new prefix is staged with the next step's writes, which follow on the same stream.
+    V2 keeps block tables on the GPU only. A compaction reads a request's row there; the row's new prefix is staged with
+    the next step's writes, which follow on the same stream.
     """
 
     block_tables: BlockTables
@@ -73,11 +73,17 @@ class CUDARunnerV2Mixin(GPUModelRunner):
             self.compression.unshift_positions(self.execute_model_state.input_batch.positions)
             if self.execute_model_state.hidden_states is not None:
                 self.compression.exchange_outputs(self.execute_model_state.hidden_states)
-        self._moves = self.compression.run_plans(self._blocks_of)
+        else:  # nothing is sampled
+            self._moves = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compression.reporter.attach_to(super().sample_tokens(*args, **kwargs))
+        samples = self.execute_model_state is not None
+        output = super().sample_tokens(*args, **kwargs)
+        if samples:
+            # Not before: the step's tokens need not wait for compactions.
+            self._moves = self.compression.run_plans(self._blocks_of)
+        return self.compression.reporter.attach_to(output)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         # All writes of a step are applied together, in no order: none may go to a request that has left or whose row is

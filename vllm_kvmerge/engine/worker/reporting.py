@@ -20,6 +20,7 @@ from vllm_kvmerge.engine.plan import (
     Progress,
     attach,
 )
+from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.compactor import FEWEST, MOST
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.policies.cost import Rates
@@ -32,41 +33,19 @@ FAILED_ELSEWHERE = Failure(
 )
 
 
-@dataclass
-class _Arriving:
-    """Numbers on their way from a GPU; ``done`` None: they are here."""
-
-    counts: Tensor
-    done: torch.cuda.Event | None = None
-
-    @classmethod
-    def of(cls, counts: Tensor) -> "_Arriving":
-        if counts.is_cpu:
-            return cls(counts)
-        copied = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        copied.copy_(counts, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return cls(copied, done)
-
-    @property
-    def are_here(self) -> bool:
-        return self.done is None or self.done.query()
-
-    def take(self) -> list[list[int]]:
-        """The numbers, waiting for them if need be."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.counts.tolist()  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True)
 class _Compressed:
-    """Plans that a step has carried out. heads: that counts are of, in each plan."""
+    """Plans that a step has carried out. heads: that counts are of, in each plan. is_awaited: the scheduler needs them
+    with the step's output."""
 
     request_ids: list[str]
-    counts: _Arriving
+    counts: Arriving
     heads: int
+    is_awaited: bool
+
+    @property
+    def may_be_late(self) -> bool:
+        return not self.is_awaited and self.counts.done is not None
 
 
 class Reporter:
@@ -76,6 +55,9 @@ class Reporter:
         self.is_heard = True
         self._report = CompressionReport()
         self._compressed: list[_Compressed] = []
+        self._late: list[_Compressed] = []
+        """Of steps before. Compactions follow a step's tokens on the GPU, which must not wait for their numbers: these
+        go with the next step's, before which they are there."""
 
     def add_counts(self, plans: list[CompressionPlan], counts: Tensor, heads: HeadShare, num_heads: int) -> None:
         """Adds ``Execution.counts`` of plans. All tensor-parallel workers call this. num_heads: of one of them, over
@@ -85,7 +67,8 @@ class Reporter:
             num_heads *= len(by_worker)
             sums, fewest, most = by_worker[..., :FEWEST].sum(0), by_worker[..., FEWEST], by_worker[..., MOST]
             counts = torch.cat([sums, fewest.amin(0).unsqueeze(1), most.amax(0).unsqueeze(1)], 1)
-        self._compressed.append(_Compressed([plan.request_id for plan in plans], _Arriving.of(counts), num_heads))
+        arriving, is_awaited = Arriving.of(counts), any(plan.key is not None for plan in plans)
+        self._compressed.append(_Compressed([plan.request_id for plan in plans], arriving, num_heads, is_awaited))
 
     def add_rates(self, rates: Rates) -> None:
         self._report.rates = rates
@@ -112,10 +95,13 @@ class Reporter:
 
     def attach_to(self, output: Any) -> Any:
         """The model runner's output with the report; without one that is heard, the report waits for the next."""
-        if output is None or not self.is_heard or (self._report == CompressionReport() and not self._compressed):
+        if output is None or not self.is_heard:
             return output
+        compressed = self._late + [one for one in self._compressed if not one.may_be_late]
+        self._late, self._compressed = [one for one in self._compressed if one.may_be_late], []
         report, self._report = self._report, CompressionReport()
-        compressed, self._compressed = self._compressed, []
+        if report == CompressionReport() and not compressed:
+            return output
         if isinstance(output, AsyncModelRunnerOutput):
             return _ReportingOutput(output, report, compressed)
         return _with_report(output, report, compressed)
@@ -124,7 +110,7 @@ class Reporter:
 def _with_report(
     output: ModelRunnerOutput, report: CompressionReport, compressed: list[_Compressed]
 ) -> ModelRunnerOutput:
-    """The output, whose tokens have arrived: so have the numbers of compressions, which were made before them."""
+    """The output, whose tokens have arrived."""
     for one in compressed:
         for request_id, (merged, evicted, _, *kept) in zip(one.request_ids, one.counts.take(), strict=True):
             report.counts[request_id] = HeadCounts(one.heads, merged, evicted, *kept)
@@ -153,11 +139,11 @@ class EntryCounts:
     """Passes numbers of merged and evicted entries to the metrics of ``engine``, without waiting for a GPU."""
 
     engine: int
-    _pending: deque[tuple[list[str], _Arriving]] = field(default_factory=deque)
+    _pending: deque[tuple[list[str], Arriving]] = field(default_factory=deque)
 
     def add(self, policies: list[str], counts: Tensor) -> None:
         """Adds ``Execution.counts``, by plan."""
-        self._pending.append((policies, _Arriving.of(counts)))
+        self._pending.append((policies, Arriving.of(counts)))
         if counts.is_cpu:
             self.flush()
 

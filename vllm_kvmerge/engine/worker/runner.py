@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
+from vllm_kvmerge.engine.attention.faster import ALWAYS
 from vllm_kvmerge.engine.blocks import with_equal_blocks
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compression import Compression, set_batch_rows
@@ -44,7 +45,8 @@ class CompressionRunnerMixin(GPUModelRunner):
         self.compression.begin(scheduler_output)
         self._scheduled = scheduler_output.num_scheduled_tokens
         result = super().execute_model(scheduler_output, *args, **kwargs)
-        self._moves = self.compression.run_plans(self._blocks_of)
+        if self.execute_model_state is None:  # nothing is sampled
+            self._moves = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +57,12 @@ class CompressionRunnerMixin(GPUModelRunner):
         return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compression.reporter.attach_to(super().sample_tokens(*args, **kwargs))
+        samples = self.execute_model_state is not None
+        output = super().sample_tokens(*args, **kwargs)
+        if samples:
+            # Not before: the step's tokens need not wait for compactions.
+            self._moves = self.compression.run_plans(self._blocks_of)
+        return self.compression.reporter.attach_to(output)
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         # vLLM's own assumes a cache without metadata.
@@ -102,12 +109,14 @@ class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
-        if plugin_config(self.vllm_config).plain_attention == "vllm":
+        choice = plugin_config(self.vllm_config).plain_attention
+        if choice == "vllm":
             return
         for group in self.attn_groups[self.compression.group]:
             builder = group.get_metadata_builder()
             if isinstance(builder, MergeableAttentionBuilder):
-                builder.faster = builder.measure(self.compression.layers[group.layer_names[0]])
+                layer = self.compression.layers[group.layer_names[0]]
+                builder.faster = ALWAYS if choice == "ours" else builder.measure(layer)
                 logger.info("Requests without a compressed front: %s", builder.faster)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:

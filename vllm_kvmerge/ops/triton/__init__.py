@@ -35,13 +35,16 @@ from vllm_kvmerge.ops.triton.indexing import (
     take,
     top,
 )
+from vllm_kvmerge.ops.triton.queries import keep_queries
+from vllm_kvmerge.ops.triton.regression import attention_weights, solve_outputs
 from vllm_kvmerge.ops.triton.zipping import zip_groups
 
 # fmt: off
 __all__ = [
-    "INTERPRETED", "description", "empty_places", "free_places", "fused_attention", "gather_metadata", "gather_rows",
-    "in_place", "inverse", "join_slots", "largest", "merge_entries", "most_similar", "move_entries", "obstacle",
-    "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
-    "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
+    "INTERPRETED", "attention_weights", "description", "empty_places", "free_places", "fused_attention",
+    "gather_metadata", "gather_rows", "in_place", "inverse", "join_slots", "keep_queries", "largest", "merge_entries",
+    "most_similar", "move_entries", "obstacle", "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on",
+    "score_prompt_queries", "score_repetition", "solve_outputs", "take", "top", "turn_keys", "write_metadata",
+    "write_rows", "write_tokens", "zip_groups",
 ]
 # fmt: on

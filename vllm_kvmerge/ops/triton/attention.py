@@ -145,11 +145,14 @@ class _Call:
             **self.piece_constants, **chosen.launch,
         )  # fmt: skip
 
-    def update_columns(self, scores: Tensor, aux: Tensor, lse: Tensor | None, in_cache: bool) -> None:
+    def update_columns(
+        self, scores: Tensor, aux: Tensor, lse: Tensor | None, in_cache: bool, parts: Tensor | None = None
+    ) -> None:
         """Launches ``update_columns``. scores, aux: planes of the cache (``in_cache``), or ``[H, entries]``. lse: what
-        ``attend`` returned; None where no row needs it."""
+        ``attend`` returned; None where no row needs it. parts: of each tile in ``lse``, if not as ``divide`` has it."""
         cache, plan, rows = self.cache, self.plan, self.rows
-        parts = rows[1] if lse is None else self.pieces[1]
+        if parts is None:
+            parts = rows[1] if lse is None else self.pieces[1]
         lse = self.work.take("lse", 1) if lse is None else lse
         chosen = settings_for("columns", cache, self.groups)
         most = -(-self.max_entries // chosen.block_n)
@@ -208,6 +211,7 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
     if query.shape[0] == 0:
         return
@@ -219,9 +223,24 @@ def score_prompt_queries(
     batch = AttentionBatch.single(blocks[: -(-seq_len // cache.block_size)], query.shape[0], seq_len, update=update)
     plan = AttentionPlan.of(cache, query.shape[1], query.shape[0], 1, batch.block_table.shape[1], is_prompt=True)
     call = _Call(query, cache, batch, scale, softmax, plan, workspace_of(query.device))
-    # Only probabilities need the log-sum-exp.
-    lse = None if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
-    call.update_columns(scores, aux, lse, in_cache=False)
+    if update.mode == ScoreMode.LOG_EMA:  # only probabilities need the log-sum-exp
+        call.update_columns(scores, aux, None, in_cache=False)
+    elif lse is None:
+        call.update_columns(scores, aux, call.attend(query, values=False), in_cache=False)
+    else:
+        numbers = torch.arange(plan.tiles, dtype=torch.int32, device=query.device)
+        parts = torch.stack([numbers, torch.ones_like(numbers)], 1)
+        call.update_columns(scores, aux, _by_tile(lse, plan, cache.num_kv_heads), in_cache=False, parts=parts)
+
+
+def _by_tile(lse: Tensor, plan: AttentionPlan, num_kv_heads: int) -> Tensor:
+    """``[H * G, q]``, natural logarithms, as ``attend`` leaves them where each tile is one piece: ``[tiles, H,
+    block_m]``, to the base 2."""
+    groups = len(lse) // num_kv_heads
+    queries = plan.block_m // groups
+    padded = torch.nn.functional.pad(lse * LOG2E, (0, plan.tiles * queries - lse.shape[1]))
+    rows = padded.view(num_kv_heads, groups, plan.tiles, queries).permute(2, 0, 3, 1).flatten(2)
+    return torch.nn.functional.pad(rows, (0, plan.block_m - rows.shape[2]))
 
 
 def score_repetition(
