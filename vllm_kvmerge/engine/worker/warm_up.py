@@ -76,6 +76,10 @@ def attention(kinds: Iterable[AttentionKind], max_blocks: int) -> None:
                 _attend(kind, query[:count], blocks)
                 if kind.has_scores:
                     _score(kind, query[:count], blocks)
+            if kind.has_scores:
+                no_rings = torch.zeros(1, dtype=torch.int64, device=device)
+                for listed in (None, no_rings):  # queries of all tokens, and of some
+                    ops.keep_queries(query[:1], no_rings, 0, listed)
 
 
 def _attend(kind: AttentionKind, query: Tensor, blocks: Tensor) -> None:
