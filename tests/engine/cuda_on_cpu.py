@@ -137,6 +137,7 @@ class CUDAOnCPUWorker(CPUWorker):
         return super().determine_available_memory()
 
     def compile_or_warm_up_model(self):
+        self.model_runner.compression.warm_up()
         times = super().compile_or_warm_up_model()
         if IS_V2:  # as workers with a GPU do, but for kernels of sampling that the interpreter cannot run
             with patch.object(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0)):

@@ -28,10 +28,10 @@ and its slot is its position, so requests without a policy never write metadata.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -509,7 +509,8 @@ class AttentionBatch:
     codes of ``ScoreMode``. score_decays: ``[rows]`` float32 (see ``ScoreUpdate``). max_query_len: at least the largest
     of ``query_lens``; None: operators on a GPU wait for the GPU to read it. pages: of the rows' fronts, where heads
     have their own, for which ``fronts`` is not read. tables: the same for operators on a GPU, which read only
-    these, as the others read only ``pages``.
+    these, as the others read only ``pages``. shared: what operators have computed from the rows' numbers, for calls for
+    other layers; the same in batches that ``replace`` makes of this one.
     """
 
     block_table: Tensor
@@ -523,6 +524,7 @@ class AttentionBatch:
     max_query_len: int | None = None
     pages: HeadPages | None = None
     tables: PageTables | None = None
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def single(

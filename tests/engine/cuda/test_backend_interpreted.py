@@ -86,7 +86,8 @@ class Graph(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function._schema.is_mutable:
             self.steps.append(lambda: function(*args, **(kwargs or {})))
-        else:  # anything else would leave memory behind that a replay must fill again
+        elif function is not torch.ops.aten.empty.memory_format:  # what a graph allocates is its own
+            # Anything else would leave memory behind that a replay must fill again.
             assert all(returned.alias_info is not None for returned in function._schema.returns), function
         return result
 

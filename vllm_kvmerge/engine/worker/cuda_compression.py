@@ -1,5 +1,7 @@
 """Compression on a GPU: memory that is reserved before vLLM measures how much is free."""
 
+import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,12 +16,15 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.engine.attention.common import DTYPES
-from vllm_kvmerge.engine.attention.cuda import shortest_chunk
+from vllm_kvmerge.engine.attention.cuda import CUDAAttentionImpl, shortest_chunk
 from vllm_kvmerge.engine.blocks import MERGEABLE_SPECS
-from vllm_kvmerge.engine.worker.compression import Compression
+from vllm_kvmerge.engine.worker import warm_up
+from vllm_kvmerge.engine.worker.compression import Compression, parse_known
+from vllm_kvmerge.engine.worker.warm_up import AttentionKind
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
+from vllm_kvmerge.policies import PRESETS
 
 logger = init_logger(__name__)
 
@@ -84,7 +89,43 @@ class CUDACompression(Compression):
                 builder.use_pages(self.compactor.layers)
         # Exact now, and usually reserved already.
         cache = self.compactor.layers[0]
+        self._max_blocks = block_table_width
         self._reserve_attention(workspace_of(self._device), cache, self._query_shape[0], block_table_width)
+
+    def warm_up(self) -> None:
+        """Launches all kernels that serving may need, so that they are compiled; call it when ``prepare_attention`` has
+        been. The cache stays as it is."""
+        started, limits = time.perf_counter(), request_limits(self._config)
+        dtype, layers = self._config.model_config.dtype, self.compactor.layers
+        owned = {cache.keys.data_ptr() for cache in layers}
+        kinds = []
+        for layer in self.layers.values():
+            impl: Any = layer.impl
+            if not isinstance(impl, CUDAAttentionImpl):
+                continue
+            cache = impl.paged(layer, layer.kv_cache)
+            is_compressed = cache.keys.data_ptr() in owned
+            kinds.append(
+                AttentionKind(
+                    cache,
+                    impl.num_heads,
+                    dtype,
+                    impl.scale,
+                    impl.softmax,
+                    impl.window,
+                    impl.chunked,
+                    layers if is_compressed and limits.head_pages else None,
+                    shortest_chunk(impl.num_heads // impl.num_kv_heads),
+                    has_scores=is_compressed,
+                )
+            )
+        warm_up.attention(kinds, self._max_blocks)
+        names = [name for name in PRESETS if limits.allowed_policies is None or name in limits.allowed_policies]
+        policies = [parse_known(json.dumps({"policy": name, "budget": warm_up.BUDGET})).policy for name in names]
+        warm_up.compactions(self.compactor, policies, dtype, limits.head_pages)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        logger.info("Kernels of attention and compressions were warmed up in %.1f s", time.perf_counter() - started)
 
     def _table(self, pages: HeadPages) -> Tensor | None:
         # Steps that were launched before may still read the table that this replaces. PyTorch gives its memory away to

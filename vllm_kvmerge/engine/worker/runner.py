@@ -100,7 +100,8 @@ class CompressionRunnerMixin(GPUModelRunner):
             yield request_id, self._scheduled[request_id], int(computed[index])
 
     def _blocks_of(self, request_id: str) -> torch.Tensor:
-        return torch.tensor(self.requests[request_id].block_ids[self.compression.group])
+        # As in V2's block tables: kernels are compiled for each type.
+        return torch.tensor(self.requests[request_id].block_ids[self.compression.group], dtype=torch.int32)
 
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):

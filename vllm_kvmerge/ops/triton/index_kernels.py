@@ -2,11 +2,13 @@
 
 One program works on one row, which has ``n`` elements without gaps between them, tile by tile; where it reads what
 another of its threads has written, there is a barrier before. Numbers that change from one compression to the next are
-not specialised, so that a GPU needs one machine code for all of them.
+not specialised, nor is where a row or a tensor begins, so that a GPU needs one machine code for all of them.
 """
 
 import triton
 import triton.language as tl
+
+from vllm_kvmerge.ops.triton.compiling import for_any
 
 BLOCK: int = 1024
 """Elements of a tile, where a program has a row."""
@@ -38,7 +40,7 @@ def rank_of(ranking, protected, is_live, at, inside, WIDE: tl.constexpr):
     return ordered(x, WIDE)
 
 
-@triton.jit(do_not_specialize=["n", "count", "num_sinks"])
+@for_any("n", "count", "num_sinks")
 def select_largest(
     ranking, protected, is_live, counts, out, n, count, num_sinks,
     WIDE: tl.constexpr, NEWEST: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,7 +92,7 @@ def select_largest(
         level += tl.sum(is_level, 0)
 
 
-@triton.jit(do_not_specialize=["n", "width", "first"])
+@for_any("n", "width", "first")
 def list_places(mask, firsts, out, n, width, first, BLOCK: tl.constexpr):
     """Lists the places from ``first`` (or ``firsts[row]``) on where a row's mask is true, up to ``width``, then -1.
     Grid: rows."""
@@ -110,7 +112,7 @@ def list_places(mask, firsts, out, n, width, first, BLOCK: tl.constexpr):
         tl.store(out + row * width + place, nothing, mask=(place < width) & (place >= count))
 
 
-@triton.jit(do_not_specialize=["n", "num_places", "count"])
+@for_any("n", "num_places", "count")
 def keep_in_place(mask, others, counts, out, n, num_places, count, BLOCK: tl.constexpr):
     """Places below ``count`` (or ``counts[row]``): their own number where a row's mask is true, and elsewhere those
     behind in order, which ``others`` has room for; then -1. Grid: rows."""
@@ -131,7 +133,7 @@ def keep_in_place(mask, others, counts, out, n, num_places, count, BLOCK: tl.con
         seen += tl.sum(vacant.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["num_listed", "size"])
+@for_any("num_listed", "size")
 def invert(index, out, num_listed, size, BLOCK: tl.constexpr):
     """Where each number is in a row of ``index``; -1: nowhere. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -152,7 +154,7 @@ def take_one(plane, out, blank, source, target, none, inside):
         tl.store(out + target, tl.where(none, tl.full(x.shape, blank, x.dtype), x), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "num_taken", "blank_0", "blank_1", "blank_2", "blank_3", "blank_4"])
+@for_any("n", "num_taken", "blank_0", "blank_1", "blank_2", "blank_3", "blank_4")
 def take_planes(
     index, plane_0, plane_1, plane_2, plane_3, plane_4, out_0, out_1, out_2, out_3, out_4,
     blank_0, blank_1, blank_2, blank_3, blank_4, n, num_taken,
@@ -186,7 +188,7 @@ def put_one(plane, new, out, base, n, index, first, num_put, BLOCK: tl.constexpr
             tl.store(out + base + number, given, mask=number >= 0)
 
 
-@triton.jit(do_not_specialize=["n", "num_put"])
+@for_any("n", "num_put")
 def put_planes(
     index, plane_0, plane_1, plane_2, plane_3, plane_4, new_0, new_1, new_2, new_3, new_4,
     out_0, out_1, out_2, out_3, out_4, n, num_put,
@@ -208,7 +210,7 @@ def largest_of(rows, at, inside):
     return tl.max(tl.where(x == x, x, float("inf")), 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "count", "num_places", "least"])
+@for_any("num_rows", "count", "num_places", "least")
 def list_overflows(
     places, log_votes, keys, values, out, num_rows, count, num_places, least,
     HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -228,7 +230,7 @@ def list_overflows(
     tl.store(out + number, tl.where(overflows, place, -1), mask=number < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@for_any("num_places")
 def blank_places(
     positions, kept, log_votes, scores, aux, out_kept, out_votes, out_scores, out_aux, num_places,
     BLOCK: tl.constexpr,
@@ -246,7 +248,7 @@ def blank_places(
     tl.store(out_aux + at, tl.where(dead, 0.0, tl.load(aux + at, mask=inside, other=0.0)), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_listed", "num_places"])
+@for_any("num_listed", "num_places")
 def fill_places(index, taken, free, out, num_listed, num_places, BLOCK: tl.constexpr):
     """``reference.free_places``. taken: zeros, a byte for each place. free: room for as many numbers. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -309,7 +311,7 @@ def divided(part, total, otherwise):
     return tl.where(total > 0.0, part / tl.where(total > 0.0, total, 1.0), otherwise)
 
 
-@triton.jit(do_not_specialize=["n", "width", "room", "levels"])
+@for_any("n", "width", "room", "levels")
 def hand_values_over(
     order, place, is_live, importance, index, target, shares, places, counts, tree, links, factors, n, width, room,
     levels,
@@ -442,7 +444,7 @@ def hand_values_over(
         tl.store(shares + i, share, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "count"])
+@for_any("n", "count")
 def line_entries_up(
     place, positions, aux, scores, out_index, out_positions, out_weights, out_scores, entries, keys, n, count,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -487,7 +489,7 @@ def line_entries_up(
         tl.store(out_scores + to, tl.load(scores + entry, mask=live, other=0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_sources", "num_places", "width"])
+@for_any("num_sources", "num_places", "width")
 def list_joined_places(places, joins, joined, rows, numbers, num_sources, num_places, width, BLOCK: tl.constexpr):
     """``reference.list_joined``. numbers: room for ``num_places`` of a row. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -522,7 +524,7 @@ def list_joined_places(places, joins, joined, rows, numbers, num_sources, num_pl
         tl.store(rows + i, number.to(tl.int64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "num_mixed"])
+@for_any("count", "num_mixed")
 def mix_rows_in(
     joining, rows, shares, own, mixed, count, num_mixed,
     HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
