@@ -26,6 +26,7 @@ struct Counts {
   const int64_t* values;
   int64_t stride;
 
+  explicit Counts(const int64_t& one) : values(&one), stride(0) {}
   Counts(const char* name, const TensorView& counts, int64_t rows) {
     const Argument a(name, counts);
     values = a.contiguous({-1}).i64();
@@ -79,6 +80,17 @@ void largest(const Kernels& kernels, const int64_t* ranking, int64_t rows, int64
 void top(const Kernels& kernels, const float* ranking, const uint8_t* is_protected, const uint8_t* is_live,
          int64_t rows, int64_t n, const Counts& counts, uint8_t* mask) {
   mark(kernels, Ranking{ranking, nullptr, is_protected, is_live, n, 0, nullptr, mask}, rows, counts);
+}
+
+// mask: of the live entries, whose position is not negative, the `count` newest, and those before position `sinks`.
+void newest(const Kernels& kernels, const int64_t* positions, int64_t rows, int64_t n, const Counts& count,
+            int64_t sinks, uint8_t* mask) {
+  largest(kernels, positions, rows, n, count, mask);
+  for_rows(rows, n, [&](int64_t row) {
+    const int64_t* p = positions + row * n;
+    uint8_t* m = mask + row * n;
+    for (int64_t i = 0; i < n; ++i) m[i] = (p[i] >= 0) & (m[i] | (p[i] < sinks));
+  });
 }
 
 // index: [rows, places], the entries in mask, of which each row has its count; entry i at i where i < count, the others
@@ -216,6 +228,40 @@ void empty_places(int64_t rows, int64_t places, const int64_t* positions, int64_
   });
 }
 
+// Whether one of `size` numbers is at least `least` or NaN, whatever its sign.
+bool overflows(const float* numbers, int64_t size, float least) {
+  int32_t limit, largest = 0;
+  std::memcpy(&limit, &least, sizeof limit);
+  for (int64_t i = 0; i < size; ++i) {
+    int32_t bits;  // ordered as the numbers, and NaN above all
+    std::memcpy(&bits, numbers + i, sizeof bits);
+    largest = std::max(largest, bits & INT32_MAX);
+  }
+  return largest >= limit;
+}
+
+// failed: [rows, count], the places whose new key or value overflows, or whose votes are infinite or NaN; else -1.
+// False where one is not below num_places. keys, values: [rows, count, size], may be null.
+bool overflowing(const int64_t* places, const float* log_votes, const float* keys, const float* values, int64_t rows,
+                 int64_t count, int64_t num_places, int64_t size, float least, int64_t* failed) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, count * size, [&](int64_t row) {
+    for (int64_t i = row * count; i < (row + 1) * count; ++i) {
+      const int64_t place = places[i];
+      failed[i] = -1;
+      if (place < 0) continue;
+      if (place >= num_places) {
+        valid = false;
+        return;
+      }
+      if (!(log_votes[row * num_places + place] < std::numeric_limits<float>::infinity()) ||
+          (keys && overflows(keys + i * size, size, least)) || (values && overflows(values + i * size, size, least)))
+        failed[i] = place;
+    }
+  });
+  return valid;
+}
+
 // counts: [layers, heads], how many of its entries each head keeps, of `total` for all heads of a layer (kernels.h).
 void split(const Kernels& kernels, Split s, int64_t layers) {
   for_rows(layers, s.num_heads * s.n, [&](int64_t layer) {
@@ -282,6 +328,165 @@ void join_slots(float* products, const float* between, const float* source_weigh
   });
 }
 
+// What is not kept, in the order in which it becomes and joins slots (reference.line_up). place, positions, aux, scores:
+// [rows, n]; the others [rows, count]. False where another number of entries is not kept.
+bool line_up(const int64_t* place, const int64_t* positions, const float* aux, const float* scores, int64_t rows,
+             int64_t n, int64_t count, int64_t* index, int64_t* newest, float* weights, float* sums) {
+  struct One {
+    int kind;  // a slot, another entry, a dead one
+    int64_t position, entry;
+    bool operator<(const One& other) const {
+      if (kind != other.kind) return kind < other.kind;
+      return position != other.position ? position < other.position : entry < other.entry;
+    }
+  };
+  std::atomic<bool> valid{true};
+  for_rows(rows, n, [&](int64_t row) {
+    thread_local std::vector<One> line;
+    line.clear();
+    for (int64_t i = 0, at = row * n; i < n; ++i, ++at)
+      if (place[at] < 0) line.push_back({positions[at] < 0 ? 2 : aux[at] >= 1.0f ? 0 : 1, positions[at], i});
+    if (static_cast<int64_t>(line.size()) != count) {
+      valid = false;
+      return;
+    }
+    std::sort(line.begin(), line.end());
+    for (int64_t i = 0, to = row * count; i < count; ++i, ++to) {
+      const One& one = line[i];
+      const int64_t at = row * n + one.entry;
+      const bool dead = one.kind == 2;
+      index[to] = dead ? -1 : one.entry;
+      newest[to] = one.position;
+      weights[to] = dead ? 0.0f : std::max(aux[at], 1.0f);
+      sums[to] = dead ? 0.0f : scores[at];
+    }
+  });
+  return valid;
+}
+
+// joined: [rows, width], the places that sources join, ascending, then -1; row_of: [rows, count], where in it each
+// source's place is, -1 for one that does not join. sizes: [rows], how many places each has. False where a place is not below num_places.
+bool list_joined(const int64_t* places, const uint8_t* joins, int64_t rows, int64_t count, int64_t num_places,
+                 int64_t width, int64_t* joined, int64_t* row_of, std::vector<int64_t>* sizes) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, std::max(count, num_places), [&](int64_t row) {
+    const int64_t* in = places + row * count;
+    const uint8_t* does = joins + row * count;
+    int64_t *list = joined + row * width, *out = row_of + row * count, size = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (in[i] < 0 || in[i] >= num_places) {
+        valid = false;
+        return;
+      }
+    thread_local std::vector<int64_t> number;
+    number.assign(num_places, -1);
+    for (int64_t i = 0; i < count; ++i)
+      if (does[i]) number[in[i]] = 0;
+    for (int64_t place = 0; place < num_places; ++place)
+      if (number[place] == 0) list[number[place] = size++] = place;
+    std::fill(list + size, list + width, -1);
+    (*sizes)[row] = size;
+    for (int64_t i = 0; i < count; ++i) out[i] = does[i] ? number[in[i]] : -1;
+  });
+  return valid;
+}
+
+// mixed: [rows, num_mixed, size], each with the sum of share (x - what it was) over those x of joining, [rows, count,
+// size], that join it: row_of, [rows, count], negative: none. has_own: false where mixed is 0. False where one joins
+// what is not below num_mixed.
+bool mix_in(const float* joining, const int64_t* row_of, const float* shares, int64_t rows, int64_t count,
+            int64_t num_mixed, int64_t size, bool has_own, float* mixed) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, (count + num_mixed) * size, [&](int64_t row) {
+    thread_local std::vector<float> before;
+    float* out = mixed + row * num_mixed * size;
+    if (has_own) before.assign(out, out + num_mixed * size);
+    for (int64_t i = row * count; i < (row + 1) * count; ++i) {
+      const int64_t to = row_of[i];
+      if (to < 0) continue;
+      if (to >= num_mixed) {
+        valid = false;
+        return;
+      }
+      const float *x = joining + i * size, *own = has_own ? before.data() + to * size : nullptr, share = shares[i];
+      float* sum = out + to * size;
+      if (own)
+        for (int64_t k = 0; k < size; ++k) sum[k] += share * (x[k] - own[k]);
+      else
+        for (int64_t k = 0; k < size; ++k) sum[k] += share * x[k];
+    }
+  });
+  return valid;
+}
+
+// What reference.hand_over returns, of one row: entries that leave give their values to their right neighbours.
+struct HandOver {
+  const int64_t *order, *place;  // [n]
+  const uint8_t* is_live;        // [n]
+  const float* importance;       // [n]
+  int64_t n, width;
+  int64_t* index;  // [width], as target, shares and places
+  int64_t* target;
+  float* shares;
+  int64_t* places;
+  int64_t* count;
+
+  // False where more than `width` entries take part, or an entry of `order` is none.
+  bool run() {
+    for (int64_t i = 0; i < n; ++i)
+      if (order[i] < 0 || order[i] >= n) return false;
+    const auto goes = [&](int64_t rank) { return is_live[order[rank]] && place[order[rank]] < 0; };
+    int64_t last = n - 1, size = 0;
+    while (last >= 0 && goes(last)) --last;
+    leaving.clear();
+    for (int64_t rank = 0, after_one = 0; rank <= last; ++rank) {
+      const bool leaves = goes(rank);
+      if (leaves || after_one) {
+        if (size == width) return false;
+        if (leaves) leaving.push_back(size);
+        index[size] = order[rank];
+        places[size++] = leaves ? -1 : place[order[rank]];
+      }
+      after_one = leaves;
+    }
+    *count = static_cast<int64_t>(leaving.size());
+    scores.resize(width), share.assign(width, 1.0), links.resize(2 * width);
+    int64_t *previous = links.data(), *next = previous + width;
+    for (int64_t i = 0; i < size; ++i) {
+      const float score = importance[index[i]];
+      scores[i] = score < 0.0f ? 0.0f : score;
+      previous[i] = i - 1;
+      next[i] = i + 1;
+    }
+    const auto before = [&](int64_t a, int64_t b) {  // NaN last, as PyTorch sorts
+      const double x = scores[a], y = scores[b];
+      if (x != x || y != y) return x == x || (y != y && a < b);
+      return x != y ? x < y : a < b;
+    };
+    std::sort(leaving.begin(), leaving.end(), before);
+    for (const int64_t one : leaving) {  // next[one] remains: who takes its value
+      if (previous[one] >= 0) next[previous[one]] = next[one];
+      previous[next[one]] = previous[one];
+    }
+    // Backwards in time: by what all that an entry holds is multiplied from then on.
+    for (auto one = leaving.rbegin(); one != leaving.rend(); ++one) {
+      const int64_t taker = next[*one];
+      const double total = scores[*one] + scores[taker];
+      share[*one] = share[taker] * (total > 0 ? scores[*one] / total : 0.0);
+      share[taker] *= total > 0 ? scores[taker] / total : 1.0;
+    }
+    for (int64_t i = width - 1; i >= 0; --i) {
+      if (i >= size) index[i] = places[i] = -1;
+      target[i] = i < size && is_live[index[i]] && place[index[i]] < 0 ? target[i + 1] : i;
+      shares[i] = static_cast<float>(share[i]);
+    }
+    return true;
+  }
+
+  std::vector<int64_t> leaving, links;
+  std::vector<double> scores, share;
+};
+
 // The operators as apache-tvm-ffi functions.
 
 // [rows, n]
@@ -306,6 +511,13 @@ void call_top(TensorView ranking, TensorView is_protected, TensorView is_live, T
   uint8_t* out = Argument("mask", mask).contiguous({rows, n}).boolean();
   top(current(), values, mask_of("protected", is_protected, rows, n), mask_of("is_live", is_live, rows, n), rows, n,
       Counts("count", count, rows), out);
+}
+
+void call_newest(TensorView positions, int64_t count, int64_t sinks, TensorView mask) {
+  const Argument a("positions", positions);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  const int64_t rows = a.size(0), n = a.size(1);
+  newest(current(), values, rows, n, Counts(count), sinks, Argument("mask", mask).contiguous({rows, n}).boolean());
 }
 
 void call_in_place(TensorView mask, TensorView count, TensorView index) {
@@ -364,6 +576,27 @@ void call_take(Tensors planes, TensorView index, TensorView blanks, Tensors take
   }
 }
 
+void call_overflowing(TensorView places, TensorView log_votes, OptionalTensor keys, OptionalTensor values,
+                      double least, TensorView failed) {
+  const Argument a("places", places), b("log_votes", log_votes);
+  const int64_t *index = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
+  const float* votes = b.contiguous({rows, -1}).f32();
+  int64_t size = 0;
+  const auto given = [&](const char* name, const OptionalTensor& tensor) -> const float* {
+    if (!tensor.has_value()) return nullptr;
+    const TensorView rows_given = tensor.value();
+    const Argument plane(name, rows_given);
+    const float* numbers = plane.contiguous({rows, count, size ? size : -1}).f32();
+    size = plane.size(2);
+    return numbers;
+  };
+  const float *k = given("keys", keys), *v = given("values", values);
+  KVM_CHECK(overflowing(index, votes, k, v, rows, count, b.size(1), size, static_cast<float>(least),
+                        Argument("failed", failed).contiguous({rows, count}).i64()),
+            IndexError)
+      << "places has elements that are not among " << b.size(1);
+}
+
 void call_empty_places(TensorView positions, TensorView kept, TensorView log_votes, TensorView scores,
                        TensorView aux) {
   const Argument a("positions", positions);
@@ -406,18 +639,92 @@ void call_join_slots(TensorView products, TensorView between, TensorView source_
              Argument("joined", joined).contiguous({rows, sources}).i64());
 }
 
+void call_line_up(TensorView place, TensorView positions, TensorView aux, TensorView scores, TensorView index,
+                  TensorView newest, TensorView weights, TensorView sums) {
+  const Argument a("place", place), b("index", index);
+  const int64_t *at = a.contiguous({-1, -1}).i64(), rows = a.size(0), n = a.size(1);
+  int64_t* entries = b.contiguous({rows, -1}).i64();
+  const int64_t count = b.size(1);
+  KVM_CHECK(line_up(at, Argument("positions", positions).contiguous({rows, n}).i64(),
+                    Argument("aux", aux).contiguous({rows, n}).f32(),
+                    Argument("scores", scores).contiguous({rows, n}).f32(), rows, n, count, entries,
+                    Argument("newest", newest).contiguous({rows, count}).i64(),
+                    Argument("weights", weights).contiguous({rows, count}).f32(),
+                    Argument("sums", sums).contiguous({rows, count}).f32()),
+            ValueError)
+      << "place must be negative for " << count << " entries of each head";
+}
+
+// Returns the most places that any row has.
+int64_t call_list_joined(TensorView places, TensorView joins, int64_t num_places, TensorView joined, TensorView row) {
+  const Argument a("places", places), b("joined", joined);
+  const int64_t *given = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
+  int64_t* list = b.contiguous({rows, std::min(num_places, count)}).i64();
+  std::vector<int64_t> sizes(rows + 1);
+  KVM_CHECK(list_joined(given, mask_of("joins", joins, rows, count), rows, count, num_places, b.size(1), list,
+                        Argument("row", row).contiguous({rows, count}).i64(), &sizes),
+            IndexError)
+      << "places has elements that are not among " << num_places;
+  return *std::max_element(sizes.begin(), sizes.end());
+}
+
+void call_mix_in(TensorView joining, TensorView row, TensorView shares, TensorView mixed, bool has_own) {
+  const Argument a("joining", joining), b("own", mixed);
+  const float* given = a.contiguous({-1, -1, -1}).f32();
+  const int64_t rows = a.size(0), count = a.size(1), size = a.size(2);
+  float* out = b.contiguous({rows, -1, size}).f32();
+  KVM_CHECK(mix_in(given, Argument("row", row).contiguous({rows, count}).i64(),
+                   Argument("shares", shares).contiguous({rows, count}).f32(), rows, count, b.size(1), size, has_own,
+                   out),
+            IndexError)
+      << "row has elements that are not among " << b.size(1);
+}
+
+void call_hand_over(TensorView order, TensorView place, TensorView is_live, TensorView importance, TensorView index,
+                    TensorView target, TensorView shares, TensorView places, TensorView count) {
+  const Argument a("order", order), b("index", index);
+  HandOver first;
+  first.order = a.contiguous({-1, -1}).i64();
+  const int64_t rows = a.size(0), n = first.n = a.size(1);
+  first.place = Argument("place", place).contiguous({rows, n}).i64();
+  first.is_live = mask_of("is_live", is_live, rows, n);
+  first.importance = Argument("importance", importance).contiguous({rows, n}).f32();
+  first.index = b.contiguous({rows, -1}).i64();
+  const int64_t width = first.width = b.size(1);
+  first.target = Argument("target", target).contiguous({rows, width}).i64();
+  first.shares = Argument("shares", shares).contiguous({rows, width}).f32();
+  first.places = Argument("places", places).contiguous({rows, width}).i64();
+  first.count = Argument("count", count).contiguous({rows}).i64();
+  std::atomic<bool> valid{true};
+  for_rows(rows, 8 * n, [&](int64_t row) {
+    HandOver one = first;
+    one.order += row * n, one.place += row * n, one.is_live += row * n, one.importance += row * n;
+    one.index += row * width, one.target += row * width, one.shares += row * width, one.places += row * width;
+    one.count += row;
+    if (!one.run()) valid = false;
+  });
+  KVM_CHECK(valid, ValueError) << "order must list all of " << n << " entries, of which at most " << width
+                               << " take part";
+}
+
 }  // namespace
 }  // namespace kvmerge
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(largest, kvmerge::call_largest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(top, kvmerge::call_top);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(newest, kvmerge::call_newest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(in_place, kvmerge::call_in_place);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(by_position, kvmerge::call_by_position);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded_nonzero, kvmerge::call_padded_nonzero);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, kvmerge::call_take);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(overflowing, kvmerge::call_overflowing);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty_places, kvmerge::call_empty_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(split_budget, kvmerge::call_split_budget);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hand_over, kvmerge::call_hand_over);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(line_up, kvmerge::call_line_up);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(list_joined, kvmerge::call_list_joined);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mix_in, kvmerge::call_mix_in);

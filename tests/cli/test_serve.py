@@ -262,7 +262,7 @@ def test_users_options_win(started: list[argparse.Namespace], model: str, port: 
     assert args.additional_config == {"other": 1, "kvmerge": {"default": {"policy": "full"}}}
 
 
-def test_runner_and_rings(
+def test_runner_and_own_options(
     started: list[argparse.Namespace],
     model: str,
     port: str,
@@ -270,15 +270,15 @@ def test_runner_and_rings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(arguments.V2_MODEL_RUNNER, "1")
-    options = ["--query-rings", "3", "--additional-config", '{"kvmerge": {"query_ring_size": 64}}']
+    options = ["--external-cache-bytes", "3", "--additional-config", '{"kvmerge": {"head_pages": false}}']
     assert main(["serve", model, "--port", port, "--model-runner", "v1", *options]) == 0
     assert os.environ[arguments.V2_MODEL_RUNNER] == "0"
     (args,) = started
-    assert args.additional_config == {"kvmerge": {"query_rings": 3, "query_ring_size": 64, "default": None}}
-    assert not {"model_runner", "query_rings", "query_ring_size"} & vars(args).keys()
+    assert args.additional_config == {"kvmerge": {"external_cache_bytes": 3, "head_pages": False, "default": None}}
+    assert not {"model_runner", "external_cache_bytes"} & vars(args).keys()
     assert "CPU has v1 alone" in refusal(capsys, "serve", model, "--port", port, "--model-runner", "v2")
-    said = refusal(capsys, "serve", model, "--port", port, "--query-rings", "-1")
-    assert "additional_config.kvmerge.query_rings=-1 is not supported" in said
+    said = refusal(capsys, "serve", model, "--port", port, "--external-cache-bytes", "-1")
+    assert "additional_config.kvmerge.external_cache_bytes=-1 is not supported" in said
 
 
 def test_options_of_the_front_door(

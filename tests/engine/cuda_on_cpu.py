@@ -3,20 +3,22 @@ stdin.
 
 V2's own Triton kernels run in the interpreter. Attention is the CUDA backend's; its operators are the PyTorch
 reference, since the interpreter would take minutes. Scheduling is asynchronous unless an engine is told otherwise, as
-it is on CUDA. With FULL_GRAPHS=1 batches that vLLM would decode with a full graph go through what stands for one. With
-SPREAD=1 compressions of jobs are spread over steps.
+it is on CUDA. With FLASH=2 or 3 vLLM finds that version of FlashAttention, of which a stand-in has the compiled part,
+for float32 too. With FULL_GRAPHS=1 batches that vLLM would decode with a full graph go through what stands for one.
+With SPREAD=1 compressions of jobs are spread over steps.
 """
 
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from unittest.mock import patch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 IS_V2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 HAS_GRAPHS = os.environ.get("FULL_GRAPHS") == "1"
+FLASH = int(os.environ.get("FLASH", "0"))
 
 if IS_V2:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -30,6 +32,7 @@ if IS_V2:
     # vLLM built for the CPU uses Triton where it finds this backend, which only a build of Triton for the CPU has.
     triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=ActiveDriver)
 
+import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
@@ -38,6 +41,7 @@ from vllm.v1.worker.utils import KVBlockZeroer  # noqa: E402
 
 from tests import page_tables  # noqa: E402
 from tests.engine import full_graphs  # noqa: E402
+from tests.engine.cuda import flash_attention  # noqa: E402
 from tests.engine.spread import Spread, spread_over  # noqa: E402
 from tests.gpu.compare import NUM_CANDIDATES, Generated  # noqa: E402
 from vllm_kvmerge import compression as compression_of  # noqa: E402
@@ -128,12 +132,12 @@ class CUDAOnCPUWorker(CPUWorker):
             self.model_runner._init_kv_zero_meta()
 
     def determine_available_memory(self) -> int:
-        rings = self.model_runner.compression.rings
-        self.reserved = rings is not None and workspace_of(self.device).num_bytes > 0
+        self.reserved = workspace_of(self.device).num_bytes > 0
         self.model_runner.profile_run()
         return super().determine_available_memory()
 
     def compile_or_warm_up_model(self):
+        self.model_runner.compression.warm_up()
         times = super().compile_or_warm_up_model()
         if IS_V2:  # as workers with a GPU do, but for kernels of sampling that the interpreter cannot run
             with patch.object(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0)):
@@ -144,6 +148,13 @@ class CUDAOnCPUWorker(CPUWorker):
 
 
 def main() -> None:
+    with ExitStack() as stack:
+        if FLASH:
+            stack.enter_context(flash_attention.installed(FLASH, also=torch.float32))
+        run()
+
+
+def run() -> None:
     arguments, jobs, chats, pressed = json.load(sys.stdin)
     llm = LLM(**kvmerge_engine_args(**arguments, worker_cls=f"{__name__}.CUDAOnCPUWorker"))
     core = llm.llm_engine.engine_core.engine_core
@@ -199,12 +210,12 @@ def main() -> None:
         "is_async": core.batch_queue is not None,
         "graphs": dict(full_graphs.done),
         "paged_rows": paged_rows,
+        "flash": len(flash_attention.calls),
         "preempted": len(preempted),
         "adopted": len(adopted),
         "spread": len(set(spread.parts)),
         "restored": sum(one.restores_output for one in adopted),
         "reserved": worker.reserved,
-        "free_rings": len(compression.rings._free),
         "states": sorted(compression.states),
         "lost_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
     }

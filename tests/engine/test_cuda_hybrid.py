@@ -22,7 +22,6 @@ pytestmark = pytest.mark.engine
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-NUM_RINGS = 1
 SOME: list[tuple[str, dict]] = [
     ("h2o", {"decode": "bounded"}),
     ("snapkv", {}),
@@ -43,7 +42,8 @@ class Case:
 
     num_blocks: of the pool, too few for four requests. block_bytes: of one, in as many layers as a group has. options:
     of both engines. has_states: of Mamba or linear attention, beside which no context is shared compressed. tolerance:
-    where its operators round to 16 bits, and what is computed in other chunks is rounded otherwise.
+    where its operators round to 16 bits, and what is computed in other chunks is rounded otherwise. has_flash:
+    FlashAttention suits some of its layers.
     """
 
     write: Callable[[Path], Path]
@@ -53,6 +53,7 @@ class Case:
     options: dict = field(default_factory=dict)
     has_states: bool = False
     tolerance: Tolerance | None = None
+    has_flash: bool = True
 
     def jobs(self) -> list:
         """(prompt, extra arguments, tokens to generate), more than run at once."""
@@ -70,7 +71,7 @@ class Case:
 
 CASES = {
     "gemma3": Case(write_gemma, SOME + OTHERS),
-    "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26),
+    "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26, has_flash=False),
     "gemma3n": Case(write_gemma3n, num_blocks=26),
     "llama4": Case(write_llama4, num_blocks=20, options={"max_model_len": 192}),
     "granite": Case(
@@ -109,7 +110,8 @@ def served(request, tmp_path_factory) -> tuple[Case, Path, list]:
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_tokens_of_the_cpu_runner(served, is_v2):
-    """With asynchronous scheduling, full graphs, preemptions and prefixes that are found."""
+    """With asynchronous scheduling, full graphs, preemptions and prefixes that are found. On V2 plain rows outside
+    graphs are FlashAttention's, where it suits a kind of layers."""
     case, folder, expected = served
     options = {
         "async_scheduling": True,
@@ -118,10 +120,9 @@ def test_tokens_of_the_cpu_runner(served, is_v2):
         "max_num_seqs": 4,
         "max_num_batched_tokens": 100,
         "kv_cache_memory_bytes": case.num_blocks * case.block_bytes,
-        "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
         **case.options,
     }
-    result = on_cpu(arguments(folder, **options), case.jobs(), [], [], is_v2)
+    result = on_cpu(arguments(folder, **options), case.jobs(), [], [], is_v2, flash=3 if is_v2 else 0)
     if case.tolerance is None:
         assert result["tokens"] == [list(one.token_ids) for one in expected]
         assert result["logprobs"] == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)
@@ -133,5 +134,6 @@ def test_tokens_of_the_cpu_runner(served, is_v2):
     assert result["preempted"] > 0 and result["paged_rows"] > 10
     assert (result["adopted"] > 1) != case.has_states
     assert (result["cached"] > 0) == case.options.get("enable_prefix_caching", True)
-    assert (result["is_v2"], result["free_rings"], result["states"]) == (is_v2, NUM_RINGS, [])
+    assert (result["flash"] > 20) == (is_v2 and case.has_flash)
+    assert (result["is_v2"], result["states"]) == (is_v2, [])
     assert result["lost_blocks"] == 0

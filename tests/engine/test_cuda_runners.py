@@ -23,10 +23,11 @@ pytestmark = pytest.mark.engine
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-NUM_RINGS = 1
 MAX_TOKENS = 100
 NUM_BLOCKS = 11
-CHECKS_OF_GPUS = "asked_for or vllms or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
+CHECKS_OF_GPUS = (
+    "asked_for or vllms or flash or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
+)
 CHATS = {"h2o": "bounded", "morphkv": "bounded", "adakv": "bounded", "snapkv": "grow"}
 """Policies that go on from turn to turn, and how."""
 
@@ -180,9 +181,10 @@ def on_cpu(
     is_v2: bool = False,
     has_graphs: bool = True,
     is_spread: bool = False,
+    flash: int = 0,
 ) -> dict:
-    """What ``cuda_on_cpu`` finds."""
-    settings = {"VLLM_USE_V2_MODEL_RUNNER": is_v2, "FULL_GRAPHS": has_graphs, "SPREAD": is_spread}
+    """What ``cuda_on_cpu`` finds. flash: version of FlashAttention that vLLM finds; 0: none."""
+    settings = {"VLLM_USE_V2_MODEL_RUNNER": is_v2, "FULL_GRAPHS": has_graphs, "SPREAD": is_spread, "FLASH": flash}
     done = preloaded.run(
         [sys.executable, "-m", "tests.engine.cuda_on_cpu"],
         input=json.dumps([arguments, jobs, chats, pressed]),
@@ -196,7 +198,8 @@ def on_cpu(
 @pytest.mark.parametrize("is_spread", [False, True], ids=["at once", "spread"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_pressure):
-    """With asynchronous scheduling and full graphs; spread, which the scheduler decides, some of the requests."""
+    """With asynchronous scheduling and full graphs; spread, which the scheduler decides, some of the requests. Plain
+    rows outside graphs are FlashAttention's; when spread, that is turned off."""
     asked = list(zip(jobs(), expected, strict=True))
     if is_spread:  # compressions under pressure are not
         asked, chats, under_pressure = asked[:14] + asked[-9:], chats[-2:], []
@@ -207,7 +210,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
         "max_num_seqs": 4,
         "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
-        "additional_config": {"kvmerge": {"query_rings": NUM_RINGS}},
+        "additional_config": {"kvmerge": {"plain_attention": "ours" if is_spread else "faster"}},
     }
     result = on_cpu(
         arguments,
@@ -216,6 +219,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
         pressed() if under_pressure else [],
         is_v2=is_v2,
         is_spread=is_spread,
+        flash=3 if is_v2 else 2,
     )
     assert result.pop("tokens") == [list(one.token_ids) for _, one in asked]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for _, one in asked], abs=TOLERANCE)
@@ -232,18 +236,19 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
     assert result.pop("preempted") > 0 and result.pop("paged_rows") > 100
     graphs = result.pop("graphs")
     assert graphs["captured"] == len(SIZES) and graphs["replayed"] > 20
+    assert (result.pop("flash") > 200) != is_spread
     assert result == {
         "is_v2": is_v2,
         "is_async": True,
         "reserved": True,
-        "free_rings": NUM_RINGS,
         "states": [],
         "lost_blocks": 0,
     }
 
 
 def test_a_cache_of_8_bits():
-    """Policies compress it, and one to which nothing has to go gives the tokens of plain requests."""
+    """Policies compress it, and one to which nothing has to go gives the tokens of plain requests. No row of it is
+    FlashAttention's."""
     rng = np.random.default_rng(24)
     prompts = [random_prompt(rng, length) for length in (60, 130)]
     fields = [None, compression("h2o", budget=250)]
@@ -258,11 +263,12 @@ def test_a_cache_of_8_bits():
         "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": 2 * NUM_BLOCKS * bytes_per_block(itemsize=1),
     }
-    result = on_cpu(arguments, jobs, [], [], has_graphs=False)
+    result = on_cpu(arguments, jobs, [], [], has_graphs=False, flash=2)
     plain, unchanged = result["tokens"][:2], result["tokens"][2:4]
     assert plain == unchanged and all(len(tokens) == 24 for tokens in result["tokens"])
     assert result["tokens"][4:6] != plain
     assert result["paged_rows"] > 10 and result["lost_blocks"] == 0 and result["states"] == []
+    assert result["flash"] == 0
 
 
 def check_chats(chats: list[list[Turn]], found: list) -> None:

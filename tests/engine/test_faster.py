@@ -1,9 +1,13 @@
 """Which operator attends for requests without a front on the CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_kvmerge.engine.attention import faster
-from vllm_kvmerge.engine.attention.faster import CHUNK, LENGTHS, NEVER, Faster, measure
+from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
+from vllm_kvmerge.engine.attention.faster import ALWAYS, CHUNK, LENGTHS, NEVER, Faster, measure
+from vllm_kvmerge.engine.worker.runner import CompressionCPUModelRunner, CompressionRunnerMixin
 
 
 class Clock:
@@ -48,3 +52,19 @@ def test_rows_by_their_own_numbers_alone():
     assert both.is_ever and Faster(chunk=5).is_ever and not Faster().is_ever
     assert not Faster().takes(1, NEVER - 1)
     assert str(Faster()) == "vLLM's operator" and "one query over 100" in str(both) and "chunk over 300" in str(both)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"), [("vllm", Faster()), ("ours", ALWAYS), ("faster", Faster(decode=7, chunk=9))]
+)
+def test_operators_by_name_are_not_measured(choice, expected, monkeypatch):
+    monkeypatch.setattr(CompressionRunnerMixin, "initialize_kv_cache", lambda self: None)
+    builder = object.__new__(MergeableAttentionBuilder)
+    builder.faster, builder.measure = Faster(), lambda layer: Faster(decode=7, chunk=9)
+    runner = object.__new__(CompressionCPUModelRunner)
+    runner.vllm_config = SimpleNamespace(additional_config={"kvmerge": {"plain_attention": choice}})
+    runner.compression = SimpleNamespace(group=0, layers={"layer": None})
+    runner.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda: builder, layer_names=["layer"])]]
+    runner.initialize_kv_cache()
+    assert builder.faster == expected
+    assert ALWAYS.takes(1, 1) and ALWAYS.takes(5, 5)

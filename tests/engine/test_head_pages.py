@@ -107,3 +107,21 @@ def test_blocks_that_no_head_needs_are_returned(engine):
     for i, output in enumerate(alone):
         assert np.abs(np.subtract(together[str(i)], logprobs(output.outputs[0]))).max() < 1e-3, THRESHOLDS[i]
     engine.assert_empty()
+
+
+@pytest.mark.parametrize(("length", "settled"), [(200, [True, False, False]), (20, [False, False, False])])
+def test_shares_are_settled_by_contexts_alone(engine, monkeypatch, length, settled):
+    """What generation asks for waits for no GPU, a first compression either."""
+    plans, complete = [], engine.scheduler._complete
+
+    def watched(spread, step):
+        plans.append(spread.plan)
+        complete(spread, step)
+
+    monkeypatch.setattr(engine.scheduler, "_complete", watched)
+    fields = {"policy": "adakv", "budget": 100, "interval": 32, "decode": "bounded"}
+    prompt = random_prompt(np.random.default_rng(5), length)
+    engine.generate([prompt], forced(random_prompt(np.random.default_rng(6), 64 if length == 200 else 200), fields))
+    plans = [plan for plan in plans if plan.share_blocks]
+    assert [plan.settles_shares for plan in plans][: len(settled)] == settled[: len(plans)] and len(plans) > 1
+    engine.assert_empty()

@@ -447,7 +447,7 @@ def test_engine_args_and_overrides() -> None:
     assert kvmerge_engine_args()["additional_config"] == {"kvmerge": {"default": None}}
 
 
-@pytest.mark.parametrize("option", [{"query_rings": -1}, {"query_ring_size": 0}, {"rings": 3}])
+@pytest.mark.parametrize("option", [{"external_cache_bytes": -1}, {"max_body_bytes": 0}, {"rings": 3}])
 def test_engine_args_check_the_plugins_own_options(option: dict[str, int]) -> None:
     name, value = next(iter(option.items()))
     said = rf"^additional_config\.kvmerge\.{name}={value} is not supported: "

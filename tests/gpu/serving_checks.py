@@ -77,6 +77,36 @@ def test_plain_requests_that_hit_the_prefix_cache_are_vllms(engine, setting, exp
     engine.assert_empty()
 
 
+def test_flash_attention_of_plain_rows(engine, setting, monkeypatch):
+    """It is called where it knows the dtype, and gives what ours does."""
+    from vllm_kvmerge.engine.attention.flash import FlashBatch
+
+    builders = [group.get_metadata_builder() for groups in engine.runner.attn_groups for group in groups]
+    using = [builder for builder in builders if builder.uses_flash]
+    if setting.dtype == "float32" or not setting.is_on_gpu:
+        assert not using
+        return
+    assert len(using) == len(builders)
+    attend, calls = FlashBatch.attend, []
+
+    def counted(self, *args):
+        calls.append(self)
+        return attend(self, *args)
+
+    monkeypatch.setattr(FlashBatch, "attend", counted)
+    assert engine.llm.reset_prefix_cache()
+    found = engine.run(setting.plain_jobs(), setting.num_tokens)
+    num_calls = len(calls)
+    assert num_calls >= len(engine.runner.compression.layers)
+    for builder in using:
+        monkeypatch.setattr(builder, "uses_flash", False)
+    assert engine.llm.reset_prefix_cache()
+    ours = engine.run(setting.plain_jobs(), setting.num_tokens)
+    assert len(calls) == num_calls
+    assert_all_close(found, ours, setting.against_itself, "flash")
+    engine.assert_empty()
+
+
 @pytest.mark.parametrize("is_exceeded", [False, True], ids=["never-scored", "scored"])
 def test_a_budget_with_room_changes_nothing(engine, setting, expected, is_exceeded):
     """If the budget could be exceeded, requests are scored and move to blocks of their own, and lose nothing."""

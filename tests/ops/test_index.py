@@ -46,6 +46,20 @@ def test_the_largest_are_marked(operators, n, kind):
 
 
 @pytest.mark.parametrize("n", SIZES)
+def test_sinks_and_newest(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    positions = torch.rand(3, n, generator=generator).argsort(1) + torch.tensor([[0], [2], [2**33]])
+    positions[torch.rand(3, n, generator=generator) < 0.3] = -1
+    positions[2] = -1
+    for count in {0, 1, n // 2, n, n + 1}:
+        for num_sinks in (0, 3, n + 3):
+            found = operators.newest(positions, count, num_sinks)
+            for mask, row in zip(found.tolist(), positions.tolist(), strict=True):
+                chosen = set(sorted(row)[max(0, n - count) :]) | set(range(num_sinks))
+                assert mask == [p >= 0 and p in chosen for p in row]
+
+
+@pytest.mark.parametrize("n", SIZES)
 def test_protected_and_dead_entries_are_outside_of_the_ranking(operators, n):
     generator = torch.Generator().manual_seed(n)
     ranking = torch.randn(3, n, generator=generator)
@@ -180,8 +194,25 @@ def test_what_does_not_fit_raises():
         cpu.free_places(torch.tensor([[1, 1]]), 2)
     with pytest.raises(IndexError, match="not among 3"):
         cpu.take(torch.tensor([[0, 3]]), [torch.zeros(1, 3)], [0.0])
+    nothing = torch.full((1, 3), -1)
+    with pytest.raises(ValueError, match="at most 1 take part"):
+        cpu.hand_over(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, -1, 0]]), nothing < 0, torch.zeros(1, 3), 1)
+    with pytest.raises(ValueError, match="must list all of 3 entries"):
+        cpu.hand_over(torch.tensor([[0, 1, 3]]), nothing, nothing < 0, torch.zeros(1, 3), 3)
+    with pytest.raises(ValueError, match="negative for 1 entries"):
+        cpu.line_up(nothing, nothing, *torch.zeros(2, 1, 3), 1)
+    with pytest.raises(IndexError, match="not among 2"):
+        cpu.list_joined(torch.tensor([[0, 2]]), torch.tensor([[True, False]]), 2)
+    with pytest.raises(IndexError, match="not among 2"):
+        cpu.mix_in(torch.zeros(1, 3, 4), torch.tensor([[0, -1, 2]]), torch.zeros(1, 3), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match="there must be a slot"):
         cpu.join_slots(torch.zeros(1, 2, 0), torch.zeros(1, 2, 2), torch.zeros(1, 2), torch.zeros(1, 0))
+    with pytest.raises(IndexError, match="not among 3"):
+        cpu.overflowing(torch.tensor([[0, 3]]), torch.zeros(1, 3), None, None, torch.float16)
+    with pytest.raises(ValueError, match="values must have shape"):
+        cpu.overflowing(
+            torch.zeros(1, 2).long(), torch.zeros(1, 3), torch.zeros(1, 2, 4), torch.zeros(1, 2, 5), torch.half
+        )
     with pytest.raises(TypeError, match="integers of 64 bits"):
         cpu.largest(torch.zeros(2, 3, dtype=torch.int32), 1)
 
@@ -264,17 +295,145 @@ def test_planes_get_new_elements(operators, n):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_rows_that_overflow_are_marked(operators, dtype):
-    """What rounds to infinity, at the very limit of the dtype, and NaN."""
+def test_places_that_overflow_are_listed(operators, dtype):
+    """What rounds to infinity, at the very limit of the dtype, NaN, and votes that are infinite or no number."""
     limits = torch.finfo(dtype)
     exponent = 2.0 ** torch.tensor(limits.max, dtype=torch.float64).log2().floor().item()
     halfway = torch.tensor(limits.max + limits.eps * exponent / 2, dtype=torch.float64).float()
     below = torch.nextafter(halfway, torch.tensor(0.0))
-    rows = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0))
     for place, number in enumerate((halfway, below, -halfway, -below, torch.nan)):
         rows[1, place, 7] = number
-    expected = ~rows.to(dtype).isfinite().all(2)
-    assert expected[1].tolist() == [True, False, True, False, True, False]
-    fine, overflowing = torch.zeros_like(rows), getattr(operators, "overflowing", reference.overflowing)
-    for some in ((rows, None), (rows, fine), (fine, rows)):
-        assert torch.equal(overflowing(*some, dtype), expected)
+    rows[0, 7] = torch.inf  # at a place that is none
+    assert (~rows[1].to(dtype).isfinite()).any(1).tolist() == [True, False, True, False, True, False, False, False]
+    places = torch.tensor([[8, 0, 3, 4, 9, 2, 1, -1], [3, 8, 5, 0, 1, 9, -1, 2]])
+    votes = torch.zeros(2, 10)
+    votes[0, 4], votes[0, 5], votes[0, 9], votes[1, 9] = torch.nan, torch.nan, -torch.inf, torch.inf
+    by_votes = [[-1, -1, -1, 4, -1, -1, -1, -1], [-1, -1, -1, -1, -1, 9, -1, -1]]
+    by_rows = torch.tensor([by_votes[0], [3, -1, 5, -1, 1, 9, -1, -1]])
+    fine = torch.zeros_like(rows)
+    for some in ((rows, None), (None, rows), (rows, fine), (fine, rows)):
+        assert torch.equal(operators.overflowing(places, votes, *some, dtype), by_rows)
+    assert operators.overflowing(places, votes, None, fine, dtype).tolist() == by_votes
+    assert operators.overflowing(places, votes, None, None, dtype).tolist() == by_votes
+
+
+def handed_over(positions, stays, importance):
+    """Of one head, in float64: what part of each entry's value ends in which entry, by position, and how many leave."""
+    last = max((p for i, p in enumerate(positions) if stays[i]), default=-1)  # what is behind is lost
+    holds = {p: {p: 1.0} for p in positions if 0 <= p <= last}
+    score = {p: max(importance[i], 0.0) for i, p in enumerate(positions)}
+    leaving = sorted((score[p], p) for i, p in enumerate(positions) if p in holds and not stays[i])
+    for _, position in leaving:
+        parts = holds.pop(position)
+        right = min(p for p in holds if p > position)
+        total = score[position] + score[right]
+        moved, remained = (score[position] / total, score[right] / total) if total > 0 else (0.0, 1.0)
+        holds[right] = {p: remained * part for p, part in holds[right].items()}
+        holds[right] |= {p: moved * part for p, part in parts.items()}
+    return holds, len(leaving)
+
+
+@pytest.mark.parametrize("n", [*SIZES, 2100])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.95])
+@pytest.mark.parametrize("kind", ["random", "few", "rising", "falling"])
+def test_values_are_handed_over_to_the_right(operators, n, share, kind):
+    """Against one departure after the other; with dead entries, equal scores, chains, and a head where all stay."""
+    generator = torch.Generator().manual_seed(n)
+    positions = torch.rand(3, n, generator=generator).argsort(1) * 3
+    positions[:, n // 2 : n // 2 + n // 7] = -1
+    importance = {
+        "random": torch.randn(3, n, generator=generator) + 1.0,
+        "few": torch.randint(0, 3, (3, n), generator=generator).float(),
+        "rising": positions.float(),
+        "falling": (3 * n - positions).float(),
+    }[kind]
+    stays = torch.rand(3, n, generator=generator) >= share
+    stays[1] = True
+    kept = reference.padded_nonzero(stays)
+    width = min(n, 2 * int((~stays).sum(1).max()))
+    order, place, is_live = reference.by_position(positions), reference.inverse(kept, n), positions >= 0
+    index, target, shares, places, count = operators.hand_over(order, place, is_live, importance, width)
+    for head in range(3):
+        holds, num_given = handed_over(positions[head].tolist(), stays[head].tolist(), importance[head].tolist())
+        assert count[head] == num_given
+        listed = index[head] >= 0
+        assert (places[head, ~listed] == -1).all() and torch.equal(target[head, ~listed], torch.arange(width)[~listed])
+        row = index[head, listed]
+        assert (positions[head, row].diff() > 0).all()
+        leaves = ~stays[head, row]
+        assert torch.equal(places[head, listed], torch.where(leaves, -1, place[head, row]))
+        assert num_given == leaves.sum() and all(leaves | leaves.roll(1)) and (num_given == 0 or not leaves[-1])
+        for i, end in enumerate(target[head, listed].tolist()):
+            parts = holds[int(positions[head, row[end]])]
+            expected = torch.tensor(parts[int(positions[head, row[i]])])
+            torch.testing.assert_close(shares[head, i], expected, rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_what_becomes_and_joins_slots_lines_up(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    positions = torch.rand(3, n, generator=generator).argsort(1) + 2**33
+    positions[torch.rand(3, n, generator=generator) < 0.2] = -1
+    positions[:, -1] = positions[:, 0]  # equal ones stay as they lie
+    aux = torch.randint(0, 4, (3, n), generator=generator).float() / 2
+    scores = torch.randn(3, n, generator=generator).masked_fill(positions < 0, torch.nan)
+    for kept in (0, n // 2, n - 1):
+        place = torch.rand(3, n, generator=generator).argsort(1)
+        place = place.masked_fill(place >= kept, -1)
+        found = operators.line_up(place, positions, aux, scores, n - kept)
+        assert [plane.shape for plane in found] == [(3, n - kept)] * 4
+        for head in range(3):
+            rest = [i for i in range(n) if place[head, i] < 0]
+            dead = [i for i in rest if positions[head, i] < 0]
+            live = [i for i in rest if positions[head, i] >= 0]
+            live.sort(key=lambda i: (aux[head, i].item() < 1, positions[head, i].item(), i))
+            index, newest, weights, sums = (plane[head].tolist() for plane in found)
+            assert index == live + [-1] * len(dead)
+            assert newest == positions[head, live].tolist() + [-1] * len(dead)
+            assert weights == aux[head, live].clamp(min=1.0).tolist() + [0.0] * len(dead)
+            assert sums == scores[head, live].tolist() + [0.0] * len(dead)
+
+
+@pytest.mark.parametrize("num_places", [1, 7, 1100])
+@pytest.mark.parametrize("num_sources", [0, 1, 5, 1030])
+def test_places_that_are_joined(operators, num_places, num_sources):
+    generator = torch.Generator().manual_seed(num_sources)
+    places = torch.randint(0, num_places, (3, num_sources), generator=generator)
+    joins = torch.rand(3, num_sources, generator=generator) < 0.5
+    joins[1] = False
+    joined, row = operators.list_joined(places, joins, num_places)
+    assert len(joined) == 3 and joined.shape[1] <= min(num_places, num_sources)
+    for head in range(3):
+        expected = sorted(set(places[head, joins[head]].tolist()))
+        assert joined[head].tolist() == expected + [-1] * (joined.shape[1] - len(expected))
+        pairs = zip(places[head].tolist(), joins[head].tolist(), strict=True)
+        assert row[head].tolist() == [expected.index(place) if does else -1 for place, does in pairs]
+
+
+@pytest.mark.parametrize(("count", "num_mixed"), [(0, 3), (1, 1), (5, 0), (40, 7), (70, 100)])
+@pytest.mark.parametrize("size", [1, 40])
+def test_rows_are_mixed_in(operators, count, num_mixed, size):
+    """Against sums in float64; what does not join may be NaN."""
+    generator = torch.Generator().manual_seed(count)
+    joining, own = (torch.randn(3, n, size, generator=generator) for n in (count, num_mixed))
+    row = torch.randint(-1, max(num_mixed, 1), (3, count), generator=generator)
+    if num_mixed == 0:
+        row.fill_(-1)
+    shares = torch.rand(3, count, generator=generator)
+    joining[row < 0], shares[row < 0] = torch.nan, torch.nan
+    expected = own.double()
+    for head in range(3):
+        for i, to in enumerate(row[head].tolist()):
+            if to >= 0:
+                expected[head, to] += shares[head, i].double() * (joining[head, i].double() - own[head, to])
+    mixed = operators.mix_in(joining.clone(), row, shares, own.clone())
+    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-5)
+    target = row.clamp(max=count - 1)
+    expected = torch.zeros(3, count, size, dtype=torch.float64)
+    for head in range(3):
+        for i, to in enumerate(target[head].tolist()):
+            if to >= 0:
+                expected[head, to] += shares[head, i].double() * joining[head, i].double()
+    mixed = operators.mix_in(joining.clone(), target, shares, None)
+    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-5)

@@ -35,6 +35,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from tests.ops.triton_compiler import CUOBJDUMP, compile_for, launches  # noqa: E402
 from vllm_kvmerge.ops import triton  # noqa: E402
 from vllm_kvmerge.ops.cuda import backend as cuda_backend  # noqa: E402
+from vllm_kvmerge.ops.regression import OutputDerivative  # noqa: E402
 from vllm_kvmerge.ops.triton import tuning  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
@@ -48,7 +49,7 @@ CHOSEN = "(triton or backend_interpreted) and not 40-2 and not 256-16 and not ro
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by kind of GPU (CUDA C++ programming guide, by compute capability)."""
 STACK = 16
-"""Bytes of a thread's stack that are no spill yet: a few, of a scalar."""
+"""Bytes of a thread's stack that are no spill yet: a few, of a scalar. Twice as many where no loop uses them."""
 
 
 def test_everything_in_the_interpreter():
@@ -57,11 +58,9 @@ def test_everything_in_the_interpreter():
     Left out: 40 query heads, and cells of 256 numbers in blocks of 16, which take the interpreter minutes, and
     rounding, which it does not do as GPUs do.
     """
-    files = [
-        f"test_{name}.py"
-        for name in ("operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "triton_interpreted")
-    ]
-    files.append("../engine/cuda/test_backend_interpreted.py")
+    names = ["operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "regression"]
+    names += ["queries", "triton_interpreted"]
+    files = [*(f"test_{name}.py" for name in names), "../engine/cuda/test_backend_interpreted.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
     command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -107,6 +106,8 @@ def run_all(
         triton.score_repetition(query, pages, table[0], 0.1, 100 + len(query), 100, 30, 4, scores, weights)
     tokens = torch.zeros(64, heads, head_size, dtype=wide)
     triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
+    for places in (None, torch.zeros(rows, dtype=torch.int64)):
+        triton.keep_queries(query, torch.zeros(rows, dtype=torch.int64), 1, places)
     seq_layers = SequenceLayers((pages, pages), torch.tensor([0, 1]), table[:2], torch.tensor([[50, 60, 110]] * 2))
     index, planes = torch.zeros(2 * heads, 32, dtype=torch.int64), torch.zeros(3, 2 * heads, 32)
     newest = torch.zeros(2 * heads, groups, 32, head_size)
@@ -134,9 +135,19 @@ def run_all(
     triton.take(index, [votes, *planes[:2], positions], [-float("inf"), 0.0, 0.0, -1])
     triton.take(index, [positions, votes, *planes], [-1, -float("inf"), 0.0, 0.0, 0.0])
     triton.put(index, [votes, positions, *planes], [planes[0], index, *planes])
-    triton.overflowing(newest[:, 0], newest[:, 0], wide)
+    for some in ((None, newest[:, 0]), (newest[:, 0], None), (newest[:, 0], newest[:, 0])):
+        triton.overflowing(index, votes, *some, wide)
+    triton.newest(positions, 7, 4)
+    triton.line_up(positions, positions, votes, votes, 32)
+    triton.list_joined(index, mask, 50)
+    for own in (None, newest[:, 0]):
+        triton.mix_in(newest[:, 0], index, planes[0], own)
     triton.empty_places(index, index, *planes)
     triton.free_places(index, 50)
+    weights = triton.attention_weights(newest, index, newest[:, 0], votes[:, :32], positions[:, :32], 0.1).flatten(1, 2)
+    derivative = OutputDerivative(weights, newest[:, 0], newest.flatten(1, 2), 0.1, mask)
+    triton.solve_outputs(newest.flatten(1, 2), derivative, 0.1, 1, 0.1)
+    triton.hand_over(positions, positions, positions.bool(), votes, 60)
     triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
     for num_scores, cap in ((1, 0.0), (groups, 30.0)):
         scored = torch.zeros(2 * heads, num_scores, 100)
@@ -173,8 +184,8 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
     for launch in found:
         for capability in [paged_on] if launch.is_paged else capabilities:
             code = compile_for(launch, capability, tmp_path)
-            told = launch.kernel.__name__, capability, code.registers, code.stack, code.shared
-            assert code.stack <= STACK, told
+            told = launch.kernel.__name__, capability, code.registers, code.stack, code.spills_in_loops, code.shared
+            assert code.stack <= (STACK if code.spills_in_loops else 2 * STACK), told
             assert code.shared <= SHARED_MEMORY[capability], told
             if launch.kernel.__name__ == "attend":
                 assert "cp.async" in code.ptx, "keys and values are not loaded ahead"
@@ -220,13 +231,21 @@ def test_parts_of_a_batch_need_no_kernels_of_their_own(num_queries, gpu):
     with launches() as found:
         triton.paged_attention(query, maker.pages, batch, 0.1, query)
     second = "finish" if num_queries == 1 else "update_columns"
-    assert {launch.kernel.__name__ for launch in found} == {"attend", second}
+    assert {launch.kernel.__name__ for launch in found} == {"divide", "attend", second}
     numbers = {field.name for field in fields(AttentionBatch)}
     for launch in found:
         by_row = {param.name for param in launch.kernel.params if param.name in numbers}
-        assert len(by_row) == 8
+        assert len(by_row) == (4 if launch.kernel.__name__ == "divide" else 8)
         aligned = {launch.kernel.arg_names[place] for (place,) in launch.source[2]}
-        assert not by_row & aligned and "scores" in aligned, launch.kernel.__name__
+        assert not by_row & aligned and ("keys" in aligned or len(by_row) == 4), launch.kernel.__name__
+
+
+def test_layers_and_batches_need_no_kernels_of_their_own_to_keep_queries(gpu):
+    query, addresses = torch.zeros(9, 4, 64), torch.zeros(9, dtype=torch.int64)
+    with launches() as found, Watch(Watch.WAITS):
+        for layer, start in ((0, 0), (1, 1), (16, 3)):
+            triton.keep_queries(query, addresses[start:], layer)
+    assert len(found) == 3 and len({launch.key for launch in found}) == 1
 
 
 def test_a_workspace_that_was_reserved_does_not_grow(gpu):
@@ -234,7 +253,7 @@ def test_a_workspace_that_was_reserved_does_not_grow(gpu):
     work = Workspace(torch.device("cpu"))
     work.reserve(maker.pages, 8, [(rows, 1) for rows in range(1, 10)], max_blocks=64)
     before = work.num_bytes
-    assert before > NUM_BLOCKS * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot, and splits"
+    assert before > NUM_BLOCKS * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot, and pieces"
     for rows in range(1, 10):
         query = maker.randn(rows, 8, 64).bfloat16()
         numbers, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
@@ -248,16 +267,52 @@ def test_a_workspace_that_was_reserved_does_not_grow(gpu):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 256])
-def test_splits_fill_a_gpu(rows, gpu):
-    """132 multiprocessors with 4 programs each, as on an H200: no split of less than 128 entries."""
+def test_programs_fill_a_gpu(rows, gpu):
+    """132 multiprocessors with 4 programs each, as on an H200, for 8 heads: 66 of each. No piece of less than 128."""
     cache = torch.empty(8, 8, 16, cell_bytes(128, torch.bfloat16) // 2, dtype=torch.bfloat16)
     pages = PagedKVCache.of(cache, 128, row_major_keys=True)
-    for entries in (1024, 65536):
+    for entries, most in ((128, 1), (1024, 8), (65536, 66)):
         plan = AttentionPlan.of(pages, 32, 1, rows, entries // 16)
-        assert plan.tiles == 1 and plan.block_m == 16 and plan.kept == 4
-        assert plan.splits == {1: {1024: 8, 65536: 64}, 8: {1024: 8, 65536: 8}, 256: {1024: 1, 65536: 1}}[rows][entries]
+        assert (plan.tiles, plan.block_m, plan.kept, plan.slots, plan.most) == (1, 16, 4, 66, most)
+        assert plan.num_pieces == min(rows + 66, rows * most)
+        assert plan.split_tiles == (0 if most == 1 else min(rows, 33, rows * most // 2))
     long = AttentionPlan.of(pages, 32, 512, 1, 4096)
     assert long.kept == 0 and long.tiles == 512 // 16
+
+
+@pytest.mark.parametrize("window", [0, 128, 4096])
+def test_chunks_of_all_lengths_need_the_same_kernels(window, gpu):
+    """Those that a worker launches when it starts, with few queries."""
+    maker, codes = CacheMaker(0, 2, 64, 16, torch.bfloat16), []
+    table, one = torch.zeros(1, 512, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    for num_queries in (5, 64, 2000):
+        query = torch.zeros(num_queries, 8, 64, dtype=torch.bfloat16)
+        batch = AttentionBatch(table, 0 * one, *[num_queries * one] * 2, *[0 * one] * 3, torch.ones(1), num_queries)
+        with launches() as found:
+            triton.paged_attention(query, maker.pages, batch, 0.1, query, window=window)
+        codes.append({launch.key for launch in found})
+    assert codes[0] == codes[1] == codes[2] and len(codes[0]) >= 2
+
+
+@pytest.mark.parametrize("num_queries", [1, 40])
+def test_one_list_of_pieces_serves_all_layers(num_queries, gpu):
+    """It is made once in each forward pass, by its first layer, whatever was made before; and by any batch's own."""
+    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
+    layers = [maker.pages, *(CacheMaker(seed, 2, 64, 16, torch.bfloat16).pages for seed in (1, 2))]
+    query = maker.randn(3 * num_queries, 8, 64).bfloat16()
+    sequences = [maker.sequence(0, 0, 300) for _ in range(3)]
+    batch = batch_of(sequences, [num_queries] * 3, [ScoreUpdate(ScoreMode.SUM, 0.9)] * 3, num_queries)
+    for _ in range(2):
+        with launches() as found:
+            for layer in layers:
+                triton.paged_attention(query, layer, replace(batch), 0.1, query)
+        names = [launch.kernel.__name__ for launch in found]
+        assert names[0] == "divide" and names.count("divide") == 1 and names.count("attend") == 3
+        lists = {launch.arguments["pieces"].data_ptr() for launch in found if "pieces" in launch.arguments}
+        assert len(lists) == 1
+    with launches() as found:
+        triton.paged_attention(query, layers[1], batch.map(lambda tensor: tensor[1:], num_queries), 0.1, query)
+    assert [launch.kernel.__name__ for launch in found][0] == "divide"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -326,11 +381,20 @@ def test_the_reference_says_where_its_tensors_are():
         reference.top(ranking, mask, mask, 30)
         reference.in_place(reference.largest(ranking, 30), 30)
         reference.by_position(index)
+        reference.newest(index, 7, 4)
+        reference.line_up(index - 40, index, ranking, ranking, 40)
+        reference.list_joined(index, mask, 70)
+        reference.mix_in(found[:, :4], index[:, :4] % 4, ranking[:, :4], None)
+        reference.overflowing(index[:, :4], ranking, found[:, :4], None, torch.float16)
         reference.inverse(reference.padded_nonzero(mask), 70)
         reference.free_places(index[:, :20], 20)
         reference.take(index, [ranking], [0.0])
         reference.empty_places(index, index, ranking, ranking, ranking)
         reference.split_budget(ranking[None], 60, 5, 50)
+        weights = reference.attention_weights(found[:, None], index, found, ranking, index, 0.1)
+        derivative = OutputDerivative(weights.flatten(1, 2), found, found, 0.1, mask)
+        reference.solve_outputs(found, derivative, 0.1, 1, 0.1)
+        reference.hand_over(index, index - 40, mask, ranking, 70)
         reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])
         merged = ZipPlanes(ranking, ranking, ranking, index, mask, ranking[:, None], ranking[:, None, :1])
         reference.zip_groups(index[:, :9], index[:, 9:18], mask[:, :9], merged, ScoreMode.MEAN, "auto")

@@ -1,5 +1,7 @@
 """Triton's operators in its interpreter: what the tests of all operators leave open. Run by ``test_triton``."""
 
+import heapq
+import math
 import os
 from dataclasses import replace
 
@@ -10,11 +12,12 @@ from tests.entries import gather_entries
 from tests.ops.conftest import CacheMaker, batch_of, first_in_window, padded, softmax_of
 from tests.ops.test_cpu import UPDATES, relative_error
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, reference
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cell_bytes, reference
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 triton = pytest.importorskip("vllm_kvmerge.ops.triton", reason="Triton is not installed")
+from vllm_kvmerge.ops.triton import attention_kernels  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, stored  # noqa: E402
 
@@ -52,12 +55,12 @@ def live(pages, sequences):
     ],
 )
 def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
-    """Splits, kept logits, many queries; new tokens' statistics are poison, and so is all that is not written."""
+    """Pieces, kept logits, many queries; new tokens' statistics are poison, and so is all that is not written."""
     maker = CacheMaker(head_size, 2, head_size, 16, dtype)
     shapes = [(129, 200, 530, 9), (0, 0, 333, 0), (17, 290, 290 + lens[2], 2)]
     sequences = [maker.sequence(*shape) for shape in shapes]
     plan = AttentionPlan.of(maker.pages, 2 * groups, max(lens), 3, 34)
-    assert plan.splits > 1 or max(lens) > 1
+    assert plan.most > 1
     theirs, ours = copies(maker, row_major=True)
     updates = [UPDATES[1 + (i + groups) % 3] for i in range(3)]
     for pages in (theirs, ours):
@@ -82,7 +85,7 @@ def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
 @pytest.mark.parametrize(("window", "chunked"), [(1, False), (100, False), (1000, False), (20, True), (1024, True)])
 @pytest.mark.parametrize(("dtype", "lens"), [(torch.float32, [1, 1]), (torch.float8_e4m3fn, [3, 40])], ids=str)
 def test_triton_attends_in_a_window(dtype, lens, window, chunked):
-    """In splits and tiles that begin with it, as captured graphs are padded."""
+    """In pieces and tiles that begin with it, as captured graphs are padded."""
     maker = CacheMaker(window, 2, 64, 16, dtype)
     sequences = [
         maker.sequence(0, first_in_window(n - length, window, chunked), n)
@@ -97,6 +100,80 @@ def test_triton_attends_in_a_window(dtype, lens, window, chunked):
     reference.paged_attention(query, theirs, batch, 0.2, expected, softmax, window, chunked)
     triton.paged_attention(query, ours, padded(batch, max(lens)), 0.2, actual, softmax, window, chunked)
     assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
+def pieces_of(lengths, monkeypatch, queries=1, window=0, at_once=1024):
+    """(plan, pieces of one KV head as pairs of a tile and its entries, in their order) on a GPU of 132 multiprocessors,
+    for 8 KV heads."""
+    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.multiprocessors", lambda device: 132)
+    pages = PagedKVCache.of(torch.zeros(2, 8, 16, cell_bytes(128, torch.bfloat16) // 2).bfloat16(), 128, True)
+    plan = AttentionPlan.of(pages, 32, queries, len(lengths), -(-max(lengths) // 16))
+    sizes = plan.num_pieces, 2 * plan.num_tiles, plan.num_tiles
+    pieces, parts, order = (torch.full((size,), 99, dtype=torch.int32) for size in sizes)
+    ends, none = torch.tensor(lengths, dtype=torch.int32), torch.zeros(len(lengths), dtype=torch.int32)
+    counts = torch.where(ends > 0, queries, 0).int()
+    per_tile, block_n = plan.block_m // 4, plan.settings.block_n
+    attention_kernels.divide[(plan.num_tiles,)](
+        counts, ends, none, none, pieces, parts, order, plan.num_tiles, plan.tiles, plan.num_pieces, plan.slots,
+        plan.settings.least, per_tile, window, 0, block_n, BLOCK=at_once,
+    )  # fmt: skip
+    first, count = parts.view(-1, 2).T.tolist()
+    entries = []
+    for tile in range(plan.num_tiles):
+        row, query = tile // plan.tiles, tile % plan.tiles * per_tile
+        seen = min(lengths[row], lengths[row] - queries + query + per_tile) if counts[row] else 0
+        entries.append(min(seen, window + per_tile - 1) if window else seen)
+    found = []
+    for place, tile in enumerate(pieces.tolist()):
+        if tile >= 0:
+            size = math.ceil(math.ceil(entries[tile] / count[tile]) / block_n) * block_n
+            found.append((tile, max(0, min(size, entries[tile] - (place - first[tile]) * size))))
+    assert [sum(size for tile, size in found if tile == one) for one in range(plan.num_tiles)] == entries
+    lens = [entries[tile] for tile in order.tolist()]
+    assert sorted(order.tolist()) == list(range(plan.num_tiles)) and lens == sorted(lens, reverse=True)
+    is_split = [count[tile] > 1 for tile in order.tolist()]
+    assert not any(is_split[plan.split_tiles :]) and sum(number for number in count if number > 1) <= plan.num_split
+    assert all(size > 0 for _, size in found[: plan.slots // 2])
+    return plan, found
+
+
+def longest_chain(plan, found, num_heads=8):
+    """Entries that the busiest of as many programs as run at a time reads, each taking the next piece when it is free,
+    over the entries of each if all had equally many."""
+    programs = [0] * (plan.slots * num_heads)
+    for _, size in found:
+        for _ in range(num_heads):
+            heapq.heapreplace(programs, programs[0] + size)
+    return max(programs) / (num_heads * sum(size for _, size in found) / len(programs))
+
+
+@pytest.mark.parametrize("lengths", [[131072] + [1024] * 63, [1024] * 63 + [131072], [65536] * 3 + [700] * 40])
+def test_triton_divides_work_by_length(lengths, monkeypatch):
+    """A long row among short ones costs what its entries do. With as many pieces as each of the others, one, its
+    program would have 19 to 44 times as many as if all had equally many."""
+    plan, found = pieces_of(lengths, monkeypatch)
+    assert longest_chain(plan, found) <= 1.3
+    longest = lengths.index(max(lengths))
+    assert sum(tile == longest for tile, _ in found) >= 8
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 33, 67])
+def test_triton_divides_equal_rows_as_if_by_count(rows, monkeypatch):
+    """As many pieces as fit at once, and none where there are rows enough."""
+    plan, found = pieces_of([8192] * rows, monkeypatch)
+    sizes = [sum(tile == row for tile, _ in found) for row in range(rows)]
+    wanted = min(max(1, 66 // rows), plan.most)
+    assert max(sizes) - min(sizes) == 0 and wanted - 2 <= sizes[0] <= wanted
+    assert longest_chain(plan, found) <= 1.05 * longest_chain(plan, [(0, 8192 / wanted)] * (rows * wanted))
+
+
+@pytest.mark.parametrize(("queries", "window"), [(1, 0), (100, 512)])
+def test_triton_divides_rows_of_all_lengths(queries, window, monkeypatch):
+    """Rows without queries have no pieces; more tiles than the kernel looks at together."""
+    lengths = torch.randint(300, 20000, (20 // queries + 4,), generator=torch.Generator().manual_seed(1)).tolist()
+    lengths[1] = lengths[-1] = 0
+    plan, found = pieces_of(lengths, monkeypatch, queries, window, at_once=16)
+    assert {tile // plan.tiles for tile, _ in found} == {row for row, length in enumerate(lengths) if length}
 
 
 @pytest.mark.parametrize("bound", [1, 40])
@@ -165,6 +242,25 @@ def test_triton_prompt_scores_on_row_major_keys(mode):
         found.append((scores, aux))
     assert relative_error(found[1][0], found[0][0]) < 1e-5
     assert torch.equal(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize(("groups", "kind"), [(3, "plain"), (4, "capped-sinks"), (20, "plain")])
+def test_triton_prompt_scores_from_a_known_log_sum_exp(groups, kind, monkeypatch):
+    """Of one query, of some and of several tiles: keys are gone through once, to score them."""
+    maker = CacheMaker(6, 2, 48, 16, torch.float32)
+    s, softmax = maker.sequence(0, 0, 200), softmax_of(maker, kind, 2, groups)
+    theirs, ours = copies(maker, row_major=True)
+    monkeypatch.setattr(triton.attention._Call, "attend", lambda *_, **__: pytest.fail("the log-sum-exp is known"))
+    keys = s.keys.float()  # of all 200 tokens
+    for num_queries in (1, 5, 90):
+        query, update = maker.randn(num_queries, 2 * groups, 48), ScoreUpdate(ScoreMode.SUM, 0.9)
+        logits = torch.einsum("qhgd,hnd->hgqn", query.unflatten(1, (2, groups)), keys) * 0.1
+        hidden = torch.arange(200) > torch.arange(200 - num_queries, 200).unsqueeze(1)
+        lse = softmax.log_norms(softmax.capped(logits).masked_fill(hidden, -torch.inf)).squeeze(-1).flatten(0, 1)
+        found = torch.zeros(2, 2, 2, 200)
+        reference.score_prompt_queries(query, theirs, s.blocks, update, 0.1, *found[0], softmax)
+        triton.score_prompt_queries(query, ours, s.blocks, update, 0.1, *found[1], softmax, lse)
+        assert relative_error(found[1], found[0]) < 1e-5
 
 
 def test_triton_can_be_chosen():

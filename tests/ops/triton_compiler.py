@@ -62,7 +62,8 @@ class Launch:
                 continue
             if isinstance(value, torch.Tensor):
                 signature[name] = TYPES[value.dtype]
-                divisible = name not in anywhere  # as PyTorch allocates on a GPU
+                # As PyTorch allocates on a GPU: what begins a tensor's memory is aligned.
+                divisible = name not in anywhere and value.storage_offset() * value.element_size() % 16 == 0
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
                 divisible = isinstance(value, int) and value % 16 == 0 and name not in anywhere
@@ -88,12 +89,14 @@ def launches() -> Iterator[list[Launch]]:
 
 @dataclass(frozen=True)
 class Code:
-    """What a GPU would run: PTX, registers of a thread, bytes of stack of a thread, of shared memory of a program."""
+    """What a GPU would run: PTX, registers of a thread, bytes of stack of a thread, of shared memory of a program, and
+    how many instructions within loops use that stack."""
 
     ptx: str
     registers: int
     stack: int
     shared: int
+    spills_in_loops: int
 
 
 def compile_for(launch: Launch, capability: int, scratch: Path) -> Code:
@@ -105,4 +108,19 @@ def compile_for(launch: Launch, capability: int, scratch: Path) -> Code:
     binary.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", binary], capture_output=True, text=True, check=True)
     figures = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
-    return Code(compiled.asm["ptx"], figures["REG"], figures["STACK"] + figures["LOCAL"], compiled.metadata.shared)
+    stack = figures["STACK"] + figures["LOCAL"]
+    spills = _spills_in_loops(binary) if stack else 0
+    return Code(compiled.asm["ptx"], figures["REG"], stack, compiled.metadata.shared, spills)
+
+
+def _spills_in_loops(binary: Path) -> int:
+    """Instructions between a branch and its target before it that load from the stack or store to it."""
+    listing = subprocess.run([CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
+    instructions = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)]
+    loops = [
+        (int(target.group(1), 16), at)
+        for at, text in instructions
+        if (target := re.search(r"\bBRA.*?0x([0-9a-f]+)", text)) and int(target.group(1), 16) < at
+    ]
+    spills = [at for at, text in instructions if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(first <= at <= last for first, last in loops) for at in spills)

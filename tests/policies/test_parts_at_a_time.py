@@ -102,7 +102,7 @@ def problem(num_queries: int, num_entries: int, head_size: int = 4) -> tuple[_Fi
 def test_value_steps_solve_the_same_problem_by_rows_or_by_entries(num_queries, num_entries):
     """Eq. 8 with the paper's system of r = G m rows, of whichever size the one that is solved was."""
     fit, kept = problem(num_queries, num_entries)
-    fitted = fit.values(kept.keys, kept.values, 0.1)
+    fitted = fit.values(fit.attention(kept.keys), kept.values, 0.1)
     weights = attention(fit.queries, kept, fit.scale).flatten(1, 2)
     free = weights * fit.free.unsqueeze(1)
     system = free @ free.transpose(1, 2) + 0.1 * torch.eye(free.shape[1], dtype=free.dtype)

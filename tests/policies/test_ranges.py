@@ -171,7 +171,7 @@ def test_any_split(name, seed, data, num_layers):
     context = context_of_layers(entries, budget, statistics, min_budget=least)
     budgets = allocator.head_budgets(entries, entries.scores, context)
     capacity = allocator.capacity(budget)
-    assert len(budgets) == num_layers and all(type(some) is int for some in budgets)
+    assert len(budgets) == num_layers and all(int(some) == some for some in budgets)
     assert max(budgets) <= (len(entries) if capacity is None else capacity)
     if name == "variance":
         assert sum(budgets) == budget * num_layers and min(budgets) >= min(least, budget)

@@ -12,11 +12,11 @@ from torch import Tensor
 from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, newest_queries
 from tests.policies.window import WINDOW, output, problem, window_loss
+from vllm_kvmerge.ops.regression import OutputDerivative, conjugate_gradients
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.mergers import DropMerger, RegressionMerger
 from vllm_kvmerge.policies.mergers.least_squares import attention
-from vllm_kvmerge.policies.mergers.regression import OutputDerivative, conjugate_gradients
 from vllm_kvmerge.policies.selectors import HeavyHitter, RecentQueries, SinkRecent, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, MeanTracker, NoTracker, SumTracker
 

@@ -38,8 +38,6 @@ LISTED_GROUPS = ("general_plugins", "platform_plugins", "io_processor_plugins", 
 """Entry point groups from which vLLM loads all plugins while VLLM_PLUGINS is unset."""
 
 PLUGIN_OPTIONS = (
-    "query_rings",
-    "query_ring_size",
     "allowed_policies",
     "max_compaction_bytes",
     "max_compaction_seconds",

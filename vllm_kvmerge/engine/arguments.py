@@ -55,13 +55,6 @@ class PluginConfig(BaseModel):
     default: dict[str, Any] | str | None = None
     """Compression of requests that do not bring their own."""
 
-    query_rings: int = Field(16, ge=0)
-    """On CUDA: number of requests with refreshes, or policies that read queries (such as morphkv and grkv), that run in
-    captured graphs; further ones run more slowly."""
-
-    query_ring_size: int = Field(32, ge=1)
-    """On CUDA: number of queries kept for each of them."""
-
     allowed_policies: list[str] | None = None
     """Policies, besides full, that requests may name and whose parts they may combine. Default: all."""
 
@@ -115,9 +108,10 @@ class PluginConfig(BaseModel):
     """Source of the page's example prompts, module:function; the function returns an object with a prompt and the
     answer to it. Default: none."""
 
-    plain_attention: Literal["faster", "vllm"] = "faster"
-    """On CPU: attention of requests that have not been compressed. faster: vLLM's operator or ours, for each number of
-    entries the one that took less time when the worker started; they round differently. vllm: always vLLM's."""
+    plain_attention: Literal["faster", "vllm", "ours"] = "faster"
+    """Attention of requests that have not been compressed. On CPU: vLLM's operator, ours, or for each number of entries
+    the one that took less time when the worker started; they round differently. On CUDA: ours throughout, or else
+    vLLM's FlashAttention wherever it suits the model and no full graph runs."""
 
     debug_poison_freed: bool = False
     """For tests: blocks that nobody holds any more are filled with NaN, keys, values and metadata, so that whatever

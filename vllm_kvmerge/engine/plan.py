@@ -92,6 +92,9 @@ class CompressionPlan:
     external_tokens: tokens that the complete cache must have room for; 0: none is kept. num_computed: tokens computed
     so far, if a refresh leaves the tail as it is; None: ``num_tokens``.
 
+    settles_shares: budgets of heads that follow data are found and used by this compression, which waits for a GPU;
+    otherwise it uses what the last one found, and finds them for the next.
+
     is_partial: more of the context follows, which is compressed again then. is_rescored: of a context's later part: its
     statistics are made anew from the newest queries.
 
@@ -112,6 +115,7 @@ class CompressionPlan:
     share_blocks: int = 0
     has_pages: bool = False
     may_shrink: bool = False
+    settles_shares: bool = True
     is_refresh: bool = False
     external_tokens: int = 0
     num_computed: int | None = None

@@ -759,6 +759,8 @@ class CompressionSchedulerMixin(Scheduler):
             share_blocks=new_front.share_blocks,
             has_pages=new_front.has_pages,
             may_shrink=new_front.may_shrink,
+            # While a request generates, its tokens wait for none of them; without a next one there is no other time.
+            settles_shares=is_of_context or not (segments.are_compressed or compression.config.decode == "bounded"),
             is_refresh=is_refresh,
             external_tokens=compression.total if compression.external_bytes else 0,
             num_computed=num_computed,

@@ -2,6 +2,7 @@
 
 from vllm_kvmerge.ops.attention import Fusion as Fusion
 from vllm_kvmerge.ops.dispatch import OPERATORS as OPERATORS
+from vllm_kvmerge.ops.dispatch import attention_weights as attention_weights
 from vllm_kvmerge.ops.dispatch import by_position as by_position
 from vllm_kvmerge.ops.dispatch import choose as choose
 from vllm_kvmerge.ops.dispatch import empty_places as empty_places
@@ -9,15 +10,21 @@ from vllm_kvmerge.ops.dispatch import free_places as free_places
 from vllm_kvmerge.ops.dispatch import fused_attention as fused_attention
 from vllm_kvmerge.ops.dispatch import gather_metadata as gather_metadata
 from vllm_kvmerge.ops.dispatch import gather_rows as gather_rows
+from vllm_kvmerge.ops.dispatch import hand_over as hand_over
 from vllm_kvmerge.ops.dispatch import implementation as implementation
 from vllm_kvmerge.ops.dispatch import implementations as implementations
 from vllm_kvmerge.ops.dispatch import in_place as in_place
 from vllm_kvmerge.ops.dispatch import inverse as inverse
 from vllm_kvmerge.ops.dispatch import join_slots as join_slots
+from vllm_kvmerge.ops.dispatch import keep_queries as keep_queries
 from vllm_kvmerge.ops.dispatch import largest as largest
+from vllm_kvmerge.ops.dispatch import line_up as line_up
+from vllm_kvmerge.ops.dispatch import list_joined as list_joined
 from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
+from vllm_kvmerge.ops.dispatch import mix_in as mix_in
 from vllm_kvmerge.ops.dispatch import most_similar as most_similar
 from vllm_kvmerge.ops.dispatch import move_entries as move_entries
+from vllm_kvmerge.ops.dispatch import newest as newest
 from vllm_kvmerge.ops.dispatch import newest_repeats as newest_repeats
 from vllm_kvmerge.ops.dispatch import overflowing as overflowing
 from vllm_kvmerge.ops.dispatch import override as override
@@ -26,6 +33,7 @@ from vllm_kvmerge.ops.dispatch import paged_attention as paged_attention
 from vllm_kvmerge.ops.dispatch import put as put
 from vllm_kvmerge.ops.dispatch import score_prompt_queries as score_prompt_queries
 from vllm_kvmerge.ops.dispatch import score_repetition as score_repetition
+from vllm_kvmerge.ops.dispatch import solve_outputs as solve_outputs
 from vllm_kvmerge.ops.dispatch import split_budget as split_budget
 from vllm_kvmerge.ops.dispatch import take as take
 from vllm_kvmerge.ops.dispatch import top as top

@@ -29,6 +29,7 @@ from vllm_kvmerge.ops.types import (
     ScoreUpdate,
     SequenceLayers,
     Softmax,
+    least_overflow,
 )
 from vllm_kvmerge.ops.zipping import ZIP_MODES, ZipGroups, ZipMode, ZipPlanes
 
@@ -142,7 +143,9 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
+    """See ``reference.score_prompt_queries``. lse: not used."""
     arguments = update.mode.code, update.decay, scale * cache.key_scale, scores, aux
     _function("score_prompt_queries")(query, cache.keys, blocks, *arguments, *_softmax(softmax))
 
@@ -297,6 +300,12 @@ def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor
     return mask
 
 
+def newest(positions: Tensor, count: int, num_sinks: int) -> Tensor:
+    mask = torch.empty(positions.shape, dtype=torch.bool)
+    _function("newest")(positions.contiguous(), count, num_sinks, mask)
+    return mask
+
+
 def in_place(mask: Tensor, count: int | Tensor, num_places: int | None = None) -> Tensor:
     num_places = int(count) if num_places is None else num_places
     index = torch.empty(len(mask), num_places, dtype=torch.int64)
@@ -332,6 +341,18 @@ def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> li
     return taken
 
 
+def overflowing(
+    places: Tensor, log_votes: Tensor, keys: Tensor | None, values: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    given = (places, log_votes, keys, values)
+    if any(t is not None and t.dtype != torch.float32 for t in given[1:]):
+        return reference.overflowing(*given, dtype)
+    overflowing = torch.empty(places.shape, dtype=torch.int64)
+    contiguous = (None if t is None else t.contiguous() for t in given)
+    _function("overflowing")(*contiguous, least_overflow(dtype), overflowing)
+    return overflowing
+
+
 def empty_places(
     positions: Tensor, kept: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -363,6 +384,45 @@ def join_slots(
     return joined, total
 
 
+def hand_over(
+    order: Tensor, place: Tensor, is_live: Tensor, importance: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if importance.dtype != torch.float32:
+        return reference.hand_over(order, place, is_live, importance, width)
+    index, target, places = (torch.empty(len(order), width, dtype=torch.int64) for _ in range(3))
+    shares, count = torch.empty(len(order), width), torch.empty(len(order), dtype=torch.int64)
+    given = (t.contiguous() for t in (order, place, is_live, importance))
+    _function("hand_over")(*given, index, target, shares, places, count)
+    return index, target, shares, places, count
+
+
+def line_up(
+    place: Tensor, positions: Tensor, aux: Tensor, scores: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if aux.dtype != torch.float32 or scores.dtype != torch.float32:
+        return reference.line_up(place, positions, aux, scores, count)
+    index, newest = (torch.empty(len(place), count, dtype=torch.int64) for _ in range(2))
+    weights, sums = (torch.empty(len(place), count) for _ in range(2))
+    given = (t.contiguous() for t in (place, positions, aux, scores))
+    _function("line_up")(*given, index, newest, weights, sums)
+    return index, newest, weights, sums
+
+
+def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
+    joined = torch.empty(len(places), min(num_places, places.shape[1]), dtype=torch.int64)
+    row = torch.empty(places.shape, dtype=torch.int64)
+    width = _function("list_joined")(places.contiguous(), joins.contiguous(), num_places, joined, row)
+    return joined[:, :width], row
+
+
+def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> Tensor:
+    if any(t.dtype != torch.float32 for t in (joining, shares, own) if t is not None):
+        return reference.mix_in(joining, row, shares, own)
+    mixed = torch.zeros(joining.shape) if own is None else own.contiguous()
+    _function("mix_in")(joining.contiguous(), row.contiguous(), shares.contiguous(), mixed, own is not None)
+    return mixed
+
+
 def zip_groups(
     sources: Tensor,
     targets: Tensor,
@@ -373,6 +433,8 @@ def zip_groups(
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> ZipGroups:
     index, number = torch.int64, torch.float32
+    if planes.log_scores.dtype != number or planes.log_votes.dtype != number:
+        return reference.zip_groups(sources, targets, joins, planes, mode, zip_mode, softmax)
     dtypes = index, index, index, number, number, number, number, number, index
     wide = [torch.empty(sources.shape, dtype=dtype) for dtype in dtypes]
     lists, given = (t.contiguous() for t in (sources, targets, joins)), [plane.contiguous() for plane in planes]

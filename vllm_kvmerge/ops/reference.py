@@ -7,6 +7,7 @@ tokens); slot ``s`` lies in block ``block_table[s // block_size]``. Never compre
 arithmetic is in float32.
 """
 
+import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from vllm_kvmerge.ops import attention, similarity, turns, zipping
+from vllm_kvmerge.ops import attention, neighbours, similarity, turns, zipping
 from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
+from vllm_kvmerge.ops.regression import OutputDerivative, conjugate_gradients
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
     QUANTISED,
@@ -161,11 +164,14 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
     """Adds the statistics of the newest queries of a never compressed sequence to ``scores`` and ``aux``, in place.
 
     query: ``[q, H * G, d]``, the queries of tokens ``[seq_len - q, seq_len)``. blocks: the sequence's block ids.
-    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen.
+    scores, aux: ``[H, seq_len]`` float32, zero for tokens that no query has seen. lse: ``[H * G, q]`` float32,
+    logarithms of the denominators of the queries' probabilities, where attention has found them already; an
+    implementation may ignore it.
     """
     seq_len = scores.shape[1]
     keys = _segment(cache.keys, blocks, 0, seq_len, 2)
@@ -178,6 +184,24 @@ def score_prompt_queries(
         new_scores, new_aux = accumulate_scores(update, logits, probabilities, visible[rows], scores, aux)
         scores.copy_(new_scores)
         aux.copy_(new_aux)
+
+
+def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | None = None) -> None:
+    """Copies a layer's queries to where they are kept, as a captured graph can: nothing depends on how many are.
+
+    query: ``[tokens, H * G, d]``, contiguous in its last dimension. addresses: ``[n]`` int64, of the memory that the
+    query is kept in, ``[layers, H * G, d]`` in its dtype, on its device, aligned to 16 bytes; 0: it is not kept.
+    layer: number of the layer. tokens: ``[n]`` int64, the queries' places in ``query``; None: the first n.
+
+    Raises ValueError on a device other than the CPU, whose memory has no addresses here.
+    """
+    if not query.is_cpu:
+        raise ValueError(f"queries on {query.device}: addresses of the CPU's memory only")
+    numbers = range(len(addresses)) if tokens is None else tokens.tolist()
+    for token, address in zip(numbers, addresses.tolist(), strict=True):
+        if address:
+            row = query[token].contiguous()
+            ctypes.memmove(address + layer * row.nbytes, row.data_ptr(), row.nbytes)
 
 
 def score_repetition(
@@ -560,6 +584,12 @@ def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor
     return largest(ranking.masked_fill(protected, torch.inf).masked_fill(~is_live, -torch.inf), count)
 
 
+def newest(positions: Tensor, count: int, num_sinks: int) -> Tensor:
+    """``[H, n]`` bool: of the live entries, whose position (``[H, n]`` int64) is not negative, the ``count`` of largest
+    position, and those of the first ``num_sinks`` tokens."""
+    return (positions >= 0) & (largest(positions, count) | (positions < num_sinks))
+
+
 def in_place(mask: Tensor, count: int | Tensor, num_places: int | None = None) -> Tensor:
     """``[H, num_places]`` int64: the entries in ``mask`` (``[H, n]`` bool, ``count`` per head), entry i at i where
     i < ``count``, the others in order where there is room below ``count``; -1 from there on.
@@ -631,11 +661,18 @@ def put(index: Tensor, planes: Sequence[Tensor], new: Sequence[Tensor]) -> list[
     ]
 
 
-def overflowing(rows: Tensor, others: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``[H, r]`` bool: which rows, or others in their place (``[H, r, d]`` float32), are not finite in a dtype."""
-    # The largest number of a row is what becomes infinite first, and NaN is larger than all.
-    marked = ~rows.abs().amax(-1).to(dtype).isfinite()
-    return marked if others is None else marked | overflowing(others, None, dtype)
+def overflowing(
+    places: Tensor, log_votes: Tensor, keys: Tensor | None, values: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``[H, r]`` int64: ``places`` (``[H, r]`` int64) whose new key or value (``[H, r, d]`` float32) is not finite in a
+    dtype, or whose ``log_votes`` (``[H, C]`` float32) are infinite or NaN; elsewhere -1."""
+    (votes,) = take(places, [log_votes], [0.0])
+    overflows = ~(votes < torch.inf)
+    for rows in (keys, values):
+        if rows is not None:
+            # The largest number of a row is what becomes infinite first, and NaN is larger than all.
+            overflows |= ~rows.abs().amax(-1).to(dtype).isfinite()
+    return places.masked_fill(~overflows, -1)
 
 
 def empty_places(
@@ -696,6 +733,84 @@ def join_slots(
     return joined, total
 
 
+def hand_over(
+    order: Tensor, place: Tensor, is_live: Tensor, importance: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where the values of entries that leave go, one after the other, the smallest ``importance`` first: each to its
+    right neighbour at that time (WeightedKV algorithm 1; ``neighbours``). What nothing that stays follows is lost.
+
+    order: ``[H, n]`` int64, entries in order of position, dead ones first. place: ``[H, n]`` int64, that of each entry
+    which stays; negative: the entry leaves. is_live: ``[H, n]`` bool. importance: ``[H, n]`` floating point, scores m,
+    of which negative ones count as 0. width: at least twice the number of live entries of a head that leave, or n.
+
+    Returns five tensors. Three are ``[H, width]``: int64 index of the entries that take part, those that leave and
+    those that follow one, in order of position, then -1; where in this list each one's value ends, its own number if it
+    stays; and its share in the value there, floating point. Then their places, ``[H, width]`` int64, -1 for those that
+    leave; and how many leave, ``[H]`` int64.
+    """
+    leaves = (is_live & (place < 0)).gather(1, order)
+    rank = torch.arange(leaves.shape[1], device=leaves.device)
+    last = rank.masked_fill(leaves, -1).amax(1, keepdim=True)
+    leaves &= rank < last
+    column = padded_nonzero(leaves | pad(leaves, (1, -1)), width)
+    none, column = column < 0, column.clamp(min=0)
+    index = order.gather(1, column)
+    leaves = leaves.gather(1, column) & ~none
+    scores = importance.gather(1, index).clamp(min=0.0).masked_fill(none, 0.0)
+    places = place.gather(1, index).masked_fill(leaves | none, -1)
+    shares, target = neighbours.shares_of(scores, leaves), neighbours.next_true(~leaves)
+    return index.masked_fill(none, -1), target, shares, places, leaves.sum(1)
+
+
+def line_up(
+    place: Tensor, positions: Tensor, aux: Tensor, scores: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The entries that are not kept in the order in which they become and join slots (ZSMerge): slots, which are live
+    and whose ``aux`` is at least 1, in order of position, then the others, then dead ones.
+
+    place: ``[H, n]`` int64, that of a kept entry, negative for ``count`` entries of each head. positions: ``[H, n]``
+    int64; aux, scores: ``[H, n]`` floating point. Returns ``[H, count]`` each: index of the entry, -1 of a dead one;
+    position; weight, at least 1, 0 of a dead one; and score, 0 of a dead one.
+    """
+    rest = padded_nonzero(place < 0, count)
+    positions, aux, scores = take(rest, [positions, aux, scores], [-1, 0.0, 0.0])
+    is_dead, last = positions < 0, torch.iinfo(torch.int64).max
+    turn = torch.where(aux >= 1, positions - last, positions).masked_fill(is_dead, last).argsort(dim=1, stable=True)
+    index, weights = rest.masked_fill(is_dead, -1), aux.clamp(min=1.0).masked_fill(is_dead, 0.0)
+    planes = index, positions, weights, scores.masked_fill(is_dead, 0.0)
+    return tuple(plane.gather(1, turn) for plane in planes)  # type: ignore[return-value]
+
+
+def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
+    """The places that sources join: ``[H, w]`` int64, ascending, then -1, where w is ``min(num_places, m)``, on a CPU
+    as small as may be, which makes nothing wait there; and where in it each source's place is, ``[H, m]`` int64, -1 for
+    a source that does not join.
+
+    places: ``[H, m]`` int64, from 0 to below ``num_places``. joins: ``[H, m]`` bool.
+    """
+    # An extra last place takes ignored elements.
+    is_joined = torch.zeros(len(places), num_places + 1, dtype=torch.bool, device=places.device)
+    is_joined = is_joined.scatter_(1, places.masked_fill(~joins, num_places), True)[:, :num_places]
+    joined = padded_nonzero(is_joined, None if places.is_cpu else min(num_places, places.shape[1]))
+    return joined, (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, -1)
+
+
+def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> Tensor:
+    """``[H, r, d]``: ``own`` (None: zeros, as many as join), each with the sum of share_j (x_j - own) over those that
+    join it.
+
+    joining: ``[H, m, d]`` floating point. row: ``[H, m]`` int64, which one each joins; negative: none. shares: ``[H,
+    m]``. own: ``[H, r, d]``. ``joining`` and ``own`` may be overwritten.
+    """
+    own = torch.zeros_like(joining) if own is None else own
+    if own.shape[1] == 0:
+        return own
+    joins, index = row.unsqueeze(-1) >= 0, row.clamp(min=0).unsqueeze(-1).expand_as(joining)
+    moved = joining.sub_(own.gather(1, index)).mul_(shares.unsqueeze(-1))
+    # Masked rather than weighted with 0: what does not join may be NaN.
+    return own.scatter_add_(1, index, moved.masked_fill_(~joins, 0.0))
+
+
 def zip_groups(
     sources: Tensor,
     targets: Tensor,
@@ -716,3 +831,24 @@ def zip_groups(
         return padded_nonzero(mask, None if mask.is_cpu else most)  # a GPU would be waited for
 
     return zipping.zip_groups(planes, sources, targets, joins, mode, zip_mode, softmax, listed, inverse)
+
+
+def attention_weights(
+    queries: Tensor, query_positions: Tensor, keys: Tensor, log_votes: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """``[H, G, w, n]``: softmax over entries of scale * q.k + log_votes; the arguments are those of
+    ``attention.fused_attention``. A query sees live entries up to its own position, and gives no weight to any where it
+    sees none."""
+    return attention.attention_to_keys(queries, query_positions, keys, log_votes, positions, scale)
+
+
+def solve_outputs(
+    right: Tensor, derivative: OutputDerivative, ridge: float, iterations: int, tolerance: float
+) -> Tensor:
+    """alpha, ``[H, r, d]``, with (J J^T + ridge) alpha = ``right``, to a relative residual of ``tolerance`` or after
+    ``iterations`` of conjugate gradients."""
+
+    def operator(vector: Tensor) -> Tensor:
+        return derivative.forward_adjoint(vector).add_(vector, alpha=ridge)
+
+    return conjugate_gradients(operator, right, iterations, tolerance)

@@ -26,11 +26,12 @@ takes for a paged cache: rows contiguous, strides of blocks, slots and heads as 
 and its slot is its position, so requests without a policy never write metadata.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -159,6 +160,14 @@ def stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(dtype).max
         rows = rows.clamp(-limit, limit)
     return rows.to(dtype)
+
+
+def least_overflow(dtype: torch.dtype) -> float:
+    """The least number that rounding to a dtype makes infinite: between its largest and the next, were there one."""
+    if dtype == torch.float32:
+        return math.inf
+    limits = torch.finfo(dtype)
+    return limits.max * (2 - limits.eps / 2) / (2 - limits.eps)
 
 
 def cell_bytes(head_size: int, dtype: torch.dtype) -> int:
@@ -500,7 +509,8 @@ class AttentionBatch:
     codes of ``ScoreMode``. score_decays: ``[rows]`` float32 (see ``ScoreUpdate``). max_query_len: at least the largest
     of ``query_lens``; None: operators on a GPU wait for the GPU to read it. pages: of the rows' fronts, where heads
     have their own, for which ``fronts`` is not read. tables: the same for operators on a GPU, which read only
-    these, as the others read only ``pages``.
+    these, as the others read only ``pages``. shared: what operators have computed from the rows' numbers, for calls for
+    other layers; the same in batches that ``replace`` makes of this one.
     """
 
     block_table: Tensor
@@ -514,6 +524,7 @@ class AttentionBatch:
     max_query_len: int | None = None
     pages: HeadPages | None = None
     tables: PageTables | None = None
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def single(

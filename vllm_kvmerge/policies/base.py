@@ -149,17 +149,18 @@ class Allocator(Part):
         """``[sequence layers]``: the scalar that the split depends on, equal on all tensor-parallel workers."""
         raise TypeError(f"allocator {self.name!r} has no layer statistic")
 
-    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Sequence[int] | Tensor:
         """Entries that each of the ``H`` rows keeps, each ``<= capacity(context.budget)``; on average over the layers
         and heads of this worker the budget, or as ``fills_budget`` says. Where heads have pages of their own, they are
-        rounded to pages."""
+        rounded to pages. A tensor, ``[H]`` int64, of the entries' device is not waited for while a request generates:
+        its next compression takes these budgets then."""
         layers = context.heads.num_layers
         budgets = self.layer_budgets(context.budget, len(entries), layers, context.min_budget)
         if budgets is None:
             raise TypeError(f"allocator {self.name!r} has neither layer_budgets nor head_budgets")
         return [budgets[layer] for layer in context.heads.layers]
 
-    def pooled_budgets(self, importance: Tensor, context: CompressionContext) -> list[int]:
+    def pooled_budgets(self, importance: Tensor, context: CompressionContext) -> Sequence[int] | Tensor:
         """``head_budgets`` where ``pools_layers``, all layers of one request at once. importance: ``[H, n]`` float32,
         negative for dead entries."""
         raise TypeError(f"allocator {self.name!r} does not compare layers")

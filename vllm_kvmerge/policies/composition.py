@@ -226,7 +226,9 @@ class CompressionPolicy(BaseModel):
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
         context = replace(context, min_budget=self.min_unprotected, tracker_mode=self.tracker.mode)
         by_row = context.shares is not None and self.takes_shares
-        budgets = self.head_budgets(entries, context) if context.shares is None else context.shares
+        budgets = context.budgets if context.shares is None else context.shares
+        if budgets is None:
+            budgets = self.head_budgets(entries, context)
         groups: dict[int, list[int]] = {}
         for row, budget in enumerate(budgets):
             groups.setdefault(0 if by_row else budget, []).append(row)
@@ -252,18 +254,28 @@ class CompressionPolicy(BaseModel):
         return CompressionResult.of(entries, update)
 
     def head_budgets(self, entries: Entries, context: CompressionContext) -> list[int]:
-        """The allocator's budget of each row.
+        """The allocator's budget of each row, for which a GPU is waited for if they follow data.
+
+        Raises:
+            PartError: the tracker, the selector or the allocator failed.
+        """
+        found = self.found_budgets(entries, context)
+        return self.whole_budgets(found.tolist() if isinstance(found, Tensor) else found, context.capacity)
+
+    def found_budgets(self, entries: Entries, context: CompressionContext) -> list[int] | Tensor:
+        """The allocator's budgets of rows, as ``whole_budgets`` takes them; a tensor, ``[H]`` int64, if they are on the
+        GPU.
 
         Raises:
             PartError: the tracker, the selector or the allocator failed.
         """
         others, reads_mass = self._of_others(context), self.allocator.reads_attention
-        importance = self._mass(entries, others) if reads_mass else torch.zeros_like(entries.scores)
+        importance = self._mass(entries, others) if reads_mass else entries.scores  # which nobody reads
         if self.protect:
             is_protected = within(self.protect, entries.positions)
             entries, importance = entries.without(is_protected), importance.masked_fill(is_protected, 0.0)
         with blamed_on(self.allocator):
-            return self._checked(self.allocator.head_budgets(entries, importance, others), entries.num_rows, context)
+            return _checked_budgets(self.allocator.head_budgets(entries, importance, others), entries.num_rows)
 
     def pooled_mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what ``pooled_budgets`` takes of some layers; negative for entries that do not compete.
@@ -276,14 +288,14 @@ class CompressionPolicy(BaseModel):
             hidden = hidden | within(self.protect, entries.positions)
         return self._mass(entries, self._of_others(context)).masked_fill(hidden, -1.0)
 
-    def pooled_budgets(self, mass: Tensor, context: CompressionContext) -> list[int]:
-        """``head_budgets`` of all layers of a request; only where the allocator ``pools_layers``. mass: of all layers.
+    def pooled_budgets(self, mass: Tensor, context: CompressionContext) -> list[int] | Tensor:
+        """``found_budgets`` of all layers of a request; only where the allocator ``pools_layers``. mass: of all layers.
 
         Raises:
             PartError: the allocator failed.
         """
         with blamed_on(self.allocator):
-            return self._checked(self.allocator.pooled_budgets(mass, self._of_others(context)), len(mass), context)
+            return _checked_budgets(self.allocator.pooled_budgets(mass, self._of_others(context)), len(mass))
 
     def _of_others(self, context: CompressionContext) -> CompressionContext:
         """What allocators see: the budget of the entries that are not protected."""
@@ -294,14 +306,9 @@ class CompressionPolicy(BaseModel):
             tracker_mode=self.tracker.mode,
         )
 
-    def _checked(self, budgets: Sequence[int], num_rows: int, context: CompressionContext) -> list[int]:
-        """An allocator's budgets of rows, in whole numbers that rows can have. Raises ValueError."""
-        protected = self.num_protected
-        whole = [int(budget) + protected for budget in budgets]
-        if len(whole) != num_rows:
-            raise ValueError(f"head_budgets must be {num_rows} numbers, got {len(whole)}")
-        least, most = self.min_budget, context.capacity
-        return [min(max(budget, least), most) for budget in whole]
+    def whole_budgets(self, found: Sequence[int], capacity: int) -> list[int]:
+        """Budgets that rows can have, protected entries included. found: ``found_budgets`` of any rows."""
+        return [min(max(budget + self.num_protected, self.min_budget), capacity) for budget in found]
 
     def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the
@@ -407,3 +414,10 @@ class CompressionPolicy(BaseModel):
             if is_foreign(self.selector):
                 check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
         return candidates, importance, protected
+
+
+def _checked_budgets(budgets: Sequence[int] | Tensor, num_rows: int) -> list[int] | Tensor:
+    """An allocator's budgets of rows, in whole numbers. Raises ValueError."""
+    if len(budgets) != num_rows:
+        raise ValueError(f"head_budgets must be {num_rows} numbers, got {len(budgets)}")
+    return budgets.long() if isinstance(budgets, Tensor) else [int(budget) for budget in budgets]

@@ -97,6 +97,7 @@ class CompressionContext:
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
     shares: each row's budget, if the allocator has been asked before; the entries then lie in as many first places.
+    budgets: each row's budget, where the allocator is not to be asked and there are no shares.
     end: tokens that the entries stand for, where they are not all: a refresh may leave the newest as they are.
     """
 
@@ -116,6 +117,7 @@ class CompressionContext:
     rotation: Rotation | None = None
     layer_statistics: Tensor | None = None
     shares: list[int] | None = None
+    budgets: list[int] | None = None
     end: int | None = None
 
     @classmethod

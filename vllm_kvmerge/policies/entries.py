@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, Fusion, Softmax
 from vllm_kvmerge.ops.attention import fused_attention
 from vllm_kvmerge.ops.similarity import most_similar
@@ -119,8 +120,13 @@ class Entries:
         return fused_attention(queries, query_positions, *planes, scale, fusion, softmax)
 
     def take(self, index: Tensor) -> "Entries":
-        """Copies of the entries at ``index`` (``[H, m]`` int64), per head."""
-        return Entries(self.keys_at(index), self.values_at(index), *(plane.gather(1, index) for plane in self.metadata))
+        """Copies of the entries at ``index`` (``[H, m]`` int64), per head; blank ones where it is negative."""
+        metadata = ops.take(index, [*self.metadata], [*BLANK.values()])
+        return Entries(self.keys_at(index), self.values_at(index), *metadata)
+
+    def take_live(self, index: Tensor) -> "Entries":
+        """The same, blank where the entry is dead: a NaN in its key or value would survive a weight of 0."""
+        return self.take(index.masked_fill(~self.is_live.gather(1, index), DEAD))
 
     def clone(self) -> "Entries":
         return Entries(*(getattr(self, field.name).clone() for field in fields(Entries)))

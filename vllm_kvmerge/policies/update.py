@@ -137,16 +137,11 @@ class CacheUpdate:
         entries: those that this updates. A place that held none before is left empty, and what was merged into these
         places is lost. Also returns the number of these places, ``[H]`` int64.
         """
-        (votes,) = ops.take(self.changed, [self.log_votes], [0.0])
-        overflows = ~(votes < torch.inf)  # NaN too
-        given = [rows for rows in (self.keys, self.values) if rows is not None]
-        if given:
-            overflows |= ops.overflowing(given[0], given[1] if len(given) > 1 else None, dtype)
-        overflows &= self.changed >= 0
+        place = ops.overflowing(self.changed, self.log_votes, self.keys, self.values, dtype)
+        overflows = place >= 0
         count = overflows.sum(1)
         if count.is_cpu and not count.any():  # a GPU would be waited for
             return self, count
-        place = self.changed.masked_fill(~overflows, DEAD)
         source = select(self.kept, place)
         before = ops.take(source, [*entries.metadata], [*BLANK.values()])
         metadata = dict(zip(BLANK, ops.put(place, self.metadata, before), strict=True))

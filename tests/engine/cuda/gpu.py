@@ -1,9 +1,12 @@
 """CPU tensors that pass for a GPU's: what waits for them, or mixes them with others, is an error."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from vllm_kvmerge.engine.worker.arriving import Arriving
 
 GPU = torch.device("meta")
 """What they say their device is; none of PyTorch's own are there without a GPU."""
@@ -46,6 +49,11 @@ def _tensors(value: Any):
         yield from _tensors(list(value.values()))
 
 
+def _arrived(numbers: torch.Tensor) -> torch.Tensor:
+    """What is on its way to pinned memory, without the events that a GPU tells its coming by."""
+    return torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu").copy_(numbers.as_subclass(torch.Tensor))
+
+
 class Pinned(torch.Tensor):
     """A CPU tensor that passes for one in pinned memory, of which there is none without a GPU."""
 
@@ -64,10 +72,13 @@ class SimulatedGPU(TorchFunctionMode):
         # An engine on the CPU puts a function of its own there, for good, that this mode would not see.
         self._pin_memory = torch.Tensor.pin_memory
         torch.Tensor.pin_memory = lambda tensor, *_: tensor.as_subclass(Pinned)
+        self._arriving = mock.patch.object(Arriving, "of", lambda numbers: Arriving(_arrived(numbers)))
+        self._arriving.start()
         return super().__enter__()
 
     def __exit__(self, *raised):
         torch.Tensor.pin_memory = self._pin_memory
+        self._arriving.stop()
         return super().__exit__(*raised)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tests.engine.cuda.gpu import WAITS, OnGPU, SimulatedGPU, _tensors
+from tests.engine.cuda.gpu import GPU, WAITS, OnGPU, SimulatedGPU, _tensors
 from tests.engine.cuda.test_compactions import LENGTHS, on_gpu
-from tests.engine.worker.test_batches import Worker
+from tests.engine.worker.test_batches import BLOCK_SIZE, BUDGET, Worker
 from tests.ops.triton_compiler import launches
 from vllm_kvmerge import ops
+from vllm_kvmerge.engine.worker.compactor import Compaction, Execution
 from vllm_kvmerge.ops import dispatch, reference, triton
 from vllm_kvmerge.policies import PRESETS
 
@@ -44,13 +45,14 @@ class _Operations(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self.counts, self.is_on = counts, True
+        self.is_inside = False
+        """An operation on tensors of the GPU is under way: what it is made of is too."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if self.is_on and not function.is_view and name not in FREE:
-            given = any(isinstance(one, OnGPU) for one in _tensors((list(args), kwargs or {})))
-            if given:
-                self.counts.kernels[name] += 1
+        launches = self.is_on and not function.is_view and name not in FREE
+        if launches and (self.is_inside or any(isinstance(one, OnGPU) for one in _tensors((list(args), kwargs or {})))):
+            self.counts.kernels[name] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -63,12 +65,23 @@ class _CountingGPU(SimulatedGPU):
         name = getattr(function, "__name__", "")
         if self.operations.is_on and name in WAITS and args and isinstance(args[0], OnGPU):
             self.counts.waits[name] += 1
-        return super().__torch_function__(function, types, args, kwargs)
+        was_inside, tensors = self.operations.is_inside, _tensors((list(args), kwargs or {}))
+        self.operations.is_inside = _is_made_there(kwargs) or any(isinstance(one, OnGPU) for one in tensors)
+        try:
+            return super().__torch_function__(function, types, args, kwargs)
+        finally:
+            self.operations.is_inside = was_inside
 
     def _sent(self, tensor, target, args, kwargs):
         if self.operations.is_on and isinstance(tensor, OnGPU) != (target == torch.device("meta")):
             self.counts.kernels["copy between CPU and GPU"] += 1
+            self.operations.is_inside = False
         return super()._sent(tensor, target, args, kwargs)
+
+
+def _is_made_there(kwargs: dict[str, Any] | None) -> bool:
+    device = (kwargs or {}).get("device")
+    return device is not None and torch.device(device) == GPU
 
 
 @contextmanager
@@ -116,12 +129,28 @@ def of_policy(policy: str, lengths: tuple[int, ...] = LENGTHS, **fields: Any) ->
     with SimulatedGPU(may_wait=True, must_pin=True):
         worker = Worker(policy, lengths, **fields)
         on_gpu(worker, blocks_on_gpu=True)
+    allocator, done = worker.config.policy.allocator, None
+    is_uneven = worker.capacity > BUDGET
     for step in (worker.first, worker.second):
+        if is_uneven:
+            step = [_with_pages(one, index, done) for index, one in enumerate(step)]
         with counting() as counts:
             done = worker.compactor.execute(step)
         assert not done.failures, done.failures
+        assert set(done.found) == (set(range(len(lengths))) if allocator.reads_attention else set())
         found.append(counts)
     return found
+
+
+def _with_pages(compaction: Compaction, index: int, before: Execution | None) -> Compaction:
+    """As the engine plans it on a GPU where heads have budgets of their own. before: what the last step came to."""
+    blocks = compaction.plan.blocks[: -(-BUDGET // BLOCK_SIZE)]
+    plan = replace(
+        compaction.plan, blocks=blocks, share_blocks=len(blocks), has_pages=True, settles_shares=before is None
+    )
+    if before is None:
+        return replace(compaction, plan=plan)
+    return replace(compaction, plan=plan, pages=before.pages[index], found=before.found.get(index))
 
 
 def main() -> None:

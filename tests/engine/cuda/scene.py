@@ -47,7 +47,10 @@ class Scene:
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=dtype)
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=MAX_ROWS, max_num_batched_tokens=MAX_TOKENS),
-            model_config=SimpleNamespace(get_num_attention_heads=lambda _: HEADS * GROUPS),
+            model_config=SimpleNamespace(
+                get_num_attention_heads=lambda _: HEADS * GROUPS, dtype=dtype, is_hybrid=False
+            ),
+            additional_config=None,
             parallel_config=None,
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
@@ -138,8 +141,10 @@ class Scene:
             s, row, tokens = request.sequence, request.row, slice(start, start + request.num_tokens)
             batch = AttentionBatch.single(s.blocks, request.num_tokens, s.seq_len, row.front, row.tail, row.update)
             batch = replace(batch, pages=row.pages)  # there is one layer
-            query, window = self.query[tokens], {"window": self.window, "chunked": self.chunked}
-            reference.paged_attention(query, self.theirs, batch, SCALE, output[tokens], **window)
+            query, softmax = self.query[tokens], self.impl.softmax
+            reference.paged_attention(
+                query, self.theirs, batch, SCALE, output[tokens], softmax, self.window, self.chunked
+            )
             start = tokens.stop
         return output[:start]
 

@@ -25,7 +25,8 @@ from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, Request,
 from tests.ops.triton_compiler import launches  # noqa: E402
 from vllm_kvmerge.engine.attention import cuda, rows  # noqa: E402
 from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBackend, CUDAAttentionBuilder, CUDAAttentionImpl  # noqa: E402
-from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
+from vllm_kvmerge.engine.attention.flash import FlashBatch  # noqa: E402
+from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, ScoreWindow  # noqa: E402
 from vllm_kvmerge.engine.support import UnsupportedConfigError  # noqa: E402
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, triton  # noqa: E402
 from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
@@ -40,42 +41,51 @@ def gpu(monkeypatch):
     monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.multiprocessors", lambda device: 132)
     monkeypatch.setattr(cuda, "paged_attention", triton.paged_attention)
     monkeypatch.setattr(cuda, "write_tokens", triton.write_tokens)
+    monkeypatch.setattr(cuda, "keep_queries", triton.keep_queries)
     monkeypatch.setattr(rows, "score_prompt_queries", triton.score_prompt_queries)
 
 
-def rings(device=GPU) -> QueryRings:
-    return QueryRings(1, 2, 4, HEADS * GROUPS, HEAD_SIZE, torch.float32, device)
+def ring(window: int, device=GPU) -> QueryRing:
+    return QueryRing.empty(1, window, HEADS * GROUPS, HEAD_SIZE, torch.float32, device)
 
 
-def batches(scene: Scene, pool: QueryRings) -> dict[str, list[Request]]:
+def batches(scene: Scene) -> dict[str, list[Request]]:
     """Decoding: all rows have one token. Mixed: chunks and prompts too."""
     window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90, GPU))
-    own = QueryRing.empty(1, 6, HEADS * GROUPS, HEAD_SIZE, torch.float32, GPU)
     sequence = scene.maker.sequence
     decoding = [
-        Request(sequence(37, 64, 99), 1, BatchRow(37, 64, SUM, ring=pool.take(4))),
+        Request(sequence(37, 64, 99), 1, BatchRow(37, 64, SUM, ring=ring(4))),
         Request(sequence(0, 0, 70), 1, BatchRow()),
-        Request(sequence(20, 50, 77), 1, BatchRow(20, 50, ScoreUpdate(ScoreMode.LOG_EMA, 0.8), ring=pool.take(2))),
+        Request(sequence(20, 50, 77), 1, BatchRow(20, 50, ScoreUpdate(ScoreMode.LOG_EMA, 0.8), ring=ring(2))),
         scene.paged(64, 80, 95, 1, SUM),
     ]
     mixed = [
         *decoding,
-        Request(sequence(0, 0, 90), 40, BatchRow(window=window, ring=own)),
+        Request(sequence(0, 0, 90), 40, BatchRow(window=window, ring=ring(6))),
         Request(sequence(17, 30, 45), 3, BatchRow(17, 30, SUM)),
     ]
     return {"decoding": decoding, "mixed": mixed}
 
 
+@pytest.mark.parametrize("with_flash", [False, True])
 @pytest.mark.parametrize(
     ("kind", "window", "owner"), [("decoding", 0, None), ("mixed", 0, None), ("mixed", 0, "other"), ("mixed", 50, None)]
 )
-def test_nothing_waits_for_the_gpu(kind, window, owner, gpu):
+def test_nothing_waits_for_the_gpu(kind, window, owner, with_flash, gpu, monkeypatch):
     """Building metadata, writing the cache, attention: no value is read, no tensor crosses over but as it should."""
+    flashed = []
+
+    def attend(self, *arguments):
+        flashed.append(arguments)
+        return torch.zeros(HEADS * GROUPS, self.num_tokens, device=GPU)
+
+    monkeypatch.setattr(FlashBatch, "attend", attend)
     with SimulatedGPU():
-        scene, pool = Scene(0, device=GPU, window=window), rings()
+        scene = Scene(0, device=GPU, window=window)
         scene.impl.kv_sharing_target_layer_name = owner
-        scene.builder.rings = pool
-        requests = batches(scene, pool)[kind]
+        scene.builder.keeps_queries, scene.builder.uses_flash = True, with_flash
+        scene.impl.flash_version = 2
+        requests = batches(scene)[kind]
     if window:
         requests = [replace(one, row=BatchRow()) for one in requests]
     scene.finish_cache()
@@ -89,7 +99,12 @@ def test_nothing_waits_for_the_gpu(kind, window, owner, gpu):
         scene.impl.do_kv_cache_update(scene.layer, new, new, scene.cache, slots)
         scene.forward(metadata, num_tokens)
     names = {launch.kernel.__name__ for launch in found}
+    assert len(flashed) == (with_flash and (kind == "mixed" or window > 0))
+    if flashed and window:  # there all rows are plain
+        assert names == {"write"}
+        return
     assert {"write", "attend"} <= names and ("finish" in names or window)
+    assert ("keep" in names) == (not window and owner is None)
     assert ("update_columns" in names) == (kind == "mixed" and not window)
 
 
@@ -142,15 +157,15 @@ def test_every_row_is_attended_to_once(seed):
 
 def test_decoding_is_one_part_at_one_address():
     """Whatever the rows are, full graphs read the same buffers."""
-    scene, pool = Scene(3), rings(torch.device("cpu"))
-    scene.builder.rings = pool
+    scene = Scene(3)
+    scene.builder.keeps_queries = True
     requests = [Request(scene.maker.sequence(9, 20, 30 + i), 1, BatchRow()) for i in range(MAX_ROWS)]
     scene.finish_cache()
     captured = scene.builder.build_for_cudagraph_capture(scene.common(requests))
     assert (scene.seq_lens == 1).all(), "warm-ups must not read max_model_len slots"
-    ring = pool.take(4)
+    kept = ring(4, torch.device("cpu"))
     paged = scene.paged(64, 80, 95, 1, SUM).row
-    for some in ([paged], [BatchRow()], [BatchRow(9, 20, SUM, ring=ring)], [BatchRow()] * 3):
+    for some in ([paged], [BatchRow()], [BatchRow(9, 20, SUM, ring=kept)], [BatchRow(ring=kept)], [BatchRow()] * 3):
         step = [Request(requests[i].sequence, 1, row) for i, row in enumerate(some)]
         metadata = scene.builder.build(0, scene.common(step, num_rows=MAX_ROWS))
         (part,), (first,) = metadata.parts, captured.parts
@@ -160,10 +175,9 @@ def test_decoding_is_one_part_at_one_address():
         assert part.tables.addresses.data_ptr() == captured.parts[0].tables.addresses.data_ptr()
         assert part.tables.addresses.tolist() == [0 if table is None else table.data_ptr(), *[0] * (MAX_ROWS - 1)]
         assert part.query_lens.tolist() == [1] * len(some) + [0] * (MAX_ROWS - len(some))
-        places = [pool.nowhere] * MAX_ROWS
-        if some[0].ring is not None:
-            places[0] = ring.first + (30 - 1) % 4
-        assert captured.ring_places.tolist() == places
+        address = 0 if some[0].ring is None else kept.address(29)
+        assert captured.kept.addresses.tolist() == [address, *[0] * (MAX_ROWS - 1)]
+        assert (metadata.kept is not None) == (some[0].ring is not None)
 
 
 def test_the_reserved_workspace_is_enough(gpu):
@@ -181,18 +195,6 @@ def test_the_reserved_workspace_is_enough(gpu):
         with launches():
             triton.paged_attention(query, pages, batch, 0.1, query, workspace=work)
     assert work.num_bytes == before
-
-
-def test_rings_are_lent():
-    pool = rings(torch.device("cpu"))
-    first, second = pool.take(4), pool.take(3)
-    assert {first.first, second.first} == {0, 4} and second.window == 3
-    assert pool.take(1) is None
-    pool.give_back(first)
-    assert pool.take(5) is None, "longer than there is room for"
-    assert pool.take(2).first == first.first
-    pool.give_back(QueryRing.empty(1, 9, 4, HEAD_SIZE, torch.float32))  # was never the pool's
-    assert pool.take(1) is None
 
 
 def cudagraph_support(operators: dict[str, str]) -> AttentionCGSupport:

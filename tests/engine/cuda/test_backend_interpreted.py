@@ -11,12 +11,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
+from tests.engine.cuda import flash_attention  # noqa: E402
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, SCALE, Request, Scene  # noqa: E402
 from tests.ops.conftest import first_in_window  # noqa: E402
 from tests.ops.test_cpu import relative_error  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
-from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, QueryRings, ScoreWindow  # noqa: E402
+from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, ScoreWindow  # noqa: E402
 from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, reference  # noqa: E402
+from vllm_kvmerge.ops.triton import attention  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5} | dict.fromkeys([torch.bfloat16, *QUANTISED], 1e-2)
@@ -30,8 +32,8 @@ def triton_operators():
     ops.choose(None)
 
 
-def rings(num_rings=2, window=4) -> QueryRings:
-    return QueryRings(1, num_rings, window, HEADS * GROUPS, HEAD_SIZE, torch.float32, torch.device("cpu"))
+def ring(window: int, dtype=torch.float32) -> QueryRing:
+    return QueryRing.empty(1, window, HEADS * GROUPS, HEAD_SIZE, dtype)
 
 
 def compressed(scene, front, tail, seq_len, num_tokens=1, update=NO_UPDATE, ring=None) -> Request:
@@ -45,21 +47,18 @@ def compressed(scene, front, tail, seq_len, num_tokens=1, update=NO_UPDATE, ring
 def test_a_batch_of_everything(dtype, interleaved):
     """Decoding, chunks and whole prompts, plain and compressed, scored and kept, in no particular order."""
     scene = Scene(1, dtype, interleaved=interleaved)
-    pool = rings()
-    pool.queries = pool.queries.to(scene.query.dtype)
     window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
-    own = QueryRing.empty(1, 6, HEADS * GROUPS, HEAD_SIZE, scene.query.dtype)
-    pooled, long = pool.take(4), pool.take(3)
+    short, long, whole = (ring(size, scene.query.dtype) for size in (4, 3, 6))
     requests = [
         compressed(scene, 37, 64, 99, update=SUM),
         Request(scene.maker.sequence(0, 0, 70), 9, BatchRow()),
         compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),
-        Request(scene.maker.sequence(0, 0, 90), 40, BatchRow(window=window, ring=pooled)),
+        Request(scene.maker.sequence(0, 0, 90), 40, BatchRow(window=window, ring=short)),
         compressed(scene, 17, 200, 210, update=EMA, ring=long),
-        Request(scene.maker.sequence(0, 0, 30), 30, BatchRow(ring=own)),
+        Request(scene.maker.sequence(0, 0, 30), 30, BatchRow(ring=whole)),
     ]
     scene.finish_cache()
-    scene.builder.rings = pool
+    scene.builder.keeps_queries = True
     metadata = scene.builder.build(0, scene.common(requests))
     assert [part.max_query_len for part in metadata.parts] == [1, 9, 9, 30, 40]  # three tokens count as nine
     expected = scene.expected(requests)
@@ -71,9 +70,9 @@ def test_a_batch_of_everything(dtype, interleaved):
     statistics = torch.zeros(2, HEADS, 90)
     reference.score_prompt_queries(query[-5:], scene.theirs, requests[3].sequence.blocks, SUM, SCALE, *statistics)
     assert relative_error(window.prompt_scores.scores[0], statistics[0]) < 1e-4
-    assert torch.equal(pooled.queries(90)[0], query[-4:])
+    assert torch.equal(short.queries(90)[0], query[-4:])
     assert torch.equal(long.queries(210)[0, -1], scene.query[1 + 9 + 3 + 40])
-    assert torch.equal(own.queries(30)[0], scene.query[1 + 9 + 3 + 40 + 1 :][24:30])
+    assert torch.equal(whole.queries(30)[0], scene.query[1 + 9 + 3 + 40 + 1 :][24:30])
 
 
 class Graph(TorchDispatchMode):
@@ -87,7 +86,8 @@ class Graph(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function._schema.is_mutable:
             self.steps.append(lambda: function(*args, **(kwargs or {})))
-        else:  # anything else would leave memory behind that a replay must fill again
+        elif function is not torch.ops.aten.empty.memory_format:  # what a graph allocates is its own
+            # Anything else would leave memory behind that a replay must fill again.
             assert all(returned.alias_info is not None for returned in function._schema.returns), function
         return result
 
@@ -131,6 +131,44 @@ def test_heads_with_pages_of_their_own(interleaved):
         assert relative_error(scene.scores(scene.ours, [one]), scene.scores(scene.theirs, [one])) < 1e-4
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_plain_rows_on_flash_attention(version, monkeypatch):
+    """Beside compressed ones, of which some have heads with pages, in batches that keep logits and in such that do not:
+    output, scores and kept queries are those of a batch that is ours throughout. Its log-sum-exp serves to score."""
+    attend = attention._Call.attend
+
+    def with_values(self, output, values):
+        assert values, "the log-sum-exp of plain rows is known"
+        return attend(self, output, values)
+
+    monkeypatch.setattr(attention._Call, "attend", with_values)
+    with flash_attention.installed(version) as calls:
+        scene, kept = Scene(7, torch.bfloat16), ring(4, torch.bfloat16)
+        window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
+        requests = [
+            scene.paged(64, 96, 120, 1, SUM),
+            Request(scene.maker.sequence(0, 0, 70), 9, BatchRow(ring=kept)),
+            compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),
+            Request(scene.maker.sequence(0, 0, 90), 40, BatchRow(window=window)),
+            Request(scene.maker.sequence(0, 0, 64), 1, BatchRow()),
+            scene.paged(64, 64, 95, 25, EMA),
+        ]
+        scene.finish_cache()
+        scene.builder.uses_flash = True
+        metadata = scene.builder.build(0, scene.common(requests))
+        assert [len(part) for part in metadata.parts] == [1, 1, 1]
+        expected = scene.expected(requests)
+        scene.forward(metadata, len(expected))
+        assert calls == [version]
+    assert relative_error(scene.output[: len(expected)].float(), expected.float()) < TOLERANCE[torch.bfloat16]
+    assert relative_error(scene.scores(scene.ours, requests), scene.scores(scene.theirs, requests)) < 1e-4
+    assert torch.equal(kept.queries(70)[0], scene.query[1:10][-4:])
+    statistics = torch.zeros(2, HEADS, 90)
+    query = scene.query[13:53][-5:]
+    reference.score_prompt_queries(query, scene.theirs, requests[3].sequence.blocks, SUM, SCALE, *statistics)
+    assert relative_error(window.prompt_scores.scores[0], statistics[0]) < 1e-4
+
+
 def in_window(scene, seq_len, num_tokens=1) -> Request:
     """A plain request, of whose tokens those that no query sees any more are poison."""
     first = first_in_window(seq_len - num_tokens, scene.window, scene.chunked) if scene.window else 0
@@ -154,16 +192,16 @@ def test_a_layer_with_a_window(dtype, chunked):
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_layer_that_reads_anothers_cache(num_tokens):
     """It updates no scores, keeps no queries and scores no prompt; but for that it attends as the other does."""
-    scene, pool = Scene(5), rings()
+    scene, kept = Scene(5), ring(4)
     scene.impl.kv_sharing_target_layer_name = "owner"
     window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
     requests = [
-        compressed(scene, 37, 64, 99, num_tokens, SUM, pool.take(4)),
+        compressed(scene, 37, 64, 99, num_tokens, SUM, kept),
         scene.paged(64, 80, 95, num_tokens, EMA),
         Request(scene.maker.sequence(0, 0, 90), num_tokens, BatchRow(window=window)),
     ]
     scene.finish_cache()
-    scene.builder.rings = pool
+    scene.builder.keeps_queries = True
     metadata = scene.builder.build(0, scene.common(requests))
     before = scene.scores(scene.ours, requests)
     expected = scene.expected(requests)
@@ -171,7 +209,7 @@ def test_a_layer_that_reads_anothers_cache(num_tokens):
     assert relative_error(scene.output[: len(expected)], expected) < 1e-5
     assert torch.equal(scene.scores(scene.ours, requests), before)
     assert not torch.equal(scene.scores(scene.theirs, requests), before)
-    assert not pool.queries.any() and not window.prompt_scores.scores.any()
+    assert not kept.queries(99).any() and not window.prompt_scores.scores.any()
 
 
 @pytest.mark.parametrize("kind", ["window", "chunk", "shared"])
@@ -197,8 +235,7 @@ def test_a_captured_graph_of_other_layers_holds_for_every_batch(monkeypatch, kin
 
 def test_a_captured_graph_holds_for_every_batch(monkeypatch):
     """Captured once with dummies, then replayed for batches of other requests, sizes, fronts, updates and rings."""
-    scene, pool = Scene(2), rings()
-    first, second = pool.take(4), pool.take(2)
+    scene, first, second = Scene(2), ring(4), ring(2)
     batches = [
         [
             compressed(scene, 37, 64, 99, update=SUM, ring=first),
@@ -212,15 +249,15 @@ def test_a_captured_graph_holds_for_every_batch(monkeypatch):
         [compressed(scene, 16, 20, 20 + n, update=EMA) for n in range(1, MAX_ROWS + 1)],
     ]
     scene.finish_cache()
-    scene.builder.rings = pool
+    scene.builder.keeps_queries = True
     dummies = [Request(batches[0][1].sequence, 1, BatchRow()) for _ in range(MAX_ROWS)]
     scene.forward(scene.builder.build_for_cudagraph_capture(scene.common(dummies)), MAX_ROWS)  # allocates
     metadata = scene.builder.build_for_cudagraph_capture(scene.common(dummies))
     graph = capture(monkeypatch, lambda: scene.forward(metadata, MAX_ROWS))
     assert len(graph.steps) >= 3
-    assert not pool.queries[:, : pool.nowhere].any()
     for requests in batches:
-        pool.queries.zero_()
+        for one in (first, second):
+            one._ring.zero_()
         scene.builder.build(0, scene.common(requests, num_rows=MAX_ROWS))
         expected = scene.expected(requests)
         graph.replay()
@@ -228,9 +265,9 @@ def test_a_captured_graph_holds_for_every_batch(monkeypatch):
         assert relative_error(scene.output[:n], expected) < 1e-5
         assert scene.output[n:].isnan().all()
         assert relative_error(scene.scores(scene.ours, requests), scene.scores(scene.theirs, requests)) < 1e-4
-        written = torch.zeros_like(pool.queries[0])
-        for index, request in enumerate(requests):
-            if request.row.ring is not None:
-                seq_len = request.sequence.seq_len
-                written[request.row.ring.places(seq_len - 1, seq_len)] = scene.query[index]
-        assert torch.equal(pool.queries[0, : pool.nowhere], written[: pool.nowhere])
+        for one in (first, second):
+            written = torch.zeros_like(one._ring[0])
+            for index, request in enumerate(requests):
+                if request.row.ring is one:
+                    written[(request.sequence.seq_len - 1) % one.window] = scene.query[index]
+            assert torch.equal(one._ring[0], written)

@@ -47,6 +47,7 @@ def on_gpu(worker: Worker, blocks_on_gpu: bool) -> None:
             scores = PromptScores(scores.scores.as_subclass(OnGPU), scores.aux.as_subclass(OnGPU))
         if ring is not None:
             ring = QueryRing(ring._ring.as_subclass(OnGPU))
+        blocks = blocks.int()  # as runners have them
         if blocks_on_gpu:
             blocks = blocks.as_subclass(OnGPU)
         return replace(compaction, prompt_scores=scores, ring=ring, source_blocks=blocks)

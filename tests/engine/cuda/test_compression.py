@@ -9,11 +9,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS
-from vllm_kvmerge.engine.attention.rows import BatchRow, QueryRings
+from vllm_kvmerge.engine.attention.rows import BatchRow
 from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, HeadCounts, PromptWindow, attached_report
 from vllm_kvmerge.engine.worker import reporting, tensor_parallel
 from vllm_kvmerge.engine.worker.compactor import Execution
-from vllm_kvmerge.engine.worker.compression import Compression, RequestState
+from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.engine.worker.cuda_runner import CUDARunnerMixin
 
 CPU = torch.device("cpu")
@@ -21,14 +21,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def compression() -> Compression:
-    """With one layer, and a single ring of four queries."""
+    """With one layer."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.float32), parallel_config=SimpleNamespace(data_parallel_index=0)
     )
     made = Compression(config, CPU)
     made._compactor = SimpleNamespace(layers=[SimpleNamespace(num_kv_heads=HEADS)], num_kv_heads=HEADS)
     made._query_shape = (HEADS * GROUPS, HEAD_SIZE)
-    made.rings = QueryRings(1, 1, 4, HEADS * GROUPS, HEAD_SIZE, torch.float32, CPU)
     return made
 
 
@@ -61,18 +60,19 @@ def test_batches_that_python_has_to_see(compression):
 
 
 def test_rings_of_requests(compression):
-    """The first gets the one that graphs write to, the next its own; what a request had is lent again after it."""
-    text = '{"policy": "morphkv", "budget": 20, "recent_window": 4, "tracker": "none"}'
-    windows = {name: PromptWindow(0, text, 4) for name in ("a", "b")}
+    """However many requests keep queries, and however many queries each, graphs write to their rings."""
+    texts = [
+        f'{{"policy": "morphkv", "budget": {20 + n}, "recent_window": {4 + n}, "tracker": "none"}}' for n in range(40)
+    ]
+    windows = {str(index): PromptWindow(0, text, 4 + index) for index, text in enumerate(texts)}
     begin(compression, windows)
-    first, second = compression.rows([("a", 1, 9), ("b", 1, 9)])
-    assert (first.ring.first, second.ring.first) == (0, None)
-    assert not first.needs_python and second.needs_python
-    begin(compression, windows, gone={"a"})
-    assert set(compression.states) == {"b"}
-    assert compression.row("c", 1, 9) == BatchRow()
-    compression.states["c"] = RequestState(ring=compression.rings.take(4))
-    assert compression.states["c"].ring.first == 0
+    rows = compression.rows([(name, 1, 9) for name in windows])
+    assert [row.ring.window for row in rows] == list(range(4, 44))
+    assert len({row.ring.address(9) for row in rows}) == 40
+    assert not any(row.needs_python for row in rows)
+    begin(compression, windows, gone={"0"})
+    assert "0" not in compression.states and len(compression.states) == 39
+    assert compression.row("none", 1, 9) == BatchRow()
 
 
 def test_runner_v1_keeps_them_out_of_full_graphs(compression, monkeypatch):
@@ -98,7 +98,7 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     config.parallel_config.tensor_parallel_size = 4
     config.model_config.get_total_num_kv_heads = lambda: 2
     compression._compactor.execute = lambda compactions, begun: Execution(
-        torch.tensor([[3, 5, 1, 9, 2, 7]]), {}, {}, {}
+        torch.tensor([[3, 5, 1, 9, 2, 7]]), {}, {}, {}, {}
     )
     of_first, of_third = [3, 5, 1, 9, 2, 7], [1, 2, 0, 8, 3, 5]
     group = SimpleNamespace(cpu_group=None)
@@ -122,7 +122,7 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
 def test_tokens_do_not_wait_for_numbers_of_compactions(compression, monkeypatch):
     """On a GPU they go with the next step's output, but for those that the scheduler needs at once."""
     event = SimpleNamespace(synchronize=lambda: None, query=lambda: False)
-    monkeypatch.setattr(reporting._Arriving, "of", lambda counts: reporting._Arriving(counts, event))
+    monkeypatch.setattr(reporting.Arriving, "of", lambda counts: reporting.Arriving(counts, event))
     plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])
     reporter, counts = compression.reporter, torch.tensor([[3, 5, 1, 9, 2, 7]])
     heads = tensor_parallel.HeadShare(0, 1, 1)

@@ -12,34 +12,23 @@ from tests.engine.cuda.launch_counts import of_policy  # noqa: E402
 from vllm_kvmerge.policies import PRESETS  # noqa: E402
 
 AT_MOST = {
-    "local": 40, "streaming_llm": 40, "h2o": 40, "snapkv": 50, "keepkv": 100, "zsmerge": 170, "weightedkv": 240,
-    "morphkv": 60, "criticalkv": 500, "grkv": 1100, "tova": 50, "random": 110, "knorm": 50, "keydiff": 60, "rkv": 260,
-    "cam": 200, "d2o": 800, "kvmerger": 140, "asymkv": 380, "pyramidkv": 180, "pyramidinfer": 140,
-    "expected_attention": 130, "compactor": 200, "adakv": 280, "kvzip": 420, "kvzap": 400,
+    "local": 40, "streaming_llm": 40, "h2o": 40, "snapkv": 40, "keepkv": 90, "zsmerge": 120, "weightedkv": 60,
+    "morphkv": 50, "criticalkv": 480, "grkv": 250, "tova": 40, "random": 100, "knorm": 40, "keydiff": 60, "rkv": 280,
+    "cam": 200, "d2o": 580, "kvmerger": 120, "asymkv": 380, "pyramidkv": 50, "pyramidinfer": 140,
+    "expected_attention": 140, "compactor": 200, "adakv": 80, "kvzip": 80, "kvzap": 80,
 }  # fmt: skip
 """Kernels of a compaction while a request generates: as many as there are, rounded up. Aims: 40 for h2o and snapkv, 120
 for keepkv, zsmerge and weightedkv, 250 for grkv and adakv."""
-
-WAITING = {"grkv", "cam", "d2o", "asymkv", "adakv", "kvzip", "kvzap"}
-"""Whose compactions read numbers of the GPU's."""
 
 
 @pytest.mark.parametrize("policy", PRESETS)
 def test_compactions_while_generating(policy):
     _, second = of_policy(policy)
     assert sum(second.kernels.values()) <= AT_MOST[policy], second.kernels
-    assert bool(second.waits) == (policy in WAITING), second.waits
+    assert not second.waits
 
 
 def test_launches_do_not_grow_with_requests():
     """But for the block tables that are put together, and queries and scores of prompts."""
     few, many = (of_policy("keepkv", lengths)[1].kernels for lengths in ((150, 150), (150,) * 5))
     assert sum(many.values()) - sum(few.values()) <= 3
-
-
-@pytest.mark.parametrize("policy", PRESETS)
-def test_nothing_is_compiled_for_other_shapes(policy):
-    """Once a compaction has run, others of that policy find all the machine code that they need."""
-    first = set().union(*(counts.machine_codes for counts in of_policy(policy, (150, 150))))
-    for lengths in ((151,), (192, 192, 192), (230, 230)):
-        assert not set().union(*(counts.machine_codes for counts in of_policy(policy, lengths))) - first

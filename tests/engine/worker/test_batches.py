@@ -12,13 +12,13 @@ from tests.policies.sampling import rope
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import parse_compression
 
 NUM_LAYERS, NUM_HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 2, 16, 16, 128
-INTERVAL = 16
+BUDGET, INTERVAL = 50, 16
 
 
 class Worker:
@@ -34,9 +34,9 @@ class Worker:
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         window = {"window_size": 32} if policy == "kvzap" else {}  # by default it protects more than the budget
-        self.text = json.dumps({"policy": policy, "budget": 50, **window, **fields})
+        self.text = json.dumps({"policy": policy, "budget": BUDGET, **window, **fields})
         self.config = parse_compression(self.text)
-        self.capacity = min(self.config.policy.allocator.capacity(50), *lengths)
+        self.capacity = min(self.config.policy.allocator.capacity(BUDGET), *lengths)
         elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize
         self.caches = [
             torch.randn(num_blocks, NUM_HEADS, BLOCK_SIZE, elements, generator=self.generator).to(dtype)
@@ -77,7 +77,7 @@ class Worker:
             for layer in range(NUM_LAYERS):
                 queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
                 ring.write(layer, queries, num_tokens)
-        plan = CompressionPlan(str(index), self.text, front, tail, num_tokens, 50, self.capacity, destination)
+        plan = CompressionPlan(str(index), self.text, front, tail, num_tokens, BUDGET, self.capacity, destination)
         return Compaction(plan, self.config.policy, torch.tensor(blocks), scores, ring)
 
     @property
@@ -148,6 +148,51 @@ def test_plans_of_different_shapes_and_policies_in_one_step():
     assert together == [workers[1].compactor.run([one])[0] for one in steps[1]]
     assert torch.equal(workers[0].bytes, workers[1].bytes)
     assert [sum(count) for count in together] == [count * NUM_LAYERS * NUM_HEADS for count in (16, 120, 100)]
+
+
+@pytest.mark.parametrize("policy", ["adakv", "kvzip", "kvzap", "d2o", "h2o"])
+def test_budgets_are_those_that_the_last_compaction_found(policy):
+    """Where a plan does not settle them: whatever the scores say now, which the next one is told."""
+    worker = Worker(policy, (150, 150), **({"allocator": "threshold", "threshold": 0.01} if policy == "h2o" else {}))
+    shrinks = not worker.config.policy.allocator.fills_budget
+
+    def planned(step: list[Compaction], settles: bool, before: Execution | None) -> list[Compaction]:
+        found = []
+        for index, one in enumerate(step):
+            blocks = one.plan.blocks[: -(-BUDGET // BLOCK_SIZE)]
+            own = {"share_blocks": len(blocks), "has_pages": True, "may_shrink": shrinks, "settles_shares": settles}
+            pages = None if before is None else before.pages[index]
+            earlier = None if before is None else before.found.get(index)
+            found.append(replace(one, plan=replace(one.plan, blocks=blocks, **own), pages=pages, found=earlier))
+        return found
+
+    def run(compactions: list[Compaction]) -> tuple[Execution, list[list[int]], torch.Tensor]:
+        before = [cache.clone() for cache in worker.caches]
+        done, after = worker.compactor.execute(compactions), worker.bytes
+        assert not done.failures and set(done.found) == {0, 1}
+        for cache, old in zip(worker.caches, before, strict=True):
+            cache.copy_(old)
+        return done, [done.pages[index].fronts.flatten().tolist() for index in (0, 1)], after
+
+    first = worker.compactor.execute(planned(worker.first, True, None))
+    for pages in worker.layers:  # attention goes to others than before
+        pages.scores.copy_(torch.rand(pages.scores.shape, generator=worker.generator).pow(8))
+    settled, fronts, written = run(planned(worker.second, True, first))
+    late, late_fronts, _ = run(planned(worker.second, False, first))
+    assert [one.take() for one in late.found.values()] == [one.take() for one in settled.found.values()]
+    # Had the last one found what this one does, it would come to the same.
+    told = replace(first, found=settled.found)
+    again, told_fronts, told_written = run(planned(worker.second, False, told))
+    assert told_fronts == fronts and torch.equal(told_written, written)
+    # Where nothing is known, heads keep what they have.
+    _, kept_fronts, _ = run(planned(worker.second, False, replace(first, found={})))
+    held = [first.pages[index].fronts.flatten().tolist() for index in (0, 1)]
+    if policy == "d2o":
+        assert len(set(late.found[0].take())) == NUM_LAYERS
+    else:
+        assert kept_fronts == held and late_fronts != fronts
+    one_alone, alone_fronts, _ = run([replace(one, pages=None) for one in planned(worker.second, False, None)])
+    assert alone_fronts == [[BUDGET] * NUM_LAYERS * NUM_HEADS] * 2
 
 
 READS_NOTHING = ("local", "streaming_llm", "h2o", "snapkv", "tova", "random", "pyramidkv", "pyramidinfer", "adakv")

@@ -1,8 +1,9 @@
 """The attention backend on CUDA, over a cache that carries its own metadata.
 
-One operator attends to all rows; a plain one has no front. The launches depend on a batch's shape alone, so a captured
-graph holds for any mixture of plain and compressed rows; the differences lie in buffers at fixed addresses. Layers with
-a window have builders of their own, for which all rows are plain.
+In a full graph one operator attends to all rows; a plain one has no front. The launches depend on a batch's shape
+alone, so a captured graph holds for any mixture of plain and compressed rows; the differences lie in buffers at fixed
+addresses. Outside full graphs plain rows are vLLM's FlashAttention's, if it suits the layers (``flash``). Layers with a
+window have builders of their own, for which all rows are plain.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,8 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import ChunkedLocalAttention
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -29,12 +31,16 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_kvmerge.engine.arguments import plugin_config
+from vllm_kvmerge.engine.attention import flash
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
-from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader, QueryRing, QueryRings, seq_len_of
-from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, QUANTISED, UnsupportedConfigError
-from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, paged_attention, write_tokens
+from vllm_kvmerge.engine.attention.flash import FlashBatch
+from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader, seq_len_of
+from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, QUANTISED, UnsupportedConfigError, has_states
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, keep_queries, paged_attention, write_tokens
 from vllm_kvmerge.ops.triton.plan import KEPT_ROWS
 from vllm_kvmerge.ops.types import PageTables, addresses_on
+
+logger = init_logger(__name__)
 
 
 def shortest_chunk(groups: int) -> int:
@@ -48,25 +54,26 @@ def shortest_chunk(groups: int) -> int:
 class GraphBatchBuffers:
     """Numbers of a batch's rows, ``[max_rows]`` each, at the fixed addresses that captured graphs need.
 
-    layers: the caches of all layers, where heads may have pages of their own; None: they have none. no_updates: score
-    modes of rows whose scores are not updated.
+    layers: the caches of all layers, where heads may have pages of their own; None: they have none. kept: where the
+    queries of rows with one token are kept (``keep_queries``). no_updates: score modes of rows whose scores are not
+    updated.
     """
 
     layers: Sequence[PagedKVCache] | None = None
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        # One tensor, for one copy: four numbers of 32 bits, and the address of the row's table.
-        self._buffer = torch.zeros(6 * max_rows, dtype=torch.int32, device=device)
+        # One tensor, for one copy: four numbers of 32 bits, and the addresses of the row's table and of its query.
+        self._buffer = torch.zeros(8 * max_rows, dtype=torch.int32, device=device)
         self._numbers = self._buffer[: 4 * max_rows].view(4, max_rows)
-        self._tables = self._buffer[4 * max_rows :].view(torch.int64)
+        self._tables, self.kept = self._buffer[4 * max_rows :].view(torch.int64).view(2, max_rows)
         self._query_lens, self.no_updates = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
-        self._is_plain = True
+        self._is_clear = True
 
     def fill(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> AttentionBatch:
         """The whole batch. Rows that only pad it are plain and have no queries."""
         n, starts = common.num_reqs, common.query_start_loc
         lens = torch.sub(starts[1 : n + 1], starts[:n], out=self._query_lens[:n])
-        self._write(rows)
+        self._write(rows, common)
         fronts, tails, modes, decays = self._numbers[:, :n]
         sequences = common.block_table_tensor[:n], starts[:n], lens, common.seq_lens[:n]
         numbers = fronts, tails, modes, decays.view(torch.float32)
@@ -74,13 +81,16 @@ class GraphBatchBuffers:
         tables = None if self.layers is None else PageTables(self.layers, 0, self._tables[:n])
         return AttentionBatch(*sequences, *numbers, common.max_query_len, tables=tables)
 
-    def _write(self, rows: list[BatchRow]) -> None:
-        is_plain = all(row.front == 0 for row in rows)
-        if is_plain and self._is_plain:
+    def _write(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> None:
+        # Where rows have more than one token, no graph runs.
+        in_rings = common.max_query_len <= 1
+        is_clear = all(row.front == 0 and not (in_rings and row.ring is not None) for row in rows)
+        if is_clear and self._is_clear:
             return
-        self._is_plain = is_plain
+        self._is_clear = is_clear
         buffer, (count, max_rows) = np.zeros(len(self._buffer), dtype=np.int32), self._numbers.shape
-        numbers, tables = buffer[: count * max_rows].reshape(count, -1), buffer[count * max_rows :].view(np.int64)
+        numbers = buffer[: count * max_rows].reshape(count, -1)
+        tables, kept = buffer[count * max_rows :].view(np.int64).reshape(2, -1)
         decays = numbers[3].view(np.float32)
         # Plane by plane: element by element takes a large batch half a millisecond.
         places = [index for index, row in enumerate(rows) if row.front > 0]
@@ -90,6 +100,10 @@ class GraphBatchBuffers:
         numbers[2, places], decays[places] = [one.mode.code for one in updates], [one.decay for one in updates]
         if any(row.table is not None for row in chosen):
             tables[places] = [0 if row.table is None else row.table.data_ptr() for row in chosen]
+        if in_rings and (rings := {index: row.ring for index, row in enumerate(rows) if row.ring is not None}):
+            assert common.seq_lens_cpu_upper_bound is not None  # see ``seq_len_of``
+            lens = common.seq_lens_cpu_upper_bound.tolist()
+            kept[list(rings)] = [ring.address(lens[index] - 1) for index, ring in rings.items()]
         async_tensor_h2d(buffer, out=self._buffer)
 
 
@@ -103,22 +117,29 @@ def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> Atte
 
 
 @dataclass
+class KeptQueries:
+    """Queries that are kept in rings, see ``keep_queries``."""
+
+    addresses: Tensor
+    tokens: Tensor | None = None
+
+
+@dataclass
 class CUDAAttentionMetadata(AttentionMetadata):
-    """parts: the batches that attention is called for. no_updates: as in ``GraphBatchBuffers``. readers: rows whose
-    queries Python code stores or scores, as no graph can. ring_places: places in ``rings`` of the queries of
-    ``ring_tokens``, or of all tokens; None: no query is kept."""
+    """parts: the batches that our operator is called for. flash: that for FlashAttention, before it; None: all rows are
+    ours. no_updates: as in ``GraphBatchBuffers``. readers: rows at whose
+    queries Python code looks, as no graph can."""
 
     parts: list[AttentionBatch]
     no_updates: Tensor
+    flash: FlashBatch | None = None
     readers: list[QueryReader] = field(default_factory=list)
-    rings: Tensor | None = None
-    ring_tokens: Tensor | None = None
-    ring_places: Tensor | None = None
+    kept: KeptQueries | None = None
 
 
 class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
     """Builds a step's metadata; for compressed layers, the runner sets ``rows`` (one per request, in batch order) just
-    before, and ``rings`` once. Never waits for the GPU."""
+    before, and ``keeps_queries``, whether rows may have rings, once. Never waits for the GPU."""
 
     # Full graphs are captured for batches in which every request computes one token. Others have parts and readers
     # that depend on the requests.
@@ -140,10 +161,17 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         num_heads = num_heads or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._shortest_chunk = shortest_chunk(num_heads // kv_cache_spec.num_kv_heads)
         self.rows: list[BatchRow] = []
-        self.rings: QueryRings | None = None
+        self.keeps_queries = False
         self._buffers = GraphBatchBuffers(scheduler.max_num_seqs, device)
-        self._ring_places = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int64, device=device)
-        self._keeps_nothing = False  # true if all of these places are ``nowhere``
+        impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()]
+        options, model = plugin_config(vllm_config), vllm_config.model_config
+        reason: str | None = "plain_attention says so"
+        if options.plain_attention != "ours":
+            may_hold_nan = options.debug_poison_freed or has_states(model)
+            reason = flash.obstacle(impls, kv_cache_spec.dtype, model.dtype, may_hold_nan)
+        self.uses_flash = reason is None
+        which = "vLLM's FlashAttention" if reason is None else f"ours: {reason}"
+        logger.info_once("Attention of plain rows outside full graphs: %s", which)
 
     def use_pages(self, layers: Sequence[PagedKVCache]) -> None:
         """Lets heads have pages of their own in the caches of all ``layers``."""
@@ -163,77 +191,74 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         return metadata
 
     def _build(self, common: CommonAttentionMetadata, rows: list[BatchRow], is_captured: bool) -> CUDAAttentionMetadata:
-        parts = self._parts(self._buffers.fill(rows, common), rows, common)
+        batch = self._buffers.fill(rows, common)
+        has_front = np.zeros(len(batch), dtype=bool)
+        has_front[: len(rows)] = [row.front > 0 for row in rows]
+        uses_flash = self.uses_flash and not is_captured and self._suits_flash(has_front, common)
+        parts = self._parts(batch, rows, common, has_front if uses_flash else np.ones_like(has_front))
         metadata = CUDAAttentionMetadata(parts, self._buffers.no_updates)
-        kept = []
-        for index, row in enumerate(rows):
-            if row.ring is not None and row.ring.first is not None:
-                kept.append((index, row.ring))
-                row = replace(row, ring=None)
-            if row.needs_python:
-                metadata.readers.append(QueryReader.of(common, index, row))
-        if self.rings is not None:
-            self._place_queries(metadata, common, kept, self.rings, is_captured)
+        if uses_flash:
+            starts, has_fronts = common.query_start_loc[: len(batch) + 1], bool(has_front.any())
+            metadata.flash = FlashBatch.of(batch, starts, common.num_actual_tokens, common.max_seq_len, has_fronts)
+        metadata.readers = [
+            QueryReader.of(common, index, replace(row, ring=None)) for index, row in enumerate(rows) if row.needs_python
+        ]
+        if (is_captured and self.keeps_queries) or any(row.ring is not None for row in rows):
+            metadata.kept = self._kept(rows, common)
         return metadata
 
+    @staticmethod
+    def _suits_flash(has_front: np.ndarray, common: CommonAttentionMetadata) -> bool:
+        """Whether it is for the rows without a front. Where each row has one token, a full graph may run, for which
+        everything here but the buffers is in vain: so there only if it is for all rows, which costs nothing."""
+        if common.max_query_len <= 1:
+            # FlashAttention 2 takes it that tokens are rows then.
+            return not has_front.any() and common.num_actual_tokens == common.num_reqs
+        return not has_front.all()
+
     def _parts(
-        self, batch: AttentionBatch, rows: list[BatchRow], common: CommonAttentionMetadata
+        self, batch: AttentionBatch, rows: list[BatchRow], common: CommonAttentionMetadata, is_ours: np.ndarray
     ) -> list[AttentionBatch]:
-        """The whole batch if each row has one query; else rows of similar length together, since a part is cut into
-        programs as if all its rows were as long as the longest. Parts in which no row has pages do without tables, but
-        for the whole batch, which a captured graph may stand for."""
+        """Of the rows that are ours: the whole batch if each row has one query; else rows of similar length together,
+        since a part is cut into programs as if all its rows were as long as the longest. Parts in which no row has
+        pages do without tables, but for the whole batch, which a captured graph may stand for."""
+        if not is_ours.any():
+            return []
         if common.max_query_len <= 1:
             return [replace(batch, max_query_len=1)]
         paged = {index for index, row in enumerate(rows) if row.table is not None}
         lens = np.diff(common.query_start_loc_cpu[: len(batch) + 1].numpy())
         magnitudes = np.ceil(np.log2(np.maximum(lens, 1))).astype(int)
         parts = []
-        for magnitude in np.unique(magnitudes[lens > 0]):
-            chosen = np.flatnonzero((magnitudes == magnitude) & (lens > 0))
+        is_ours = is_ours & (lens > 0)
+        for magnitude in np.unique(magnitudes[is_ours]):
+            chosen = np.flatnonzero((magnitudes == magnitude) & is_ours)
             longest = int(lens[chosen].max())
             part = _select(batch, chosen, longest if longest == 1 else max(longest, self._shortest_chunk))
             parts.append(part if paged.intersection(chosen.tolist()) else replace(part, tables=None))
         return parts
 
-    def _place_queries(
-        self,
-        metadata: CUDAAttentionMetadata,
-        common: CommonAttentionMetadata,
-        kept: list[tuple[int, QueryRing]],
-        rings: QueryRings,
-        is_captured: bool,
-    ) -> None:
-        """Sets the places in ``rings`` of the batch's queries. kept: places of rows in the batch, and their rings."""
-        starts = common.query_start_loc_cpu
-        tokens, places = [], []
-        for index, ring in kept:
-            end, seq_len = int(starts[index + 1]), seq_len_of(common, index)
-            count = min(end - int(starts[index]), ring.window)
-            tokens.append(np.arange(end - count, end))
-            places.append(ring.places(seq_len - count, seq_len))
-        metadata.rings = rings.queries
-        if common.max_query_len > 1:
-            if kept:
-                metadata.ring_tokens = async_tensor_h2d(np.concatenate(tokens), device=self.device)
-                metadata.ring_places = async_tensor_h2d(np.concatenate(places), device=self.device)
-            return
-        # Each row has one token: a captured graph may run, which writes all queries to the places in the buffer.
-        if kept:
-            of_all = np.full(common.num_actual_tokens, rings.nowhere, dtype=np.int64)
-            of_all[np.concatenate(tokens)] = np.concatenate(places)
-            async_tensor_h2d(of_all, out=self._ring_places[: len(of_all)])
-            self._keeps_nothing = False
-        elif not self._keeps_nothing:
-            self._ring_places.fill_(rings.nowhere)
-            self._keeps_nothing = True
-        if kept or is_captured:
-            metadata.ring_places = self._ring_places[: common.num_actual_tokens]
+    def _kept(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> KeptQueries:
+        """Where the newest queries of rows with rings go."""
+        if common.max_query_len <= 1:  # a captured graph may run
+            return KeptQueries(self._buffers.kept[: common.num_reqs])
+        starts = common.query_start_loc_cpu.tolist()
+        tokens, addresses = [], []
+        for index, row in enumerate(rows):
+            if row.ring is not None:
+                end, seq_len = starts[index + 1], seq_len_of(common, index)
+                count = min(end - starts[index], row.ring.window)
+                tokens.append(np.arange(end - count, end))
+                addresses.append(row.ring.address(np.arange(seq_len - count, seq_len)))
+        both = async_tensor_h2d(np.stack([np.concatenate(tokens), np.concatenate(addresses)]), device=self.device)
+        return KeptQueries(both[1], both[0])
 
 
 class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
     """Attention over a mergeable cache.
 
-    window: tokens that a query sees, 0: all. chunked: a chunk of that size, see ``use_chunks``.
+    window: tokens that a query sees, 0: all. chunked: a chunk of that size, see ``use_chunks``. flash_version: vLLM's
+    for such a layer, see ``flash``.
     """
 
     row_major_keys = True
@@ -261,6 +286,7 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
         self.refuse_features(attn_type, alibi=alibi_slopes is not None)
         if head_size not in CUDA_HEAD_SIZES:
             raise UnsupportedConfigError(f"head size {head_size}: allowed on CUDA: multiples of 8 from 16 to 256")
+        self.flash_version = flash.version_for(head_size, self.logits_soft_cap, sinks is not None)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -284,10 +310,17 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)
         cache, metadata, softmax = self.paged(layer, kv_cache), attn_metadata, self.softmax
+        lse = None
+        if metadata.flash is not None:
+            assert self.flash_version is not None
+            lse = metadata.flash.attend(
+                query, cache, self.scale, output, softmax, self.sinks, self.window, self.flash_version
+            )
         if self.owns_cache:
-            self._keep_queries(query, metadata)
+            if metadata.kept is not None:
+                keep_queries(query, metadata.kept.addresses, self.layer_index, metadata.kept.tokens)
             for reader in metadata.readers:
-                reader.read(self.layer_index, query, cache, self.scale, softmax)
+                reader.read(self.layer_index, query, cache, self.scale, softmax, lse)
         for part in metadata.parts:
             if not self.owns_cache:
                 part = replace(part, score_modes=metadata.no_updates[: len(part)])
@@ -295,12 +328,6 @@ class CUDAAttentionImpl(MergeableImpl, AttentionImpl[CUDAAttentionMetadata]):
                 part = replace(part, tables=replace(part.tables, layer=self.layer_index))
             paged_attention(query, cache, part, self.scale, output, softmax, self.window, self.chunked)
         return output
-
-    def _keep_queries(self, query: Tensor, metadata: CUDAAttentionMetadata) -> None:
-        if metadata.rings is not None and metadata.ring_places is not None:
-            places, tokens = metadata.ring_places, metadata.ring_tokens
-            newest = query[: len(places)] if tokens is None else query.index_select(0, tokens)
-            metadata.rings[self.layer_index].index_copy_(0, places, newest)
 
 
 class CUDAAttentionBackend(MergeableBackend, AttentionBackend):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # compactions run without vLLM too
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from vllm_kvmerge.engine.attention.hidden_states import HiddenStates
+
+Positions = TypeVar("Positions", int, np.ndarray)
 
 
 @dataclass
@@ -55,13 +57,12 @@ class QueryRing:
     The query of the token at position ``p`` lies in place ``p % window``.
     """
 
-    def __init__(self, ring: Tensor, first: int | None = None) -> None:
-        """``first``: place in the ``QueryRings`` that ``ring`` is a part of; None if it is a part of none."""
+    def __init__(self, ring: Tensor) -> None:
         self.window, self.num_heads = ring.shape[1:3]
-        self.first = first
         self.start = 0
         """Position of the first query that was written."""
         self._ring = ring
+        self._address, self._place_bytes = ring.data_ptr(), ring.stride(1) * ring.element_size()
 
     @classmethod
     def empty(
@@ -73,7 +74,9 @@ class QueryRing:
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> "QueryRing":
-        return cls(torch.zeros(num_layers, window, num_heads, head_size, dtype=dtype, device=device))
+        # Layer by layer within a place: ``keep_queries`` finds any layer's query by the place's address.
+        places = torch.zeros(window, num_layers, num_heads, head_size, dtype=dtype, device=device)
+        return cls(places.transpose(0, 1))
 
     def write(self, layer: int, query: Tensor, seq_len: int) -> None:
         """``query``: ``[q, H * G, d]``, ``q <= window``, of the tokens up to position ``seq_len - 1``."""
@@ -86,10 +89,9 @@ class QueryRing:
         places = torch.arange(seq_len - queries.shape[1], seq_len, device=queries.device) % self.window
         self._ring[:, places] = queries
 
-    def places(self, start: int, end: int) -> np.ndarray:
-        """Places in its ``QueryRings`` of the queries of tokens ``[start, end)``, int64."""
-        assert self.first is not None
-        return self.first + np.arange(start, end) % self.window
+    def address(self, position: Positions) -> Positions:
+        """Where ``keep_queries`` is to put the query of the token at a position; of several, int64."""
+        return self._address + position % self.window * self._place_bytes
 
     def move(self, rotation: Rotation, seq_len: int, before: int, after: int) -> None:
         """Turns the queries kept after ``seq_len`` tokens from RoPE positions that differ from those of their tokens by
@@ -113,43 +115,6 @@ class QueryRing:
         return self._ring[layers].index_select(1, self.positions(seq_len, count) % self.window)
 
 
-class QueryRings:
-    """Room for the rings of several requests at one address, so that captured graphs can write to them.
-
-    queries: ``[layers, num_rings * window + 1, H * G, d]``; the last place is for queries that are not kept.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_rings: int,
-        window: int,
-        num_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.window = window
-        self.queries = torch.zeros(num_layers, num_rings * window + 1, num_heads, head_size, dtype=dtype, device=device)
-        self._free = [window * index for index in reversed(range(num_rings))]
-
-    @property
-    def nowhere(self) -> int:
-        """Place of queries that are not kept."""
-        return self.queries.shape[1] - 1
-
-    def take(self, window: int) -> QueryRing | None:
-        """A ring of ``window`` queries; None if all are taken or they are too short."""
-        if window > self.window or not self._free:
-            return None
-        first = self._free.pop()
-        return QueryRing(self.queries[:, first : first + window], first)
-
-    def give_back(self, ring: QueryRing) -> None:
-        if ring.first is not None:
-            self._free.append(ring.first)
-
-
 @dataclass(frozen=True)
 class ScoreWindow:
     """Scores the queries of the last ``num_queries`` tokens of a request's share of the batch."""
@@ -159,13 +124,22 @@ class ScoreWindow:
     prompt_scores: PromptScores
 
     def score(
-        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        where: "QueryReader",
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
     ) -> None:
-        """``query``: ``[q, H * G, d]``, of the row's tokens in the batch."""
+        """``query``: ``[q, H * G, d]``, of the row's tokens in the batch. lse: theirs, if it is known, as
+        ``score_prompt_queries`` takes it."""
         planes = self.prompt_scores.scores, self.prompt_scores.aux
         scores, aux = (plane[layer, :, : where.seq_len] for plane in planes)
         newest = query[-self.num_queries :]
-        score_prompt_queries(newest, cache, where.blocks, self.update, scale, scores, aux, softmax)
+        lse = None if lse is None else lse[:, -self.num_queries :]
+        score_prompt_queries(newest, cache, where.blocks, self.update, scale, scores, aux, softmax, lse)
 
 
 @dataclass(frozen=True)
@@ -186,7 +160,14 @@ class RepetitionWindow:
     normalization: "Normalization | None" = None
 
     def score(
-        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        where: "QueryReader",
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
     ) -> None:
         """As ``ScoreWindow.score``."""
         query, scores = query[-self.num_queries :], self.prompt_scores.scores[layer, :, self.start : self.end]
@@ -225,7 +206,14 @@ class PredictedScores:
     prompt_scores: PromptScores | None
 
     def score(
-        self, layer: int, query: Tensor, cache: PagedKVCache, where: "QueryReader", scale: float, softmax: Softmax
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        where: "QueryReader",
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
     ) -> None:
         """As ``ScoreWindow.score``."""
         assert self.hidden_states.scores is not None
@@ -280,9 +268,9 @@ class BatchRow:
 
     @property
     def needs_python(self) -> bool:
-        """True if Python code stores or scores its queries, as no captured graph can."""
-        in_python = self.window is not None or self.held is not None
-        return in_python or (self.ring is not None and self.ring.first is None)
+        """True if Python code looks at its queries, which no captured graph can have. On a GPU rings are no matter of
+        Python's, see ``keep_queries``."""
+        return self.window is not None or self.held is not None
 
 
 PLAIN = BatchRow()
@@ -314,20 +302,40 @@ class QueryReader:
         start, end = common.query_start_loc_cpu[index : index + 2].tolist()
         return cls(slice(start, end), common.block_table_tensor[index], seq_len_of(common, index), row)
 
-    def read(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float, softmax: Softmax) -> None:
-        """Stores and scores this row's queries as it asks; ``query``: ``[tokens of the batch, H * G, d]``."""
+    def read(
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Stores and scores this row's queries as it asks.
+
+        query: ``[tokens of the batch, H * G, d]``. lse: ``[H * G, tokens of the batch]``, see ``ScoreWindow.score``.
+        """
         if self.row.held is not None:
             self.row.held.keep(layer, query[self.tokens], self)
         else:
-            self.read_own(layer, query[self.tokens], cache, scale, softmax)
+            lse = None if lse is None else lse[:, self.tokens]
+            self.read_own(layer, query[self.tokens], cache, scale, softmax, lse)
 
-    def read_own(self, layer: int, query: Tensor, cache: PagedKVCache, scale: float, softmax: Softmax) -> None:
-        """``read`` for ``query``: ``[tokens of the row, H * G, d]``."""
+    def read_own(
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
+    ) -> None:
+        """``read`` for ``query`` and ``lse`` of the row's tokens alone."""
         ring, window = self.row.ring, self.row.window
         if ring is not None:
             ring.write(layer, query[-ring.window :], self.seq_len)
         if window is not None:
-            window.score(layer, query, cache, self, scale, softmax)
+            window.score(layer, query, cache, self, scale, softmax, lse)
 
 
 class HeldQueries:

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan, FrontReport
+from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.cache_positions import moves
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import Deal
@@ -71,8 +72,9 @@ class Compaction:
     source_blocks: ids of the request's blocks before the plan. prompt_scores: statistics of its tokens, for a first
     compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them, or
     they score its entries anew (rescoring). complete: the complete cache that a refresh starts from. pages: of the
-    request's heads, one row per layer, if its front is not an ordinary one. moves_keys: RoPE counts entries of the
-    cache, so that keys are turned as these move up.
+    request's heads, one row per layer, if its front is not an ordinary one. found: ``Execution.found`` of its last
+    compaction, if that is known. moves_keys: RoPE counts entries of the cache, so that keys are turned as these move
+    up.
     """
 
     plan: CompressionPlan
@@ -82,6 +84,7 @@ class Compaction:
     ring: QueryRing | None = None
     complete: ExternalCache | None = None
     pages: HeadPages | None = None
+    found: Arriving | None = None
     rescoring: Rescoring | None = None
     moves_keys: bool = False
 
@@ -166,7 +169,8 @@ class _Batch:
     compressed at once, of one layer of the only request; 0: as many layers as memory allows. failed: errors of
     requests, by index. shares: of each request by index, entries of each head, layer by layer, where they are rounded
     to pages. fronts: what they come to, if that depends on data. deals: new pages of requests, by index, where heads
-    get some of their own. gathered: the entries that were read last, by their sequence layers.
+    get some of their own. found: ``Execution.found``, by index. gathered: the entries that were read last, by
+    their sequence layers.
     """
 
     compactions: list[Compaction]
@@ -179,6 +183,7 @@ class _Batch:
     shares: list[list[int]] = field(default_factory=list)
     fronts: list[FrontReport] = field(default_factory=list)
     deals: list[Deal] = field(default_factory=list)
+    found: list[Arriving] = field(default_factory=list)
     gathered: "dict[tuple[_SequenceLayer, ...], PagedEntries]" = field(default_factory=dict)
 
     @property
@@ -211,13 +216,16 @@ class Execution:
     entries left unchanged because the merged ones were not finite, entries kept, and the fewest and the most of these
     in one head. failures: errors of policies, by index of the plan.
     The newest entries of such requests were kept, so they must not go on generating. pages: of the new fronts, by index
-    of the plan, where heads have some of their own. fronts: what they hold, where that depends on data.
+    of the plan, where heads have some of their own. fronts: what they hold, where that depends on data. found: for the
+    requests' next compactions, by index, where budgets of heads depend on data: the allocator's statistic of each
+    layer, if it has one, or else its budget of each head, layer by layer.
     """
 
     counts: Tensor
     failures: dict[int, PartError]
     pages: dict[int, HeadPages]
     fronts: dict[int, FrontReport]
+    found: dict[int, Arriving]
 
 
 class Course:
@@ -320,10 +328,11 @@ class Compactor:
             # Each complete cache is an allocation of its own, so refreshes go one by one.
             source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
             layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
+            kind = id(compaction.policy), plan.settles_shares
             # By the policy's text: parameters of another package's policy may not be hashable.
-            batches.setdefault((plan.compression, id(compaction.policy), *sizes, *source, *layout), []).append(index)
+            batches.setdefault((plan.compression, *kind, *sizes, *source, *layout), []).append(index)
         courses += [(indices, self._course([compactions[index] for index in indices])) for indices in batches.values()]
-        counts, failures, pages, fronts = [], {}, {}, {}
+        counts, failures, pages, fronts, found = [], {}, {}, {}, {}
         for indices, course in courses:
             course.advance(1.0)
             batch = course.batch
@@ -331,8 +340,12 @@ class Compactor:
             failures.update({indices[index]: error for index, error in batch.failed.items()})
             pages.update({indices[index]: deal.pages for index, deal in enumerate(batch.deals)})
             fronts.update({indices[index]: front for index, front in enumerate(batch.fronts)})
-        order = torch.tensor([index for indices, _ in courses for index in indices], dtype=torch.int64)
-        return Execution(torch.cat(counts).index_select(0, sent(order.argsort(), self.device)), failures, pages, fronts)
+            found.update({indices[index]: one for index, one in enumerate(batch.found)})
+        in_order = counts[0]
+        if len(courses) > 1:
+            order = torch.tensor([index for indices, _ in courses for index in indices], dtype=torch.int64)
+            in_order = torch.cat(counts).index_select(0, sent(order.argsort(), self.device))
+        return Execution(in_order, failures, pages, fronts, found)
 
     def begin(self, compaction: Compaction, num_parts: int) -> Course:
         """A compaction that is to be executed in about ``num_parts`` parts, down to one KV head of one layer."""
@@ -370,8 +383,7 @@ class Compactor:
 
         policy = first.policy
         work.total += ANALYSIS * (policy.allocator.has_layer_statistic + bool(first.plan.share_blocks))
-        counts = torch.zeros(len(compactions), 6, dtype=torch.int64, device=self.device)
-        counts[:, FEWEST] = NO_COUNT
+        counts = self._sent([[NO_COUNT if column == FEWEST else 0 for column in range(6)]] * len(compactions))
         return _Batch(compactions, cost, time_left, work, counts, num_rows)
 
     def _cost(self, policy: CompressionPolicy, shape: CostShape) -> Cost | PartError:
@@ -390,6 +402,12 @@ class Compactor:
         work, statistics = batch.work, None
         if batch.policy.allocator.has_layer_statistic:
             statistics = yield from self._layer_statistics(batch)
+            arriving = Arriving.of(statistics)
+            batch.found.extend(arriving[index] for index in range(len(statistics)))
+            if not batch.plan.settles_shares:  # all layers are alike where nothing is known
+                alike = [1.0] * len(self.layers)
+                earlier = [alike if one.found is None else one.found.take() for one in batch.compactions]
+                statistics = torch.tensor(earlier, device="cpu")
         if batch.plan.share_blocks:
             before = work.done
             batch.shares.extend((yield from self._shares(batch, statistics)))
@@ -487,32 +505,28 @@ class Compactor:
         return Cost(0, piece.products, piece.touches, piece.comparisons).seconds(self.rates) / expected
 
     def _shares(self, batch: _Batch, statistics: Tensor | None) -> Generator[None, None, list[list[int]]]:
-        """``_Batch.shares`` by the policy's budgets; equal ones where it failed."""
+        """``_Batch.shares`` by the policy's budgets; equal ones where it failed.
+
+        A plan that does not settle them takes what the last compaction found, or, where nothing is known, what heads
+        hold: it waits for no GPU.
+        """
         plan, policy = batch.plan, batch.policy
         num_layers, num_heads = len(self.layers), self.num_kv_heads
-        budgets = [[plan.budget] * (num_layers * num_heads) for _ in batch.compactions]
-
-        def of_heads(seq_layers: list[_SequenceLayer]) -> list[int]:
-            entries = self._gather(seq_layers, batch)
-            with time_limit(batch.time_left()):
-                return policy.head_budgets(entries, self._context(seq_layers, batch, statistics))
-
         of_layers = None
         try:
             of_layers = policy.layer_budgets(plan.budget, batch.compactions[0].num_entries, num_layers)
         except PartError as error:
             batch.failed.update(dict.fromkeys(range(len(batch.compactions)), error))
         if of_layers is not None:
-            budgets = [[one for one in of_layers for _ in range(num_heads)]] * len(budgets)
-        elif policy.allocator.pools_layers:
-            yield from self._pool_budgets(batch, budgets)
+            budgets = [[one for one in of_layers for _ in range(num_heads)]] * len(batch.compactions)
         else:
-            for part in self._parts(batch):
-                for some, found in _contained(part, batch.failed, of_heads):
-                    for row, (request, layer) in enumerate(some):
-                        heads = slice(layer * num_heads, (layer + 1) * num_heads)
-                        budgets[request][heads] = found[row * num_heads : (row + 1) * num_heads]
-                yield from self._analyzed(part, batch)
+            found = yield from (
+                self._pooled_budgets(batch) if policy.allocator.pools_layers else self._head_budgets(batch, statistics)
+            )
+            if not policy.allocator.has_layer_statistic:
+                arriving = Arriving.of(found)
+                batch.found.extend(arriving[index] for index in range(len(found)))
+            budgets = [self._usable_budgets(index, found, batch) for index in range(len(batch.compactions))]
 
         room = plan.share_blocks, self.block_size, policy.min_budget, plan.new_front
         return [
@@ -525,8 +539,49 @@ class Compactor:
         batch.work.done += ANALYSIS * len(part) / (len(batch.compactions) * len(self.layers))
         yield
 
-    def _pool_budgets(self, batch: _Batch, budgets: list[list[int]]) -> Iterator[None]:
-        """Replaces the ``budgets`` of requests by those of a policy that compares the heads of all layers."""
+    def _usable_budgets(self, index: int, found: Tensor, batch: _Batch) -> list[int]:
+        """Budgets of a request's heads, layer by layer. found: what its policy has just found."""
+        compaction, plan = batch.compactions[index], batch.plan
+        if index in batch.failed:
+            return [plan.budget] * found.shape[1]
+        if plan.settles_shares or (batch.policy.allocator.has_layer_statistic and compaction.found is not None):
+            numbers = found[index].tolist()
+        elif compaction.found is not None:
+            numbers = compaction.found.take()
+        elif compaction.pages is not None:
+            return [int(front) for front in compaction.pages.fronts.flatten().tolist()]
+        else:
+            return [plan.budget] * found.shape[1]
+        return batch.policy.whole_budgets(numbers, plan.new_front)
+
+    def _unknown_budgets(self, batch: _Batch, device: torch.device) -> Tensor:
+        """``[plans, heads of all layers]`` int64, to be filled with ``found_budgets``."""
+        shape = len(batch.compactions), len(self.layers) * self.num_kv_heads
+        return torch.full(shape, batch.plan.budget - batch.policy.num_protected, dtype=torch.int64, device=device)
+
+    def _head_budgets(self, batch: _Batch, statistics: Tensor | None) -> Generator[None, None, Tensor]:
+        """The policy's ``found_budgets`` of all requests, ``[plans, heads of all layers]``."""
+        policy, num_heads = batch.policy, self.num_kv_heads
+
+        def of_heads(seq_layers: list[_SequenceLayer]) -> list[int] | Tensor:
+            entries = self._gather(seq_layers, batch)
+            with time_limit(batch.time_left()):
+                return policy.found_budgets(entries, self._context(seq_layers, batch, statistics))
+
+        budgets = None
+        for part in self._parts(batch):
+            for some, found in _contained(part, batch.failed, of_heads):
+                given = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
+                if budgets is None:
+                    budgets = self._unknown_budgets(batch, given.device)
+                for row, (request, layer) in enumerate(some):
+                    heads = slice(layer * num_heads, (layer + 1) * num_heads)
+                    budgets[request, heads] = given[row * num_heads : (row + 1) * num_heads]
+            yield from self._analyzed(part, batch)
+        return self._unknown_budgets(batch, torch.device("cpu")) if budgets is None else budgets
+
+    def _pooled_budgets(self, batch: _Batch) -> Generator[None, None, Tensor]:
+        """The same of a policy that compares the heads of all layers."""
         policy, num_heads = batch.policy, self.num_kv_heads
         shape = len(batch.compactions), len(self.layers) * num_heads, batch.compactions[0].num_entries
         masses = torch.empty(shape, device=self.device)
@@ -536,7 +591,7 @@ class Compactor:
             with time_limit(batch.time_left()):
                 return policy.pooled_mass(entries, self._context(seq_layers, batch, None))
 
-        def split(seq_layers: list[_SequenceLayer]) -> list[int]:
+        def split(seq_layers: list[_SequenceLayer]) -> list[int] | Tensor:
             with time_limit(batch.time_left()):
                 context = self._context(seq_layers, batch, None)
                 return policy.pooled_budgets(masses[seq_layers[0].request], context)
@@ -547,10 +602,15 @@ class Compactor:
                     heads = slice(layer * num_heads, (layer + 1) * num_heads)
                     masses[request, heads] = found[row * num_heads : (row + 1) * num_heads]
             yield from self._analyzed(part, batch)
-        for request in range(len(budgets)):
+        budgets = None
+        for request in range(len(batch.compactions)):
             layers = [_SequenceLayer(request, layer) for layer in range(len(self.layers))]
-            for _, budget in _contained(layers, batch.failed, split):
-                budgets[request] = budget
+            for _, found in _contained(layers, batch.failed, split):
+                given = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
+                if budgets is None:
+                    budgets = self._unknown_budgets(batch, given.device)
+                budgets[request] = given
+        return self._unknown_budgets(batch, torch.device("cpu")) if budgets is None else budgets
 
     def _fronts(self, batch: _Batch) -> list[FrontReport]:
         """What the shares of each request come to: as many blocks as the tensor-parallel worker takes that needs most,
@@ -558,7 +618,9 @@ class Compactor:
         num_lanes = len(self.layers) * self.num_kv_heads
         pages = [sum(-(-share // self.block_size) for share in shares) for shares in batch.shares]
         needed = [(-(-count // num_lanes), sum(shares)) for count, shares in zip(pages, batch.shares, strict=True)]
-        by_head = self.all_heads(self._sent(needed).repeat(self.num_kv_heads, 1, 1))
+        by_head = torch.tensor([needed], device="cpu")
+        if not self.is_alone:
+            by_head = self.all_heads(self._sent(needed).repeat(self.num_kv_heads, 1, 1))
         blocks, entries = by_head[..., 0].amax(0).tolist(), by_head[..., 1].double().mean(0).tolist()
         numbers = zip(batch.compactions, blocks, entries, strict=True)
         return [FrontReport(one.plan.seq_len, count, math.ceil(total / num_lanes)) for one, count, total in numbers]
@@ -648,6 +710,10 @@ class Compactor:
         for start in range(0, len(seq_layers), size):
             yield seq_layers[start : start + size]
 
+    def num_found(self, numbers: Tensor) -> int:
+        """Length of an ``Execution.found`` like ``numbers``: statistics of layers, or whole numbers of heads."""
+        return len(self.layers) * (1 if numbers.is_floating_point() else self.num_kv_heads)
+
     @property
     def num_kv_heads(self) -> int:
         return len(self.head_indices)
@@ -676,7 +742,10 @@ class Compactor:
         shares = self._shares_of(seq_layers, batch) if batch.shares else None
         if shares is not None and batch.deals:  # other places have no room
             capacity = max(shares)
-        window = batch.policy.query_window
+        window, allocator = batch.policy.query_window, batch.policy.allocator
+        budgets = None
+        if not batch.plan.settles_shares and allocator.reads_attention and not allocator.has_layer_statistic:
+            budgets = [batch.plan.budget] * (len(layers) * self.num_kv_heads)
         return CompressionContext(
             budget=batch.plan.budget,
             capacity=capacity,
@@ -690,6 +759,7 @@ class Compactor:
             rotation=self.rotation,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
             shares=shares,
+            budgets=budgets,
             end=batch.plan.num_tokens if batch.plan.is_refresh else None,
         )
 

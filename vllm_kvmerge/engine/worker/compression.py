@@ -36,7 +36,6 @@ from vllm_kvmerge.engine.attention.rows import (
     PredictedScores,
     PromptScores,
     QueryRing,
-    QueryRings,
     RepetitionWindow,
     ScoreWindow,
 )
@@ -54,6 +53,7 @@ from vllm_kvmerge.engine.plan import (
 )
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
+from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Course, Rescoring
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
@@ -97,9 +97,9 @@ class RequestState:
     """A worker's state of a request with a policy. update: of its scores by attention after the first compression, if
     its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
     cache, from the first compression on, if it is refreshed. predicts: scores of generated tokens are predicted. pages:
-    of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU. output: of
-    its context's last token, until its front is shared. shift: what RoPE adds to the positions of its tokens, so that
-    those of its tail follow its front."""
+    of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU. found:
+    ``Execution.found`` of its last compression. output: of its context's last token, until its front is shared. shift:
+    what RoPE adds to the positions of its tokens, so that those of its tail follow its front."""
 
     front: int = 0
     tail: int = 0
@@ -110,18 +110,20 @@ class RequestState:
     predicts: bool = False
     pages: HeadPages | None = None
     table: Tensor | None = None
+    found: Arriving | None = None
     output: Tensor | None = None
     shift: int = 0
 
 
 @dataclass(frozen=True)
 class KeptFront:
-    """What a worker keeps of a front in the prefix cache besides its blocks. pages, table: as in ``RequestState``.
-    queries: the newest ones of the context, if its policy goes on reading them. output: the hidden state that the model
-    made of the context's last token, ``[hidden]``."""
+    """What a worker keeps of a front in the prefix cache besides its blocks. pages, table, found: as in
+    ``RequestState``. queries: the newest ones of the context, if its policy goes on reading them. output: the hidden
+    state that the model made of the context's last token, ``[hidden]``."""
 
     pages: HeadPages | None
     table: Tensor | None
+    found: Arriving | None
     queries: Tensor | None
     output: Tensor | None
 
@@ -173,7 +175,6 @@ class Compression:
         """Requests of whose tokens in the step some are drafts."""
         self._held: dict[str, tuple[int, HeldQueries]] = {}
         """Their queries, if they count, and the numbers of tokens computed before the step."""
-        self.rings: QueryRings | None = None
         self.rates: Rates | None = None
         self._compactor: Compactor | None = None
         self._hidden_states: HiddenStates | None = None
@@ -361,16 +362,14 @@ class Compression:
         for request_id, turn in self.step.turns.items():
             ended = self.states[request_id]
             queries = ended.ring.queries(turn.num_tokens) if turn.keeps_queries and ended.ring is not None else None
-            self._fronts[turn.key] = KeptFront(ended.pages, ended.table, queries, None)
+            self._fronts[turn.key] = KeptFront(ended.pages, ended.table, ended.found, queries, None)
         for request_id in (
             scheduler_output.finished_req_ids
             | (scheduler_output.preempted_req_ids or set())
             | scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ):
             self._begun.pop(request_id, None)
-            state = self.states.pop(request_id, None)
-            if state is not None and state.ring is not None and self.rings is not None:
-                self.rings.give_back(state.ring)
+            self.states.pop(request_id, None)
         copied = [one for one in self.step.adoptions.values() if one.blocks]
         self.copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
         for request_id, adoption in self.step.adoptions.items():
@@ -400,7 +399,7 @@ class Compression:
     def _adopted(self, adoption: Adoption) -> RequestState:
         """The state of a request that begins with a front."""
         config, front = parse_known(adoption.compression), self._fronts[adoption.key]
-        state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table)
+        state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table, found=front.found)
         state.shift = position_shift(config, state)
         self._track(state, config, adoption.is_partial)
         if front.pages is not None and adoption.blocks:
@@ -562,11 +561,8 @@ class Compression:
         return state
 
     def _ring(self, window: int) -> QueryRing:
-        ring = self.rings.take(window) if self.rings is not None else None
-        if ring is None:
-            num_layers, dtype = len(self.compactor.layers), self._config.model_config.dtype
-            ring = QueryRing.empty(num_layers, window, *self._query_shape, dtype, self._device)
-        return ring
+        num_layers, dtype = len(self.compactor.layers), self._config.model_config.dtype
+        return QueryRing.empty(num_layers, window, *self._query_shape, dtype, self._device)
 
     # Fronts in files.
 
@@ -578,7 +574,8 @@ class Compression:
         try:
             if kept is None:
                 raise SavedFrontError("this worker does not know the front")
-            others = {"queries": kept.queries, "output": kept.output}
+            found = None if kept.found is None else torch.tensor(kept.found.take(), dtype=kept.found.numbers.dtype)
+            others = {"queries": kept.queries, "output": kept.output, "found": found}
             tensors = front_tensors(self.compactor.layers, asked["blocks"], kept.pages, others)
             tensors |= window_tensors(self.pool, asked["window_blocks"])
             path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)
@@ -597,15 +594,17 @@ class Compression:
             shapes = {
                 "queries": (len(self.compactor.layers), None, *self._query_shape),
                 "output": (self._config.model_config.get_hidden_size(),),
+                "found": (self.compactor.num_found(tensors["found"]) if "found" in tensors else None,),
             }
             restore_windows(self.pool, asked["window_blocks"], tensors)
             pages, others = restore_front(self.compactor.layers, asked["blocks"], tensors, shapes)
         except SavedFrontError as error:
             return str(error)
         table = None if pages is None else self._table(pages)
+        found = Arriving.of(others.pop("found")) if "found" in others else None
         others = {name: tensor.to(self._device) for name, tensor in others.items()}
         key = bytes.fromhex(asked["key"])
-        self._fronts[key] = KeptFront(pages, table, others.get("queries"), others.get("output"))
+        self._fronts[key] = KeptFront(pages, table, found, others.get("queries"), others.get("output"))
         return None
 
     # Plans of a step.
@@ -642,6 +641,7 @@ class Compression:
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
             state.table = None if state.pages is None else self._table(state.pages)
+            state.found = done.found.get(index)
             before, state.shift = state.shift, position_shift(config, state)
             if state.ring is not None and state.shift != before:
                 self.compactor.move_queries(state.ring, plan.seq_len, before, state.shift)
@@ -677,7 +677,13 @@ class Compression:
         if any(self._windows[window.group][1] is None for window in plan.windows):
             return Compaction(plan, config.policy, *sources), PartError("positions", "keys in windows cannot be turned")
         compaction = Compaction(
-            plan, config.policy, *sources, pages=state.pages, rescoring=rescoring, moves_keys=moves_keys
+            plan,
+            config.policy,
+            *sources,
+            pages=state.pages,
+            found=state.found,
+            rescoring=rescoring,
+            moves_keys=moves_keys,
         )
         if plan.external_tokens:
             try:
@@ -707,7 +713,7 @@ class Compression:
             table = self._table(pages)
         if (config.decode == "bounded" or plan.is_partial) and state.ring is not None:
             queries = state.ring.queries(plan.seq_len)
-        return KeptFront(pages, table, queries, state.output)
+        return KeptFront(pages, table, state.found, queries, state.output)
 
     def _share_scores(self) -> None:
         """Keeps, recalls and forgets scores of contexts as the step says."""

@@ -1,5 +1,7 @@
 """Compression on a GPU: memory that is reserved before vLLM measures how much is free."""
 
+import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +14,17 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_kvmerge.engine.arguments import plugin_config, request_limits
+from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.engine.attention.common import DTYPES
-from vllm_kvmerge.engine.attention.cuda import shortest_chunk
-from vllm_kvmerge.engine.attention.rows import QueryRings
+from vllm_kvmerge.engine.attention.cuda import CUDAAttentionImpl, shortest_chunk
 from vllm_kvmerge.engine.blocks import MERGEABLE_SPECS
-from vllm_kvmerge.engine.worker.compression import Compression
+from vllm_kvmerge.engine.worker import warm_up
+from vllm_kvmerge.engine.worker.compression import Compression, parse_known
+from vllm_kvmerge.engine.worker.warm_up import AttentionKind
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
+from vllm_kvmerge.policies import PRESETS
 
 logger = init_logger(__name__)
 
@@ -39,26 +43,14 @@ class CUDACompression(Compression):
         name, spec = next(iter(specs.items()))
         impl: Any = self.layers[name].impl
         max_model_len = int(self._config.model_config.max_model_len)
-        options = plugin_config(self._config)
         dtype = self._config.model_config.dtype
-        num_rings = min(options.query_rings, self._config.scheduler_config.max_num_seqs)
-        if num_rings:
-            ring_shape = (len(specs), num_rings, options.query_ring_size, impl.num_heads, spec.head_size)
-            self.rings = QueryRings(*ring_shape, dtype, self._device)
         num_blocks = self._most_blocks(sum(spec.page_size_bytes for spec in specs.values()))
         shape = num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size
         cache = PagedKVCache.planned(*shape, DTYPES.get(impl.kv_cache_dtype, dtype), self._device)
         work = workspace_of(self._device)
         width = get_block_table_width(cdiv(max_model_len, spec.block_size), spec.block_size)
         self._reserve_attention(work, cache, impl.num_heads, width)
-        rings = self.rings.queries.nbytes if self.rings is not None else 0
-        logger.info(
-            "Compression holds %.1f MiB for %d query rings of %d and %.1f MiB for attention",
-            rings / 2**20,
-            num_rings,
-            options.query_ring_size,
-            work.num_bytes / 2**20,
-        )
+        logger.info("Compression holds %.1f MiB for attention", work.num_bytes / 2**20)
 
     def _most_blocks(self, block_bytes: int) -> int:
         """A bound on the number of blocks. block_bytes: size of one block in all layers."""
@@ -82,8 +74,8 @@ class CUDACompression(Compression):
     def profiling(self) -> Iterator[None]:
         """Context for vLLM's profiling run: allocates and frees the memory that prompt scores and newest queries of
         running requests, and a compaction, may take."""
-        limits, rings = request_limits(self._config), 0 if self.rings is None else self.rings.queries.nbytes
-        kept = torch.empty(max(0, limits.kept_bytes - rings), dtype=torch.uint8, device=self._device)
+        limits = request_limits(self._config)
+        kept = torch.empty(limits.kept_bytes, dtype=torch.uint8, device=self._device)
         yield
         torch.empty(limits.max_bytes, dtype=torch.uint8, device=self._device)
         del kept
@@ -92,12 +84,48 @@ class CUDACompression(Compression):
         """Prepares metadata builders and the workspace, after ``use_cache`` and before graphs are captured."""
         for group in attn_groups:
             builder: Any = group.get_metadata_builder()
-            builder.rings = self.rings
+            builder.keeps_queries = True
             if request_limits(self._config).head_pages:
                 builder.use_pages(self.compactor.layers)
         # Exact now, and usually reserved already.
         cache = self.compactor.layers[0]
+        self._max_blocks = block_table_width
         self._reserve_attention(workspace_of(self._device), cache, self._query_shape[0], block_table_width)
+
+    def warm_up(self) -> None:
+        """Launches all kernels that serving may need, so that they are compiled; call it when ``prepare_attention`` has
+        been. The cache stays as it is."""
+        started, limits = time.perf_counter(), request_limits(self._config)
+        dtype, layers = self._config.model_config.dtype, self.compactor.layers
+        owned = {cache.keys.data_ptr() for cache in layers}
+        kinds = []
+        for layer in self.layers.values():
+            impl: Any = layer.impl
+            if not isinstance(impl, CUDAAttentionImpl):
+                continue
+            cache = impl.paged(layer, layer.kv_cache)
+            is_compressed = cache.keys.data_ptr() in owned
+            kinds.append(
+                AttentionKind(
+                    cache,
+                    impl.num_heads,
+                    dtype,
+                    impl.scale,
+                    impl.softmax,
+                    impl.window,
+                    impl.chunked,
+                    layers if is_compressed and limits.head_pages else None,
+                    shortest_chunk(impl.num_heads // impl.num_kv_heads),
+                    has_scores=is_compressed,
+                )
+            )
+        warm_up.attention(kinds, self._max_blocks)
+        names = [name for name in PRESETS if limits.allowed_policies is None or name in limits.allowed_policies]
+        policies = [parse_known(json.dumps({"policy": name, "budget": warm_up.BUDGET})).policy for name in names]
+        warm_up.compactions(self.compactor, policies, dtype, limits.head_pages)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        logger.info("Kernels of attention and compressions were warmed up in %.1f s", time.perf_counter() - started)
 
     def _table(self, pages: HeadPages) -> Tensor | None:
         # Steps that were launched before may still read the table that this replaces. PyTorch gives its memory away to

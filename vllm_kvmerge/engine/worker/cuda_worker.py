@@ -26,6 +26,11 @@ class KVMergeCUDAWorker(Worker):
 
         return CompressionGPUModelRunner(self.vllm_config, self.device)
 
+    def compile_or_warm_up_model(self) -> Any:
+        # Before graphs are captured, and before vLLM starts to watch for what is compiled later.
+        self.model_runner.compression.warm_up()
+        return super().compile_or_warm_up_model()
+
     def compression_rates(self) -> dict[str, float]:
         """The worker's ``policies.cost.Rates``, for API servers."""
         return self.model_runner.compression.known_rates()

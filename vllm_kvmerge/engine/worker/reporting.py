@@ -20,6 +20,7 @@ from vllm_kvmerge.engine.plan import (
     Progress,
     attach,
 )
+from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.compactor import FEWEST, MOST
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.policies.cost import Rates
@@ -32,41 +33,13 @@ FAILED_ELSEWHERE = Failure(
 )
 
 
-@dataclass
-class _Arriving:
-    """Numbers on their way from a GPU; ``done`` None: they are here."""
-
-    counts: Tensor
-    done: torch.cuda.Event | None = None
-
-    @classmethod
-    def of(cls, counts: Tensor) -> "_Arriving":
-        if counts.is_cpu:
-            return cls(counts)
-        copied = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        copied.copy_(counts, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return cls(copied, done)
-
-    @property
-    def are_here(self) -> bool:
-        return self.done is None or self.done.query()
-
-    def take(self) -> list[list[int]]:
-        """The numbers, waiting for them if need be."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.counts.tolist()  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True)
 class _Compressed:
     """Plans that a step has carried out. heads: that counts are of, in each plan. is_awaited: the scheduler needs them
     with the step's output."""
 
     request_ids: list[str]
-    counts: _Arriving
+    counts: Arriving
     heads: int
     is_awaited: bool
 
@@ -94,7 +67,7 @@ class Reporter:
             num_heads *= len(by_worker)
             sums, fewest, most = by_worker[..., :FEWEST].sum(0), by_worker[..., FEWEST], by_worker[..., MOST]
             counts = torch.cat([sums, fewest.amin(0).unsqueeze(1), most.amax(0).unsqueeze(1)], 1)
-        arriving, is_awaited = _Arriving.of(counts), any(plan.key is not None for plan in plans)
+        arriving, is_awaited = Arriving.of(counts), any(plan.key is not None for plan in plans)
         self._compressed.append(_Compressed([plan.request_id for plan in plans], arriving, num_heads, is_awaited))
 
     def add_rates(self, rates: Rates) -> None:
@@ -166,11 +139,11 @@ class EntryCounts:
     """Passes numbers of merged and evicted entries to the metrics of ``engine``, without waiting for a GPU."""
 
     engine: int
-    _pending: deque[tuple[list[str], _Arriving]] = field(default_factory=deque)
+    _pending: deque[tuple[list[str], Arriving]] = field(default_factory=deque)
 
     def add(self, policies: list[str], counts: Tensor) -> None:
         """Adds ``Execution.counts``, by plan."""
-        self._pending.append((policies, _Arriving.of(counts)))
+        self._pending.append((policies, Arriving.of(counts)))
         if counts.is_cpu:
             self.flush()
 

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
+from vllm_kvmerge.engine.attention.faster import ALWAYS
 from vllm_kvmerge.engine.blocks import with_equal_blocks
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compression import Compression, set_batch_rows
@@ -99,7 +100,8 @@ class CompressionRunnerMixin(GPUModelRunner):
             yield request_id, self._scheduled[request_id], int(computed[index])
 
     def _blocks_of(self, request_id: str) -> torch.Tensor:
-        return torch.tensor(self.requests[request_id].block_ids[self.compression.group])
+        # As in V2's block tables: kernels are compiled for each type.
+        return torch.tensor(self.requests[request_id].block_ids[self.compression.group], dtype=torch.int32)
 
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
@@ -107,12 +109,14 @@ class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
-        if plugin_config(self.vllm_config).plain_attention == "vllm":
+        choice = plugin_config(self.vllm_config).plain_attention
+        if choice == "vllm":
             return
         for group in self.attn_groups[self.compression.group]:
             builder = group.get_metadata_builder()
             if isinstance(builder, MergeableAttentionBuilder):
-                builder.faster = builder.measure(self.compression.layers[group.layer_names[0]])
+                layer = self.compression.layers[group.layer_names[0]]
+                builder.faster = ALWAYS if choice == "ours" else builder.measure(layer)
                 logger.info("Requests without a compressed front: %s", builder.faster)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:

@@ -24,24 +24,33 @@ from vllm_kvmerge.ops.triton.entries import (
     write_rows,
 )
 from vllm_kvmerge.ops.triton.indexing import (
+    by_position,
     empty_places,
     free_places,
+    hand_over,
     in_place,
     inverse,
     largest,
+    line_up,
+    list_joined,
+    mix_in,
+    newest,
     overflowing,
     padded_nonzero,
     put,
     take,
     top,
 )
+from vllm_kvmerge.ops.triton.queries import keep_queries
+from vllm_kvmerge.ops.triton.regression import attention_weights, solve_outputs
 from vllm_kvmerge.ops.triton.zipping import zip_groups
 
 # fmt: off
 __all__ = [
-    "INTERPRETED", "description", "empty_places", "free_places", "fused_attention", "gather_metadata", "gather_rows",
-    "in_place", "inverse", "join_slots", "largest", "merge_entries", "most_similar", "move_entries", "obstacle",
+    "INTERPRETED", "attention_weights", "by_position", "description", "empty_places", "free_places", "fused_attention",
+    "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_slots", "keep_queries", "largest",
+    "line_up", "list_joined", "merge_entries", "mix_in", "most_similar", "move_entries", "newest", "obstacle",
     "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
-    "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
+    "solve_outputs", "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
 ]
 # fmt: on

@@ -15,6 +15,12 @@ from vllm_kvmerge.ops.workspace import Workspace, workspace_of
 
 LOG2E = attention_kernels.LOG2E.value
 
+PIECES_AT_ONCE = 16
+"""Pieces whose results are combined at a time."""
+
+COLUMN_PIECES = 2
+"""The same for tiles of many queries, which have few pieces; more would cost registers."""
+
 
 def _check(query: Tensor, cache: PagedKVCache) -> None:
     if query.shape[2] != cache.head_size or query.shape[1] % cache.num_kv_heads:
@@ -69,8 +75,6 @@ class _Call:
             "G": self.groups,
             "HEAD_SIZE": self.cache.head_size,
             "BLOCK_SIZE": self.cache.block_size,
-            "SPLITS": self.plan.splits,
-            "LEAST": self.plan.settings.least,
             "BLOCK_M": self.plan.block_m,
             "BLOCK_D": power_of_two(self.cache.head_size),
             "LAYERS": 0 if self.batch.tables is None else len(self.batch.tables.layers),
@@ -79,58 +83,87 @@ class _Call:
         }
 
     @property
-    def split_constants(self) -> dict[str, Any]:
-        """``constants``, and the kernels' that divide entries in splits."""
-        return self.constants | {"WINDOW": self.window, "CHUNKED": self.chunked}
+    def piece_constants(self) -> dict[str, Any]:
+        """``constants``, and those of the kernels whose programs have pieces."""
+        return self.constants | {"HEADS": self.cache.num_kv_heads, "WINDOW": self.window, "CHUNKED": self.chunked}
+
+    @cached_property
+    def pieces(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The lists that ``divide`` makes, of this call or of an earlier one for the same rows.
+
+        The layer that was the first to need them makes them anew at each of its calls. So each forward pass has its
+        own, and a captured graph contains the launch.
+        """
+        _, _, query_lens, seq_lens, fronts, tails, *_ = rows = self.rows
+        plan, settings = self.plan, self.plan.settings
+        layer, places = self.cache.keys.data_ptr(), tuple(row.data_ptr() for row in rows[2:6])
+        key = (*places, plan.num_tiles, plan.slots, plan.most, settings, plan.block_m // self.groups, self.window,
+               self.chunked)  # fmt: skip
+        maker, found = self.batch.shared.get(key, (layer, None))
+        if found is None or maker == layer:
+            sizes = (plan.num_pieces, 2 * plan.num_tiles, plan.num_tiles)
+            lists = torch.empty(sum(sizes), dtype=torch.int32, device=self.query.device).split(sizes)
+            attention_kernels.divide[(plan.num_tiles,)](
+                query_lens, seq_lens, fronts, tails, *lists, plan.num_tiles, plan.tiles, plan.num_pieces, plan.slots,
+                settings.least, plan.block_m // self.groups, self.window, int(self.chunked), settings.block_n,
+                BLOCK=1024, num_warps=8, num_stages=1,
+            )  # fmt: skip
+            self.batch.shared[key] = layer, lists
+            return lists  # type: ignore[return-value]
+        return found
 
     def attend(self, output: Tensor, values: bool) -> Tensor:
-        """Launches ``attend`` and returns the log-sum-exp of its splits, its only result without ``values``."""
+        """Launches ``attend`` and returns the log-sum-exp of its pieces, its only result without ``values``."""
         cache, plan = self.cache, self.plan
         buffers = {name: self.work.take(name, size) for name, size in plan.sizes.items()}
         lse, rows = buffers["lse"], self.rows
         planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
-        attention_kernels.attend[(len(self.batch) * plan.tiles, cache.num_kv_heads, plan.splits)](
-            self.query, *planes, output, *rows, *self.pages, self.softmax.sinks, buffers.get("partial", lse), lse,
-            buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles, *self.query.stride()[:2],
-            *output.stride()[:2], rows[0].stride(0), *cache.strides,
-            VALUES=values, KEEP=plan.kept, BLOCK_N=plan.settings.block_n, **self.split_constants,
+        attention_kernels.attend[(plan.num_pieces * cache.num_kv_heads,)](
+            self.query, *planes, output, *rows, *self.pages, *self.pieces[:2], self.softmax.sinks,
+            buffers.get("partial", lse), lse, buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles,
+            plan.kept, *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0), *cache.strides,
+            VALUES=values, KEEP=plan.kept > 0, BLOCK_N=plan.settings.block_n, **self.piece_constants,
             **plan.settings.launch,
         )  # fmt: skip
         return lse
 
     def finish(self, output: Tensor, lse: Tensor) -> None:
-        """Launches ``finish`` if there are splits to combine or kept logits."""
+        """Launches ``finish`` if tiles may have several pieces or logits are kept."""
         cache, plan, rows = self.cache, self.plan, self.rows
         chosen = settings_for("finish", cache, self.groups)
-        num_combined = (plan.kept or plan.block_m // self.groups * self.groups) if plan.splits > 1 else 0
-        parts = 0
-        if plan.kept:
-            most = -(-self.max_entries // chosen.block_n)
-            parts = shares(chosen.programs, len(self.batch) * cache.num_kv_heads, most, cache)
-        if num_combined + parts == 0:
+        rows_combined = plan.kept or plan.block_m // self.groups * self.groups
+        num_combined = plan.split_tiles * rows_combined
+        programs = num_combined + (plan.num_pieces if plan.kept else 0)
+        if programs == 0:
             return
-        attention_kernels.finish[(len(self.batch) * plan.tiles, cache.num_kv_heads, num_combined + parts)](
-            self.query, cache.keys, cache.log_votes, cache.scores, cache.aux, output, *rows, *self.pages,
-            self.work.take("partial", 1), lse, self.work.take("kept", 1), self.logit_scale, plan.tiles, num_combined,
-            *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
-            *cache.log_votes.stride()[:2],
-            KEEP=plan.kept, BLOCK_N=plan.settings.block_n, BLOCK_S=min(plan.splits, 16), BLOCK_U=chosen.block_n,
-            **self.split_constants, **chosen.launch,
+        attention_kernels.finish[(programs * cache.num_kv_heads,)](
+            self.query, cache.keys, cache.log_votes, cache.scores, cache.aux, output, *rows, *self.pages, *self.pieces,
+            self.work.take("partial", 1), lse, self.work.take("kept", 1), self.logit_scale, plan.tiles,
+            plan.kept, num_combined, rows_combined, *self.query.stride()[:2], *output.stride()[:2],
+            rows[0].stride(0), *cache.keys.stride(), *cache.log_votes.stride()[:2],
+            KEEP=plan.kept > 0, BLOCK_N=plan.settings.block_n, BLOCK_S=PIECES_AT_ONCE, BLOCK_U=chosen.block_n,
+            **self.piece_constants, **chosen.launch,
         )  # fmt: skip
 
-    def update_columns(self, scores: Tensor, aux: Tensor, lse: Tensor, in_cache: bool) -> None:
-        """Launches ``update_columns``. scores, aux: planes of the cache (``in_cache``), or ``[H, entries]``."""
+    def update_columns(
+        self, scores: Tensor, aux: Tensor, lse: Tensor | None, in_cache: bool, parts: Tensor | None = None
+    ) -> None:
+        """Launches ``update_columns``. scores, aux: planes of the cache (``in_cache``), or ``[H, entries]``. lse: what
+        ``attend`` returned; None where no row needs it. parts: of each tile in ``lse``, if not as ``divide`` has it."""
         cache, plan, rows = self.cache, self.plan, self.rows
+        if parts is None:
+            parts = rows[1] if lse is None else self.pieces[1]
+        lse = self.work.take("lse", 1) if lse is None else lse
         chosen = settings_for("columns", cache, self.groups)
         most = -(-self.max_entries // chosen.block_n)
-        parts = shares(chosen.programs, len(self.batch) * cache.num_kv_heads, most, cache)
-        attention_kernels.update_columns[(len(self.batch), cache.num_kv_heads, parts)](
-            self.query, cache.keys, cache.log_votes, scores, aux, *rows, *self.pages, lse, self.logit_scale,
-            plan.tiles, *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
+        programs = shares(chosen.programs, len(self.batch) * cache.num_kv_heads, most, cache)
+        attention_kernels.update_columns[(len(self.batch), cache.num_kv_heads, programs)](
+            self.query, cache.keys, cache.log_votes, scores, aux, *rows, *self.pages, parts, lse,
+            self.logit_scale, plan.tiles, *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
             *cache.log_votes.stride()[:2],
             *(scores.stride()[:2] if in_cache else (0, scores.stride(0))),
-            IN_CACHE=in_cache, BLOCK_N=chosen.block_n, LSE_BLOCK_N=plan.settings.block_n, **self.constants,
-            **chosen.launch,
+            IN_CACHE=in_cache, BLOCK_N=chosen.block_n, BLOCK_S=COLUMN_PIECES, LSE_BLOCK_N=plan.settings.block_n,
+            **self.constants, **chosen.launch,
         )  # fmt: skip
 
 
@@ -160,9 +193,7 @@ def paged_attention(
     _check(output, cache)
     num_queries = int(batch.query_lens.max()) if batch.max_query_len is None else batch.max_query_len
     num_rows, num_blocks = batch.block_table.shape
-    if window:
-        num_blocks = min(num_blocks, (window + num_queries) // cache.block_size + 1)
-    plan = AttentionPlan.of(cache, query.shape[1], num_queries, num_rows, num_blocks, keeps=not window)
+    plan = AttentionPlan.of(cache, query.shape[1], num_queries, num_rows, num_blocks, window)
     work = workspace or workspace_of(query.device)
     call = _Call(query, cache, batch, scale, softmax, plan, work, window, chunked)
     lse = call.attend(output, values=True)
@@ -180,6 +211,7 @@ def score_prompt_queries(
     scores: Tensor,
     aux: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
+    lse: Tensor | None = None,
 ) -> None:
     if query.shape[0] == 0:
         return
@@ -187,12 +219,28 @@ def score_prompt_queries(
     if scores.stride() != aux.stride() or scores.stride(1) != 1:
         raise ValueError("scores and aux must have the same strides and be contiguous in their last dimension")
     seq_len = scores.shape[1]
+    blocks = blocks.int()  # kernels are compiled for each type
     batch = AttentionBatch.single(blocks[: -(-seq_len // cache.block_size)], query.shape[0], seq_len, update=update)
-    plan = AttentionPlan.of(cache, query.shape[1], query.shape[0], 1, batch.block_table.shape[1], keeps=False)
+    plan = AttentionPlan.of(cache, query.shape[1], query.shape[0], 1, batch.block_table.shape[1], is_prompt=True)
     call = _Call(query, cache, batch, scale, softmax, plan, workspace_of(query.device))
-    # Only probabilities need the log-sum-exp.
-    lse = scores if update.mode == ScoreMode.LOG_EMA else call.attend(query, values=False)
-    call.update_columns(scores, aux, lse, in_cache=False)
+    if update.mode == ScoreMode.LOG_EMA:  # only probabilities need the log-sum-exp
+        call.update_columns(scores, aux, None, in_cache=False)
+    elif lse is None:
+        call.update_columns(scores, aux, call.attend(query, values=False), in_cache=False)
+    else:
+        numbers = torch.arange(plan.tiles, dtype=torch.int32, device=query.device)
+        parts = torch.stack([numbers, torch.ones_like(numbers)], 1)
+        call.update_columns(scores, aux, _by_tile(lse, plan, cache.num_kv_heads), in_cache=False, parts=parts)
+
+
+def _by_tile(lse: Tensor, plan: AttentionPlan, num_kv_heads: int) -> Tensor:
+    """``[H * G, q]``, natural logarithms, as ``attend`` leaves them where each tile is one piece: ``[tiles, H,
+    block_m]``, to the base 2."""
+    groups = len(lse) // num_kv_heads
+    queries = plan.block_m // groups
+    padded = torch.nn.functional.pad(lse * LOG2E, (0, plan.tiles * queries - lse.shape[1]))
+    rows = padded.view(num_kv_heads, groups, plan.tiles, queries).permute(2, 0, 3, 1).flatten(2)
+    return torch.nn.functional.pad(rows, (0, plan.block_m - rows.shape[2]))
 
 
 def score_repetition(
@@ -225,7 +273,7 @@ def score_repetition(
     }
     rows, columns = settings_for("prefill", cache, groups), settings_for("columns", cache, groups)
     block_m = power_of_two(max(16, groups, rows.block_m))
-    blocks, weights = blocks.contiguous(), None if weights is None else weights.contiguous()
+    blocks, weights = blocks.int().contiguous(), None if weights is None else weights.contiguous()
     lse = torch.empty(num_queries, num_heads, device=query.device)
     strides = *query.stride()[:2], *cache.keys.stride()
     scale = scale * LOG2E * cache.key_scale

@@ -3,6 +3,9 @@
 A program's tile has ``BLOCK_M`` rows, the G query heads of a KV head for ``BLOCK_M // G`` queries: row m is head
 ``m % G`` of the tile's query ``m // G``. Logits are kept times log2(e), because a GPU has exp2.
 
+A tile's entries are cut into pieces, more for longer sequences. ``divide`` lists them: ``pieces`` has each one's tile,
+``parts`` the first piece of each tile and how many it has, and ``order`` the tiles, longest first, as pieces are.
+
 Rows may have fronts in pages (``PageTables``): ``page_tables``, None where no row has, are the addresses of their
 tables. LAYERS: number of layers that the pages are of; 0: no row has any, and nothing below costs anything. Entries in
 pages, the first ones of a row, have loops of their own, which are empty for other rows.
@@ -24,10 +27,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 BY_ROW = [
     "block_table", "query_starts", "query_lens", "seq_lens", "fronts", "tails", "score_modes", "score_decays",
-    "page_tables", "sinks",
+    "page_tables", "sinks", "pieces", "parts", "order",
 ]  # fmt: skip
 """Numbers and block ids of sequences, read one by one from anywhere in a batch. Their alignment must not specialise the
-kernel, which would be compiled anew while requests wait. Nor may the number of the layer."""
+kernel, which would be compiled anew while requests wait."""
+
+VARYING = ["layer", "tiles_per_row", "stride_table", "stride_s_head", "kept_rows", "num_combined", "rows_combined"]
+"""Nor may these numbers, which differ from call to call."""
 
 
 @triton.jit
@@ -78,10 +84,102 @@ def plane_in(plane, addresses, layer, PLANE: tl.constexpr, paged: tl.constexpr):
 
 
 @triton.jit
-def split_size(num_entries, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Entries of one split: a multiple of BLOCK_N, as LEAST is."""
-    share = (num_entries + SPLITS - 1) // SPLITS
-    return tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, LEAST)
+def piece_size(num_entries, num_pieces, BLOCK_N: tl.constexpr):
+    """Entries of one of a tile's pieces, but for the last ones: a multiple of BLOCK_N."""
+    share = (num_entries + num_pieces - 1) // num_pieces
+    return (share + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def lengths(tile, num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails, window, chunked):
+    """Entries that tiles of ``queries`` queries read, 0 where they have no query. Of a front in pages: as ``fronts``
+    has it, whatever each head holds."""
+    exists = tile < num_tiles
+    row = tile // tiles_per_row
+    first_query = (tile % tiles_per_row) * queries
+    num_queries = tl.load(query_lens + row, mask=exists, other=0).to(tl.int32)
+    num_entries = tl.load(fronts + row, mask=exists, other=0).to(tl.int32)
+    num_entries += tl.load(seq_lens + row, mask=exists, other=0).to(tl.int32)
+    num_entries -= tl.load(tails + row, mask=exists, other=0).to(tl.int32)
+    old = num_entries - num_queries
+    seen = tl.minimum(num_entries, old + first_query + queries)
+    query_entry = old + first_query
+    in_window = tl.where(chunked != 0, query_entry // tl.maximum(window, 1) * window, query_entry - window + 1)
+    skipped = tl.where(window > 0, tl.maximum(in_window, 0), 0)
+    return tl.where(first_query < num_queries, seen - skipped, 0)
+
+
+DIVIDED = [
+    "num_tiles", "tiles_per_row", "num_pieces", "slots", "least", "queries", "window", "chunked", "block_n"
+]  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=DIVIDED,
+    do_not_specialize_on_alignment=["query_lens", "seq_lens", "fronts", "tails", "pieces", "parts", "order"],
+)
+def divide(
+    query_lens, seq_lens, fronts, tails, pieces, parts, order, num_tiles, tiles_per_row, num_pieces, slots, least,
+    queries, window, chunked, block_n, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lists the pieces of all tiles (see above). Grid: tiles, each of which finds the same share for itself.
+
+    pieces: ``[num_pieces]`` int32, -1 behind the last one. parts: ``[num_tiles, 2]`` int32. order: ``[num_tiles]``
+    int32. No piece is longer than the share, the smallest with which ``slots`` programs could do all at a time: one for
+    each piece of a tile longer than the share, and the others for the rest together. It is a multiple of ``block_n``,
+    as ``least`` is, its lower bound.
+    """
+    tile = tl.program_id(0)
+    longest = 0
+    total = 0.0
+    for start in range(0, num_tiles, BLOCK):
+        found = lengths(
+            start + tl.arange(0, BLOCK), num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails, window,
+            chunked,
+        )  # fmt: skip
+        longest = tl.maximum(longest, tl.max(found, 0))
+        total += tl.sum(found.to(tl.float32), 0)
+    even = (total / slots).to(tl.int32) + 1
+    low = least // block_n
+    high = tl.maximum(low, (tl.maximum(longest, even) + block_n - 1) // block_n)
+    while low < high:
+        middle = (low + high) // 2
+        share = middle * block_n
+        taken = 0
+        rest = 0.0
+        for start in range(0, num_tiles, BLOCK):
+            found = lengths(
+                start + tl.arange(0, BLOCK), num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails,
+                window, chunked,
+            )  # fmt: skip
+            is_split = found > share
+            taken += tl.sum(tl.where(is_split, (found + share - 1) // share, 0), 0)
+            rest += tl.sum(tl.where(is_split, 0, found).to(tl.float32), 0)
+        fits = rest <= (slots - taken).to(tl.float32) * share
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    share = high * block_n
+
+    length = lengths(tile, num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails, window, chunked)
+    first = 0
+    rank = 0
+    for start in range(0, num_tiles, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        found = lengths(other, num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails, window, chunked)
+        is_before = (found > length) | ((found == length) & (other < tile))
+        first += tl.sum(tl.where(is_before, (found + share - 1) // share, 0), 0)
+        rank += tl.sum(is_before.to(tl.int32), 0)
+    count = (length + share - 1) // share
+    tl.store(parts + 2 * tile, first)
+    tl.store(parts + 2 * tile + 1, count)
+    tl.store(order + rank, tile)
+    for start in range(0, count, BLOCK):
+        piece = start + tl.arange(0, BLOCK)
+        tl.store(pieces + first + piece, tile + piece * 0, mask=piece < count)
+    if rank == num_tiles - 1:
+        for start in range(first + count, num_pieces, BLOCK):
+            piece = start + tl.arange(0, BLOCK)
+            tl.store(pieces + piece, piece * 0 - 1, mask=piece < num_pieces)
 
 
 @triton.jit
@@ -133,42 +231,43 @@ def averaged(level, score, aux, num_queries, counted, decay):
     return tl.where(aux + counted > 0, log2_add(before, level) * LN2, 0.0)
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BY_ROW)
 def attend(
     query, keys, values, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts,
-    tails, score_modes, score_decays, page_tables, addresses, layer, sinks, partial, lse, kept, scale, value_scale,
-    tiles_per_row, stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block,
-    stride_k_head, stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot, stride_m_block,
-    stride_m_head,
-    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, KEEP: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
+    tails, score_modes, score_decays, page_tables, addresses, layer, pieces, parts, sinks, partial, lse, kept, scale,
+    value_scale, tiles_per_row, kept_rows, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
+    stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, stride_v_block, stride_v_head,
+    stride_v_slot, stride_m_block, stride_m_head,
+    G: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr,
+    KEEP: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """One split of the entries for one tile of a sequence's queries and one KV head. Grid: tiles, heads, splits.
+    """One piece of a tile's entries and one KV head. Grid: pieces times heads, of which the heads come first.
 
-    VALUES: attend to values, beyond the log-sum-exp. KEEP: rows of logits that are kept for ``finish``, 0 if
-    none; then all queries of a sequence are one tile, and ``log_ema`` is done here, since it needs no sum over entries.
+    VALUES: attend to values, beyond the log-sum-exp. KEEP: ``kept_rows`` rows of logits are kept for ``finish``;
+    then all queries of a sequence are one tile, and ``log_ema`` is done here, since it needs no sum over entries.
     Logits are kept at their slots, of which ``kept`` has those of one layer: those of entries in pages, which may be of
     any, are not kept. COMPUTE: the type of the products. scale, value_scale: include what keys and values that are
-    quantised are stored over. sinks: ``[H * G]``, which count in the first split; None:
+    quantised are stored over. sinks: ``[H * G]``, which count in the first piece; None:
     there are none. WINDOW, CHUNKED: as in ``first_seen``; with a window, no row has a front.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    place = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    tile = tl.load(pieces + place)
+    if tile < 0:
+        return
+    piece = place - tl.load(parts + 2 * tile)
+    num_pieces = tl.load(parts + 2 * tile + 1)
     row = tile // tiles_per_row
     first_query = (tile % tiles_per_row) * (BLOCK_M // G)
     num_queries = tl.load(query_lens + row).to(tl.int32)
-    if first_query >= num_queries:
-        return
-    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, tl.num_programs(1), LAYERS)
+    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, HEADS, LAYERS)
     tail = tl.load(tails + row).to(tl.int32)
     old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
     seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
     skipped = tl.maximum(first_seen(old + first_query, WINDOW, CHUNKED), 0)
-    size = split_size(seen - skipped, SPLITS, LEAST, BLOCK_N)
-    first = skipped + split * size
+    size = piece_size(seen - skipped, num_pieces, BLOCK_N)
+    first = skipped + piece * size
     if first >= seen:
         return
     end = tl.minimum(first + size, seen)
@@ -185,7 +284,7 @@ def attend(
     q = tl.load(query + q_row[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
     mode = 0
     decay = 1.0
-    if KEEP > 0:
+    if KEEP:
         mode = tl.load(score_modes + row).to(tl.int32)
         decay = tl.load(score_decays + row).to(tl.float32)
     kept_end = tl.where((mode == SUM) | (mode == MEAN), end, 0)
@@ -193,8 +292,8 @@ def attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
-        top = tl.where(split == 0, tl.load(sinks + q_head, mask=wanted, other=0.0) * LOG2E, top)
-        total += tl.where(split == 0, 1.0, 0.0)
+        top = tl.where(piece == 0, tl.load(sinks + q_head, mask=wanted, other=0.0) * LOG2E, top)
+        total += tl.where(piece == 0, 1.0, 0.0)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table = block_table + row.to(tl.int64) * stride_table
     for paged in tl.static_range(LAYERS > 0, -1, -1):
@@ -203,7 +302,7 @@ def attend(
             entry = start + tl.arange(0, BLOCK_N)
             live = entry < stop
             of_layer, block, of_head, offset = find(
-                entry, live, front, tail, table, ids, layer, head, tl.num_programs(1), paged, BLOCK_SIZE, LAYERS
+                entry, live, front, tail, table, ids, layer, head, HEADS, paged, BLOCK_SIZE, LAYERS
             )
             k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
             k_mask = in_head[:, None] & live[None, :]
@@ -218,9 +317,9 @@ def attend(
             if WINDOW > 0:
                 visible &= entry[None, :] >= first_seen(old + number, WINDOW, CHUNKED)[:, None]
             logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
-            if KEEP > 0:
+            if KEEP:
                 if not paged:
-                    at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
+                    at = ((block * HEADS + head) * kept_rows * BLOCK_SIZE + offset)[None, :]
                     is_kept = wanted[:, None] & (entry < kept_end)[None, :]
                     tl.store(kept + at + (rows * BLOCK_SIZE)[:, None], logits, mask=is_kept)
                 if mode == LOG_EMA:
@@ -248,11 +347,11 @@ def attend(
                 v = tl.load((v_plane + v_slot)[:, None] + dims[None, :], mask=v_mask, other=0.0).to(COMPUTE)
                 sums = sums * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision="ieee")
 
-    at = ((tile.to(tl.int64) * tl.num_programs(1) + head) * SPLITS + split) * BLOCK_M + rows
+    at = tl.program_id(0).to(tl.int64) * BLOCK_M + rows
     tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=wanted)
     if VALUES:
         sums = sums * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
-        if SPLITS == 1:
+        if num_pieces == 1:
             o_row = token * stride_o_token + q_head * stride_o_head
             tl.store(output + o_row[:, None] + dims[None, :], sums, mask=q_mask)
         else:
@@ -260,74 +359,86 @@ def attend(
 
 
 @triton.jit
-def whole_lse(lse, tile, head, num_heads, wanted, num_splits, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """``[BLOCK_M]``: log-sum-exp of a tile's rows from those of its splits; 0 where that is -inf."""
-    split = tl.arange(0, SPLITS)
-    at = ((tile.to(tl.int64) * num_heads + head) * SPLITS + split[:, None]) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    live = (split < num_splits)[:, None] & wanted[None, :]
-    level = log2_sum(tl.load(lse + at, mask=live, other=float("-inf")))
+def whole_lse(lse, first, num_pieces, head, num_heads, wanted, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``[BLOCK_M]``: log-sum-exp of a tile's rows from those of its pieces; 0 where that is -inf."""
+    level = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for start in range(0, num_pieces, BLOCK_S):
+        piece = start + tl.arange(0, BLOCK_S)
+        at = ((first + piece).to(tl.int64) * num_heads + head)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        live = (piece < num_pieces)[:, None] & wanted[None, :]
+        level = log2_add(level, log2_sum(tl.load(lse + at, mask=live, other=float("-inf"))))
     return tl.where(level == float("-inf"), 0.0, level)
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BY_ROW)
 def finish(
     query, keys, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts, tails,
-    score_modes, score_decays, page_tables, addresses, layer, partial, lse, kept, scale, tiles_per_row, num_combined,
-    stride_q_token, stride_q_head, stride_o_token, stride_o_head, stride_table, stride_k_block, stride_k_head,
-    stride_k_dim, stride_k_slot, stride_m_block, stride_m_head,
-    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
+    score_modes, score_decays, page_tables, addresses, layer, pieces, parts, order, partial, lse, kept, scale,
+    tiles_per_row, kept_rows, num_combined, rows_combined, stride_q_token, stride_q_head, stride_o_token,
+    stride_o_head, stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, stride_m_block,
+    stride_m_head,
+    G: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_U: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Combines splits, and updates scores from the kept logits; from keys again where these are in pages.
+    """Combines pieces, and updates scores from the kept logits; from keys again where these are in pages.
 
-    Grid: tiles, heads, ``num_combined`` programs for a row of the tile each, then any number that share the entries.
-    SPLITS, LEAST, BLOCK_M, BLOCK_N, WINDOW and CHUNKED: as ``attend`` had them. BLOCK_S: splits at a time. BLOCK_U:
-    entries at a time, of those whose logits were kept.
+    Grid: as ``attend``'s, but first ``num_combined`` programs of each head, for ``rows_combined`` rows of each of the
+    longest tiles, which alone may have several pieces; then (KEEP) those that update the scores of a piece's entries.
+    BLOCK_M, BLOCK_N, WINDOW and CHUNKED: as ``attend`` had them. BLOCK_S: pieces at a time. BLOCK_U: entries at a time,
+    of those whose logits were kept.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    part = tl.program_id(2)
+    place = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    is_combined = place < num_combined
+    part = place % rows_combined
+    tile = tl.load(order + place // rows_combined, mask=is_combined, other=-1)
+    if KEEP:
+        tile = tl.maximum(tile, tl.load(pieces + place - num_combined, mask=place >= num_combined, other=-1))
+    if tile < 0:
+        return
+    first_piece = tl.load(parts + 2 * tile)
+    num_pieces = tl.load(parts + 2 * tile + 1)
+    if num_pieces == 0:
+        return
     row = tile // tiles_per_row
     first_query = (tile % tiles_per_row) * (BLOCK_M // G)
     num_queries = tl.load(query_lens + row).to(tl.int32)
-    if first_query >= num_queries:
-        return
-    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, tl.num_programs(1), LAYERS)
+    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, HEADS, LAYERS)
     tail = tl.load(tails + row).to(tl.int32)
     old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
     seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
     attended = seen - tl.maximum(first_seen(old + first_query, WINDOW, CHUNKED), 0)
-    size = split_size(attended, SPLITS, LEAST, BLOCK_N)
-    num_splits = (attended + size - 1) // size
-    if part < num_combined:
+    size = piece_size(attended, num_pieces, BLOCK_N)
+    num_filled = (attended + size - 1) // size
+    if is_combined:
+        if num_pieces == 1:
+            return
         number = first_query + part // G
         if number >= num_queries:
             return
         dims = tl.arange(0, BLOCK_D)
-        base = (tile.to(tl.int64) * tl.num_programs(1) + head) * SPLITS * BLOCK_M + part
         top = float("-inf")
         total = 0.0
         sums = tl.zeros([BLOCK_D], tl.float32)
-        for start in range(0, num_splits, BLOCK_S):
-            split = start + tl.arange(0, BLOCK_S)
-            at = base + split * BLOCK_M
-            levels = tl.load(lse + at, mask=split < num_splits, other=float("-inf"))
+        for start in range(0, num_filled, BLOCK_S):
+            piece = start + tl.arange(0, BLOCK_S)
+            at = ((first_piece + piece).to(tl.int64) * HEADS + head) * BLOCK_M + part
+            levels = tl.load(lse + at, mask=piece < num_filled, other=float("-inf"))
             new_top = tl.maximum(top, tl.max(levels, 0))
             safe = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.exp2(levels - safe)
             shrink = tl.exp2(top - safe)
             total = total * shrink + tl.sum(weights, 0)
             found = tl.load(
-                partial + at[:, None] * BLOCK_D + dims[None, :], mask=(split < num_splits)[:, None], other=0.0
+                partial + at[:, None] * BLOCK_D + dims[None, :], mask=(piece < num_filled)[:, None], other=0.0
             )
             sums = sums * shrink + tl.sum(found * weights[:, None], 0)
             top = new_top
         token = tl.load(query_starts + row).to(tl.int64) + number
         at = token * stride_o_token + (head * G + part % G) * stride_o_head
         tl.store(output + at + dims, sums / tl.where(total > 0, total, 1.0), mask=dims < HEAD_SIZE)
-    elif KEEP > 0:
+    elif KEEP:
         mode = tl.load(score_modes + row).to(tl.int32)
         if (mode != SUM) & (mode != MEAN):
             return
@@ -335,19 +446,20 @@ def finish(
         start_token = tl.load(query_starts + row).to(tl.int64)
         rows = tl.arange(0, BLOCK_M)
         wanted = rows < num_queries * G
-        level = whole_lse(lse, tile, head, tl.num_programs(1), wanted, num_splits, SPLITS, BLOCK_M)
+        level = whole_lse(lse, first_piece, num_filled, head, HEADS, wanted, BLOCK_S, BLOCK_M)
         weight = tl.where(wanted, power(decay, num_queries - 1 - rows // G), 0.0)
         table = block_table + row.to(tl.int64) * stride_table
         dims = tl.arange(0, BLOCK_D)
-        num_parts = tl.num_programs(2) - num_combined
+        first = (place - num_combined - first_piece) * size
+        end = tl.minimum(first + size, seen)
         for paged in tl.static_range(LAYERS > 0, -1, -1):
-            begin, stop = part_of(0, seen, num_paged, paged, LAYERS)
+            begin, stop = part_of(first, end, num_paged, paged, LAYERS)
             step = BLOCK_N if paged else BLOCK_U
-            for start in range(begin + (part - num_combined) * step, stop, num_parts * step):
+            for start in range(begin, stop, step):
                 entry = start + tl.arange(0, BLOCK_N if paged else BLOCK_U)
                 live = entry < stop
                 of_layer, block, of_head, offset = find(
-                    entry, live, front, tail, table, ids, layer, head, tl.num_programs(1), paged, BLOCK_SIZE, LAYERS
+                    entry, live, front, tail, table, ids, layer, head, HEADS, paged, BLOCK_SIZE, LAYERS
                 )
                 plane = block * stride_m_block + of_head * stride_m_head + offset
                 if paged:
@@ -362,7 +474,7 @@ def finish(
                         stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
                     )  # fmt: skip
                 else:
-                    at = ((block * tl.num_programs(1) + head) * KEEP * BLOCK_SIZE + offset)[None, :]
+                    at = ((block * HEADS + head) * kept_rows * BLOCK_SIZE + offset)[None, :]
                     is_kept = wanted[:, None] & live[None, :]
                     logits = tl.load(kept + at + (rows * BLOCK_SIZE)[:, None], mask=is_kept, other=float("-inf"))
                 added = tl.sum(tl.exp2(logits - level[:, None]) * weight[:, None], 0)
@@ -397,21 +509,21 @@ def tile_logits(
     return tl.where(visible, logits, float("-inf")), number, wanted
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=BY_ROW)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=[*BY_ROW, "scores", "aux"])
 def update_columns(
     query, keys, log_votes, scores, aux, block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes,
-    score_decays, page_tables, addresses, layer, lse, scale, tiles_per_row,
+    score_decays, page_tables, addresses, layer, parts, lse, scale, tiles_per_row,
     stride_q_token, stride_q_head, stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     stride_m_block, stride_m_head, stride_s_block, stride_s_head,
-    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_CACHE: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_CACHE: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     LSE_BLOCK_N: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
 
     Grid: sequences, heads, any number that share the entries. IN_CACHE: statistics lie in the cache, where those of
-    new tokens start from nothing; else entry by entry. SPLITS, LEAST, BLOCK_M, LSE_BLOCK_N: those that ``attend`` had
-    when it made ``lse``.
+    new tokens start from nothing; else entry by entry. BLOCK_M, LSE_BLOCK_N: those that ``attend`` had when it made
+    ``lse``. BLOCK_S: pieces at a time.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -477,10 +589,11 @@ def update_columns(
                         stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
                     )  # fmt: skip
                     seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
-                    size = split_size(seen, SPLITS, LEAST, LSE_BLOCK_N)
+                    of_tile = parts + 2 * (row * tiles_per_row + tile)
+                    size = piece_size(seen, tl.load(of_tile + 1), LSE_BLOCK_N)
                     total = whole_lse(
-                        lse, row * tiles_per_row + tile, head, tl.num_programs(1), wanted, (seen + size - 1) // size,
-                        SPLITS, BLOCK_M,
+                        lse, tl.load(of_tile), (seen + size - 1) // size, head, tl.num_programs(1), wanted, BLOCK_S,
+                        BLOCK_M,
                     )  # fmt: skip
                     weight = tl.where(wanted, power(decay, num_queries - 1 - number), 0.0)
                     added += tl.sum(tl.exp2(logits - total[:, None]) * weight[:, None], 0)
@@ -520,7 +633,7 @@ def keys_of(
     return tl.load((keys + slot)[None, :] + (dims * stride_k_dim)[:, None], mask=mask, other=0.0).to(COMPUTE)
 
 
-REPETITION = ["num_queries", "seq_len", "context", "start", "num_first", "num_scored"]
+REPETITION = ["num_queries", "seq_len", "context", "start", "num_first", "num_scored", "stride_s_head"]
 """Numbers that differ from call to call, by which no kernel is to be compiled anew."""
 
 

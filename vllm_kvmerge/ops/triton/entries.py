@@ -259,6 +259,7 @@ def join_slots(
         # One stage, so that nothing is loaded ahead: each iteration reads what the last one has stored.
         entry_kernels.join[(len(products),)](
             products, between.contiguous(), source_weights.contiguous(), total, joined, *products.shape[1:],
-            BLOCK_M=64, BLOCK_S=power_of_two(max(16, products.shape[2])), num_warps=4, num_stages=1,
+            # One machine code for all budgets, but for enormous ones.
+            BLOCK_M=64, BLOCK_S=power_of_two(max(1024, products.shape[2])), num_warps=4, num_stages=1,
         )  # fmt: skip
     return joined, total

@@ -2,11 +2,13 @@
 
 One program works on one row, which has ``n`` elements without gaps between them, tile by tile; where it reads what
 another of its threads has written, there is a barrier before. Numbers that change from one compression to the next are
-not specialised, so that a GPU needs one machine code for all of them.
+not specialised, nor is where a row or a tensor begins, so that a GPU needs one machine code for all of them.
 """
 
 import triton
 import triton.language as tl
+
+from vllm_kvmerge.ops.triton.compiling import for_any
 
 BLOCK: int = 1024
 """Elements of a tile, where a program has a row."""
@@ -38,12 +40,13 @@ def rank_of(ranking, protected, is_live, at, inside, WIDE: tl.constexpr):
     return ordered(x, WIDE)
 
 
-@triton.jit(do_not_specialize=["n", "count"])
+@for_any("n", "count", "num_sinks")
 def select_largest(
-    ranking, protected, is_live, counts, out, n, count,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    ranking, protected, is_live, counts, out, n, count, num_sinks,
+    WIDE: tl.constexpr, NEWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Marks the ``count`` largest of a row, or ``counts[row]``; of equal ones the first. Grid: rows.
+    """Marks the ``count`` largest of a row, or ``counts[row]``; of equal ones the first. NEWEST: those that are not
+    negative, and those below ``num_sinks`` (``reference.newest``). Grid: rows.
 
     The least of them is found eight bits at a time, from the highest on: how many elements share the bits found so far
     and have which next ones. ``count``: 0 to n.
@@ -83,11 +86,13 @@ def select_largest(
         key = rank_of(ranking, protected, is_live, base + place, inside, WIDE)
         is_level = (inside & (key == prefix)).to(tl.int32)
         chosen = (key > prefix) | ((is_level != 0) & (level + tl.cumsum(is_level, 0) <= remaining))
+        if NEWEST:
+            chosen = (key >= 0) & (chosen | (key < num_sinks))
         tl.store(out + base + place, chosen.to(tl.uint8), mask=inside)
         level += tl.sum(is_level, 0)
 
 
-@triton.jit(do_not_specialize=["n", "width", "first"])
+@for_any("n", "width", "first")
 def list_places(mask, firsts, out, n, width, first, BLOCK: tl.constexpr):
     """Lists the places from ``first`` (or ``firsts[row]``) on where a row's mask is true, up to ``width``, then -1.
     Grid: rows."""
@@ -107,10 +112,12 @@ def list_places(mask, firsts, out, n, width, first, BLOCK: tl.constexpr):
         tl.store(out + row * width + place, nothing, mask=(place < width) & (place >= count))
 
 
-@triton.jit(do_not_specialize=["n", "num_places", "count"])
+@for_any("n", "num_places", "count")
 def keep_in_place(mask, others, counts, out, n, num_places, count, BLOCK: tl.constexpr):
-    """Places below ``count`` (or ``counts[row]``): their own number where a row's mask is true, and elsewhere those of
-    ``others`` in order; then -1. Grid: rows."""
+    """Places below ``count`` (or ``counts[row]``): their own number where a row's mask is true, and elsewhere those
+    behind in order, which ``others`` has room for; then -1. Grid: rows."""
+    list_places(mask, counts, others, n, num_places, count, BLOCK)
+    tl.debug_barrier()
     row = tl.program_id(0).to(tl.int64)
     if counts is not None:
         count = tl.load(counts + row).to(tl.int32)
@@ -126,7 +133,7 @@ def keep_in_place(mask, others, counts, out, n, num_places, count, BLOCK: tl.con
         seen += tl.sum(vacant.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["num_listed", "size"])
+@for_any("num_listed", "size")
 def invert(index, out, num_listed, size, BLOCK: tl.constexpr):
     """Where each number is in a row of ``index``; -1: nowhere. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -147,7 +154,7 @@ def take_one(plane, out, blank, source, target, none, inside):
         tl.store(out + target, tl.where(none, tl.full(x.shape, blank, x.dtype), x), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "num_taken", "blank_0", "blank_1", "blank_2", "blank_3", "blank_4"])
+@for_any("n", "num_taken", "blank_0", "blank_1", "blank_2", "blank_3", "blank_4")
 def take_planes(
     index, plane_0, plane_1, plane_2, plane_3, plane_4, out_0, out_1, out_2, out_3, out_4,
     blank_0, blank_1, blank_2, blank_3, blank_4, n, num_taken,
@@ -181,7 +188,7 @@ def put_one(plane, new, out, base, n, index, first, num_put, BLOCK: tl.constexpr
             tl.store(out + base + number, given, mask=number >= 0)
 
 
-@triton.jit(do_not_specialize=["n", "num_put"])
+@for_any("n", "num_put")
 def put_planes(
     index, plane_0, plane_1, plane_2, plane_3, plane_4, new_0, new_1, new_2, new_3, new_4,
     out_0, out_1, out_2, out_3, out_4, n, num_put,
@@ -203,22 +210,27 @@ def largest_of(rows, at, inside):
     return tl.max(tl.where(x == x, x, float("inf")), 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "most"])
-def mark_overflows(
-    rows, others, out, num_rows, most,
+@for_any("num_rows", "count", "num_places", "least")
+def list_overflows(
+    places, log_votes, keys, values, out, num_rows, count, num_places, least,
     HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Which rows have a number beyond ``most``, or NaN. Grid: tiles of rows."""
+    """``reference.overflowing``; least: the least number that overflows. Grid: tiles of rows."""
     number = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    place = tl.load(places + number, mask=number < num_rows, other=-1)
+    exists = place >= 0
+    votes = tl.load(log_votes + number // count * num_places + place, mask=exists, other=0.0)
+    overflows = (votes < float("inf")) == 0
     dim = tl.arange(0, BLOCK_D)[None, :]
-    at, inside = number[:, None] * HEAD_SIZE + dim, (number < num_rows)[:, None] & (dim < HEAD_SIZE)
-    largest = largest_of(rows, at, inside)
-    if others is not None:
-        largest = tl.maximum(largest, largest_of(others, at, inside))
-    tl.store(out + number, (largest >= most).to(tl.uint8), mask=number < num_rows)
+    at, inside = number[:, None] * HEAD_SIZE + dim, exists[:, None] & (dim < HEAD_SIZE)
+    if keys is not None:
+        overflows = overflows | (largest_of(keys, at, inside) >= least)
+    if values is not None:
+        overflows = overflows | (largest_of(values, at, inside) >= least)
+    tl.store(out + number, tl.where(overflows, place, -1), mask=number < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@for_any("num_places")
 def blank_places(
     positions, kept, log_votes, scores, aux, out_kept, out_votes, out_scores, out_aux, num_places,
     BLOCK: tl.constexpr,
@@ -236,7 +248,7 @@ def blank_places(
     tl.store(out_aux + at, tl.where(dead, 0.0, tl.load(aux + at, mask=inside, other=0.0)), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_listed", "num_places"])
+@for_any("num_listed", "num_places")
 def fill_places(index, taken, free, out, num_listed, num_places, BLOCK: tl.constexpr):
     """``reference.free_places``. taken: zeros, a byte for each place. free: room for as many numbers. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -264,3 +276,270 @@ def fill_places(index, taken, free, out, num_listed, num_places, BLOCK: tl.const
         given = tl.load(free + row * num_places + at, mask=goes, other=-1)
         tl.store(out + row * num_listed + place, tl.where(goes, given, number), mask=inside)
         seen += tl.sum(goes.to(tl.int32), 0)
+
+
+@triton.jit
+def departs(order, place, is_live, rank, inside):
+    """Whether the entries at some ranks leave. order, place, is_live: of a row."""
+    entry = tl.load(order + rank, mask=inside, other=0)
+    live = tl.load(is_live + entry, mask=inside, other=0) != 0
+    return entry, inside & live & (tl.load(place + entry, mask=inside, other=0) < 0)
+
+
+@triton.jit
+def nearest_above(tree, leaf, room, levels, least, active, LEFT: tl.constexpr):
+    """The nearest leaf to one side of some of a row's tree of maxima (``hand_over``) that is above ``least``; -1: none.
+
+    A walk up to the first node beside the path that has such a leaf, and down to the nearest one.
+    """
+    node = room + leaf
+    found = node < 0
+    for _ in range(0, 2 * levels):
+        down = active & found & (node < room)
+        beside = active & (found == 0) & (node > 1) & ((node & 1) == LEFT)
+        next_node = tl.where(down, 2 * node + LEFT, node ^ 1)
+        is_above = tl.load(tree + next_node, mask=down | beside, other=-1) > least
+        found_here = beside & is_above
+        up = tl.where(found, node, node >> 1)
+        node = tl.where(down, tl.where(is_above, next_node, next_node ^ 1), tl.where(found_here, next_node, up))
+        found = found | found_here
+    return tl.where(active & found, node - room, -1)
+
+
+@triton.jit
+def divided(part, total, otherwise):
+    return tl.where(total > 0.0, part / tl.where(total > 0.0, total, 1.0), otherwise)
+
+
+@for_any("n", "width", "room", "levels")
+def hand_values_over(
+    order, place, is_live, importance, index, target, shares, places, counts, tree, links, factors, n, width, room,
+    levels,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``reference.hand_over``. Grid: rows.
+
+    tree: room for ``2 * room`` keys of a row, links for 3, factors for 5 times ``width``. room: ``1 << levels``, more
+    than ``width``. Entries that take part are leaves of a tree of maxima of what orders their departures: score, then
+    number; what stays is above all.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    order, place, is_live, importance = order + row * n, place + row * n, is_live + row * n, importance + row * n
+    index, target, shares, places = (
+        index + row * width,
+        target + row * width,
+        shares + row * width,
+        places + row * width,
+    )
+    tree, links, factors = tree + row * 2 * room, links + row * 3 * width, factors + row * 5 * width
+    scores, moved, remained = factors, factors + width, factors + 2 * width
+    STAYS: tl.constexpr = 0x7FFFFFFFFFFFFFFF
+
+    # The last entry that stays: what lies behind it is lost.
+    last = tl.full([1], -1, tl.int32)
+    for start in range(0, n, BLOCK):
+        rank = start + tl.arange(0, BLOCK)
+        _, leaves = departs(order, place, is_live, rank, rank < n)
+        last = tl.maximum(last, tl.max(tl.where((rank < n) & (leaves == 0), rank, -1), 0))
+
+    # Those that leave, and those that follow one.
+    size = tl.zeros([1], tl.int32)
+    count = tl.zeros([1], tl.int64)
+    for start in range(0, n, BLOCK):
+        rank = start + tl.arange(0, BLOCK)
+        entry, leaves = departs(order, place, is_live, rank, rank <= last)
+        _, follows = departs(order, place, is_live, rank - 1, (rank > 0) & (rank <= last))
+        takes_part = leaves | follows
+        at = size + tl.cumsum(takes_part.to(tl.int32), 0) - 1
+        takes_part = takes_part & (at < width)
+        tl.store(index + at, entry, mask=takes_part)
+        stays_at = tl.load(place + entry, mask=takes_part, other=-1)
+        tl.store(places + at, tl.where(leaves, -1, stays_at), mask=takes_part)
+        score = tl.load(importance + entry, mask=takes_part, other=0.0)
+        score = tl.where(score <= 0.0, 0.0, score)
+        tl.store(scores + at, score, mask=takes_part)
+        bits = tl.where(score == score, score.to(tl.int32, bitcast=True), 0x7FFFFFFF)  # NaN last
+        key = (bits.to(tl.int64) << 32) | at.to(tl.int64)
+        tl.store(tree + room + at, tl.where(leaves, key, STAYS), mask=takes_part)
+        size += tl.sum(takes_part.to(tl.int32), 0)
+        count += tl.sum(leaves.to(tl.int64), 0)
+    tl.store(counts + row + tl.arange(0, 1), count)
+    for start in range(0, room, TILE):
+        i = start + tl.arange(0, TILE)
+        behind = (i >= size) & (i < room)
+        tl.store(tree + room + i, tl.full([TILE], STAYS, tl.int64), mask=behind)
+        behind = behind & (i < width)
+        tl.store(index + i, tl.full([TILE], -1, tl.int64), mask=behind)
+        tl.store(places + i, tl.full([TILE], -1, tl.int64), mask=behind)
+        tl.store(scores + i, tl.zeros([TILE], tl.float32), mask=behind)
+    tl.debug_barrier()
+    half = room >> 1
+    for _ in range(0, levels):
+        for start in range(0, half, TILE):
+            i = start + tl.arange(0, TILE)
+            node, inside = half + i, i < half
+            one = tl.load(tree + 2 * node, mask=inside, other=0)
+            tl.store(tree + node, tl.maximum(one, tl.load(tree + 2 * node + 1, mask=inside, other=0)), mask=inside)
+        tl.debug_barrier()
+        half = half >> 1
+
+    # Who takes each one's value as it leaves, in links, and where it ends.
+    for start in range(0, width, TILE):
+        i = start + tl.arange(0, TILE)
+        inside = i < width
+        key = tl.load(tree + room + i, mask=inside, other=STAYS)
+        leaves = inside & (key != STAYS)
+        taker = nearest_above(tree, i, room, levels, key, leaves, LEFT=0)
+        stays = tl.full([TILE], STAYS - 1, tl.int64)
+        end = nearest_above(tree, i, room, levels, stays, leaves, LEFT=0)
+        tl.store(target + i, tl.where(leaves, end, i).to(tl.int64), mask=inside)
+        tl.store(links + i, taker, mask=inside)
+        own = tl.load(scores + i, mask=inside, other=0.0)
+        others = tl.load(scores + taker, mask=leaves, other=0.0)
+        total = own + others
+        tl.store(moved + i, divided(own, total, 0.0), mask=inside)
+        tl.store(remained + i, divided(others, total, 1.0), mask=inside)
+    tl.debug_barrier()
+
+    # The departure that follows: of the nearest to the left with the same taker, else the taker's own.
+    for start in range(0, width, TILE):
+        i = start + tl.arange(0, TILE)
+        inside = i < width
+        key = tl.load(tree + room + i, mask=inside, other=STAYS)
+        leaves = inside & (key != STAYS)
+        taker = tl.load(links + i, mask=inside, other=-1)
+        left = nearest_above(tree, i, room, levels, key, leaves, LEFT=1)
+        shares_taker = leaves & (left >= 0) & (tl.load(links + left, mask=left >= 0, other=-2) == taker)
+        following = tl.where(shares_taker, left, taker)
+        goes = leaves & (tl.load(tree + room + following, mask=leaves, other=STAYS) != STAYS)
+        factor = tl.load(tl.where(shares_taker, remained + left, moved + taker), mask=goes, other=1.0)
+        tl.store(links + width + i, tl.where(goes, following, -1), mask=inside)
+        tl.store(factors + 3 * width + i, factor, mask=inside)
+    tl.debug_barrier()
+    origin = 0
+    for _ in range(0, levels):
+        for start in range(0, width, TILE):
+            i = start + tl.arange(0, TILE)
+            inside = i < width
+            following = tl.load(links + (1 + origin) * width + i, mask=inside, other=-1)
+            goes = following >= 0
+            factor = tl.load(factors + (3 + origin) * width + i, mask=inside, other=1.0)
+            factor *= tl.load(factors + (3 + origin) * width + following, mask=goes, other=1.0)
+            following = tl.load(links + (1 + origin) * width + following, mask=goes, other=-1)
+            tl.store(links + (2 - origin) * width + i, following, mask=inside)
+            tl.store(factors + (4 - origin) * width + i, factor, mask=inside)
+        tl.debug_barrier()
+        origin = 1 - origin
+
+    # An entry's value first goes through its own sources' departures, beginning with its left neighbour's.
+    for start in range(0, width, TILE):
+        i = start + tl.arange(0, TILE)
+        inside = i < width
+        leaves = tl.load(links + i, mask=inside, other=-1) >= 0
+        has_sources = inside & (i > 0) & (tl.load(links + i - 1, mask=inside & (i > 0), other=-1) == i)
+        at = tl.where(has_sources, i - 1, i)
+        changes = leaves | has_sources
+        share = tl.load(tl.where(has_sources, remained, moved) + at, mask=changes, other=1.0)
+        share *= tl.load(factors + (3 + origin) * width + at, mask=changes, other=1.0)
+        tl.store(shares + i, share, mask=inside)
+
+
+@for_any("n", "count")
+def line_entries_up(
+    place, positions, aux, scores, out_index, out_positions, out_weights, out_scores, entries, keys, n, count,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``reference.line_up``. entries, keys: room for ``count`` numbers of a row. Grid: rows.
+
+    An entry's turn is the number of keys below its own, and of equal ones before it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place, positions, aux, scores = place + row * n, positions + row * n, aux + row * n, scores + row * n
+    entries, keys = entries + row * count, keys + row * count
+    LAST: tl.constexpr = 0x7FFFFFFFFFFFFFFF
+    size = tl.zeros([1], tl.int32)
+    for start in range(0, n, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        goes = (entry < n) & (tl.load(place + entry, mask=entry < n, other=0) < 0)
+        at = size + tl.cumsum(goes.to(tl.int32), 0) - 1
+        position = tl.load(positions + entry, mask=goes, other=-1)
+        is_slot = tl.load(aux + entry, mask=goes, other=0.0) >= 1.0
+        key = tl.where(position < 0, LAST, tl.where(is_slot, position - LAST, position))
+        goes = goes & (at < count)
+        tl.store(keys + at, key, mask=goes)
+        tl.store(entries + at, entry, mask=goes)
+        size += tl.sum(goes.to(tl.int32), 0)
+    tl.debug_barrier()
+    for start in range(0, count, TILE):
+        i = start + tl.arange(0, TILE)
+        inside = i < count
+        key = tl.load(keys + i, mask=inside, other=LAST)
+        turn = tl.zeros([TILE], tl.int32)
+        for first in range(0, count, TILE):
+            j = first + tl.arange(0, TILE)
+            other = tl.load(keys + j, mask=j < count, other=LAST)
+            before = (other[None, :] < key[:, None]) | ((other[None, :] == key[:, None]) & (j[None, :] < i[:, None]))
+            turn += tl.sum((before & (j < count)[None, :]).to(tl.int32), 1)
+        entry = tl.load(entries + i, mask=inside, other=0)
+        to, live = row * count + turn, inside & (key != LAST)
+        tl.store(out_index + to, tl.where(live, entry, -1).to(tl.int64), mask=inside)
+        tl.store(out_positions + to, tl.load(positions + entry, mask=inside, other=-1), mask=inside)
+        weight = tl.load(aux + entry, mask=live, other=0.0)
+        tl.store(out_weights + to, tl.where(live, tl.maximum(weight, 1.0), 0.0), mask=inside)
+        tl.store(out_scores + to, tl.load(scores + entry, mask=live, other=0.0), mask=inside)
+
+
+@for_any("num_sources", "num_places", "width")
+def list_joined_places(places, joins, joined, rows, numbers, num_sources, num_places, width, BLOCK: tl.constexpr):
+    """``reference.list_joined``. numbers: room for ``num_places`` of a row. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    places, joins, rows = places + row * num_sources, joins + row * num_sources, rows + row * num_sources
+    numbers, joined = numbers + row * num_places, joined + row * width
+    for start in range(0, num_places, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(numbers + place, tl.full([BLOCK], -1, tl.int32), mask=place < num_places)
+    tl.debug_barrier()
+    for start in range(0, num_sources, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        does = tl.load(joins + i, mask=i < num_sources, other=0) != 0
+        tl.store(numbers + tl.load(places + i, mask=does, other=0), tl.zeros([BLOCK], tl.int32), mask=does)
+    tl.debug_barrier()
+    size = tl.zeros([1], tl.int32)
+    for start in range(0, num_places, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        is_joined = tl.load(numbers + place, mask=place < num_places, other=-1) >= 0
+        at = size + tl.cumsum(is_joined.to(tl.int32), 0) - 1
+        tl.store(numbers + place, at, mask=is_joined)
+        tl.store(joined + at, place.to(tl.int64), mask=is_joined)
+        size += tl.sum(is_joined.to(tl.int32), 0)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(joined + at, tl.full([BLOCK], -1, tl.int64), mask=(at < width) & (at >= size))
+    tl.debug_barrier()
+    for start in range(0, num_sources, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < num_sources
+        does = tl.load(joins + i, mask=inside, other=0) != 0
+        number = tl.load(numbers + tl.load(places + i, mask=does, other=0), mask=does, other=-1)
+        tl.store(rows + i, number.to(tl.int64), mask=inside)
+
+
+@for_any("count", "num_mixed")
+def mix_rows_in(
+    joining, rows, shares, own, mixed, count, num_mixed,
+    HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``reference.mix_in``; mixed: a copy of ``own``, or zeros. Grid: rows, tiles of what joins."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = row * count + number
+    to = tl.load(rows + at, mask=number < count, other=-1)
+    joins = to >= 0
+    share = tl.load(shares + at, mask=joins, other=0.0)
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    inside = joins[:, None] & (dim < HEAD_SIZE)
+    target = (row * num_mixed + to)[:, None] * HEAD_SIZE + dim
+    moved = tl.load(joining + at[:, None] * HEAD_SIZE + dim, mask=inside, other=0.0)
+    if own is not None:
+        moved -= tl.load(own + target, mask=inside, other=0.0)
+    tl.atomic_add(mixed + target, share[:, None] * moved, mask=inside, sem="relaxed")

@@ -9,6 +9,7 @@ from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.triton import index_kernels
 from vllm_kvmerge.ops.triton.index_kernels import BLOCK, TILE
 from vllm_kvmerge.ops.triton.plan import power_of_two
+from vllm_kvmerge.ops.types import least_overflow
 
 MOST_PLANES = 5
 """That are taken or put at once: a cache's metadata, and what a place holds."""
@@ -22,14 +23,15 @@ def _bytes(mask: Tensor) -> Tensor:
     return mask.contiguous().view(torch.uint8)
 
 
-def _select(ranking: Tensor, count: int | Tensor, *masks: Tensor) -> Tensor:
+def _select(ranking: Tensor, count: int | Tensor, *masks: Tensor, num_sinks: int | None = None) -> Tensor:
     out = torch.empty(ranking.shape, dtype=torch.bool, device=ranking.device)
     counts, number = (count, 0) if isinstance(count, Tensor) else (None, min(max(0, count), ranking.shape[1]))
     if out.numel():
         protected, is_live = map(_bytes, masks) if masks else (None, None)
         index_kernels.select_largest[(len(out),)](
             ranking.contiguous(), protected, is_live, counts, out.view(torch.uint8), ranking.shape[1], number,
-            WIDE=ranking.dtype == torch.int64, BLOCK=BLOCK, num_warps=4,
+            num_sinks or 0,
+            WIDE=ranking.dtype == torch.int64, NEWEST=num_sinks is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -46,15 +48,17 @@ def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor
     return _select(ranking, count, protected, is_live)
 
 
+def newest(positions: Tensor, count: int, num_sinks: int) -> Tensor:
+    return _select(positions, count, num_sinks=num_sinks)
+
+
 def in_place(mask: Tensor, count: int | Tensor, num_places: int | None = None) -> Tensor:
     num_places = int(count) if num_places is None else num_places
     counts, number = (count, 0) if isinstance(count, Tensor) else (None, count)
     others, out = (torch.empty(len(mask), num_places, dtype=torch.int64, device=mask.device) for _ in range(2))
     if out.numel():
-        given, n = _bytes(mask), mask.shape[1]
-        index_kernels.list_places[(len(out),)](given, counts, others, n, num_places, number, BLOCK=BLOCK, num_warps=4)
         index_kernels.keep_in_place[(len(out),)](
-            given, others, counts, out, n, num_places, number, BLOCK=BLOCK, num_warps=4
+            _bytes(mask), others, counts, out, mask.shape[1], num_places, number, BLOCK=BLOCK, num_warps=4
         )
     return out
 
@@ -100,16 +104,18 @@ def put(index: Tensor, planes: Sequence[Tensor], new: Sequence[Tensor]) -> list[
     return changed
 
 
-def overflowing(rows: Tensor, others: Tensor | None, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(rows.shape[:2], dtype=torch.bool, device=rows.device)
+def overflowing(
+    places: Tensor, log_votes: Tensor, keys: Tensor | None, values: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    out = torch.empty(places.shape, dtype=torch.int64, device=places.device)
     if out.numel():
-        # From the middle between the largest number and the next one, were there one, rounding gives infinity.
-        limits, size = torch.finfo(dtype), power_of_two(rows.shape[2])
+        rows = [None if plane is None else plane.contiguous() for plane in (keys, values)]
+        head_size = max((plane.shape[2] for plane in rows if plane is not None), default=1)
+        size = power_of_two(head_size)
         tile = max(1, 2048 // size)
-        most = torch.inf if dtype == torch.float32 else limits.max * (2 - limits.eps / 2) / (2 - limits.eps)
-        index_kernels.mark_overflows[(-(-out.numel() // tile),)](
-            rows.contiguous(), None if others is None else others.contiguous(), out.view(torch.uint8), out.numel(),
-            most, HEAD_SIZE=rows.shape[2], BLOCK_N=tile, BLOCK_D=size, num_warps=4,
+        index_kernels.list_overflows[(-(-out.numel() // tile),)](
+            places.contiguous(), log_votes.contiguous(), *rows, out, out.numel(), out.shape[1], log_votes.shape[1],
+            least_overflow(dtype), HEAD_SIZE=head_size, BLOCK_N=tile, BLOCK_D=size, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -136,3 +142,72 @@ def free_places(index: Tensor, num_places: int) -> Tensor:
             index.contiguous(), taken, free, out, index.shape[1], num_places, BLOCK=BLOCK, num_warps=4
         )
     return out
+
+
+def hand_over(
+    order: Tensor, place: Tensor, is_live: Tensor, importance: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if importance.dtype != torch.float32:
+        return reference.hand_over(order, place, is_live, importance, width)
+    (rows, n), device = order.shape, order.device
+    index, target, places = (torch.empty(rows, width, dtype=torch.int64, device=device) for _ in range(3))
+    shares = torch.empty(rows, width, device=device)
+    counts = torch.empty(rows, dtype=torch.int64, device=device)
+    if counts.numel():
+        levels = width.bit_length()
+        tree = torch.empty(rows, 2 << levels, dtype=torch.int64, device=device)
+        links = torch.empty(rows, 3 * width, dtype=torch.int32, device=device)
+        factors = torch.empty(rows, 5 * width, device=device)
+        index_kernels.hand_values_over[(rows,)](
+            order.contiguous(), place.contiguous(), _bytes(is_live), importance.contiguous(), index, target, shares,
+            places, counts, tree, links, factors, n, width, 1 << levels, levels,
+            BLOCK=BLOCK, TILE=TILE, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return index, target, shares, places, counts
+
+
+def by_position(positions: Tensor) -> Tensor:
+    return positions.argsort(dim=1, stable=True)
+
+
+def line_up(
+    place: Tensor, positions: Tensor, aux: Tensor, scores: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape, device = (len(place), count), place.device
+    index, newest, keys = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(3))
+    weights, sums = (torch.empty(shape, device=device) for _ in range(2))
+    if index.numel():
+        entries = torch.empty(shape, dtype=torch.int32, device=device)
+        given = (plane.contiguous() for plane in (place, positions, aux, scores))
+        index_kernels.line_entries_up[shape[:1]](
+            *given, index, newest, weights, sums, entries, keys, place.shape[1], count,
+            BLOCK=BLOCK, TILE=64, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return index, newest, weights, sums
+
+
+def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
+    rows, count = places.shape
+    width = min(num_places, count)
+    joined = torch.empty(rows, width, dtype=torch.int64, device=places.device)
+    row = torch.empty(rows, count, dtype=torch.int64, device=places.device)
+    if row.numel():
+        numbers = torch.empty(rows, num_places, dtype=torch.int32, device=places.device)
+        index_kernels.list_joined_places[(rows,)](
+            places.contiguous(), _bytes(joins), joined, row, numbers, count, num_places, width,
+            BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return joined, row
+
+
+def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> Tensor:
+    mixed = torch.zeros_like(joining) if own is None else own.clone(memory_format=torch.contiguous_format)
+    if joining.numel() and mixed.numel():
+        rows, count, head_size = joining.shape
+        size = power_of_two(head_size)
+        tile = max(1, 2048 // size)
+        index_kernels.mix_rows_in[(rows, -(-count // tile))](
+            joining.contiguous(), row.contiguous(), shares.contiguous(), None if own is None else own.contiguous(),
+            mixed, count, mixed.shape[1], HEAD_SIZE=head_size, BLOCK_N=tile, BLOCK_D=size, num_warps=4,
+        )  # fmt: skip
+    return mixed

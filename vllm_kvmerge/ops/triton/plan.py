@@ -1,4 +1,8 @@
-"""Division of attention into programs: a function of shapes alone, so that captured graphs hold for any batch."""
+"""Division of attention into programs.
+
+How many there are is a function of shapes alone, so that captured graphs hold for any batch. What each of them does is
+in a list that a kernel (``divide``) makes of the rows' lengths, once for all layers that share a batch.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,8 +16,6 @@ from vllm_kvmerge.ops.workspace import uses_workspace
 KEPT_ROWS = 16
 """Rows of logits of one KV head, queries times query heads, that are kept for the score update; one tile has as many.
 Those of more queries are recomputed, since keeping them would take more memory traffic than reading keys."""
-
-MAX_SPLITS = 128
 
 INTERPRETED_MULTIPROCESSORS = 8
 """Few, so that the interpreter runs few programs, but enough for some splits."""
@@ -53,43 +55,74 @@ def shares(programs: int, others: int, most: int, cache: PagedKVCache) -> int:
 class AttentionPlan:
     """The shape of one call of attention.
 
-    settings: those of ``attend``. block_m: its rows. tiles: of queries in each sequence. splits: of the entries, a
-    power of two. kept: rows of logits kept for the score update; 0 if they are recomputed. sizes: elements of each
-    buffer.
+    A tile is some queries of a sequence, and a piece is a tile's share of the entries. Tiles are cut into pieces by
+    their lengths, which only the GPU knows, such that ``slots`` programs at a time would finish together.
+
+    settings: those of ``attend``. block_m: its rows. tiles: in each sequence. num_tiles: in all of them. slots:
+    programs of one KV head that run at a time. most: pieces that a tile may have. kept: rows of logits kept for the
+    score update; 0 if they are recomputed. sizes: elements of each buffer.
     """
 
     settings: Settings
     block_m: int
     tiles: int
-    splits: int
+    num_tiles: int
+    slots: int
+    most: int
     kept: int
     sizes: dict[str, int]
 
     @classmethod
     def of(
-        cls, cache: PagedKVCache, num_heads: int, num_queries: int, rows: int, max_blocks: int, keeps: bool = True
+        cls,
+        cache: PagedKVCache,
+        num_heads: int,
+        num_queries: int,
+        rows: int,
+        max_blocks: int,
+        window: int = 0,
+        is_prompt: bool = False,
     ) -> "AttentionPlan":
         """For ``rows`` sequences with up to ``num_queries`` queries of ``num_heads`` heads and ``max_blocks`` blocks.
 
-        keeps: true if logits may be kept.
+        window: entries that a query sees, 0: all. is_prompt: prompts are scored, so that tiles are those of many
+        queries, however many there are.
         """
         num_blocks, num_kv_heads = cache.keys.shape[:2]
         groups = num_heads // num_kv_heads
-        few = groups * num_queries <= max(groups, KEPT_ROWS)
+        few = groups * num_queries <= max(groups, KEPT_ROWS) and not is_prompt
         chosen = settings_for("decode" if few else "prefill", cache, groups)
-        block_m = power_of_two(max(16, groups * num_queries if few else max(groups, chosen.block_m)))
+        # As many rows whatever the number of queries: each size is a kernel of its own to compile.
+        block_m = power_of_two(max(KEPT_ROWS, groups, 0 if few else chosen.block_m))
         tiles = -(-num_queries // (block_m // groups))
-        most = min(MAX_SPLITS, -(-max_blocks * cache.block_size // chosen.least))
-        splits = shares(chosen.programs, rows * tiles * num_kv_heads, most, cache)
-        splits = 1 << (splits.bit_length() - 1)
-        kept = groups * num_queries if few and keeps else 0
-        lse = rows * tiles * num_kv_heads * splits * block_m
-        sizes = {"lse": lse}
-        if splits > 1:
-            sizes["partial"] = lse * power_of_two(cache.head_size)
+        slots = max(1, chosen.programs * multiprocessors(cache.keys.device) // num_kv_heads)
+        most_entries = max_blocks * cache.block_size
+        if window:
+            most_entries = min(most_entries, window + block_m // groups - 1)
+        most = min(slots, -(-most_entries // chosen.least))
+        kept = groups * num_queries if few and not window else 0
+        plan = cls(chosen, block_m, tiles, rows * tiles, slots, most, kept, {})
+        plan.sizes["lse"] = plan.num_pieces * num_kv_heads * block_m
+        if most > 1:
+            plan.sizes["partial"] = plan.num_split * num_kv_heads * block_m * power_of_two(cache.head_size)
         if kept:
-            sizes["kept"] = num_blocks * num_kv_heads * kept * cache.block_size
-        return cls(chosen, block_m, tiles, splits, kept, sizes)
+            plan.sizes["kept"] = num_blocks * num_kv_heads * kept * cache.block_size
+        return plan
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces that there may be: ``slots`` of tiles that are split, and one for each other tile."""
+        return min(self.num_tiles + self.slots, self.num_tiles * self.most)
+
+    @property
+    def num_split(self) -> int:
+        """Pieces that there may be of tiles that are split; these come first."""
+        return min(self.slots, self.num_tiles * self.most)
+
+    @property
+    def split_tiles(self) -> int:
+        """Tiles that may be split."""
+        return 0 if self.most == 1 else min(self.num_tiles, self.num_split // 2)
 
 
 @uses_workspace

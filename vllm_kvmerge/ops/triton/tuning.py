@@ -29,8 +29,8 @@ class Settings:
     """Tile sizes and launch options of a kernel.
 
     block_m: rows of a tile, or queries. block_n: entries of a tile, or heads for ``write``. warps, stages: Triton's.
-    least: entries of the smallest split, a multiple of block_n. programs: number per multiprocessor up to which entries
-    are split.
+    least: entries of the smallest piece, a multiple of block_n. programs: number per multiprocessor that entries are
+    cut for.
     """
 
     warps: int

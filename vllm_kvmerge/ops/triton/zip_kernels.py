@@ -8,6 +8,7 @@ are as many as tokens came in an interval.
 import triton
 import triton.language as tl
 
+from vllm_kvmerge.ops.triton.compiling import for_any
 from vllm_kvmerge.ops.types import ScoreMode
 from vllm_kvmerge.ops.zipping import AUTO_TOLERANCE, MAX_SCALE, ZIP_MODES
 
@@ -64,7 +65,7 @@ def log_sum(values, heads, G: tl.constexpr):
     return top + tl.log(tl.sum(tl.exp(values - top[:, None]), 1))
 
 
-@triton.jit(do_not_specialize=["n", "m", "mode", "zip_mode"])
+@for_any("n", "m", "mode", "zip_mode")
 def zip_groups(
     sources, targets, joins, log_votes, scores, query_counts, positions, protected, log_scores, log_norms,
     out_targets, out_sources, out_groups, out_own_shares, out_shares, out_factors, out_votes, out_scores, out_positions,

@@ -30,12 +30,12 @@ class Adaptive(Allocator):
     def capacity(self, budget: int) -> int:
         return int(self.max_share * budget)
 
-    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
         budget = context.budget
         floor = max(int(self.floor_share * budget), context.min_budget)
         shares = context.heads.by_sequence_layer(importance.masked_fill(~entries.is_live, -1.0))
         counts = ops.split_budget(shares, shares.shape[1] * budget, floor, self.capacity(budget))
-        return [int(one) for one in counts.flatten().tolist()]
+        return counts.flatten()
 
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries

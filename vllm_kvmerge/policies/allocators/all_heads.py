@@ -30,17 +30,17 @@ class AllHeads(Allocator):
     def capacity(self, budget: int) -> int:
         return int(self.max_share * budget)
 
-    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
         return self._split(context.heads.by_sequence_layer(importance.masked_fill(~entries.is_live, -1.0)), context)
 
-    def pooled_budgets(self, importance: Tensor, context: CompressionContext) -> list[int]:
+    def pooled_budgets(self, importance: Tensor, context: CompressionContext) -> Tensor:
         return self._split(importance.unsqueeze(0), context)
 
-    def _split(self, shares: Tensor, context: CompressionContext) -> list[int]:
+    def _split(self, shares: Tensor, context: CompressionContext) -> Tensor:
         """``shares``: ``[groups, heads, n]``, of groups that have a budget each."""
         total, most = shares.shape[1] * context.budget, self.capacity(context.budget)
         counts = ops.split_budget(shares, total, context.min_budget, most)
-        return [int(one) for one in counts.flatten().tolist()]
+        return counts.flatten()
 
     def cost(self, shape: CostShape) -> Cost:
         n = shape.num_entries

@@ -30,10 +30,10 @@ class Threshold(Allocator):
     def capacity(self, budget: int) -> int:
         return int(self.max_share * budget)
 
-    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
         counts = (importance > self.threshold).sum(1) + context.min_budget
         counts = counts.minimum(entries.is_live.sum(1)).clamp(max=self.capacity(context.budget))
-        return [int(one) for one in counts.tolist()]
+        return counts
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=shape.num_entries, touches=4 * shape.num_entries)

@@ -20,7 +20,8 @@ class Variance(Allocator):
     cut and what is over goes to the other layers; shares below the selector's least are raised at their cost. The mean
     over layers is the budget.
 
-    D2O allocates once, for the prompt; here every compression allocates anew from the scores that it finds.
+    D2O allocates once, for the prompt; here every later compression allocates anew, from the scores that the one before
+    it found.
     """
 
     name = "variance"

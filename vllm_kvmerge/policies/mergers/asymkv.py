@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
-from vllm_kvmerge.policies.indexing import complement, padded_nonzero, select
+from vllm_kvmerge.policies.indexing import complement, listed, select
 from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
 from vllm_kvmerge.policies.registry import register
 
@@ -58,12 +58,16 @@ class AsymKVMerger(Merger):
         merged = surplus.squeeze(1)
         last = torch.iinfo(torch.int64).max
         index = entries.positions.masked_fill(~candidates, last).argsort(dim=1, stable=True)
-        index = index[:, : int(candidates.sum(1).max())]
+        index = index[:, : _most(candidates)]
         valid = candidates.gather(1, index)
         scores, log_votes = entries.scores.gather(1, index), entries.log_votes.gather(1, index)
         update = CacheUpdate.unchanged(entries)
         into = update.kept.clone()  # the entry that each was merged into, or itself
-        while surplus.any():
+        # A round merges half of what is left or more: of a run of neighbours every other one. None waits for a GPU.
+        num_rounds = max(0, len(entries) - context.budget).bit_length()
+        for _ in range(num_rounds):
+            if surplus.is_cpu and not surplus.any():
+                break
             takes = _disjoint_pairs(_pair_costs(scores, log_votes, valid), surplus)
             into.scatter_(1, index, torch.where(takes, index.roll(-1, dims=1), into.gather(1, index)))
             joined = takes.roll(1, dims=1)
@@ -71,17 +75,17 @@ class AsymKVMerger(Merger):
             log_votes = torch.where(joined, torch.logaddexp(log_votes, log_votes.roll(1, dims=1)), log_votes)
             surplus = surplus - takes.sum(1, keepdim=True)
             stays = valid & ~takes
-            order = stays.int().argsort(dim=1, descending=True, stable=True)[:, : int(stays.sum(1).max())]
+            order = stays.int().argsort(dim=1, descending=True, stable=True)[:, : _most(stays)]
             index, scores, log_votes = (plane.gather(1, order) for plane in (index, scores, log_votes))
             valid = stays.gather(1, order)
-        for _ in range(len(entries).bit_length()):
+        for _ in range(num_rounds.bit_length()):  # as many merges lead from an entry to where it is
             into = into.gather(1, into)
         # Entries behind the valid ones may have been merged away: they are emptied below.
         update.scores.scatter_(1, index, scores)
         update.log_votes.scatter_(1, index, log_votes)
         gone = into != update.kept
         shares = torch.exp(entries.log_votes - update.log_votes.gather(1, into)).masked_fill(~gone, 0.0)
-        sources = padded_nonzero(gone)
+        sources = listed(gone, len(entries) - 1)
         places, shares = select(into, sources).clamp(min=0), shares.gather(1, sources.clamp(min=0))
         shares = shares.masked_fill(sources < 0, 0.0)
         changed, keys, values = take_in(entries, update.kept, sources, places, shares)
@@ -138,6 +142,11 @@ def _nearest(targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     takes_before = has_before & ((after > last) | (to_before < to_after))
     chosen = torch.where(takes_before, before, after.clamp(max=last))
     return order.gather(1, chosen), (in_order.gather(1, chosen) != DEAD)
+
+
+def _most(mask: Tensor) -> int:
+    """The most true elements that a row has, or, on a GPU, which would be waited for, can have."""
+    return int(mask.sum(1).max()) if mask.is_cpu else mask.shape[1]
 
 
 def _pair_costs(scores: Tensor, log_votes: Tensor, valid: Tensor) -> Tensor:

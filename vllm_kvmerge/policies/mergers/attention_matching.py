@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies.base import MAX_QUERIES, CacheUpdate, CompressionContext, Entries, Merger, Queries
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering
-from vllm_kvmerge.policies.indexing import padded_nonzero
+from vllm_kvmerge.policies.indexing import listed
 from vllm_kvmerge.policies.mergers.least_squares import (
     CHOLESKY,
     attention,
@@ -95,7 +95,7 @@ class AttentionMatchingMerger(Merger):
         # Where dropping costs nothing but mass, votes give it back.
         taken &= (num_gone > 0) & (loss <= allowed.maximum(NEGLIGIBLE * target.square().sum((1, 2))))
         is_changed = (fitted.values != before.values).any(-1) | (log_votes != before.log_votes)
-        changed = padded_nonzero(is_changed & free & taken.unsqueeze(1))
+        changed = listed(is_changed & free & taken.unsqueeze(1), len(before))
         rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, before.values.shape[2])
         return update.write(
             changed,

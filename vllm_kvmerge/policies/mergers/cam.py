@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
-from vllm_kvmerge.policies.indexing import complement, padded_nonzero, select
+from vllm_kvmerge.policies.indexing import complement, listed, select
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.registry import register
 
@@ -63,7 +63,8 @@ class CamMerger(Merger):
         spread = given.new_zeros(*kept.shape, given.shape[2])
         spread.scatter_add_(1, first.unsqueeze(-1).expand_as(given), given)
         num_given = torch.zeros_like(kept).scatter_add_(1, first, merges.long()).cumsum(1)
-        gains = padded_nonzero(num_given > pad(num_given, (self.num_receivers, 0))[:, : kept.shape[1]])
+        gaining = num_given > pad(num_given, (self.num_receivers, 0))[:, : kept.shape[1]]
+        gains = listed(gaining, min(kept.shape[1], evicted.shape[1] * self.num_receivers))
         rows = self._mean_behind(spread, gains.clamp(min=0))
         changed = select(order, gains)
         return update.write(changed, None, entries.values_at(select(kept, changed)) + rows, merges.sum(1))

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from vllm_kvmerge import ops
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, Cost, Entries, gathering
-from vllm_kvmerge.policies.indexing import any_at, inverse, listed, select
+from vllm_kvmerge.policies.indexing import inverse, select
 
 
 def take_in(
@@ -18,21 +19,10 @@ def take_in(
     join or are joined.
     """
     joins = shares > 0
-    is_joined = any_at(places, joins, kept.shape[1])
-    changed = listed(is_joined, min(kept.shape[1], places.shape[1]))
-    row = (is_joined.cumsum(1) - 1).gather(1, places).masked_fill(~joins, 0)
+    changed, row = ops.list_joined(places, joins, kept.shape[1])
     targets, sources = select(kept, changed), sources.masked_fill(~joins, DEAD)
-
-    def combined(own: Tensor, joining: Tensor) -> Tensor:
-        if own.shape[1] == 0:
-            return own
-        index = row.unsqueeze(-1).expand_as(joining)
-        moved = joining.sub_(own.gather(1, index)).mul_(shares.unsqueeze(-1))
-        # Masked rather than weighted with 0: a dead entry may hold NaN.
-        return own.scatter_add_(1, index, moved.masked_fill_(~joins.unsqueeze(-1), 0.0))
-
-    keys = combined(entries.keys_at(targets), entries.keys_at(sources))
-    values = combined(entries.values_at(targets), entries.values_at(sources))
+    keys = ops.mix_in(entries.keys_at(sources), row, shares, entries.keys_at(targets))
+    values = ops.mix_in(entries.values_at(sources), row, shares, entries.values_at(targets))
     return changed, keys, values
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops.attention import attention_to_keys, head_parts, query_groups
+from vllm_kvmerge import ops
+from vllm_kvmerge.ops.attention import head_parts, query_groups
 from vllm_kvmerge.policies.base import Entries, Queries
 from vllm_kvmerge.policies.pausing import may_pause
 
@@ -19,14 +20,12 @@ def attention(queries: Queries, entries: Entries, scale: float) -> Tensor:
     A query sees live entries up to its own position, and gives no weight to any where it sees none.
     """
     planes = entries.keys, entries.log_votes, entries.positions
-    return attention_to_keys(queries.vectors, queries.positions, *planes, scale)
+    return ops.attention_weights(queries.vectors, queries.positions, *planes, scale)
 
 
 def kept_entries(entries: Entries, kept: Tensor) -> tuple[Entries, Tensor]:
     """Copies of the entries at ``kept``, and how many of each head's live entries are not among them, ``[H]``."""
-    result = entries.take(kept)
-    # A NaN in a dead entry would survive a weight of 0.
-    result.kill(~result.is_live)
+    result = entries.take_live(kept)
     return result, entries.is_live.sum(1) - result.is_live.sum(1)
 
 
@@ -38,9 +37,7 @@ def full_attention(
     Goes through heads and queries in parts, and calls ``look`` with the slices of each part (of the heads and of the
     ``m`` queries) and its probabilities, ``[h, G * q, n]``, the query heads' rows one after the other.
     """
-    everything = entries.take(entries.all_indices)
-    # A NaN in a dead entry would survive a weight of 0.
-    everything.kill(~everything.is_live)
+    everything = entries.take_live(entries.all_indices)
     outputs, start = [], 0
     for vectors, positions in query_groups(queries.vectors, queries.positions, len(entries)):
         window = slice(start, start + vectors.shape[2])
@@ -48,7 +45,7 @@ def full_attention(
         for heads in head_parts(vectors, len(entries)):
             planes = everything.keys[heads], everything.log_votes[heads], everything.positions[heads]
             # A head's values are not repeated for each query head.
-            rows = attention_to_keys(vectors[heads], positions[heads], *planes, scale).flatten(1, 2)
+            rows = ops.attention_weights(vectors[heads], positions[heads], *planes, scale).flatten(1, 2)
             output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
             look(heads, window, rows)
             may_pause()
@@ -84,4 +81,4 @@ def ridge_regression(
 
 def is_finite(rows: Tensor) -> Tensor:
     """``[H]`` bool: all of a head's numbers (``[H, c, d]``) are finite."""
-    return rows.isfinite().flatten(1).all(1)
+    return rows.abs().amax((1, 2)) < torch.inf  # false for NaN

@@ -1,16 +1,16 @@
 """Merger that fits the kept entries to the attention output of the full cache (GRKV)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
+from vllm_kvmerge import ops
 from vllm_kvmerge.ops import ScoreMode
+from vllm_kvmerge.ops.regression import MOST_PARTS, OutputDerivative
+from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     MAX_TOKENS,
@@ -22,10 +22,9 @@ from vllm_kvmerge.policies.base import (
     ServedModel,
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
-from vllm_kvmerge.policies.indexing import first, padded_nonzero, sinks
+from vllm_kvmerge.policies.indexing import listed, sinks
 from vllm_kvmerge.policies.mergers.least_squares import (
     CHOLESKY,
-    attention,
     full_attention,
     is_finite,
     kept_entries,
@@ -131,14 +130,15 @@ class RegressionMerger(Merger):
         lambda_k, lambda_v = (RIDGE if ridge is None else ridge for ridge in (self.lambda_k, self.lambda_v))
         keys, values = result.keys, result.values
         for _ in range(self.steps):
+            weights = fit.attention(keys)
             if "v" in self.components:
-                values = fit.values(keys, values, lambda_v)
+                values = fit.values(weights, values, lambda_v)
                 may_pause()
             if "k" in self.components:
-                keys = fit.keys(keys, values, lambda_k, self.cg_iterations, self.cg_tolerance)
+                keys = fit.keys(keys, weights, values, lambda_k, self.cg_iterations, self.cg_tolerance)
                 may_pause()
         is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
-        changed = padded_nonzero(is_changed)
+        changed = listed(is_changed, len(result))
         rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[2])
         return update.write(
             changed,
@@ -152,8 +152,7 @@ class RegressionMerger(Merger):
         free = kept.is_live & ~sinks(kept, self.num_fixed_sinks)
         if self.fix_window:
             free &= kept.positions < queries.positions.amin(-1, keepdim=True)
-        by_weight = weight.masked_fill(~free, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        return free & ~first(free, by_weight, int(self.fixed_share * len(kept)))
+        return free & ~ops.top(weight, torch.zeros_like(free), free, int(self.fixed_share * len(kept)))
 
     def cost(self, shape: CostShape) -> Cost:
         n, c, d = shape.num_entries, shape.num_kept, shape.head_size
@@ -161,7 +160,9 @@ class RegressionMerger(Merger):
         r = shape.group_size * queries
         system = min(r, c)
         products = r if r <= 2 * d else 0  # side of the matrix Q Q^T, if that is kept
-        fit = (10 * c + 10 * r) * d + 5 * r * c + 2 * system**2 + products**2
+        # On a GPU all shares of a step are tried at once, and conjugate gradients keep parts of sums.
+        on_gpu = len(STEP_LENGTHS) * ((c + r) * d + r * c) + MOST_PARTS * r * d
+        fit = (10 * c + 10 * r) * d + 5 * r * c + 2 * system**2 + products**2 + on_gpu
         value_step = Cost(
             products=4 * r * c * d + system**2 * max(r, c) + CHOLESKY * system**3 // 3 + 2 * system**2 * d,
             touches=24 * r * c + 12 * (r + c) * d,
@@ -197,133 +198,55 @@ class _Fit:
     free: Tensor
     guard: bool
 
-    def values(self, keys: Tensor, values: Tensor, ridge: float) -> Tensor:
-        """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these keys and values."""
-        weights = self._attention(keys)
+    def values(self, weights: Tensor, values: Tensor, ridge: float) -> Tensor:
+        """``[H, c, d]``: the values after a value step (eq. 8; algorithm 1, lines 9-13), at these values and keys with
+        the attention ``weights``."""
         fitted, taken = ridge_regression(self.kept.values, weights, self.free, self.target.flatten(1, 2), ridge)
         if self.guard:
-            taken &= self._improves(weights @ fitted, weights @ values)
+            taken &= self._loss(weights @ fitted) < self._loss(weights @ values)  # false for NaN
         return torch.where(taken[:, None, None] & self.free.unsqueeze(-1), fitted, values)
 
-    def keys(self, keys: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float) -> Tensor:
-        """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these keys and values."""
-        queries = self.queries.vectors.flatten(1, 2)
-        derivative = OutputDerivative(self._attention(keys), values, queries, self.scale, self.free)
+    def keys(
+        self, keys: Tensor, weights: Tensor, values: Tensor, ridge: float, iterations: int, tolerance: float
+    ) -> Tensor:
+        """``[H, c, d]``: the keys after a key step (eq. 10; algorithm 1, lines 14-21), at these values, and keys with
+        the attention ``weights``."""
+        derivative = OutputDerivative(weights, values, self.queries.vectors.flatten(1, 2), self.scale, self.free)
         output = derivative.output
-        right = self.target.flatten(1, 2) - output + derivative.forward(keys - self.kept.keys)
-        alpha = conjugate_gradients(
-            lambda vector: derivative.forward_adjoint(vector).add_(vector, alpha=ridge), right, iterations, tolerance
-        )
+        right, moved = self.target.flatten(1, 2) - output, None
+        if keys is not self.kept.keys:
+            moved = keys - self.kept.keys
+            right += derivative.forward(moved)
+        alpha = ops.solve_outputs(right, derivative, ridge, iterations, tolerance)
         may_pause()
-        change = self.kept.keys + derivative.adjoint(alpha) - keys
+        change = derivative.adjoint(alpha)
+        if moved is not None:
+            change -= moved
         if not self.guard:
             trial = keys + change
             return torch.where(is_finite(trial)[:, None, None] & self.free.unsqueeze(-1), trial, keys)
-        fitted, undecided = keys, self.free.any(1)
-        for length in STEP_LENGTHS:
-            trial = keys + length * change
-            better = undecided & self._improves(self._attention(trial) @ values, output)
-            fitted = torch.where(better[:, None, None] & self.free.unsqueeze(-1), trial, fitted)
-            undecided = undecided & ~better
-            if not undecided.any():
+        allowed, length = self._loss(output), torch.zeros_like(output[:, :1, :1])
+        lengths = sent(torch.tensor(STEP_LENGTHS, dtype=keys.dtype, device="cpu"), keys.device).view(-1, 1, 1, 1)
+        # One after the other until each head has one, or, as a GPU would be waited for to know that, all at once.
+        for some in lengths.split(1 if keys.is_cpu else len(lengths)):
+            loss = self._loss(self.attention(torch.addcmul(keys, some, change)) @ values)
+            # False for NaN. The longest of a head is the first.
+            length = ((loss < allowed)[..., None, None] * some).amax(0).maximum(length)
+            if keys.is_cpu and (length.flatten() > 0)[self.free.any(1)].all():
                 break
-        return fitted
+        is_changed = (length > 0) & self.free.unsqueeze(-1)
+        return torch.where(is_changed, torch.addcmul(keys, length, change), keys)
 
-    def _attention(self, keys: Tensor) -> Tensor:
-        """A, ``[H, r, c]``."""
-        return attention(self.queries, replace(self.kept, keys=keys), self.scale).flatten(1, 2)
+    def attention(self, keys: Tensor) -> Tensor:
+        """A, ``[..., r, c]``, for keys ``[..., H, c, d]``."""
+        times = keys.shape[:-3]
+        vectors, positions, votes, places = (
+            plane.expand(*times, *plane.shape).flatten(0, len(times))
+            for plane in (self.queries.vectors, self.queries.positions, self.kept.log_votes, self.kept.positions)
+        )
+        weights = ops.attention_weights(vectors, positions, keys.flatten(0, -3), votes, places, self.scale)
+        return weights.flatten(1, 2).unflatten(0, keys.shape[:-2])
 
-    def _improves(self, output: Tensor, old_output: Tensor) -> Tensor:
-        """``[H]`` bool: true if the window loss (eq. 4) is smaller for ``output`` (``[H, r, d]``); false for NaN."""
-        target = self.target.flatten(1, 2)
-        return (target - output).square().sum((1, 2)) < (target - old_output).square().sum((1, 2))
-
-
-@dataclass(frozen=True)
-class OutputDerivative:
-    """J, the derivative of the attention output F = A V with respect to the keys K of the free entries.
-
-    weights A: ``[H, r, c]``, softmax over c of scale Q K^T + votes. values V: ``[H, c, d]``. queries Q: ``[H, r, d]``.
-    free: ``[H, c]`` bool; the other keys do not move.
-    """
-
-    weights: Tensor
-    values: Tensor
-    queries: Tensor
-    scale: float
-    free: Tensor
-
-    def forward(self, keys: Tensor) -> Tensor:
-        """J dK, ``[H, r, d]``, for ``keys`` dK, ``[H, c, d]``: A' V with dS = scale Q dK^T, A' = A (dS - sum A dS)."""
-        keys = keys * self.free.unsqueeze(-1)
-        return self._forward_logits(self.scale * (self.queries @ keys.transpose(1, 2)))
-
-    def adjoint(self, output: Tensor) -> Tensor:
-        """J^T R, ``[H, c, d]``, for ``output`` R, ``[H, r, d]``: scale (A (B - sum A B))^T Q with B = R V^T."""
-        return self.scale * (self._adjoint_logits(output).transpose(1, 2) @ self.queries)
-
-    def forward_adjoint(self, output: Tensor) -> Tensor:
-        """J J^T R, ``[H, r, d]``, without the keys in between, of which there are more than queries; with many queries,
-        without their products."""
-        logits = self._adjoint_logits(output)
-        if self.queries.shape[1] > 2 * self.queries.shape[2]:
-            return self._forward_logits(self.scale**2 * self.queries @ (self.queries.transpose(1, 2) @ logits))
-        return self._forward_logits(self._query_products @ logits)
-
-    @cached_property
-    def output(self) -> Tensor:
-        """A V, ``[H, r, d]``."""
-        return self.weights @ self.values
-
-    @cached_property
-    def _query_products(self) -> Tensor:
-        """``[H, r, r]``: scale^2 Q Q^T."""
-        return self.scale**2 * (self.queries @ self.queries.transpose(1, 2))
-
-    @cached_property
-    def _free_weights(self) -> Tensor:
-        return self.weights * self.free.unsqueeze(1)
-
-    @cached_property
-    def _values_and_one(self) -> Tensor:
-        """``[H, c, d + 1]``: one product gives both the weighted sum of values and the sum of weights."""
-        return pad(self.values, (0, 1), value=1.0)
-
-    def _forward_logits(self, change: Tensor) -> Tensor:
-        """``[H, r, d]``: (A dS) V - (sum A dS) A V for ``change`` dS, ``[H, r, c]``, which it overwrites."""
-        moved = change.mul_(self.weights) @ self._values_and_one
-        return moved[..., :-1] - moved[..., -1:] * self.output
-
-    def _adjoint_logits(self, output: Tensor) -> Tensor:
-        """``[H, r, c]``: A (B - sum A B) where free, with B = R V^T, so that sum A B is the product of R and A V."""
-        mean = (output * self.output).sum(-1, keepdim=True)
-        centred = torch.cat([output, -mean], -1) @ self._values_and_one.transpose(1, 2)
-        return centred.mul_(self._free_weights)
-
-
-def conjugate_gradients(
-    operator: Callable[[Tensor], Tensor], right: Tensor, iterations: int, tolerance: float
-) -> Tensor:
-    """x with operator(x) = ``right``, ``[H, r, d]``, for an operator that is symmetric and positive in each head.
-
-    A head stops when its residual is ``tolerance`` times its right-hand side, all of them after ``iterations``.
-    """
-
-    def dot(one: Tensor, other: Tensor) -> Tensor:
-        return (one * other).sum((1, 2), keepdim=True)
-
-    solution = torch.zeros_like(right)
-    residual = direction = right
-    size = dot(residual, residual)
-    enough = tolerance**2 * size
-    for _ in range(iterations):
-        goes_on = size > enough
-        if not goes_on.any():
-            break
-        image = operator(direction)
-        step = torch.where(goes_on, size / dot(direction, image), 0.0)
-        solution = solution + step * direction
-        residual = residual - step * image
-        old_size, size = size, dot(residual, residual)
-        direction = residual + torch.where(goes_on, size / old_size, 0.0) * direction
-    return solution
+    def _loss(self, output: Tensor) -> Tensor:
+        """Square root of the window loss (eq. 4) of each head, for ``output`` (``[..., H, r, d]``)."""
+        return torch.linalg.vector_norm(self.target.flatten(1, 2) - output, dim=(-2, -1))

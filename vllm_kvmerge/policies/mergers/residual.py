@@ -9,8 +9,7 @@ from torch import Tensor
 from vllm_kvmerge import ops
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
-from vllm_kvmerge.policies.entries import BLANK
-from vllm_kvmerge.policies.indexing import complement
+from vllm_kvmerge.policies.indexing import complement, inverse
 from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
 from vllm_kvmerge.policies.registry import register
 
@@ -52,18 +51,13 @@ class ResidualMerger(Merger):
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
-        rest = complement(kept, len(entries))
         if context.at_prompt_end:
-            slots = _average_runs(entries.take(rest), context.num_slots)
+            slots = _average_runs(entries.take(complement(kept, len(entries))), context.num_slots)
         else:
-            slots = _absorb_one_by_one(entries, rest, self.is_slot(entries).gather(1, rest), context.num_slots)
-        log_votes = torch.where(slots.is_live, self.alpha * torch.log(slots.aux), -torch.inf)
-        slots = replace(slots, log_votes=log_votes)
-        ordinary = CacheUpdate.of(entries, kept)
-        merged = entries.is_live.gather(1, rest).sum(1) - slots.is_live.sum(1)
-        planes = {name: torch.cat([getattr(ordinary, name), getattr(slots, name)], 1) for name in ("kept", *BLANK)}
-        changed = torch.where(slots.changed < 0, DEAD, slots.changed + kept.shape[1])
-        return replace(ordinary, **planes).write(changed, slots.keys, slots.values, merged)
+            slots = _absorb_one_by_one(entries, kept, context.num_slots)
+        # Of dead slots too, whose metadata will be overwritten (``CacheUpdate.emptied``).
+        slots = replace(slots, log_votes=self.alpha * torch.log(slots.aux))
+        return CacheUpdate.of(entries, kept).followed_by(slots)
 
     def cost(self, shape: CostShape) -> Cost:
         # The entries that leave, plus those whose places slots take.
@@ -121,35 +115,28 @@ def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
         changed=torch.arange(num_slots, device=run.device).expand_as(positions).masked_fill(positions == DEAD, DEAD),
         keys=total(rest.keys.mul_(share)),
         values=total(rest.values.mul_(share)),
-        merged=torch.zeros_like(num_live[:, 0]),
+        merged=(num_live[:, 0] - num_slots).clamp(min=0),
     )
 
 
-def _absorb_one_by_one(entries: Entries, rest: Tensor, is_slot: Tensor, num_slots: int) -> CacheUpdate:
-    """``num_slots`` places per head: slots among the entries at ``rest`` with the others merged in (ZSMerge eq. 6-7).
+def _absorb_one_by_one(entries: Entries, kept: Tensor, num_slots: int) -> CacheUpdate:
+    """``num_slots`` places per head: slots with the entries merged in that are not ``kept`` (ZSMerge eq. 6-7).
 
-    In order of position, each founds a slot while there is room, and then joins the slot of largest k_r . k_t.
-    rest: ``[H, m]`` int64. is_slot: ``[H, m]`` bool; slots in excess of ``num_slots`` join the others, with their
-    weight.
+    In order of position, each founds a slot while there is room, and then joins the slot of largest k_r . k_t. Slots in
+    excess of ``num_slots`` join the others, with their weight. kept: ``[H, c]`` int64.
     """
-    last = torch.iinfo(torch.int64).max
-    positions = entries.positions.gather(1, rest)
-    is_live = positions != DEAD
-    turn = torch.where(is_slot, positions - last, positions).masked_fill(~is_live, last).argsort(dim=1, stable=True)
-    index, positions, is_live = (plane.gather(1, turn) for plane in (rest, positions, is_live))
-    weights = _num_tokens(entries.aux.gather(1, index), is_live)
-    scores = entries.scores.gather(1, index).masked_fill(~is_live, 0.0)
-    aux, sums, newest = (plane[:, :num_slots].clone() for plane in (weights, scores, positions))
-    index = index.masked_fill(~is_live, DEAD)
-    slots, sources = index[:, :num_slots], index[:, num_slots:]
-
+    n = len(entries)
+    line = ops.line_up(inverse(kept, n), entries.positions, entries.aux, entries.scores, n - kept.shape[1])
+    (slots, newest, aux, sums), (sources, positions, weights, scores) = (
+        [plane[:, part].contiguous() for plane in line] for part in (slice(num_slots), slice(num_slots, None))
+    )
     # Dead entries come last and weigh nothing; a live source finds all slots of its head taken.
-    joined, aux = _join(entries, slots, sources, weights[:, num_slots:], aux)
-    sums.scatter_add_(1, joined, scores[:, num_slots:])
-    newest.scatter_reduce_(1, joined, positions[:, num_slots:], "amax")
-    shares = weights[:, num_slots:] / aux.gather(1, joined).clamp(min=1.0)
+    joined, aux = _join(entries, slots, sources, weights, aux)
+    sums.scatter_add_(1, joined, scores)
+    newest.scatter_reduce_(1, joined, positions, "amax")
+    shares = weights / aux.gather(1, joined).clamp_(min=1.0)
     changed, keys, values = take_in(entries, slots, sources, joined, shares)
-    return CacheUpdate(slots, aux, sums, aux, newest, changed, keys, values, merged=newest.new_zeros(len(newest)))
+    return CacheUpdate(slots, aux, sums, aux, newest, changed, keys, values, merged=(sources >= 0).sum(1))
 
 
 def _join(

@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
-from vllm_kvmerge.policies.indexing import newest, sinks, top
+from vllm_kvmerge.policies.indexing import newest, top
 from vllm_kvmerge.policies.registry import register
 
 
@@ -36,7 +36,7 @@ class HeavyHitter(Selector):
         return self.num_sink_tokens + (1 if self.recent_window is None else self.recent_window) + 1
 
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
-        return sinks(entries, self.num_sink_tokens) | newest(entries, self._num_recent(context))
+        return newest(entries, self._num_recent(context), self.num_sink_tokens)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return top(importance, protected, entries, context.num_kept)

@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
-from vllm_kvmerge.policies.indexing import newest, sinks, top
+from vllm_kvmerge.policies.indexing import newest, top
 
 
 class RankedSelector(Selector):
@@ -24,7 +24,7 @@ class RankedSelector(Selector):
         return self.num_sink_tokens + self.recent_window + 1
 
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
-        return sinks(entries, self.num_sink_tokens) | newest(entries, self.recent_window)
+        return newest(entries, self.recent_window, self.num_sink_tokens)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return top(self.ranking(entries, importance, protected, context), protected, entries, context.counts)

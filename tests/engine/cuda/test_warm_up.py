@@ -1,0 +1,201 @@
+"""Nothing is compiled while serving: what starting launches needs all the machine code that later launches need.
+
+Counted without a GPU, by the arguments that Triton compiles a kernel anew for.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.worker.gpu_worker import Worker as GPUWorker
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+from tests.engine.cuda.gpu import GPU, OnGPU, SimulatedGPU  # noqa: E402
+from tests.engine.cuda.launch_counts import counting, of_policy  # noqa: E402
+from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, Request, Scene  # noqa: E402
+from tests.engine.cuda.test_compactions import on_gpu  # noqa: E402
+from tests.engine.worker.test_batches import GROUPS as COMPACTED_GROUPS  # noqa: E402
+from tests.engine.worker.test_batches import Worker  # noqa: E402
+from tests.ops.triton_compiler import launches  # noqa: E402
+from vllm_kvmerge.engine.attention import cuda, rows  # noqa: E402
+from vllm_kvmerge.engine.attention.rows import (  # noqa: E402
+    BatchRow,
+    Normalization,
+    PromptScores,
+    RepetitionWindow,
+    ScoreWindow,
+)
+from vllm_kvmerge.engine.worker import warm_up  # noqa: E402
+from vllm_kvmerge.engine.worker.cuda_worker import KVMergeCUDAWorker  # noqa: E402
+from vllm_kvmerge.engine.worker.warm_up import AttentionKind  # noqa: E402
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, triton  # noqa: E402
+from vllm_kvmerge.policies import PRESETS  # noqa: E402
+from vllm_kvmerge.request.parameters import parse_compression  # noqa: E402
+
+MAX_BLOCKS = 128
+"""Of a row: as many entries as chunks are cut into pieces for."""
+
+UPDATES = [ScoreUpdate(mode, 0.9) for mode in (ScoreMode.SUM, ScoreMode.MEAN, ScoreMode.LOG_EMA)]
+
+
+def of_scene(scene: Scene, fused: bool) -> AttentionKind:
+    """fused: with pages of heads' own."""
+    impl, has_scores = scene.impl, not scene.window
+    return AttentionKind(
+        scene.ours, impl.num_heads, scene.query.dtype, impl.scale, impl.softmax, impl.window, impl.chunked,
+        [scene.ours] if fused else None, cuda.shortest_chunk(GROUPS), has_scores,
+    )  # fmt: skip
+
+
+def requests_of(scene: Scene, seed: int) -> Iterator[list[Request]]:
+    """Batches of all sizes: decoding, chunks of prompts, both; fronts, pages and updates of all kinds."""
+    sequence, rng = scene.maker.sequence, torch.Generator().manual_seed(seed)
+    plain = [Request(sequence(0, 0, n), 1, BatchRow()) for n in (1, 16, 30, 333)]
+    chunks = [Request(sequence(0, 0, n + 20), n, BatchRow()) for n in (2, 5, 8, 9, 16, 40)]
+    if scene.window:
+        yield from ([one] for one in plain + chunks)
+        yield plain
+        yield [plain[0], *chunks[:3]]
+        return
+    compressed = [Request(sequence(17, 30, 45 + n), 1, BatchRow(17, 30, UPDATES[n])) for n in range(3)]
+    later = [Request(sequence(16, 32, 80), n, BatchRow(16, 32, UPDATES[n % 3])) for n in (1, 2, 11, 33)]
+    paged = [scene.paged(64, 80, 120, n, UPDATES[n % 3]) for n in (1, 3, 12)]
+    yield from (plain, compressed, later, paged, [*plain, *compressed][:6], [*chunks[:3], *paged])
+    yield from ([one] for one in (*plain, *chunks, *compressed, *later, *paged))
+    for _ in range(4):
+        everything = [*plain, *chunks, *compressed, *later, *paged]
+        yield [everything[i] for i in torch.randperm(len(everything), generator=rng)[:4].tolist()]
+    for update in UPDATES:  # prompts that are scored, of lengths and from places that nothing divides
+        for count, seq_len in ((1, 33), (7, 90), (40, 91)):
+            scores = PromptScores.empty(1, HEADS, seq_len + 3, GPU)
+            window = ScoreWindow(min(count, 17), update, scores)
+            yield [plain[1], Request(sequence(0, 0, seq_len), count, BatchRow(window=window))]
+    norms = SimpleNamespace(norms=torch.ones(1, 256, device=GPU))
+    lengths = Normalization(norms, lambda layer, values: torch.ones(HEADS, GROUPS, values.shape[1], device=GPU))
+    for normalization in (None, lengths):
+        for start, end, count in ((0, 16, 20), (5, 44, 31), (4, 5, 3)):
+            scores = PromptScores.empty(1, HEADS, 51, GPU)
+            window = RepetitionWindow(count, 50, start, end, 4, scores, normalization)
+            yield [Request(sequence(0, 0, 50 + count), count, BatchRow(window=window)), plain[2]]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Triton's operators, and shapes that are cut into programs as for an H200."""
+    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.multiprocessors", lambda device: 132)
+    monkeypatch.setattr("tests.engine.cuda.scene.MAX_BLOCKS", MAX_BLOCKS)
+    for module in (cuda, rows, warm_up.ops):
+        for name in ("paged_attention", "write_tokens", "score_prompt_queries", "score_repetition"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(triton, name))
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+@pytest.mark.parametrize(("window", "chunked"), [(0, False), (50, False), (64, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_attention_compiles_nothing_while_serving(dtype, window, chunked, has_pages, gpu):
+    with SimulatedGPU(may_wait=True):
+        scene = Scene(0, dtype, device=GPU, window=window, chunked=chunked)
+        batches = list(requests_of(scene, 1))
+    scene.finish_cache()
+    if window or not has_pages:
+        scene.builder._buffers.layers = None
+        batches = [batch for batch in batches if all(one.row.table is None for one in batch)]
+    kind, served = of_scene(scene, has_pages and not window), []
+    with SimulatedGPU(may_wait=True), launches() as started:
+        warm_up.attention([kind, kind], MAX_BLOCKS)
+    scene.cache = scene.cache.as_subclass(OnGPU)
+    for batch in batches:
+        num_tokens = sum(request.num_tokens for request in batch)
+        with SimulatedGPU(may_wait=True), launches() as found:
+            metadata = scene.builder.build(0, scene.common(batch))
+            slots = torch.zeros(num_tokens, dtype=torch.int64, device=GPU)
+            # Parts of the projection of queries, keys and values.
+            new = torch.zeros(num_tokens, 3 * HEADS, HEAD_SIZE, dtype=scene.query.dtype, device=GPU)[:, :HEADS]
+            scene.impl.do_kv_cache_update(scene.layer, new, new, scene.cache, slots)
+            scene.forward(metadata, num_tokens)
+        served += found
+    names = {launch.kernel.__name__ for launch in served}
+    assert names >= {"write", "divide", "attend"} and (window or {"update_columns", "raise_scores", "finish"} <= names)
+    codes = {launch.key for launch in started}
+    assert not {launch.key for launch in served} - codes
+    assert len(codes) <= (20 if has_pages and not window else 14), "each takes seconds to compile"
+
+
+@pytest.fixture(scope="module")
+def started() -> set[tuple[object, ...]]:
+    """Machine codes of the compactions that are run when a server starts."""
+    with SimulatedGPU(may_wait=True, must_pin=True):
+        worker = Worker("h2o", (150, 150))
+        on_gpu(worker, blocks_on_gpu=True)
+    compactor = replace(worker.compactor, group_size=COMPACTED_GROUPS)
+    policies = [parse_compression({"policy": name, "budget": warm_up.BUDGET}).policy for name in PRESETS]
+    before = worker.bytes
+    with counting() as counts:
+        warm_up.compactions(compactor, policies, torch.bfloat16, head_pages=True)
+    assert torch.equal(worker.bytes, before), "the cache has changed"
+    return counts.machine_codes
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+def test_compactions_compile_nothing_while_serving(policy, started):
+    """Of all lengths, and numbers of requests; with another budget."""
+    for lengths, fields in (((150, 150), {}), ((151,), {}), ((230, 192, 192), {}), ((201,), {"budget": 77})):
+        served = set().union(*(counts.machine_codes for counts in of_policy(policy, lengths, **fields)))
+        assert served and not served - started
+
+
+@pytest.mark.parametrize("policy", ["adakv", "d2o", "pyramidkv", "kvzip"])
+def test_pages_compile_nothing_while_serving(policy, started):
+    """Fronts that get pages of their own, and such that have some."""
+    with SimulatedGPU(may_wait=True, must_pin=True):
+        worker, pages = Worker(policy, (150, 171)), {}
+        on_gpu(worker, blocks_on_gpu=True)
+    for step in (worker.first, worker.second):
+        plans = [replace(one.plan, blocks=one.plan.blocks[:4], share_blocks=4, has_pages=True) for one in step]
+        step = [
+            replace(one, plan=plan, pages=pages.get(index))
+            for index, (one, plan) in enumerate(zip(step, plans, strict=True))
+        ]
+        with counting() as counts:
+            done = worker.compactor.execute(step)
+        assert not done.failures and not counts.machine_codes - started
+        pages = done.pages
+    assert any("to_pages" in code[1] for code in counts.machine_codes)
+
+
+def test_keys_that_are_turned_compile_nothing_while_serving(started):
+    with SimulatedGPU(may_wait=True, must_pin=True):
+        worker = Worker("streaming_llm", (150, 171), positions="cache")
+        on_gpu(worker, blocks_on_gpu=True)
+    for step in (worker.first, worker.second):
+        with counting() as counts:
+            done = worker.compactor.execute([replace(one, moves_keys=True) for one in step])
+        assert not done.failures and not counts.machine_codes - started
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_scratch_cache_lies_as_its_model(dtype, interleaved):
+    scene = Scene(0, dtype, interleaved=interleaved)
+    scene.finish_cache()
+    scratch = warm_up.scratch_like(scene.ours, 3)
+    assert isinstance(scratch, PagedKVCache) and scratch.strides == scene.ours.strides
+    assert scratch.keys.dtype == dtype and scratch.key_scale == scene.ours.key_scale and len(scratch.keys) == 3
+    assert not scratch.keys.float().any() and not scratch.log_votes.any()
+
+
+def test_a_worker_warms_up_before_vllm_does(monkeypatch):
+    """So before graphs are captured, and before vLLM starts to report what is compiled."""
+    done = []
+    monkeypatch.setattr(GPUWorker, "compile_or_warm_up_model", lambda worker: done.append("vLLM's") or "times")
+    worker = KVMergeCUDAWorker.__new__(KVMergeCUDAWorker)
+    worker.model_runner = SimpleNamespace(compression=SimpleNamespace(warm_up=lambda: done.append("ours")))
+    assert worker.compile_or_warm_up_model() == "times" and done == ["ours", "vLLM's"]

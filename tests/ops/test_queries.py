@@ -1,0 +1,52 @@
+"""Queries that are kept where addresses say, on every implementation, against rows that are copied one by one."""
+
+import os
+
+import pytest
+import torch
+
+from vllm_kvmerge.ops import reference
+
+LAYERS = 3
+INTERPRETED = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
+ON_GPU = ["triton-gpu"] if torch.cuda.is_available() and not INTERPRETED else []
+
+
+@pytest.fixture(params=["plain-torch", *INTERPRETED, *ON_GPU])
+def keeping(request):
+    """The operator, and the device that its tensors are on."""
+    device = torch.device("cuda" if request.param == "triton-gpu" else "cpu")
+    if request.param == "plain-torch":
+        return reference.keep_queries, device
+    return pytest.importorskip("vllm_kvmerge.ops.triton").keep_queries, device
+
+
+@pytest.mark.parametrize("heads", [(4, 32), (1, 16), (7, 80), (64, 128), (3, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_queries_go_where_addresses_say(keeping, dtype, heads):
+    """All others stay, whichever the layer, wherever the queries lie in the batch, and however they are strided."""
+    keep, device = keeping
+    places = torch.zeros(6, LAYERS, *heads, dtype=dtype, device=device)
+    wanted = torch.zeros_like(places)
+    # Heads of a query beside those of a key, as a model computes them.
+    query = torch.randn(9, 2 * heads[0], heads[1]).to(dtype).to(device)[:, : heads[0]]
+
+    def at(*kept: int) -> torch.Tensor:
+        """Addresses of places; of -1: none."""
+        size = places[0].nbytes
+        return torch.tensor([places.data_ptr() + n * size if n >= 0 else 0 for n in kept], device=device)
+
+    keep(query, at(-1, 2, -1, 0), 1)
+    wanted[2, 1], wanted[0, 1] = query[1], query[3]
+    assert torch.equal(places, wanted)
+    keep(query, at(5, -1, 2), LAYERS - 1, torch.tensor([8, 3, 0], device=device))
+    wanted[5, -1], wanted[2, -1] = query[8], query[0]
+    assert torch.equal(places, wanted)
+    keep(query, at(*[-1] * 9), 0)
+    keep(query, at(), 0)
+    assert torch.equal(places, wanted)
+
+
+def test_the_reference_has_the_cpus_memory_alone():
+    with pytest.raises(ValueError, match="queries on meta"):
+        reference.keep_queries(torch.zeros(1, 2, 16, device="meta"), torch.zeros(1, dtype=torch.int64), 0)
