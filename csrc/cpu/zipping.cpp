@@ -73,6 +73,7 @@ class Zipping {
       if (place[e] == 0) h.target[groups] = e, place[e] = groups++;
     for (int64_t i = 0; i < m_; ++i)
       if (h.joins[i]) h.source[joined] = h.sources[i], h.group[joined++] = place[h.targets[i]];
+    if (groups == 0) return;
 
     const auto log_score = [&](int64_t g, int64_t entry) { return h.log_scores[g * n_ + entry]; };
     const auto log_weight = [&](int64_t g, int64_t entry) { return h.log_votes[entry] + log_score(g, entry); };
