@@ -22,7 +22,13 @@ from setuptools.errors import CompileError
 SOURCES = Path("csrc/cpu")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-X86_LEVELS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"]}
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
+X86_LEVELS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_bf16": AVX512_BF16,
+    "avx512_amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+}
 FLAGS = [
     "-std=c++17",
     "-O3",

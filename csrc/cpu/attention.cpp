@@ -15,6 +15,7 @@ namespace {
 #include "tiles.h"
 
 constexpr int64_t kRowsAtOnce = 32;            // query heads times queries that read K and V together
+constexpr int64_t kTileRowsAtOnce = 256;       // where tiles are made of both for many queries
 constexpr int64_t kStoredFloats = 128 << 10;   // of logits kept for the score update, so that they stay in cache
 constexpr int64_t kMinPieceEntries = 512;      // shorter pieces cost more to combine than they gain
 constexpr int64_t kMinParallelBytes = 64 << 10;
@@ -57,7 +58,7 @@ struct Layout {
   int64_t rows, acc, piece, stored_stride, chunk_stride, total;
   Layout(const Unit& u, int64_t group, int64_t head_size, bool with_values, bool keeps_scores) {
     rows = u.queries_at_once * group;
-    acc = with_values ? rows * round_up(head_size, 32) : 0;
+    acc = with_values ? round_up(rows, 16) * round_up(head_size, 32) : 0;  // kernels may take 16 rows at a time
     piece = round_up(2 * rows, 16) + acc;
     stored_stride = keeps_scores ? round_up(u.num_tiles, kChunkTiles) * kTile : 0;
     chunk_stride = keeps_scores ? round_up(u.num_tiles, kChunkTiles) / kChunkTiles : 0;
@@ -153,7 +154,8 @@ class Driver {
     for (const Cost& c : costs) {
       const AttentionRow& row = rows_[c.row];
       const int64_t chunks = (c.tiles + kChunkTiles - 1) / kChunkTiles;
-      int64_t at_once = std::max<int64_t>(1, kRowsAtOnce / group_);
+      const bool in_tiles = kernels_.has_tiles && row.num_queries > 1;
+      int64_t at_once = std::max<int64_t>(1, (in_tiles ? kTileRowsAtOnce : kRowsAtOnce) / group_);
       if (row.mode != ScoreMode::none)
         at_once = std::max<int64_t>(1, std::min(at_once, kStoredFloats / (chunks * kChunk * group_)));
       at_once = std::min(at_once, row.num_queries);

@@ -1,6 +1,8 @@
 // The kernels of one instruction set level: compiled once per level, with KVM_LEVEL naming it.
 #include "kernels.h"
 
+#include <optional>
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -436,21 +438,167 @@ void chunk_values(const Chunk<T, BF16>& c) {
   }
 }
 
-inline void to_weights(const float* p, int count, BF16* out) {  // count: a multiple of 32
-  for (int t = 0; t < count; t += 32) {
-    const __m512 a = _mm512_loadu_ps(p + t), b = _mm512_loadu_ps(p + t + 16);
-    _mm512_storeu_si512(out + t, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+#if defined(__AMX_BF16__)
+// ---- Kernels with AMX's products of tiles ---------------------------------------------------------------------------
+//
+// A tile is 16 rows of 64 bytes. Of a product's right factor, a row holds the pairs of 16 columns, so rows are interleaved
+// as above and kept: what 32 of them cost is shared by all queries of a round. A row's sums do not depend on how many
+// rows there are, but they are not those of the dot products above: what takes them must do so for all rows of its kind.
+constexpr bool kHasTiles = true;
+constexpr int kTilePairs = 16 * 32;  // numbers of a tile
+
+struct TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+// Not on the stack: GCC takes the instruction that loads it to read its first bytes alone, and leaves out the others.
+alignas(64) constexpr TileConfig kTileConfig;
+
+// While it lives, this thread's tiles are as wide as they can be.
+struct TilesInUse {
+  TilesInUse() { _tile_loadconfig(&kTileConfig); }
+  ~TilesInUse() { _tile_release(); }
+};
+
+// Interleaves the rows lo, lo + 1, ... hi - 1 < 32 of x, others being zero, in two tiles: `width` columns, 32 or the first
+// 16. kNatural: columns in order; otherwise that of `pair_order`.
+template <bool kNatural>
+inline void interleave(const BF16* x, int64_t stride, int lo, int hi, int width, BF16* out) {
+  const __mmask32 columns = width < 32 ? 0xffffu : 0xffffffffu;
+  const bool is_whole = lo <= 0 && hi >= 32 && width >= 32;
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  for (int i = 0; i < 32; i += 2) {
+    const auto row = [&](int j) {
+      if (is_whole) return _mm512_loadu_si512(x + j * stride);
+      return _mm512_maskz_loadu_epi16(lo <= j && j < hi ? columns : 0, lo <= j && j < hi ? x + j * stride : x);
+    };
+    const __m512i a = row(i), b = row(i + 1);
+    __m512i first = _mm512_unpacklo_epi16(a, b), second = _mm512_unpackhi_epi16(a, b);
+    if constexpr (kNatural) {
+      const __m512i both = first;
+      first = _mm512_permutex2var_epi64(both, low, second);
+      second = _mm512_permutex2var_epi64(both, high, second);
+    }
+    _mm512_store_si512(out + i * 16, first);
+    _mm512_store_si512(out + i * 16 + kTilePairs, second);
   }
 }
 
+// out[r, columns] = or += sum_i a[r, i] b[i, columns] of 32 columns; blocks: of 32 numbers i, whose tiles are
+// `b_stride` apart. rows: a multiple of 16.
+template <bool kAdd>
+inline void tile_product(const BF16* a, int64_t a_stride, const BF16* b, int64_t b_stride, int blocks, int rows,
+                         float* out, int64_t out_stride) {
+  const int64_t a_bytes = a_stride * 2, out_bytes = out_stride * 4;
+  for (; rows >= 32; rows -= 32, a += 32 * a_stride, out += 32 * out_stride) {
+    float* below = out + 16 * out_stride;
+    if constexpr (kAdd) {
+      _tile_loadd(4, out, out_bytes);
+      _tile_loadd(5, out + 16, out_bytes);
+      _tile_loadd(6, below, out_bytes);
+      _tile_loadd(7, below + 16, out_bytes);
+    } else {
+      _tile_zero(4);
+      _tile_zero(5);
+      _tile_zero(6);
+      _tile_zero(7);
+    }
+    for (int i = 0; i < blocks; ++i) {
+      _tile_loadd(2, b + i * b_stride, 64);
+      _tile_loadd(0, a + i * 32, a_bytes);
+      _tile_dpbf16ps(4, 0, 2);
+      _tile_loadd(1, a + 16 * a_stride + i * 32, a_bytes);
+      _tile_dpbf16ps(6, 1, 2);
+      _tile_loadd(3, b + i * b_stride + kTilePairs, 64);
+      _tile_dpbf16ps(5, 0, 3);
+      _tile_dpbf16ps(7, 1, 3);
+    }
+    _tile_stored(4, out, out_bytes);
+    _tile_stored(5, out + 16, out_bytes);
+    _tile_stored(6, below, out_bytes);
+    _tile_stored(7, below + 16, out_bytes);
+  }
+  if (rows == 0) return;
+  if constexpr (kAdd) {
+    _tile_loadd(4, out, out_bytes);
+    _tile_loadd(5, out + 16, out_bytes);
+  } else {
+    _tile_zero(4);
+    _tile_zero(5);
+  }
+  for (int i = 0; i < blocks; ++i) {
+    _tile_loadd(0, a + i * 32, a_bytes);
+    _tile_loadd(2, b + i * b_stride, 64);
+    _tile_dpbf16ps(4, 0, 2);
+    _tile_loadd(3, b + i * b_stride + kTilePairs, 64);
+    _tile_dpbf16ps(5, 0, 3);
+  }
+  _tile_stored(4, out, out_bytes);
+  _tile_stored(5, out + 16, out_bytes);
+}
+
+// `chunk_logits` without the scale, of c.rows / 16 tiles of queries, whose rows are q_stride apart.
+template <class T>
+void tile_logits(const Chunk<T, BF16>& c, int64_t q_stride) {
+  alignas(64) BF16 pairs[kTile * kMaxHeadSize], wide[sizeof(T) == 1 ? kTile * kMaxHeadSize : 1];
+  const int d = c.head_size;
+  for (int i = 0; i < c.num_runs; ++i)
+    for (int j = 0; j < c.runs[i].count; ++j) {
+      const T* k = c.keys[i] + j * kTile;
+      const BF16* x;
+      int64_t stride = c.block_size;
+      if constexpr (sizeof(T) == 1) {
+        widen_rows(k, c.block_size, d, kTile, wide, c.ahead);
+        x = wide;
+        stride = kTile;
+      } else {
+        c.ahead->take(d);
+        x = k;
+      }
+      for (int e = 0; e < d; e += 32)
+        interleave<true>(x + e * stride, stride, 0, d - e, kTile, pairs + e * kTile);
+      tile_product<false>(c.query, q_stride, pairs, 2 * kTilePairs, (d + 31) / 32, c.rows,
+                          c.logits + (c.runs[i].first + j) * kTile, kChunk);
+    }
+}
+
+// `chunk_values` of c.rows / 16 tiles of weights; pairs: kChunk * padded head size.
+template <class T>
+void tile_values(const Chunk<T, BF16>& c, BF16* pairs) {
+  alignas(64) BF16 wide[sizeof(T) == 1 ? kTile * kMaxHeadSize : 1];
+  const int d = c.head_size;
+  const int64_t per_tile = kTile * c.acc_stride;
+  int blocks = 0;
+  for (int i = 0; i < c.num_runs; ++i)
+    for (int j = 0; j < c.runs[i].count; ++j, ++blocks) {
+      const int lo = static_cast<int>(max64(0, c.runs[i].lo - j * kTile));
+      const int hi = static_cast<int>(min64(kTile, c.runs[i].hi - j * kTile));
+      const T* v = c.values[i] + static_cast<int64_t>(j) * kTile * d;
+      const BF16* x;
+      if constexpr (sizeof(T) == 1) {
+        widen_rows(v, d, kTile, d, wide, c.ahead);
+        x = wide;
+      } else {
+        c.ahead->take(d);
+        x = v;
+      }
+      for (int e = 0; e < d; e += 32)
+        interleave<false>(x + e, d, lo, hi, d - e, pairs + blocks * per_tile + e * kTile);
+    }
+  for (int e = 0; e < d; e += 32)
+    tile_product<true>(c.weights, kChunk, pairs + e * kTile, per_tile, blocks, c.rows, c.accumulator + e, c.acc_stride);
+}
+#else
+constexpr bool kHasTiles = false;
+#endif
+
 inline int pair_order(int e) { return (e & ~31) + (e >> 2 & 1) * 16 + (e >> 3 & 3) * 4 + (e & 3); }
 #else
-constexpr bool kHasPairs = false;
+constexpr bool kHasPairs = false, kHasTiles = false;
 template <class T>
 constexpr float kUnit = 1.0f;
 #endif
-
-inline void to_weights(const float*, int, float*) {}  // they are used as they are
 
 // What queries and weights are kept as beside a cache of T.
 template <class T, bool kPairs>
@@ -469,7 +617,9 @@ inline float element(const Rows& rows, int64_t index) {
 }
 
 int64_t attend_scratch(int64_t rows, int64_t head_size) {
-  return rows * (head_size + kChunk + kChunk / 2) + 64;  // queries, logits, weights as bfloat16
+  const int64_t padded_rows = (rows + 15) / 16 * 16, width = padded_nonzero(head_size);
+  // Queries, logits, weights as bfloat16, pairs of values.
+  return padded_rows * (width + kChunk + kChunk / 2) + (kHasTiles ? kChunk * width / 2 : 0) + 64;
 }
 
 // Splits the tiles [begin, end), at most kChunkTiles, into runs; returns their number.
@@ -513,6 +663,41 @@ inline void cap_logits(float* logits, int rows, int width, float cap) {
     }
 }
 
+// The weights of a chunk in a row: its logits times `factor`, less the row's maximum so far, to the power of e; `result`
+// is scaled by what the maximum has changed. kept: float32 copies of the weights, or null.
+template <bool kPairs, class Q>
+inline void softmax_row(float* x, int width, float factor, float* largest, float* sum, float* result, int64_t length,
+                        Q* weights, float* kept) {
+  VF most = load(x);
+  for (int i = kLanes; i < width; i += kLanes) most = maximum(most, load(x + i));
+  const float chunk_maximum = horizontal_max(most) * factor, old = *largest;
+  if (chunk_maximum > old) {
+    const VF change = exp(broadcast(old - chunk_maximum));
+    *largest = chunk_maximum;
+    *sum *= change[0];
+    for (int64_t i = 0; i < length; i += kLanes) store(result + i, load(result + i) * change);
+  }
+  const VF top = broadcast(*largest);
+  VF total = {};
+  for (int i = 0; i < width; i += kTile) {
+    VF weight[kTile / kLanes];
+    for (int v = 0; v < kTile / kLanes; ++v) {
+      weight[v] = exp(load(x + i + v * kLanes) * factor - top);
+      total += weight[v];
+      if (kept) store(kept + i + v * kLanes, weight[v]);
+    }
+#if defined(__AVX512BF16__)
+    if constexpr (kPairs) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(bit_cast<__m512>(weight[1]), bit_cast<__m512>(weight[0]));
+      _mm512_storeu_si512(weights + i, bit_cast<__m512i>(both));
+    }
+#endif
+    if constexpr (!kPairs)
+      for (int v = 0; v < kTile / kLanes; ++v) store(weights + i + v * kLanes, weight[v]);
+  }
+  *sum += horizontal_sum(total);
+}
+
 template <class T, bool kPairs>
 void attend_as(const Attend& a) {
   typedef typename Operand<T, kPairs>::type Q;
@@ -521,8 +706,11 @@ void attend_as(const Attend& a) {
   const int d = cache.head_size, rows = a.num_queries * a.group;
   const int64_t acc_stride = padded_nonzero(d), bs = cache.block_size, num_entries = tiles.num_entries();
   const bool softmax = a.mode != ScoreMode::log_ema || a.with_values;
+  // Not for a single query, which costs less than making tiles: of a sequence's newest queries all are the same kind.
+  const bool in_tiles = kPairs && kHasTiles && a.total_queries > 1;
+  const int64_t padded_rows = in_tiles ? (rows + 15) / 16 * 16 : rows, q_stride = in_tiles ? acc_stride : d;
   if (a.with_values)
-    for (int64_t i = 0; i < rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
+    for (int64_t i = 0; i < padded_rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
 
   Prefetcher ahead;
   Run runs[kChunkTiles], next_runs[kChunkTiles];
@@ -531,19 +719,28 @@ void attend_as(const Attend& a) {
   ahead.take(Prefetcher::kDistance);
 
   Q* q = reinterpret_cast<Q*>(a.scratch);
-  float* logits = a.scratch + (rows * d + 15) / 16 * 16;
-  Q* weights = reinterpret_cast<Q*>(kPairs ? logits + rows * kChunk : logits);
+  float* logits = a.scratch + (padded_rows * q_stride + 15) / 16 * 16;
+  Q* weights = reinterpret_cast<Q*>(kPairs ? logits + padded_rows * kChunk : logits);
   for (int r = 0; r < rows; ++r) {
     const int64_t token = r / a.group, head = static_cast<int64_t>(a.head) * a.group + r % a.group;
     const int64_t start = token * a.query.token_stride + head * a.query.head_stride;
     // Pairs multiply the queries as they are, and their sum is scaled; float32 queries are scaled beforehand.
-    for (int i = 0; i < d; ++i) {
-      const float x = element(a.query, start + i);
-      q[r * d + i] = from_float<Q>(kPairs ? x : x * a.scale);
-    }
+    if constexpr (kPairs) __builtin_memcpy(q + r * q_stride, static_cast<const BF16*>(a.query.data) + start, d * 2);
+    else
+      for (int i = 0; i < d; ++i) q[r * d + i] = from_float<Q>(element(a.query, start + i) * a.scale);
     a.maximum[r] = kLowest;
     a.sum[r] = 0.0f;
   }
+#if defined(__AMX_BF16__)
+  BF16* pairs = reinterpret_cast<BF16*>(weights + padded_rows * kChunk);
+  std::optional<TilesInUse> tiles_in_use;
+  if (in_tiles) {
+    tiles_in_use.emplace();
+    for (int r = 0; r < padded_rows; ++r)  // what lies beyond a row's numbers, and in rows that are none
+      for (int64_t i = r < rows ? d : 0; i < q_stride; ++i) q[r * q_stride + i] = Q{};
+    for (int64_t i = rows * kChunk; i < padded_rows * kChunk; ++i) weights[i] = Q{};
+  }
+#endif
 
   const int64_t first_limit = num_entries - a.total_queries + a.first_query + 1;  // entries that row 0 sees
   for (int64_t chunk = a.tile_begin; chunk < a.tile_end; chunk += kChunkTiles) {
@@ -554,14 +751,29 @@ void attend_as(const Attend& a) {
     num_next = find_runs(tiles, chunk + count, min64(chunk + count + kChunkTiles, a.tile_end), next_runs);
     add_ranges(ahead, a, next_runs, num_next);
 
-    Chunk<T, Q> c{runs, num_runs, rows, d, static_cast<int>(bs), {}, {}, q, a.scale, logits, weights, a.accumulator,
-                  acc_stride, &ahead};
+    Chunk<T, Q> c{runs, num_runs, static_cast<int>(padded_rows), d, static_cast<int>(bs), {}, {}, q, a.scale, logits,
+                  weights, a.accumulator, acc_stride, &ahead};
+    bool has_votes = false;
     for (int i = 0; i < num_runs; ++i) {
       const T* start = reinterpret_cast<const T*>(runs[i].page.rows);
       c.keys[i] = start + runs[i].offset;
       c.values[i] = start + (bs + runs[i].offset) * d;
+      has_votes |= runs[i].front;
     }
-    chunk_logits(c);
+    float factor = 1.0f;  // of the logits
+#if defined(__AMX_BF16__)
+    if constexpr (kPairs)
+      if (in_tiles) {
+        tile_logits(c, q_stride);
+        factor = a.scale * kUnit<T>;
+        if (a.cap > 0.0f || a.mode == ScoreMode::log_ema || has_votes || factor <= 0.0f) {
+          for (int r = 0; r < rows; ++r)
+            for (int i = 0; i < width; i += kLanes) store(logits + r * kChunk + i, load(logits + r * kChunk + i) * factor);
+          factor = 1.0f;
+        }
+      }
+#endif
+    if (!in_tiles) chunk_logits(c);
     if (a.cap > 0.0f) cap_logits(logits, rows, width, a.cap);
     if (a.mode == ScoreMode::log_ema)
       for (int r = 0; r < rows; ++r)
@@ -589,36 +801,19 @@ void attend_as(const Attend& a) {
         for (int64_t t = max64(0, stop); t < run.count * kTile; ++t) x[t] = -kInfinity;
       }
     }
+    const bool keeps = a.mode != ScoreMode::none && a.mode != ScoreMode::log_ema;
     for (int r = 0; r < rows; ++r) {
-      float* x = logits + r * kChunk;
-      VF largest = load(x);
-      for (int i = kLanes; i < width; i += kLanes) largest = maximum(largest, load(x + i));
-      const float chunk_maximum = horizontal_max(largest), old = a.maximum[r];
-      if (chunk_maximum > old) {
-        const VF factor = exp(broadcast(old - chunk_maximum));
-        a.maximum[r] = chunk_maximum;
-        a.sum[r] *= factor[0];
-        if (a.with_values)
-          for (int64_t i = 0; i < acc_stride; i += kLanes) {
-            float* acc = a.accumulator + r * acc_stride + i;
-            store(acc, load(acc) * factor);
-          }
-      }
-      const VF top = broadcast(a.maximum[r]);
-      VF total = {};
-      for (int i = 0; i < width; i += kLanes) {
-        const VF weight = exp(load(x + i) - top);
-        total += weight;
-        store(x + i, weight);
-      }
-      a.sum[r] += horizontal_sum(total);
-      if (a.mode != ScoreMode::none && a.mode != ScoreMode::log_ema) {
-        __builtin_memcpy(a.stored + r * a.stored_stride + chunk * kTile, x, width * sizeof(float));
-        a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
-      }
-      to_weights(x, width, weights + r * kChunk);
+      float* kept = keeps ? a.stored + r * a.stored_stride + chunk * kTile : nullptr;
+      softmax_row<kPairs>(logits + r * kChunk, width, factor, a.maximum + r, a.sum + r, a.accumulator + r * acc_stride,
+                          a.with_values ? acc_stride : 0, weights + r * kChunk, kept);
+      if (keeps) a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
     }
-    if (a.with_values) chunk_values(c);
+    if (!a.with_values) continue;
+#if defined(__AMX_BF16__)
+    if constexpr (kPairs)
+      if (in_tiles) tile_values(c, pairs);
+#endif
+    if (!in_tiles) chunk_values(c);
   }
 }
 
@@ -1169,7 +1364,7 @@ void split(const Split& s) {
 #define KVM_TEXT(x) KVM_TEXT_(x)
 
 const Kernels& kernels() {
-  static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, attend_scratch, attend,
+  static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, kHasTiles, attend_scratch, attend,
                                     finish, update, similar_scratch, similar,
                                     similar_entries_scratch, similar_entries, fuse_scratch, fuse, repeats_scratch, newest_repeats,
                                     mark_largest, split};

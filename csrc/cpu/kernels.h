@@ -202,6 +202,7 @@ struct Repeats {
 struct Kernels {
   const char* name;
   bool has_pairs;  // whether bfloat16 is multiplied as it is
+  bool has_tiles;  // whether many queries are, best 16 rows at a time
   int64_t (*attend_scratch)(int64_t rows, int64_t head_size);
   void (*attend)(const Attend&);
   void (*finish)(const Finish&);

@@ -3,6 +3,12 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstring>
 #include <string>
 #include <vector>
@@ -19,8 +25,24 @@ KVM_DECLARE(baseline)
 KVM_DECLARE(avx2)
 KVM_DECLARE(avx512)
 KVM_DECLARE(avx512_bf16)
+KVM_DECLARE(avx512_amx)
 
 namespace {
+
+#if defined(KVM_HAVE_avx512_amx)
+// Whether the processor has AMX's tiles for bfloat16, and Linux lets this process use them, which it must be asked for.
+bool may_use_tiles() {
+#if defined(__linux__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned kBF16 = 1u << 22, kTiles = 1u << 24;
+  constexpr int kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return (d & kBF16) && (d & kTiles) && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 // Levels that were compiled in and that this machine can run, the best first.
 std::vector<const Kernels*> supported_levels() {
@@ -32,6 +54,9 @@ std::vector<const Kernels*> supported_levels() {
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   (void)has_bf16;
+#if defined(KVM_HAVE_avx512_amx)
+  if (has_bf16 && may_use_tiles()) levels.push_back(&avx512_amx::kernels());
+#endif
 #if defined(KVM_HAVE_avx512_bf16)
   if (has_bf16) levels.push_back(&avx512_bf16::kernels());
 #endif

@@ -180,15 +180,27 @@ inline E5M2 from_float<E5M2>(float x) {
 inline VF select(VI mask, VF a, VF b) { return mask ? a : b; }
 inline VF maximum(VF a, VF b) { return a > b ? a : b; }
 
+// One number of all lanes, of which `join` makes one of two vectors.
+template <class F>
+inline float joined(VF x, const F& join) {
+#if defined(__AVX512F__)
+  const auto as_m512 = [](VF y) { return bit_cast<__m512>(y); };
+  const __mmask16 all = 0xffff;
+  x = join(x, bit_cast<VF>(_mm512_maskz_shuffle_f32x4(all, as_m512(x), as_m512(x), 0x4e)));
+  x = join(x, bit_cast<VF>(_mm512_maskz_shuffle_f32x4(all, as_m512(x), as_m512(x), 0xb1)));
+  x = join(x, bit_cast<VF>(_mm512_maskz_permute_ps(all, as_m512(x), 0x4e)));
+  x = join(x, bit_cast<VF>(_mm512_maskz_permute_ps(all, as_m512(x), 0xb1)));
+#else
+  for (int i = 1; i < kLanes; ++i) x[0] = join(broadcast(x[0]), broadcast(x[i]))[0];
+#endif
+  return x[0];
+}
+
 inline float horizontal_max(VF x) {
-  float result = x[0];
-  for (int i = 1; i < kLanes; ++i) result = x[i] > result ? x[i] : result;
-  return result;
+  return joined(x, [](VF a, VF b) { return maximum(a, b); });
 }
 inline float horizontal_sum(VF x) {
-  float result = 0.0f;
-  for (int i = 0; i < kLanes; ++i) result += x[i];
-  return result;
+  return joined(x, [](VF a, VF b) { return a + b; });
 }
 
 inline VF iota() {
@@ -199,6 +211,19 @@ inline VF iota() {
 
 // e^x for x <= 88, exactly 0 below -87.33 (where the result would be subnormal), to about 2 ulp.
 inline VF exp(VF x) {
+#if defined(__AVX512F__)
+  const VF n = bit_cast<VF>(_mm512_roundscale_ps(bit_cast<__m512>(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT));
+  VF r = x - n * 0.693145752f;  // ln 2 in two parts
+  r = r - n * 1.42860677e-6f;
+  VF p = r * (1.0f / 720) + (1.0f / 120);
+  p = p * r + (1.0f / 24);
+  p = p * r + (1.0f / 6);
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const __mmask16 normal = _mm512_cmp_ps_mask(bit_cast<__m512>(x), _mm512_set1_ps(-87.33f), _CMP_NLT_UQ);
+  return bit_cast<VF>(_mm512_maskz_scalef_ps(normal, bit_cast<__m512>(p), bit_cast<__m512>(n)));
+#else
   const VF shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const VF clamped = maximum(broadcast(-88.0f), x);  // in this order NaN stays NaN
   const VF shifted = clamped * 1.44269504f + shifter;
@@ -214,6 +239,7 @@ inline VF exp(VF x) {
   const VI exponent = (bit_cast<VI>(shifted) - bit_cast<VI>(shifter)) << 23;
   const VF result = bit_cast<VF>(bit_cast<VI>(p) + exponent);
   return select(x < broadcast(-87.33f), VF{}, result);
+#endif
 }
 
 // ln x for positive normal x, to about 2 ulp.
