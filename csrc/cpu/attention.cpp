@@ -240,6 +240,7 @@ class Driver {
     f.accumulator = partial + l.piece - l.acc;
     f.output = from(row.output, round * u.queries_at_once);
     f.query_dtype = row.query.dtype;
+    f.total_queries = row.num_queries;
     f.value_scale = value_scale_;
     f.sinks = softmax_.sinks ? softmax_.sinks + u.head * group_ : nullptr;
     f.with_values = with_values_;

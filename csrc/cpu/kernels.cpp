@@ -105,6 +105,31 @@ inline void for_row_groups(int rows, const F& f, int r = 0) {
 constexpr int kVectors = 2;                        // per row of accumulators
 constexpr int kRowsAtOnce = kLanes == 16 ? 8 : 4;  // as many accumulators as there are registers for
 
+// Of 32 neighbours in bfloat16, those at even and those at odd places, which costs less than the first and the last 16.
+#if defined(__AVX512F__)
+constexpr bool kSplits = true;
+inline void load_split(const BF16* p, VF* even, VF* odd) {
+  const VU x = bit_cast<VU>(_mm512_loadu_si512(p));
+  *even = bit_cast<VF>(x << 16);
+  *odd = bit_cast<VF>(x & 0xffff0000u);
+}
+// Puts such columns in order.
+inline void join_split(VF even, VF odd, VF* first, VF* second) {
+  const __m512i lower = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i upper = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  *first = bit_cast<VF>(_mm512_permutex2var_ps(bit_cast<__m512>(even), lower, bit_cast<__m512>(odd)));
+  *second = bit_cast<VF>(_mm512_permutex2var_ps(bit_cast<__m512>(even), upper, bit_cast<__m512>(odd)));
+}
+#else
+constexpr bool kSplits = false;
+inline void load_split(const void*, VF*, VF*) {}
+inline void join_split(VF, VF, VF*, VF*) {}
+#endif
+template <class T>
+constexpr bool kIsSplit = false;  // whether accumulators of whole 32 columns stay split
+template <>
+constexpr bool kIsSplit<BF16> = kSplits;
+
 // out[r, t] = sum_i q[r, i] k[i, t] for the kTile lanes t of a tile.
 template <class T>
 struct TileLogits {
@@ -122,15 +147,19 @@ struct TileLogits {
       VF sum[N][kVectors] = {};
       for (int i = 0; i < d; ++i) {
         VF key[kVectors];
-        for (int v = 0; v < kVectors; ++v) key[v] = load(k + i * stride + t + v * kLanes);
+        if constexpr (kIsSplit<T>) load_split(k + i * stride + t, key, key + 1);
+        else
+          for (int v = 0; v < kVectors; ++v) key[v] = load(k + i * stride + t + v * kLanes);
         for (int r = 0; r < N; ++r) {
           const VF query = broadcast(q[(first + r) * d + i]);
           for (int v = 0; v < kVectors; ++v) sum[r][v] += query * key[v];
         }
         if (t == 0) prefetch(first == 0 ? touched + i * kBytes : touched);
       }
-      for (int r = 0; r < N; ++r)
+      for (int r = 0; r < N; ++r) {
+        if constexpr (kIsSplit<T>) join_split(sum[r][0], sum[r][1], sum[r], sum[r] + 1);
         for (int v = 0; v < kVectors; ++v) store(out + (first + r) * kChunk + t + v * kLanes, sum[r][v]);
+      }
     }
   }
 };
@@ -155,15 +184,20 @@ struct TileValues {
     VF sum[N][V];
     for (int r = 0; r < N; ++r)
       for (int j = 0; j < V; ++j) sum[r][j] = load(acc + (first + r) * acc_stride + e + j * kLanes);
-    for (int t = lo; t < hi; ++t) {
+    constexpr int64_t kRowBytes = V * kLanes * sizeof(T);
+    const char* touched = first == 0 ? ahead->claim((hi - lo) * kRowBytes / 64) : kZeros;
+    const int64_t step = first == 0 ? kRowBytes : 0;
+    for (int t = lo; t < hi; ++t, touched += step) {
+      prefetch(touched);
       VF value[V];
-      for (int j = 0; j < V; ++j) value[j] = load(v + t * d + e + j * kLanes);
+      if constexpr (kIsSplit<T> && V == 2) load_split(v + t * d + e, value, value + 1);
+      else
+        for (int j = 0; j < V; ++j) value[j] = load(v + t * d + e + j * kLanes);
       for (int r = 0; r < N; ++r) {
         const VF weight = broadcast(p[(first + r) * kChunk + t]);
         for (int j = 0; j < V; ++j) sum[r][j] += weight * value[j];
       }
     }
-    if (first == 0) ahead->take((hi - lo) * V * kLanes * static_cast<int64_t>(sizeof(T)) / 64);
     for (int r = 0; r < N; ++r)
       for (int j = 0; j < V; ++j) store(acc + (first + r) * acc_stride + e + j * kLanes, sum[r][j]);
   }
@@ -371,19 +405,27 @@ void key_products(const Chunk<T, BF16>& c, const Run& run, const T* k) {
   }
 }
 
+// 32 columns that are interleaved, in order, times `scale`.
+inline void in_order(const float* x, __m512 scale, __m512* first, __m512* second) {
+  const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i upper = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
+  *first = _mm512_mul_ps(_mm512_permutex2var_ps(low, lower, high), scale);
+  *second = _mm512_mul_ps(_mm512_permutex2var_ps(low, upper, high), scale);
+}
+
 template <class T>
 void chunk_logits(const Chunk<T, BF16>& c) {
   for (int i = 0; i < c.num_runs; ++i) key_products(c, c.runs[i], c.keys[i]);
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   const __m512 scale = _mm512_set1_ps(c.scale * kUnit<T>);
   const Run& last = c.runs[c.num_runs - 1];
   for (int r = 0; r < c.rows; ++r)
     for (int t = 0; t < (last.first + last.count) * kTile; t += kTile) {
       float* x = c.logits + r * kChunk + t;
-      const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
-      _mm512_storeu_ps(x, _mm512_mul_ps(_mm512_permutex2var_ps(low, first, high), scale));
-      _mm512_storeu_ps(x + 16, _mm512_mul_ps(_mm512_permutex2var_ps(low, second, high), scale));
+      __m512 first, second;
+      in_order(x, scale, &first, &second);
+      _mm512_storeu_ps(x, first);
+      _mm512_storeu_ps(x + 16, second);
     }
 }
 
@@ -462,7 +504,7 @@ struct TilesInUse {
 };
 
 // Interleaves the rows lo, lo + 1, ... hi - 1 < 32 of x, others being zero, in two tiles: `width` columns, 32 or the first
-// 16. kNatural: columns in order; otherwise that of `pair_order`.
+// 16. kNatural: columns in order; otherwise as `in_order` takes them.
 template <bool kNatural>
 inline void interleave(const BF16* x, int64_t stride, int lo, int hi, int width, BF16* out) {
   const __mmask32 columns = width < 32 ? 0xffffu : 0xffffffffu;
@@ -593,7 +635,6 @@ void tile_values(const Chunk<T, BF16>& c, BF16* pairs) {
 constexpr bool kHasTiles = false;
 #endif
 
-inline int pair_order(int e) { return (e & ~31) + (e >> 2 & 1) * 16 + (e >> 3 & 3) * 4 + (e & 3); }
 #else
 constexpr bool kHasPairs = false, kHasTiles = false;
 template <class T>
@@ -818,15 +859,18 @@ void attend_as(const Attend& a) {
 }
 
 // Whether pairs are used; they need bfloat16 queries, because others would lose bits. Numbers of 8 bits lose none, but
-// making pairs of E5M2 takes longer than it saves a single row.
-inline bool uses_pairs(const PagedKVCache& cache, DType query, int rows) {
-  const bool fits = cache.dtype == DType::bf16 || cache.dtype == DType::e4m3 || (cache.dtype == DType::e5m2 && rows > 1);
-  return kHasPairs && fits && query == DType::bf16;
+// making pairs of E5M2 takes longer than it saves a single row. Processors with tiles multiply float32 as fast as pairs.
+inline bool uses_pairs(const PagedKVCache& cache, DType query, int rows, int64_t total_queries) {
+  if (!kHasPairs || query != DType::bf16) return false;
+  if (kHasTiles && total_queries > 1) return cache.dtype != DType::f32 && cache.dtype != DType::f16;
+  if (cache.dtype == DType::bf16) return !kHasTiles;
+  return cache.dtype == DType::e4m3 || (cache.dtype == DType::e5m2 && rows > 1);
 }
 
 template <class T>
 void attend_in(const Attend& a) {
-  return uses_pairs(*a.cache, a.query.dtype, a.num_queries * a.group) ? attend_as<T, kHasPairs>(a) : attend_as<T, false>(a);
+  const bool pairs = uses_pairs(*a.cache, a.query.dtype, a.num_queries * a.group, a.total_queries);
+  return pairs ? attend_as<T, kHasPairs>(a) : attend_as<T, false>(a);
 }
 
 void attend(const Attend& a) {
@@ -840,6 +884,17 @@ void attend(const Attend& a) {
 // What values are over when pairs are multiplied.
 inline float unit_of(DType dtype) {
   return dtype == DType::e4m3 ? kUnit<E4M3> : dtype == DType::e5m2 ? kUnit<E5M2> : 1.0f;
+}
+
+inline void rounded(const float* x, int count, BF16* out) {  // count: a multiple of 16
+#if defined(__AVX512BF16__)
+  for (int e = 0; e < count; e += 16) {
+    const __m256bh y = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + e));
+    __builtin_memcpy(out + e, &y, sizeof y);
+  }
+#else
+  for (int e = 0; e < count; ++e) out[e] = from_float<BF16>(x[e]);
+#endif
 }
 
 void finish(const Finish& f) {
@@ -856,33 +911,51 @@ void finish(const Finish& f) {
       top = sink > top ? sink : top;
       total = exp(broadcast(sink - top))[0];
     }
-    alignas(64) float sum[kMaxHeadSize] = {};
-    for (int i = 0; i < f.num_pieces; ++i) {
-      const VF factor = exp(broadcast(f.maximum[i * f.piece_stride + r] - top));
-      total += f.sum[i * f.piece_stride + r] * factor[0];
-      if (f.with_values)
-        for (int64_t e = 0; e < acc_stride; e += kLanes)
-          store(sum + e, load(sum + e) + factor * load(f.accumulator + i * f.piece_stride + r * acc_stride + e));
+    alignas(64) float sums[kMaxHeadSize];
+    const float* sum = f.accumulator + r * acc_stride;
+    if (f.num_pieces == 1 && top == f.maximum[r]) {
+      total += f.sum[r];
+    } else {
+      for (int64_t e = 0; e < acc_stride; e += kLanes) store(sums + e, VF{});
+      for (int i = 0; i < f.num_pieces; ++i) {
+        const VF factor = exp(broadcast(f.maximum[i * f.piece_stride + r] - top));
+        total += f.sum[i * f.piece_stride + r] * factor[0];
+        if (f.with_values)
+          for (int64_t e = 0; e < acc_stride; e += kLanes)
+            store(sums + e, load(sums + e) + factor * load(f.accumulator + i * f.piece_stride + r * acc_stride + e));
+      }
+      sum = sums;
     }
     f.total_maximum[r] = top;
     f.total_sum[r] = total;
     if (!f.with_values) continue;
-    const bool in_pairs = uses_pairs(*f.cache, f.query_dtype, rows);
+    const bool in_pairs = uses_pairs(*f.cache, f.query_dtype, rows, f.total_queries);
     const float value_scale = in_pairs ? f.value_scale * unit_of(f.cache->dtype) : f.value_scale;
     const float inverse = total > 0.0f ? value_scale / total : (total == 0.0f ? 0.0f : total);
     const int64_t token = r / f.group, head = static_cast<int64_t>(f.head) * f.group + r % f.group;
     const int64_t start = token * f.output.token_stride + head * f.output.head_stride;
-    for (int e = 0; e < d; ++e) {
+    const bool is_split = !in_pairs && kSplits && f.cache->dtype == DType::bf16;
+    alignas(64) float row[kMaxHeadSize];
+    for (int e = 0; e < d; e += 32) {
+      const bool is_whole = d - e >= 32;
 #if defined(__AVX512BF16__)
-      const float x = sum[in_pairs ? pair_order(e) : e] * inverse;
-#else
-      (void)in_pairs;
-      const float x = sum[e] * inverse;
+      if (in_pairs) {
+        __m512 first, second;
+        in_order(sum + e, _mm512_set1_ps(inverse), &first, &second);
+        _mm512_store_ps(row + e, first);
+        if (is_whole) _mm512_store_ps(row + e + 16, second);
+        continue;
+      }
 #endif
-      if (f.output.dtype == DType::f32) static_cast<float*>(f.output.data)[start + e] = x;
-      else if (f.output.dtype == DType::bf16) static_cast<BF16*>(f.output.data)[start + e] = from_float<BF16>(x);
-      else static_cast<F16*>(f.output.data)[start + e] = from_float<F16>(x);
+      VF columns[32 / kLanes];
+      for (int v = 0; v < (is_whole ? 32 : 16) / kLanes; ++v) columns[v] = load(sum + e + v * kLanes);
+      if (is_split && is_whole) join_split(columns[0], columns[32 / kLanes - 1], columns, columns + 32 / kLanes - 1);
+      for (int v = 0; v < (is_whole ? 32 : 16) / kLanes; ++v) store(row + e + v * kLanes, columns[v] * inverse);
     }
+    if (f.output.dtype == DType::f32) __builtin_memcpy(static_cast<float*>(f.output.data) + start, row, d * sizeof(float));
+    else if (f.output.dtype == DType::bf16) rounded(row, d, static_cast<BF16*>(f.output.data) + start);
+    else
+      for (int e = 0; e < d; ++e) static_cast<F16*>(f.output.data)[start + e] = from_float<F16>(row[e]);
   }
 }
 

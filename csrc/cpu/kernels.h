@@ -86,7 +86,8 @@ struct Finish {
   int64_t piece_stride;  // floats between the pieces' partial results
   const float *maximum, *sum, *accumulator;
   Rows output;
-  DType query_dtype;  // as in Attend: decides the order of the accumulators
+  DType query_dtype;      // as in Attend, as the next one: they decide the order of the accumulators
+  int64_t total_queries;
   const float* sinks; // [group]: logits in the denominator alone, or null
   float value_scale;  // of the cache's values
   bool with_values;
