@@ -5,12 +5,16 @@ sets) prometheus_client sums over the processes on every API server's ``/metrics
 rank, as in vLLM's own metrics.
 """
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
     from vllm_kvmerge.engine.usage import CacheSize
+
+GAUGE_SECONDS = 0.1
+"""Time for which gauges may stand while requests generate."""
 
 LABELS = ["policy", "engine"]
 COMPACTION_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -143,6 +147,16 @@ class CacheGauges:
         self._engine = engine
         self._bytes_per_block = bytes_per_block
         self._policies: set[str] = set()
+        self._num_running, self._set_at = -1, 0.0
+
+    def are_due(self, num_running: int, has_compressed: bool) -> bool:
+        """Whether the step's sizes are to be passed on: those of steps in which caches only grow are not, more often
+        than all ``GAUGE_SECONDS``."""
+        now = time.monotonic()
+        if num_running == self._num_running and not has_compressed and now < self._set_at + GAUGE_SECONDS:
+            return False
+        self._num_running, self._set_at = num_running, now
+        return True
 
     def update(self, sizes: list[tuple[str, "CacheSize"]]) -> None:
         """``sizes``: policy and size of each running request."""

@@ -304,13 +304,14 @@ class CompressionReport:
 # would make these functions unnecessary.
 
 
-def attach(output: "SchedulerOutput | ModelRunnerOutput", message: CompressionStep | CompressionReport) -> None:
+def attach(output: "SchedulerOutput | ModelRunnerOutput", message: CompressionStep | CompressionReport | None) -> None:
+    """None: an empty message, which costs nothing to send."""
     output.kvmerge = message  # type: ignore[union-attr]
 
 
 def attached_step(output: "SchedulerOutput") -> CompressionStep:
     """The output's step, empty for outputs that vLLM makes by itself, such as those of dummy runs."""
-    return getattr(output, "kvmerge", CompressionStep())
+    return getattr(output, "kvmerge", None) or CompressionStep()
 
 
 def is_scheduled(output: "SchedulerOutput") -> bool:

@@ -1,6 +1,7 @@
 """vLLM's scheduler with compression: carries out each request's ``schedule``, step by step."""
 
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +163,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._failed = FailedRequests(self._engine)
         self._usage = UsageReports(self._bytes_per_block)
         self._gauges = CacheGauges(self._engine, self._bytes_per_block)
+        self._generated = Counter[str]()
+        """Tokens of the step, by policy."""
 
     # Requests, as they arrive, are preempted and end.
 
@@ -360,22 +363,12 @@ class CompressionSchedulerMixin(Scheduler):
         for request_id in step.adoptions:
             self._kept_bytes.shrink(request_id, self._compressions[request_id].ring_bytes)
             self._reported.pop(request_id, None)  # of a course that it has left
-        stuck = self._repeat_contexts(output, step)
-        step.outputs = self._sharing.new_contexts(output.num_scheduled_tokens, self.requests)
+        stuck = list[Request]()
+        if self._compressions:  # plain requests do not pay for others
+            stuck = self._repeat_contexts(output, step)
+            step.outputs = self._sharing.new_contexts(output.num_scheduled_tokens, self.requests)
+            self._compress_due(step, output)
         step.forgotten_scores = self._known_scores.take_forgotten()
-        is_awaited = self._is_awaited(output)
-        waiting, seconds = self._plan_due(step, output, is_awaited)
-        while waiting and not output.num_scheduled_tokens and not step.plans and not self._spread:
-            # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
-            self.running.remove(waiting[-1])
-            self._preempt_request(waiting[-1], time.monotonic())
-            waiting, seconds = self._plan_due(step, output, is_awaited)
-        for spread in list(self._spread.values()):
-            part = spread.next_part(max(LEAST_SECONDS, STEP_SECONDS - seconds)) if is_awaited else None
-            if part is None:
-                self._complete(spread, step)
-            else:
-                step.parts.append(part)
         is_idle = not output.num_scheduled_tokens and self.pause_state != PauseState.PAUSED_ALL
         if stuck and len(stuck) == len(self.running) and is_idle:
             # Deadlock: nothing runs, and what they wait for finds no room, or is behind others that find none.
@@ -391,14 +384,30 @@ class CompressionSchedulerMixin(Scheduler):
         step.usage = self._usage.after_compressions(self.running, self._size, compressed)
         if self._freed is not None:
             step.poisoned = self._freed.take()
-        attach(output, step)
-        if self.log_stats:
+        attach(output, None if step == CompressionStep() else step)
+        if self.log_stats and self._gauges.are_due(len(self.running), bool(step.plans)):
             users = [one for one in self.running if not isinstance(one, RepeatingRequest)]
             self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
             if self._manager.fronts is not None:
                 fronts, contexts = self._manager.fronts, self._contexts
                 self._gauges.update_contexts(len(fronts), fronts.num_blocks, len(contexts), contexts.num_blocks)
         return output
+
+    def _compress_due(self, step: CompressionStep, output: SchedulerOutput) -> None:
+        """Adds the compressions due after ``step``, and parts of those that are spread."""
+        is_awaited = self._is_awaited(output)
+        waiting, seconds = self._plan_due(step, output, is_awaited)
+        while waiting and not output.num_scheduled_tokens and not step.plans and not self._spread:
+            # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
+            self.running.remove(waiting[-1])
+            self._preempt_request(waiting[-1], time.monotonic())
+            waiting, seconds = self._plan_due(step, output, is_awaited)
+        for spread in list(self._spread.values()):
+            part = spread.next_part(max(LEAST_SECONDS, STEP_SECONDS - seconds)) if is_awaited else None
+            if part is None:
+                self._complete(spread, step)
+            else:
+                step.parts.append(part)
 
     def call_contexts(self, text: str) -> str:
         """``ContextStore.call``."""
@@ -829,6 +838,9 @@ class CompressionSchedulerMixin(Scheduler):
         self._usage.computed(attached_step(scheduler_output).usage)
         self._num_drafts = {}  # vLLM takes back those that were rejected
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
+        for policy, count in self._generated.items():
+            GENERATED.labels(policy, self._engine).inc(count)
+        self._generated.clear()
         self._end_orphans()
         self._failed.tell(outputs_by_client)
         self._usage.add_steps(outputs_by_client)
@@ -839,7 +851,7 @@ class CompressionSchedulerMixin(Scheduler):
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
         kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        GENERATED.labels(self._policy(request.request_id), self._engine).inc(len(kept_token_ids))
+        self._generated[self._policy(request.request_id)] += len(kept_token_ids)
         return kept_token_ids, stopped
 
     def _end_failed(self) -> None:
