@@ -494,10 +494,11 @@ struct TileConfig {
   uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
+
 // Not on the stack: GCC takes the instruction that loads it to read its first bytes alone, and leaves out the others.
 alignas(64) constexpr TileConfig kTileConfig;
 
-// While it lives, this thread's tiles are as wide as they can be.
+// While it lives, this thread's tiles are as large as they can be.
 struct TilesInUse {
   TilesInUse() { _tile_loadconfig(&kTileConfig); }
   ~TilesInUse() { _tile_release(); }
@@ -641,14 +642,27 @@ template <class T>
 constexpr float kUnit = 1.0f;
 #endif
 
-// What queries and weights are kept as beside a cache of T.
-template <class T, bool kPairs>
-struct Operand {
-  typedef float type;
-};
-template <class T>
-struct Operand<T, true> {
+// How queries are multiplied: in float32, or as they are.
+enum class Way { floats, pairs, tiles };
+
+// Bfloat16 as it is needs queries that are so, because others would lose bits. Numbers of 8 bits lose none, but making
+// pairs of E5M2 takes longer than it saves a single row. Tiles are for several queries, all of which go the same way,
+// however many of them are taken at once: making them costs more than a single one. Processors with tiles multiply float32
+// as fast as pairs.
+inline Way way_of(DType cache, DType query, int rows, int64_t total_queries) {
+  if (!kHasPairs || query != DType::bf16 || cache == DType::f32 || cache == DType::f16) return Way::floats;
+  if (kHasTiles && total_queries > 1) return Way::tiles;
+  if (cache == DType::bf16) return kHasTiles ? Way::floats : Way::pairs;
+  return cache == DType::e4m3 || rows > 1 ? Way::pairs : Way::floats;
+}
+
+template <Way kWay>
+struct Operand {  // what queries and weights are kept as
   typedef BF16 type;
+};
+template <>
+struct Operand<Way::floats> {
+  typedef float type;
 };
 
 inline float element(const Rows& rows, int64_t index) {
@@ -739,17 +753,16 @@ inline void softmax_row(float* x, int width, float factor, float* largest, float
   *sum += horizontal_sum(total);
 }
 
-template <class T, bool kPairs>
+template <class T, Way kWay>
 void attend_as(const Attend& a) {
-  typedef typename Operand<T, kPairs>::type Q;
+  typedef typename Operand<kWay>::type Q;
+  constexpr bool kPairs = kWay != Way::floats, kTiles = kWay == Way::tiles;
   const PagedKVCache& cache = *a.cache;
   const Tiles tiles(cache, a.segments, a.head);
   const int d = cache.head_size, rows = a.num_queries * a.group;
   const int64_t acc_stride = padded_nonzero(d), bs = cache.block_size, num_entries = tiles.num_entries();
   const bool softmax = a.mode != ScoreMode::log_ema || a.with_values;
-  // Not for a single query, which costs less than making tiles: of a sequence's newest queries all are the same kind.
-  const bool in_tiles = kPairs && kHasTiles && a.total_queries > 1;
-  const int64_t padded_rows = in_tiles ? (rows + 15) / 16 * 16 : rows, q_stride = in_tiles ? acc_stride : d;
+  const int64_t padded_rows = kTiles ? (rows + 15) / 16 * 16 : rows, q_stride = kTiles ? acc_stride : d;
   if (a.with_values)
     for (int64_t i = 0; i < padded_rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
 
@@ -775,7 +788,7 @@ void attend_as(const Attend& a) {
 #if defined(__AMX_BF16__)
   BF16* pairs = reinterpret_cast<BF16*>(weights + padded_rows * kChunk);
   std::optional<TilesInUse> tiles_in_use;
-  if (in_tiles) {
+  if constexpr (kTiles) {
     tiles_in_use.emplace();
     for (int r = 0; r < padded_rows; ++r)  // what lies beyond a row's numbers, and in rows that are none
       for (int64_t i = r < rows ? d : 0; i < q_stride; ++i) q[r * q_stride + i] = Q{};
@@ -803,18 +816,17 @@ void attend_as(const Attend& a) {
     }
     float factor = 1.0f;  // of the logits
 #if defined(__AMX_BF16__)
-    if constexpr (kPairs)
-      if (in_tiles) {
-        tile_logits(c, q_stride);
-        factor = a.scale * kUnit<T>;
-        if (a.cap > 0.0f || a.mode == ScoreMode::log_ema || has_votes || factor <= 0.0f) {
-          for (int r = 0; r < rows; ++r)
-            for (int i = 0; i < width; i += kLanes) store(logits + r * kChunk + i, load(logits + r * kChunk + i) * factor);
-          factor = 1.0f;
-        }
+    if constexpr (kTiles) {
+      tile_logits(c, q_stride);
+      factor = a.scale * kUnit<T>;
+      if (a.cap > 0.0f || a.mode == ScoreMode::log_ema || has_votes || factor <= 0.0f) {
+        for (int r = 0; r < rows; ++r)
+          for (int i = 0; i < width; i += kLanes) store(logits + r * kChunk + i, load(logits + r * kChunk + i) * factor);
+        factor = 1.0f;
       }
+    }
 #endif
-    if (!in_tiles) chunk_logits(c);
+    if constexpr (!kTiles) chunk_logits(c);
     if (a.cap > 0.0f) cap_logits(logits, rows, width, a.cap);
     if (a.mode == ScoreMode::log_ema)
       for (int r = 0; r < rows; ++r)
@@ -851,31 +863,24 @@ void attend_as(const Attend& a) {
     }
     if (!a.with_values) continue;
 #if defined(__AMX_BF16__)
-    if constexpr (kPairs)
-      if (in_tiles) tile_values(c, pairs);
+    if constexpr (kTiles) tile_values(c, pairs);
 #endif
-    if (!in_tiles) chunk_values(c);
+    if constexpr (!kTiles) chunk_values(c);
   }
-}
-
-// Whether pairs are used; they need bfloat16 queries, because others would lose bits. Numbers of 8 bits lose none, but
-// making pairs of E5M2 takes longer than it saves a single row. Processors with tiles multiply float32 as fast as pairs.
-inline bool uses_pairs(const PagedKVCache& cache, DType query, int rows, int64_t total_queries) {
-  if (!kHasPairs || query != DType::bf16) return false;
-  if (kHasTiles && total_queries > 1) return cache.dtype != DType::f32 && cache.dtype != DType::f16;
-  if (cache.dtype == DType::bf16) return !kHasTiles;
-  return cache.dtype == DType::e4m3 || (cache.dtype == DType::e5m2 && rows > 1);
 }
 
 template <class T>
 void attend_in(const Attend& a) {
-  const bool pairs = uses_pairs(*a.cache, a.query.dtype, a.num_queries * a.group, a.total_queries);
-  return pairs ? attend_as<T, kHasPairs>(a) : attend_as<T, false>(a);
+  switch (way_of(a.cache->dtype, a.query.dtype, a.num_queries * a.group, a.total_queries)) {
+    case Way::tiles: return attend_as<T, kHasTiles ? Way::tiles : Way::floats>(a);
+    case Way::pairs: return attend_as<T, kHasPairs ? Way::pairs : Way::floats>(a);
+    case Way::floats: return attend_as<T, Way::floats>(a);
+  }
 }
 
 void attend(const Attend& a) {
-  if (a.cache->dtype == DType::f32) return attend_as<float, false>(a);
-  if (a.cache->dtype == DType::f16) return attend_as<F16, false>(a);
+  if (a.cache->dtype == DType::f32) return attend_as<float, Way::floats>(a);
+  if (a.cache->dtype == DType::f16) return attend_as<F16, Way::floats>(a);
   if (a.cache->dtype == DType::e4m3) return attend_in<E4M3>(a);
   if (a.cache->dtype == DType::e5m2) return attend_in<E5M2>(a);
   attend_in<BF16>(a);
@@ -929,7 +934,7 @@ void finish(const Finish& f) {
     f.total_maximum[r] = top;
     f.total_sum[r] = total;
     if (!f.with_values) continue;
-    const bool in_pairs = uses_pairs(*f.cache, f.query_dtype, rows, f.total_queries);
+    const bool in_pairs = way_of(f.cache->dtype, f.query_dtype, rows, f.total_queries) != Way::floats;
     const float value_scale = in_pairs ? f.value_scale * unit_of(f.cache->dtype) : f.value_scale;
     const float inverse = total > 0.0f ? value_scale / total : (total == 0.0f ? 0.0f : total);
     const int64_t token = r / f.group, head = static_cast<int64_t>(f.head) * f.group + r % f.group;
