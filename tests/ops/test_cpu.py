@@ -362,3 +362,30 @@ def test_similarity_does_not_depend_on_how_many_members_there_are(dtype):
                 assert all(torch.equal(a, b[:, :count]) for a, b in zip(few, many, strict=True))
     finally:
         cpu.set_level(chosen)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *QUANTISED], ids=str)
+@pytest.mark.parametrize(("groups", "head_size"), [(4, 64), (3, 80), (1, 128)])
+def test_what_queries_get_does_not_depend_on_how_many_there_are(dtype, groups, head_size):
+    """Chunks of a prompt end where a step's room does, which its company decides: bit for bit."""
+    maker = CacheMaker(1, 2, head_size, 32, dtype)
+    s = maker.sequence(front=37, tail=200, seq_len=763)
+    count, scale = 301, head_size**-0.5
+    query = maker.randn(count, 2 * groups, head_size).to(maker.query_dtype)
+
+    def attended(first: int, stop: int) -> torch.Tensor:
+        part, seq_len = query[first:stop], s.seq_len - count + stop
+        output = torch.empty_like(part)
+        batch = AttentionBatch.single(s.blocks, stop - first, seq_len, s.front, s.tail)
+        cpu.paged_attention(part, maker.pages, batch, scale, output)
+        return output
+
+    chosen = cpu.level()
+    try:
+        for level in cpu.levels():
+            cpu.set_level(level)
+            whole = attended(0, count)
+            assert all(torch.equal(attended(a, b), whole[a:b]) for a, b in ((0, 2), (2, 19), (19, 150), (150, 301)))
+    finally:
+        cpu.set_level(chosen)

@@ -44,6 +44,7 @@ from vllm_kvmerge.engine.plan import (
     FrontReport,
     FrontSize,
     PromptWindow,
+    Segments,
     attach,
     attached_report,
     attached_step,
@@ -108,6 +109,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._num_workers = self.parallel_config.tensor_parallel_size
         self._bytes_per_block = bytes_per_block * self._num_workers
         self._compressions: dict[str, RequestCompression] = {}
+        self._next_at: dict[str, tuple[Segments, int | None]] = {}
+        """By request ``_next_compression``, and the segments that it is of."""
         self._due: dict[str, int] = {}
         """Requests whose compression is due, longest wait first, and for how many steps it has been."""
         self._spread: dict[str, SpreadCompression] = {}
@@ -301,6 +304,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._contexts.end(request, front, self._compressions.get(request.request_id))
         self._sharing.end(request, is_whole=not was_spread)
         self._compressions.pop(request.request_id, None)
+        self._next_at.pop(request.request_id, None)
         self._manager.most_tokens.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
@@ -509,7 +513,11 @@ class CompressionSchedulerMixin(Scheduler):
         compression = self._compressions.get(request.request_id)
         if compression is None:
             return None
-        return compression.next_compression(self._manager.segments_of(request.request_id))
+        segments = self._manager.segments_of(request.request_id)
+        known = self._next_at.get(request.request_id)
+        if known is None or known[0] is not segments:  # asked several times in each step
+            known = self._next_at[request.request_id] = segments, compression.next_compression(segments)
+        return known[1]
 
     def _get_local_prefix_cache_hit(
         self, request: Request, *longest_hit: int | None
@@ -646,7 +654,7 @@ class CompressionSchedulerMixin(Scheduler):
         waiting, seconds = [], 0.0
         before = {request_id: steps + 1 for request_id, steps in self._due.items() if request_id in due}
         self._due = before | {request_id: 0 for request_id in due if request_id not in before}
-        held = held_back(self._next_of_generating(output))
+        held = held_back(self._next_of_generating(output)) if self._due else set()
         for request_id in [one for one in self._due if one not in held]:
             request, segments = due[request_id], self._manager.segments_of(request_id)
             try:
@@ -684,7 +692,7 @@ class CompressionSchedulerMixin(Scheduler):
             computes = request_id in output.num_scheduled_tokens and num_computed >= request.num_prompt_tokens
             if compression is None or request_id in self._spread or not (is_due or computes):
                 continue
-            batch, due_at = compression.batch(segments), compression.next_compression(segments)
+            batch, due_at = compression.batch(segments), self._next_compression(request)
             if batch is None or due_at is None or num_computed + 2 * compression.interval > compression.total:
                 continue  # it would not save as much as it costs
             steps, most = (0 if is_due else due_at - num_computed), min(MAX_STEPS, compression.interval // 4)
@@ -778,6 +786,9 @@ class CompressionSchedulerMixin(Scheduler):
             key=key,
             copies=copies,
             windows=relocation.windows,
+            # If the first one fails, or a refresh, the request is refused before its next token.
+            may_report_late=segments.are_compressed
+            and not (is_refresh or key or new_front.may_shrink or self._ends_now(request)),
         )
         self._repeating.pop(request_id, None)
         superseded = computed if is_superseding else []
