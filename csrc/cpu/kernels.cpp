@@ -1216,7 +1216,8 @@ inline int64_t fuse_rows(int64_t group, int64_t num_queries) {
 inline int64_t fuse_slots(int64_t num_tiles) { return (num_tiles + kChunkTiles - 1) / kChunkTiles * kChunk; }
 
 int64_t fuse_scratch(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles) {
-  const int64_t rows = fuse_rows(group, num_queries);
+  const int64_t rows = (fuse_rows(group, num_queries) + 15) / 16 * 16;
+  head_size = padded_nonzero(head_size);
   // Votes, positions and result per slot; queries, logits and largest logits per row; weights.
   return fuse_slots(num_tiles) * (3 + rows) + rows * (head_size + kChunk + kLanes + 1) + 64;
 }
@@ -1228,17 +1229,30 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
                   float* weights) {
   const int64_t slots = fuse_slots(tiles.count);
   const int d = f.cache->head_size, bs = f.cache->block_size;
+  constexpr bool kTiles = kHasTiles && sizeof(Q) == 2;
+  const int padded_rows = kTiles ? (rows + 15) / 16 * 16 : rows;
+#if defined(__AMX_BF16__)
+  std::optional<TilesInUse> tiles_in_use;
+  if (kTiles) tiles_in_use.emplace();
+#endif
   Prefetcher none;
   for (int i = 0; i < rows * kLanes; ++i) maxima[i] = -kInfinity;
   for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
     Run runs[kChunkTiles];
     const int64_t last = min64(first + kChunkTiles, tiles.count);
-    Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
+    Chunk<T, Q> c{runs, 0, padded_rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
     c.num_runs = find_runs(tiles, first, last, runs);
     for (int i = 0; i < c.num_runs; ++i)
       c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
-    chunk_logits(c);
     const int64_t start = first * kTile, width = (last - first) * kTile;
+#if defined(__AMX_BF16__)
+    if constexpr (kTiles) {
+      tile_logits(c, padded_nonzero(d));
+      for (int r = 0; r < rows; ++r)
+        for (int64_t v = 0; v < width; v += kLanes) store(logits + r * kChunk + v, load(logits + r * kChunk + v) * f.scale);
+    }
+#endif
+    if constexpr (!kTiles) chunk_logits(c);
     if (f.cap > 0.0f) cap_logits(logits, rows, static_cast<int>(width), f.cap);
     for (int r = 0; r < rows; ++r) {
       const int64_t seen = query_positions[r / f.group];
@@ -1289,7 +1303,8 @@ void fuse_as(const Fuse& f) {
   const int64_t slots = fuse_slots(tiles.count), at_once = fuse_rows(f.group, f.num_queries) / f.group;
   const int d = f.cache->head_size;
   float *votes = f.scratch, *fused = votes + slots, *logits = fused + slots;
-  float *maxima = logits + at_once * f.group * kChunk, *weights = maxima + at_once * f.group * kLanes;
+  const int64_t padded_rows = (at_once * f.group + 15) / 16 * 16;
+  float *maxima = logits + padded_rows * kChunk, *weights = maxima + at_once * f.group * kLanes;
   int32_t* positions = reinterpret_cast<int32_t*>(weights + at_once * f.group * slots);
   Q* q = reinterpret_cast<Q*>(positions + slots);
   for (int64_t i = 0; i < slots; ++i) votes[i] = 0.0f, fused[i] = 0.0f, positions[i] = INT32_MAX;
@@ -1302,13 +1317,16 @@ void fuse_as(const Fuse& f) {
     }
   }
   constexpr bool kPairs = sizeof(Q) == 2;  // as in attend: pairs are multiplied as they are, and their sum is scaled
+  const int64_t q_stride = kPairs && kHasTiles ? padded_nonzero(d) : d;
+  if (kPairs && kHasTiles)
+    for (int64_t i = 0; i < padded_rows * q_stride; ++i) q[i] = Q{};
   for (int64_t first = 0; first < f.num_queries; first += at_once) {
     const int64_t some = min64(at_once, f.num_queries - first);
     for (int64_t j = 0; j < some; ++j)
       for (int64_t g = 0; g < f.group; ++g) {
         const float* query = f.queries + (g * f.num_queries + first + j) * d;
         for (int e = 0; e < d; ++e)
-          q[(j * f.group + g) * d + e] = from_float<Q>(kPairs ? query[e] : query[e] * f.scale);
+          q[(j * f.group + g) * q_stride + e] = from_float<Q>(kPairs ? query[e] : query[e] * f.scale);
       }
     fuse_rows_as<T, Q>(f, tiles, q, static_cast<int>(some * f.group), f.query_positions + first, votes, positions,
                        fused, logits, maxima, weights);
