@@ -707,9 +707,32 @@ void call_hand_over(TensorView order, TensorView place, TensorView is_live, Tens
                                << " take part";
 }
 
+void call_keep_queries(TensorView query, TensorView addresses, int64_t layer, OptionalTensor tokens) {
+  const Argument q("query", query), a("addresses", addresses);
+  q.check_shape({-1, -1, -1});
+  q.check_rows();
+  const int64_t count = a.size(0), bytes = (query.dtype().bits + 7) / 8, heads = q.size(1), size = q.size(2) * bytes;
+  if (count == 0) return;
+  const int64_t* where = a.contiguous({-1}).i64();
+  std::vector<int64_t> places(count);
+  for (int64_t i = 0; i < count; ++i) places[i] = i;
+  if (tokens.has_value()) {
+    const TensorView given = tokens.value();
+    places = Argument("tokens", given).integers(count);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (!where[i]) continue;
+    KVM_CHECK(0 <= places[i] && places[i] < q.size(0), IndexError) << "token " << places[i] << " is not in the query";
+    char* to = reinterpret_cast<char*>(where[i]) + layer * heads * size;
+    const char* from = static_cast<const char*>(q.data()) + places[i] * q.stride(0) * bytes;
+    for (int64_t h = 0; h < heads; ++h) std::memcpy(to + h * size, from + h * q.stride(1) * bytes, size);
+  }
+}
+
 }  // namespace
 }  // namespace kvmerge
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(keep_queries, kvmerge::call_keep_queries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(largest, kvmerge::call_largest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(top, kvmerge::call_top);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(newest, kvmerge::call_newest);

@@ -5,19 +5,22 @@ import os
 import pytest
 import torch
 
-from vllm_kvmerge.ops import reference
+from vllm_kvmerge.ops import cpu, reference
 
 LAYERS = 3
 INTERPRETED = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
+NATIVE = ["native"] if cpu.LIBRARY.exists() else []
 ON_GPU = ["triton-gpu"] if torch.cuda.is_available() and not INTERPRETED else []
 
 
-@pytest.fixture(params=["plain-torch", *INTERPRETED, *ON_GPU])
+@pytest.fixture(params=["plain-torch", *NATIVE, *INTERPRETED, *ON_GPU])
 def keeping(request):
     """The operator, and the device that its tensors are on."""
     device = torch.device("cuda" if request.param == "triton-gpu" else "cpu")
     if request.param == "plain-torch":
         return reference.keep_queries, device
+    if request.param == "native":
+        return cpu.keep_queries, device
     return pytest.importorskip("vllm_kvmerge.ops.triton").keep_queries, device
 
 

@@ -332,6 +332,10 @@ def inverse(index: Tensor, size: int) -> Tensor:
     return where
 
 
+def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | None = None) -> None:
+    _function("keep_queries")(query, addresses, layer, tokens)
+
+
 def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> list[Tensor]:
     if any(plane.dtype not in (torch.float32, torch.int64) for plane in planes):
         return reference.take(index, planes, blanks)

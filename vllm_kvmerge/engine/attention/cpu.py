@@ -23,9 +23,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.compressed import head_pages, rows_of_batch
 from vllm_kvmerge.engine.attention.faster import DECODING, Attend, Faster, measure
-from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, QueryReader
+from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, KeptQueries, QueryReader, newest_in_rings
 from vllm_kvmerge.engine.support import QUANTISED, UnsupportedConfigError
-from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, cell_bytes, paged_attention
+from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, cell_bytes, keep_queries, paged_attention
 from vllm_kvmerge.ops.types import stored
 
 MEASURED_BYTES = 32 << 20
@@ -44,6 +44,7 @@ class MergeableAttentionMetadata(CPUAttentionMetadata):
     ours: AttentionBatch | None = None
     pages: list[HeadPages] | None = None
     readers: list[QueryReader] = field(default_factory=list)
+    kept: KeptQueries | None = None
 
 
 def select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[CommonAttentionMetadata, Tensor]:
@@ -101,10 +102,15 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
             if stock_rows:
                 stock_part, stock_tokens = select_rows(common, stock_rows)
         stock = super().build(common_prefix_len, stock_part, fast_build)
-        readers = [QueryReader.of(common, i, row) for i, row in enumerate(self.rows) if row.reads_queries]
+        readers = [
+            QueryReader.of(common, i, replace(row, ring=None)) for i, row in enumerate(self.rows) if row.needs_python
+        ]
         pages = head_pages(list(rows.values()))
         ours = MergeableAttentionMetadata(**vars(stock), stock_tokens=stock_tokens, ours=batch, pages=pages)
         ours.readers = readers
+        if any(row.ring is not None for row in self.rows):
+            tokens, addresses = map(torch.from_numpy, newest_in_rings(self.rows, common))
+            ours.kept = KeptQueries(addresses, tokens)
         return ours
 
     def _our_rows(self, common: CommonAttentionMetadata) -> dict[int, BatchRow]:
@@ -194,8 +200,12 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         if attn_metadata is None:  # warm-up
             return output
         cache, metadata, softmax = self.paged(layer, kv_cache), attn_metadata, self.softmax
-        for reader in metadata.readers if self.owns_cache else ():
-            reader.read(self.layer_index, query, cache, self.scale, softmax)
+        if self.owns_cache:
+            if metadata.kept is not None:  # copied as they are, whatever their type
+                numbers = query.view(torch.int64)
+                keep_queries(numbers, metadata.kept.addresses, self.layer_index, metadata.kept.tokens)
+            for reader in metadata.readers:
+                reader.read(self.layer_index, query, cache, self.scale, softmax)
         if metadata.stock_tokens is None:
             num_tokens = metadata.num_actual_tokens
             self.stock_attention(layer, query[:num_tokens], cache, metadata, output[:num_tokens])

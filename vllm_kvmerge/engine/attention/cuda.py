@@ -34,7 +34,7 @@ from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.attention import flash
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.flash import FlashBatch
-from vllm_kvmerge.engine.attention.rows import BatchRow, QueryReader, seq_len_of
+from vllm_kvmerge.engine.attention.rows import BatchRow, KeptQueries, QueryReader, newest_in_rings
 from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, QUANTISED, UnsupportedConfigError, has_states
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, keep_queries, paged_attention, write_tokens
 from vllm_kvmerge.ops.triton.plan import KEPT_ROWS
@@ -114,14 +114,6 @@ def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> Atte
         return batch.map(lambda tensor: tensor[first : last + 1], max_query_len)
     index = async_tensor_h2d(rows, device=batch.seq_lens.device)
     return batch.map(lambda tensor: tensor.index_select(0, index), max_query_len)
-
-
-@dataclass
-class KeptQueries:
-    """Queries that are kept in rings, see ``keep_queries``."""
-
-    addresses: Tensor
-    tokens: Tensor | None = None
 
 
 @dataclass
@@ -242,15 +234,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         """Where the newest queries of rows with rings go."""
         if common.max_query_len <= 1:  # a captured graph may run
             return KeptQueries(self._buffers.kept[: common.num_reqs])
-        starts = common.query_start_loc_cpu.tolist()
-        tokens, addresses = [], []
-        for index, row in enumerate(rows):
-            if row.ring is not None:
-                end, seq_len = starts[index + 1], seq_len_of(common, index)
-                count = min(end - starts[index], row.ring.window)
-                tokens.append(np.arange(end - count, end))
-                addresses.append(row.ring.address(np.arange(seq_len - count, seq_len)))
-        both = async_tensor_h2d(np.stack([np.concatenate(tokens), np.concatenate(addresses)]), device=self.device)
+        both = async_tensor_h2d(np.stack(newest_in_rings(rows, common)), device=self.device)
         return KeptQueries(both[1], both[0])
 
 

@@ -1,6 +1,6 @@
 """Rows of a batch, as the worker describes requests to attention, and the statistics and queries kept for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -268,8 +268,8 @@ class BatchRow:
 
     @property
     def needs_python(self) -> bool:
-        """True if Python code looks at its queries, which no captured graph can have. On a GPU rings are no matter of
-        Python's, see ``keep_queries``."""
+        """True if Python code looks at its queries, which no captured graph can have. Rings are no matter of Python's,
+        see ``keep_queries``."""
         return self.window is not None or self.held is not None
 
 
@@ -281,6 +281,27 @@ def seq_len_of(common: "CommonAttentionMetadata", index: int) -> int:
     # vLLM calls it an upper bound because of drafts under asynchronous scheduling, which are refused.
     assert common.seq_lens_cpu_upper_bound is not None
     return int(common.seq_lens_cpu_upper_bound[index])
+
+
+@dataclass
+class KeptQueries:
+    """Queries that are kept in rings, see ``keep_queries``."""
+
+    addresses: Tensor
+    tokens: Tensor | None = None
+
+
+def newest_in_rings(rows: Sequence[BatchRow], common: "CommonAttentionMetadata") -> tuple[np.ndarray, np.ndarray]:
+    """Places in the batch of the newest tokens of rows with rings, of which there is one at least, and where in these
+    their queries go, both int64."""
+    starts, tokens, addresses = common.query_start_loc_cpu.tolist(), [], []
+    for index, row in enumerate(rows):
+        if row.ring is not None:
+            end, seq_len = starts[index + 1], seq_len_of(common, index)
+            count = min(end - starts[index], row.ring.window)
+            tokens.append(np.arange(end - count, end))
+            addresses.append(row.ring.address(np.arange(seq_len - count, seq_len)))
+    return np.concatenate(tokens), np.concatenate(addresses)
 
 
 @dataclass

@@ -10,7 +10,8 @@ _left: list[Callable[[], None]] | None = None
 def leaving_work() -> Iterator[None]:
     """What is done inside may leave work, which is done at the end."""
     global _left
-    _left = work = []
+    work: list[Callable[[], None]] = []
+    _left = work
     try:
         yield
     finally:
