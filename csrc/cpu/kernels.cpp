@@ -998,17 +998,19 @@ void update_tile(const Update& u, float* scores, float* aux, int64_t first, cons
                  int64_t num_entries) {
   const int64_t num_old = num_entries - u.total_queries;
   const float log_decay = u.log_decay, log_share = u.log_share, log_group = u.log_group;
+  const bool all_old = first + kTile <= num_old;  // all queries see them, as in most tiles
+  const VI all = VI{} == VI{};
   for (int v = 0; v < kTile; v += kLanes) {
     VF score = load(scores + v), seen = load(aux + v);
-    if (u.new_start_empty && u.first_query == 0) {
+    if (!all_old && u.new_start_empty && u.first_query == 0) {
       const VI old = below(first + v, num_old);
       score = select(old, score, VF{});
       seen = select(old, seen, VF{});
     }
     for (int j = 0; j < u.num_queries; ++j) {
       const float* x = stored + static_cast<int64_t>(j) * u.group * u.stored_stride + v;
-      const VI visible = below(first + v, num_old + u.first_query + j + 1);
-      const VF counted = select(visible, broadcast(1.0f), VF{});
+      const VI visible = all_old ? all : below(first + v, num_old + u.first_query + j + 1);
+      const VF counted = all_old ? broadcast(1.0f) : select(visible, broadcast(1.0f), VF{});
       if (u.mode != ScoreMode::log_ema) {
         VF total = {};
         for (int g = 0; g < u.group; ++g)
