@@ -718,9 +718,17 @@ inline void cap_logits(float* logits, int rows, int width, float cap) {
     }
 }
 
+// Keeps a product from being fused with what follows: the largest logit less itself must be 0, however large it is.
+inline VF rounded(VF product) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(product));
+#endif
+  return product;
+}
+
 // The weights of a chunk in a row: its logits times `factor`, less the row's maximum so far, to the power of e; `result`
 // is scaled by what the maximum has changed. kept: float32 copies of the weights, or null.
-template <bool kPairs, class Q>
+template <bool kPairs, bool kScaled, class Q>
 inline void softmax_row(float* x, int width, float factor, float* largest, float* sum, float* result, int64_t length,
                         Q* weights, float* kept) {
   VF most = load(x);
@@ -737,7 +745,9 @@ inline void softmax_row(float* x, int width, float factor, float* largest, float
   for (int i = 0; i < width; i += kTile) {
     VF weight[kTile / kLanes];
     for (int v = 0; v < kTile / kLanes; ++v) {
-      weight[v] = exp(load(x + i + v * kLanes) * factor - top);
+      VF logit = load(x + i + v * kLanes);
+      if constexpr (kScaled) logit = rounded(logit * factor);
+      weight[v] = exp(logit - top);
       total += weight[v];
       if (kept) store(kept + i + v * kLanes, weight[v]);
     }
@@ -857,7 +867,7 @@ void attend_as(const Attend& a) {
     const bool keeps = a.mode != ScoreMode::none && a.mode != ScoreMode::log_ema;
     for (int r = 0; r < rows; ++r) {
       float* kept = keeps ? a.stored + r * a.stored_stride + chunk * kTile : nullptr;
-      softmax_row<kPairs>(logits + r * kChunk, width, factor, a.maximum + r, a.sum + r, a.accumulator + r * acc_stride,
+      softmax_row<kPairs, kTiles>(logits + r * kChunk, width, factor, a.maximum + r, a.sum + r, a.accumulator + r * acc_stride,
                           a.with_values ? acc_stride : 0, weights + r * kChunk, kept);
       if (keeps) a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
     }
@@ -891,7 +901,7 @@ inline float unit_of(DType dtype) {
   return dtype == DType::e4m3 ? kUnit<E4M3> : dtype == DType::e5m2 ? kUnit<E5M2> : 1.0f;
 }
 
-inline void rounded(const float* x, int count, BF16* out) {  // count: a multiple of 16
+inline void to_bf16(const float* x, int count, BF16* out) {  // count: a multiple of 16
 #if defined(__AVX512BF16__)
   for (int e = 0; e < count; e += 16) {
     const __m256bh y = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + e));
@@ -958,7 +968,7 @@ void finish(const Finish& f) {
       for (int v = 0; v < (is_whole ? 32 : 16) / kLanes; ++v) store(row + e + v * kLanes, columns[v] * inverse);
     }
     if (f.output.dtype == DType::f32) __builtin_memcpy(static_cast<float*>(f.output.data) + start, row, d * sizeof(float));
-    else if (f.output.dtype == DType::bf16) rounded(row, d, static_cast<BF16*>(f.output.data) + start);
+    else if (f.output.dtype == DType::bf16) to_bf16(row, d, static_cast<BF16*>(f.output.data) + start);
     else
       for (int e = 0; e < d; ++e) static_cast<F16*>(f.output.data)[start + e] = from_float<F16>(row[e]);
   }

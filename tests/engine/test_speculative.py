@@ -21,6 +21,7 @@ from tests.engine.test_small_pool import POOL, small_pool
 from tests.engine.test_tensor_parallel import NUM_TOKENS, generate
 from tests.presets import SMALL
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
+from vllm_kvmerge.engine.plan import attached_step
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.proof import PROOFS_KEY
@@ -310,7 +311,7 @@ def watch_schedule(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     def watched(*args: Any, **kwargs: Any) -> Any:
         due = {one.request_id: engine.scheduler._next_compression(one) for one in engine.scheduler.running}
         output = schedule(*args, **kwargs)
-        planned = {plan.request_id for plan in output.kvmerge.plans}
+        planned = {plan.request_id for plan in attached_step(output).plans}
         for request_id in output.num_scheduled_tokens.keys() & due.keys() & engine.scheduler._compressions.keys():
             computed = engine.scheduler.requests[request_id].num_computed_tokens
             drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
