@@ -125,7 +125,8 @@ class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
 
     def _compress(self) -> None:
         if self.compression.may_report_late:
-            afterwards(super()._compress)
+            # As everything else of a step: tensors made in this mode cannot be written to outside of it.
+            afterwards(torch.inference_mode()(super()._compress))
         else:
             super()._compress()
 
