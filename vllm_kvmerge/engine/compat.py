@@ -332,28 +332,6 @@ def forget_worker_memory() -> None:
     shared._init_cpu_shm = share_and_forget
 
 
-def leave_work_in_answers() -> None:
-    """Has a worker's process do what an answer has left (``afterwards``) as soon as the answer is on its way.
-
-    On CPU vLLM schedules a step only when the last one has been answered: without this, workers would wait for the
-    engine meanwhile, and everybody's tokens for compressions. A hook for work after answers would make it unnecessary.
-    """
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    from vllm_kvmerge.engine.worker.afterwards import leaving_work
-
-    answer = WorkerProc._execute_worker_rpc
-    if hasattr(answer, "__wrapped__"):
-        return
-
-    @wraps(answer)
-    def answer_and_go_on(self: WorkerProc, rpc_request: Any) -> None:
-        with leaving_work():
-            answer(self, rpc_request)
-
-    WorkerProc._execute_worker_rpc = answer_and_go_on  # type: ignore[method-assign]
-
-
 def drop_validator(vllm_config: "VllmConfig") -> None:
     """Removes the validator from a worker's configuration: the front end has loaded it by then.
 

@@ -101,8 +101,6 @@ class CompressionPlan:
     key: that the worker keeps the front's state under, for requests that take it over; None: it is not shared. copies:
     ids of the blocks that the front is copied to for them, because this request goes on writing to its own. windows: of
     the other groups of layers, if RoPE counts entries of the cache.
-
-    may_report_late: the step's output need not say what came of it.
     """
 
     request_id: str
@@ -126,7 +124,6 @@ class CompressionPlan:
     key: bytes | None = None
     copies: list[int] = field(default_factory=list)
     windows: list[WindowMove] = field(default_factory=list)
-    may_report_late: bool = False
 
     @property
     def seq_len(self) -> int:

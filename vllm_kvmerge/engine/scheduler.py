@@ -786,9 +786,6 @@ class CompressionSchedulerMixin(Scheduler):
             key=key,
             copies=copies,
             windows=relocation.windows,
-            # If the first one fails, or a refresh, the request is refused before its next token.
-            may_report_late=segments.are_compressed
-            and not (is_refresh or key or new_front.may_shrink or self._ends_now(request)),
         )
         self._repeating.pop(request_id, None)
         superseded = computed if is_superseding else []

@@ -609,12 +609,6 @@ class Compression:
 
     # Plans of a step.
 
-    @property
-    def may_report_late(self) -> bool:
-        """True if what this step's plans come to may go with the next output instead of this step's."""
-        is_late = all(plan.may_report_late for plan in self.step.plans)
-        return is_late and bool(self.step.plans) and not self.step.parts and not self.holds_queries
-
     def run_plans(self, blocks_of: Callable[[str], Tensor]) -> list[CompressionPlan]:
         """Executes and returns this step's plans after its tokens have been sampled; failures go into the next report.
 

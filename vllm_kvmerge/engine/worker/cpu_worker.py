@@ -20,7 +20,6 @@ class KVMergeWorker(CPUWorker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         compat.install_worker(vllm_config)
         compat.forget_worker_memory()
-        compat.leave_work_in_answers()
         check_config(vllm_config)
         if vllm_config.use_v2_model_runner:
             raise UnsupportedConfigError("VLLM_USE_V2_MODEL_RUNNER=1 is not supported: allowed on CPU: 0")

@@ -17,7 +17,6 @@ from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
 from vllm_kvmerge.engine.attention.faster import ALWAYS
 from vllm_kvmerge.engine.blocks import with_equal_blocks
 from vllm_kvmerge.engine.plan import CompressionPlan
-from vllm_kvmerge.engine.worker.afterwards import afterwards
 from vllm_kvmerge.engine.worker.compression import Compression, set_batch_rows
 
 logger = init_logger(__name__)
@@ -47,7 +46,7 @@ class CompressionRunnerMixin(GPUModelRunner):
         self._scheduled = scheduler_output.num_scheduled_tokens
         result = super().execute_model(scheduler_output, *args, **kwargs)
         if self.execute_model_state is None:  # nothing is sampled
-            self._compress()
+            self._moves = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,11 +61,8 @@ class CompressionRunnerMixin(GPUModelRunner):
         output = super().sample_tokens(*args, **kwargs)
         if samples:
             # Not before: the step's tokens need not wait for compactions.
-            self._compress()
+            self._moves = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(output)
-
-    def _compress(self) -> None:
-        self._moves = self.compression.run_plans(self._blocks_of)
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         # vLLM's own assumes a cache without metadata.
@@ -122,13 +118,6 @@ class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
                 layer = self.compression.layers[group.layer_names[0]]
                 builder.faster = ALWAYS if choice == "ours" else builder.measure(layer)
                 logger.info("Requests without a compressed front: %s", builder.faster)
-
-    def _compress(self) -> None:
-        if self.compression.may_report_late:
-            # As everything else of a step: tensors made in this mode cannot be written to outside of it.
-            afterwards(torch.inference_mode()(super()._compress))
-        else:
-            super()._compress()
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         # vLLM verifies drafts even in a step without any, where it fails if a request has a top_k.
