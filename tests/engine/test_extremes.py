@@ -76,7 +76,8 @@ def test_long_answers(tmp_path: Path, num_tokens: int) -> None:
         assert (one["tokens"], one["finite"], one["reason"]) == (num_tokens, num_tokens, "length"), asked
         assert one["compressions"] >= num_tokens // INTERVAL - 1, asked
         capacity = parse_compression(asked).resolve_capacity(LENGTH)
-        assert capacity is not None and BUDGET < one["highest"] < capacity + INTERVAL, (asked, one)
+        # As many as make a compression due, where it waits a few steps for others'.
+        assert capacity is not None and BUDGET < one["highest"] <= capacity + INTERVAL, (asked, one)
 
 
 def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
