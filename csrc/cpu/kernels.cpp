@@ -188,7 +188,7 @@ struct TileValues {
     const char* touched = first == 0 ? ahead->claim((hi - lo) * kRowBytes / 64) : kZeros;
     const int64_t step = first == 0 ? kRowBytes : 0;
     for (int t = lo; t < hi; ++t, touched += step) {
-      prefetch(touched);
+      for (int64_t i = 0; i < kRowBytes; i += 64) prefetch(touched + i);
       VF value[V];
       if constexpr (kIsSplit<T> && V == 2) load_split(v + t * d + e, value, value + 1);
       else

@@ -209,10 +209,8 @@ inline VF iota() {
   return x;
 }
 
-// e^x for x <= 88, exactly 0 below -87.33 (where the result would be subnormal), to about 2 ulp.
-inline VF exp(VF x) {
-#if defined(__AVX512F__)
-  const VF n = bit_cast<VF>(_mm512_roundscale_ps(bit_cast<__m512>(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT));
+// e^(x - n ln 2) where that is at most half of ln 2 from 0.
+inline VF exp_of_rest(VF x, VF n) {
   VF r = x - n * 0.693145752f;  // ln 2 in two parts
   r = r - n * 1.42860677e-6f;
   VF p = r * (1.0f / 720) + (1.0f / 120);
@@ -221,6 +219,14 @@ inline VF exp(VF x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
+  return p;
+}
+
+// e^x for x <= 88, exactly 0 below -87.33 (where the result would be subnormal), to about 2 ulp.
+inline VF exp(VF x) {
+#if defined(__AVX512F__)
+  const VF n = bit_cast<VF>(_mm512_roundscale_ps(bit_cast<__m512>(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT));
+  const VF p = exp_of_rest(x, n);
   const __mmask16 normal = _mm512_cmp_ps_mask(bit_cast<__m512>(x), _mm512_set1_ps(-87.33f), _CMP_NLT_UQ);
   return bit_cast<VF>(_mm512_maskz_scalef_ps(normal, bit_cast<__m512>(p), bit_cast<__m512>(n)));
 #else
@@ -228,14 +234,7 @@ inline VF exp(VF x) {
   const VF clamped = maximum(broadcast(-88.0f), x);  // in this order NaN stays NaN
   const VF shifted = clamped * 1.44269504f + shifter;
   const VF n = shifted - shifter;
-  VF r = clamped - n * 0.693145752f;  // ln 2 in two parts
-  r = r - n * 1.42860677e-6f;
-  VF p = r * (1.0f / 720) + (1.0f / 120);
-  p = p * r + (1.0f / 24);
-  p = p * r + (1.0f / 6);
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
+  const VF p = exp_of_rest(clamped, n);
   const VI exponent = (bit_cast<VI>(shifted) - bit_cast<VI>(shifter)) << 23;
   const VF result = bit_cast<VF>(bit_cast<VI>(p) + exponent);
   return select(x < broadcast(-87.33f), VF{}, result);
