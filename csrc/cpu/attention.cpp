@@ -53,16 +53,21 @@ struct Unit {
   float* shared = nullptr;  // partial results of the pieces, where there are several
 };
 
+// How many numbers attention stores for the update, of each query and entry.
+inline int64_t stored_planes(ScoreMode mode) { return mode == ScoreMode::log_ema ? 2 : 1; }
+
 // Where a unit's partial results lie: per piece maximum, sum and accumulator; then what all pieces store.
 struct Layout {
   int64_t rows, acc, piece, stored_stride, chunk_stride, total;
-  Layout(const Unit& u, int64_t group, int64_t head_size, bool with_values, bool keeps_scores) {
+  Layout(const Unit& u, int64_t group, int64_t head_size, bool with_values, ScoreMode mode) {
+    const bool keeps_scores = mode != ScoreMode::none;
     rows = u.queries_at_once * group;
     acc = with_values ? round_up(rows, 16) * round_up(head_size, 32) : 0;  // kernels may take 16 rows at a time
     piece = round_up(2 * rows, 16) + acc;
     stored_stride = keeps_scores ? round_up(u.num_tiles, kChunkTiles) * kTile : 0;
     chunk_stride = keeps_scores ? round_up(u.num_tiles, kChunkTiles) / kChunkTiles : 0;
-    total = round_up(u.num_pieces * piece + rows * (stored_stride + chunk_stride), 16);
+    const int64_t per_row = stored_stride * stored_planes(mode) + chunk_stride;
+    total = round_up(u.num_pieces * piece + rows * per_row, 16);
   }
 };
 
@@ -129,7 +134,7 @@ class Driver {
 
  private:
   Layout layout(const Unit& u) const {
-    return Layout(u, group_, cache_.head_size, with_values_, rows_[u.row].mode != ScoreMode::none);
+    return Layout(u, group_, cache_.head_size, with_values_, rows_[u.row].mode);
   }
 
   void plan(int threads) {
@@ -157,7 +162,7 @@ class Driver {
       const bool in_tiles = kernels_.has_tiles && row.num_queries > 1;
       int64_t at_once = std::max<int64_t>(1, (in_tiles ? kTileRowsAtOnce : kRowsAtOnce) / group_);
       if (row.mode != ScoreMode::none)
-        at_once = std::max<int64_t>(1, std::min(at_once, kStoredFloats / (chunks * kChunk * group_)));
+        at_once = std::max<int64_t>(1, std::min(at_once, kStoredFloats / (chunks * kChunk * group_ * stored_planes(row.mode))));
       at_once = std::min(at_once, row.num_queries);
       int64_t pieces = 1;
       if (threads_ > 1)
@@ -215,7 +220,8 @@ class Driver {
     a.with_values = with_values_;
     a.mode = row.mode;
     a.stored = stored;
-    a.chunk_max = stored + l.rows * l.stored_stride;
+    a.logits = stored + l.rows * l.stored_stride;
+    a.chunk_max = stored + l.rows * l.stored_stride * stored_planes(row.mode);
     a.stored_stride = l.stored_stride;
     a.chunk_stride = l.chunk_stride;
     a.maximum = mine;
@@ -268,8 +274,11 @@ class Driver {
     x.log_decay = std::log(row.decay);
     x.log_share = std::log1p(-row.decay);
     x.log_group = std::log(static_cast<float>(group_));
-    x.stored = stored;
-    x.chunk_max = stored + l.rows * l.stored_stride;
+    x.logits = stored + l.rows * l.stored_stride;
+    if (with_values_ || row.mode != ScoreMode::log_ema) {
+      x.stored = stored;
+      x.chunk_max = stored + l.rows * l.stored_stride * stored_planes(row.mode);
+    }
     x.stored_stride = l.stored_stride;
     x.chunk_stride = l.chunk_stride;
     x.maximum = partial;
@@ -277,7 +286,7 @@ class Driver {
     x.scores = row.scores ? row.scores + u.head * row.score_stride : nullptr;
     x.aux = row.scores ? row.aux + u.head * row.score_stride : nullptr;
     x.new_start_empty = new_start_empty_;
-    x.scratch = scratch.floats(l.rows);
+    x.scratch = scratch.floats(2 * l.rows);
     kernels_.update(x);
   }
 

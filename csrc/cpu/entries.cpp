@@ -271,7 +271,7 @@ void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers,
              [&](const SequenceLayer& one, int64_t kv_head, int64_t head, int64_t first, int64_t last) {
                thread_local Scratch scratch;
                const int64_t rows = last - first;
-               float* lengths = scratch.floats(kSourcesPerTask * (d + 2) + kernels.similar_scratch(kSourcesPerTask));
+               float* lengths = scratch.floats(kSourcesPerTask * (d + 2) + kernels.similar_scratch(kSourcesPerTask, d));
                float* found = lengths + kSourcesPerTask;
                Q* keys = reinterpret_cast<Q*>(found + kSourcesPerTask);
                int32_t where[kSourcesPerTask];
@@ -309,7 +309,7 @@ void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& seq
     const SequenceLayer& one = seq_layers[row / heads];
     const int64_t head = row % heads, *own = targets + row * num_targets;
     thread_local Scratch scratch;
-    float* lengths = scratch.floats(num_sources * (d + 3) + n + kernels.similar_entries_scratch(num_sources));
+    float* lengths = scratch.floats(num_sources * (d + 3) + n + kernels.similar_entries_scratch(num_sources, d));
     float* found = lengths + num_sources;
     int32_t *where = reinterpret_cast<int32_t*>(found + num_sources), *ranks = where + num_sources;
     Q* keys = reinterpret_cast<Q*>(ranks + n);

@@ -581,29 +581,40 @@ inline void tile_product(const BF16* a, int64_t a_stride, const BF16* b, int64_t
   _tile_stored(5, out + 16, out_bytes);
 }
 
+// The keys k of a tile of 32 entries, interleaved; pairs: kTile * padded head size.
+template <class T>
+inline void pairs_of_keys(const Chunk<T, BF16>& c, const T* k, BF16* pairs) {
+  alignas(64) BF16 wide[sizeof(T) == 1 ? kTile * kMaxHeadSize : 1];
+  const int d = c.head_size;
+  const BF16* x;
+  int64_t stride = c.block_size;
+  if constexpr (sizeof(T) == 1) {
+    widen_rows(k, c.block_size, d, kTile, wide, c.ahead);
+    x = wide;
+    stride = kTile;
+  } else {
+    c.ahead->take(d);
+    x = k;
+  }
+  for (int e = 0; e < d; e += 32) interleave<true>(x + e * stride, stride, 0, d - e, kTile, pairs + e * kTile);
+}
+
+// Calls f(k, i) for the keys k of a chunk's i-th tile.
+template <class T, class F>
+inline void for_key_tiles(const Chunk<T, BF16>& c, const F& f) {
+  for (int i = 0; i < c.num_runs; ++i)
+    for (int j = 0; j < c.runs[i].count; ++j) f(c.keys[i] + j * kTile, c.runs[i].first + j);
+}
+
 // `chunk_logits` without the scale, of c.rows / 16 tiles of queries, whose rows are q_stride apart.
 template <class T>
 void tile_logits(const Chunk<T, BF16>& c, int64_t q_stride) {
-  alignas(64) BF16 pairs[kTile * kMaxHeadSize], wide[sizeof(T) == 1 ? kTile * kMaxHeadSize : 1];
-  const int d = c.head_size;
-  for (int i = 0; i < c.num_runs; ++i)
-    for (int j = 0; j < c.runs[i].count; ++j) {
-      const T* k = c.keys[i] + j * kTile;
-      const BF16* x;
-      int64_t stride = c.block_size;
-      if constexpr (sizeof(T) == 1) {
-        widen_rows(k, c.block_size, d, kTile, wide, c.ahead);
-        x = wide;
-        stride = kTile;
-      } else {
-        c.ahead->take(d);
-        x = k;
-      }
-      for (int e = 0; e < d; e += 32)
-        interleave<true>(x + e * stride, stride, 0, d - e, kTile, pairs + e * kTile);
-      tile_product<false>(c.query, q_stride, pairs, 2 * kTilePairs, (d + 31) / 32, c.rows,
-                          c.logits + (c.runs[i].first + j) * kTile, kChunk);
-    }
+  alignas(64) BF16 pairs[kTile * kMaxHeadSize];
+  for_key_tiles(c, [&](const T* k, int i) {
+    pairs_of_keys(c, k, pairs);
+    tile_product<false>(c.query, q_stride, pairs, 2 * kTilePairs, (c.head_size + 31) / 32, c.rows, c.logits + i * kTile,
+                        kChunk);
+  });
 }
 
 // `chunk_values` of c.rows / 16 tiles of weights; pairs: kChunk * padded head size.
@@ -840,7 +851,7 @@ void attend_as(const Attend& a) {
     if (a.cap > 0.0f) cap_logits(logits, rows, width, a.cap);
     if (a.mode == ScoreMode::log_ema)
       for (int r = 0; r < rows; ++r)
-        __builtin_memcpy(a.stored + r * a.stored_stride + chunk * kTile, logits + r * kChunk, width * sizeof(float));
+        __builtin_memcpy(a.logits + r * a.stored_stride + chunk * kTile, logits + r * kChunk, width * sizeof(float));
     if (!softmax) continue;
     for (int i = 0; i < num_runs; ++i) {
       const Run& run = runs[i];
@@ -864,7 +875,7 @@ void attend_as(const Attend& a) {
         for (int64_t t = max64(0, stop); t < run.count * kTile; ++t) x[t] = -kInfinity;
       }
     }
-    const bool keeps = a.mode != ScoreMode::none && a.mode != ScoreMode::log_ema;
+    const bool keeps = a.mode != ScoreMode::none;
     for (int r = 0; r < rows; ++r) {
       float* kept = keeps ? a.stored + r * a.stored_stride + chunk * kTile : nullptr;
       softmax_row<kPairs, kTiles>(logits + r * kChunk, width, factor, a.maximum + r, a.sum + r, a.accumulator + r * acc_stride,
@@ -1003,11 +1014,34 @@ void raise_tile(const Update& u, const Tile& t, const float* stored) {
   }
 }
 
-// scores, aux: the statistics of a tile; first: what lane 0's entry is; stored: of row 0, at the tile.
-void update_tile(const Update& u, float* scores, float* aux, int64_t first, const float* stored, const float* factor,
-                 int64_t num_entries) {
-  const int64_t num_old = num_entries - u.total_queries;
+inline bool is_all(VI mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(bit_cast<__m512i>(mask)) == 0xffff;
+#else
+  int32_t all = -1;
+  for (int i = 0; i < kLanes; ++i) all &= mask[i];
+  return all != 0;
+#endif
+}
+
+// The statistic of log_ema after a query: log(decay e^past + share mean of e^logit over the heads), from the weights that
+// attention has of these logits already. False where they are too small for that, or the statistic too large beside them.
+// level: what a sum of 1 is as a logit, and the share.
+inline bool log_ema_of_weights(const Update& u, const float* stored, const float* factor, VF level, VF past, VF* score) {
+  VF total = {};
+  for (int g = 0; g < u.group; ++g) total += load(stored + g * u.stored_stride) * broadcast(factor[g]);
+  const VF above = past - level;
+  if (!is_all((total >= broadcast(1e-30f)) & (above <= broadcast(80.0f)))) return false;
+  *score = level + log(exp(above) + total);
+  return true;
+}
+
+// scores, aux: the statistics of a tile t; at: where the rows' numbers for the tile are.
+void update_tile(const Update& u, const Tile& t, float* scores, float* aux, int64_t at, int64_t num_entries) {
+  const int64_t first = t.entry, num_old = num_entries - u.total_queries;
   const float log_decay = u.log_decay, log_share = u.log_share, log_group = u.log_group;
+  const float *factor = u.scratch, *levels = u.scratch + u.num_queries * u.group;
+  const float* votes = t.front ? plane(*u.cache, t.page, kLogVotes) + t.offset : nullptr;
   const bool all_old = first + kTile <= num_old;  // all queries see them, as in most tiles
   const VI all = VI{} == VI{};
   for (int v = 0; v < kTile; v += kLanes) {
@@ -1018,24 +1052,29 @@ void update_tile(const Update& u, float* scores, float* aux, int64_t first, cons
       seen = select(old, seen, VF{});
     }
     for (int j = 0; j < u.num_queries; ++j) {
-      const float* x = stored + static_cast<int64_t>(j) * u.group * u.stored_stride + v;
+      const int64_t row = static_cast<int64_t>(j) * u.group * u.stored_stride + at + v;
       const VI visible = all_old ? all : below(first + v, num_old + u.first_query + j + 1);
       const VF counted = all_old ? broadcast(1.0f) : select(visible, broadcast(1.0f), VF{});
       if (u.mode != ScoreMode::log_ema) {
         VF total = {};
         for (int g = 0; g < u.group; ++g)
-          total += load(x + g * u.stored_stride) * broadcast(factor[j * u.group + g]);
+          total += load(u.stored + row + g * u.stored_stride) * broadcast(factor[j * u.group + g]);
         score = score * u.decay + total;
         if (u.mode == ScoreMode::mean) seen += counted;
         continue;
       }
+      const VF past = select(seen > VF{}, score + log_decay, broadcast(-kInfinity));
+      seen += counted;
+      if (all_old && u.stored) {
+        const VF vote = votes && v < t.hi ? load(votes + v) : VF{};
+        if (log_ema_of_weights(u, u.stored + row, factor + j * u.group, broadcast(levels[j]) - vote, past, &score)) continue;
+      }
+      const float* x = u.logits + row;
       VF top = load(x), total = {};
       for (int g = 1; g < u.group; ++g) top = maximum(top, load(x + g * u.stored_stride));
       for (int g = 0; g < u.group; ++g) total += exp(load(x + g * u.stored_stride) - top);
       const VF level = top + log(total) - log_group;
-      const VF past = select(seen > VF{}, score + log_decay, broadcast(-kInfinity));
       score = select(visible, log_add_exp(past, level + log_share), score);
-      seen += counted;
     }
     if (u.mode == ScoreMode::log_ema) score = select(seen > VF{}, score, VF{});
     store(scores + v, score);
@@ -1049,7 +1088,17 @@ void update(const Update& u) {
   const int rows = u.num_queries * u.group;
   const int64_t num_entries = tiles.num_entries();
   for (int64_t i = u.tile_begin; i < u.tile_end; ++i) {
-    if (u.mode != ScoreMode::log_ema && (i == u.tile_begin || i % kChunkTiles == 0))
+    const bool is_new_chunk = i == u.tile_begin || i % kChunkTiles == 0;
+    if (u.mode == ScoreMode::log_ema && u.stored && is_new_chunk)
+      for (int j = 0; j < u.num_queries; ++j) {
+        const float* maxima = u.chunk_max + j * u.group * u.chunk_stride + i / kChunkTiles;
+        float top = maxima[0];
+        for (int g = 1; g < u.group; ++g) top = maxima[g * u.chunk_stride] > top ? maxima[g * u.chunk_stride] : top;
+        for (int g = 0; g < u.group; ++g)
+          u.scratch[j * u.group + g] = exp(broadcast(maxima[g * u.chunk_stride] - top))[0];
+        u.scratch[rows + j] = top + u.log_share - u.log_group;
+      }
+    if (u.mode != ScoreMode::log_ema && is_new_chunk)
       for (int r = 0; r < rows; ++r) {
         const float m = u.chunk_max[r * u.chunk_stride + i / kChunkTiles];
         u.scratch[r] = exp(broadcast(m - u.maximum[r]))[0] / u.sum[r] * (u.weights ? u.weights[r / u.group] : 1.0f);
@@ -1061,37 +1110,86 @@ void update(const Update& u) {
     }
     float* scores = u.scores ? u.scores + t.entry : plane(cache, t.page, kScores) + t.offset;
     float* aux = u.scores ? u.aux + t.entry : plane(cache, t.page, kAux) + t.offset;
-    const float* stored = u.stored + i * kTile;
     if (t.lo == 0 && t.hi == kTile) {
-      update_tile(u, scores, aux, t.entry, stored, u.scratch, num_entries);
+      update_tile(u, t, scores, aux, i * kTile, num_entries);
       continue;
     }
     alignas(64) float some_scores[kTile] = {}, some_aux[kTile] = {};
     for (int k = t.lo; k < t.hi; ++k) some_scores[k] = scores[k], some_aux[k] = aux[k];
-    update_tile(u, some_scores, some_aux, t.entry, stored, u.scratch, num_entries);
+    update_tile(u, t, some_scores, some_aux, i * kTile, num_entries);
     for (int k = t.lo; k < t.hi; ++k) scores[k] = some_scores[k], aux[k] = some_aux[k];
   }
 }
 
-int64_t similar_scratch(int64_t num_sources) { return num_sources * (kChunk + 2 * kTile); }
+// The products of some keys, the sources, with chunks of others: by tiles where there are.
+template <class Q>
+class Products {
+ public:
+  static int64_t scratch(int64_t rows, int64_t head_size) {
+    return rows_of_tiles(rows) * (kChunk + padded_nonzero(head_size)) + 16;
+  }
+
+  Products(const void* sources, int rows, [[maybe_unused]] int head_size, float* scratch)
+      : sources_(static_cast<const Q*>(sources)), rows_(rows), products_(scratch) {
+#if defined(__AMX_BF16__)
+    if constexpr (kTiles) {
+      const int64_t stride = padded_nonzero(head_size);
+      rows_ = static_cast<int>(rows_of_tiles(rows));
+      Q* padded = reinterpret_cast<Q*>(products_ + rows_ * kChunk);
+      for (int64_t i = 0; i < rows_ * stride; ++i) padded[i] = Q{};
+      for (int r = 0; r < rows; ++r) __builtin_memcpy(padded + r * stride, sources_ + r * head_size, head_size * sizeof(Q));
+      sources_ = padded;
+      in_use_.emplace();
+    }
+#endif
+  }
+
+  // The chunk is without keys so far; its logits will be the products.
+  template <class T>
+  Chunk<T, Q> chunk(const Run* runs, int head_size, int64_t block_size) {
+    return {runs, 0, rows_, head_size, static_cast<int>(block_size), {}, {}, sources_, 1.0f, products_, nullptr, nullptr, 0, &none_};
+  }
+
+  template <class T>
+  void multiply(const Chunk<T, Q>& c) const {
+#if defined(__AMX_BF16__)
+    if constexpr (kTiles) return tile_logits(c, padded_nonzero(c.head_size));
+#endif
+    chunk_logits(c);
+  }
+
+ private:
+  static constexpr bool kTiles = kHasTiles && sizeof(Q) == 2;
+  static int64_t rows_of_tiles(int64_t rows) { return kTiles ? (rows + 15) / 16 * 16 : rows; }
+  const Q* sources_;
+  int rows_;
+  float* products_;
+  Prefetcher none_;
+#if defined(__AMX_BF16__)
+  std::optional<TilesInUse> in_use_;
+#endif
+};
+
+int64_t similar_scratch(int64_t num_sources, int64_t head_size) {
+  return num_sources * 2 * kTile + Products<BF16>::scratch(num_sources, head_size);
+}
 
 template <class Q>
 void similar_as(const Similar& x) {
   const int rows = x.num_sources, d = x.head_size;
-  const Q* sources = static_cast<const Q*>(x.sources);
   const int64_t num_tiles = (x.num_targets + kTile - 1) / kTile;
-  float *products = x.scratch, *best = products + rows * kChunk;  // best and where: kTile candidates per source
+  float* best = x.scratch;  // best and where: kTile candidates per source
   int32_t* where = reinterpret_cast<int32_t*>(best + rows * kTile);
+  Products<Q> products(x.sources, rows, d, best + 2 * rows * kTile);
   for (int i = 0; i < rows * kTile; ++i) best[i] = -kInfinity, where[i] = 0;
-  Prefetcher none;
   for (int64_t first = 0; first < num_tiles; first += kChunkTiles) {
     Run runs[kChunkTiles];
-    Chunk<Q, Q> c{runs, 0, rows, d, kTile, {}, {}, sources, 1.0f, products, nullptr, nullptr, 0, &none};
+    Chunk<Q, Q> c = products.template chunk<Q>(runs, d, kTile);
     for (; c.num_runs < kChunkTiles && first + c.num_runs < num_tiles; ++c.num_runs) {
       runs[c.num_runs] = Run{c.num_runs, 1, 0, kTile, {}, 0, 0, false};
       c.keys[c.num_runs] = static_cast<const Q*>(x.targets) + (first + c.num_runs) * kTile * d;
     }
-    chunk_logits(c);
+    products.multiply(c);
     for (int i = 0; i < c.num_runs; ++i)
       for (int v = 0; v < kTile; v += kLanes) {
         const int32_t target = static_cast<int32_t>((first + i) * kTile + v);
@@ -1099,7 +1197,7 @@ void similar_as(const Similar& x) {
         const VF inverse = load(x.inverse + target);
         const VI in_range = iota() < broadcast(static_cast<float>(min64(kLanes, x.num_targets - target)));
         for (int r = 0; r < rows; ++r) {
-          const VF product = load(products + r * kChunk + i * kTile + v) * inverse;
+          const VF product = load(c.logits + r * kChunk + i * kTile + v) * inverse;
           float* b = best + r * kTile + v;
           const VF old = load(b), old_where = load(reinterpret_cast<float*>(where) + r * kTile + v);
           const VI better = (product > old) & in_range;
@@ -1130,25 +1228,26 @@ void similar(const Similar& x) {
   similar_as<float>(x);
 }
 
-int64_t similar_entries_scratch(int64_t num_sources) { return num_sources * (kChunk + 2 * kLanes); }
+int64_t similar_entries_scratch(int64_t num_sources, int64_t head_size) {
+  return num_sources * 2 * kLanes + Products<BF16>::scratch(num_sources, head_size);
+}
 
 template <class T, class Q>
 void similar_entries_as(const SimilarEntries& x) {
   const Tiles tiles(*x.cache, x.segments, x.head);
   const int rows = x.num_sources, d = x.cache->head_size, bs = x.cache->block_size;
   // Of each source kLanes candidates, one per lane of the tiles.
-  float *products = x.scratch, *best = products + rows * kChunk, *ranks = best + rows * kLanes;
+  float *best = x.scratch, *ranks = best + rows * kLanes;
+  Products<Q> products(x.sources, rows, d, ranks + rows * kLanes);
   for (int i = 0; i < rows * kLanes; ++i) best[i] = -kInfinity;
   for (int i = 0; i < rows; ++i) store(ranks + i * kLanes, bit_cast<VF>(VI{} + INT32_MAX));
-  Prefetcher none;
   for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
     Run runs[kChunkTiles];
-    Chunk<T, Q> c{runs, 0,        rows,    d,       bs, {},   {}, static_cast<const Q*>(x.sources),
-                  1.0f, products, nullptr, nullptr, 0,  &none};
+    Chunk<T, Q> c = products.template chunk<T>(runs, d, bs);
     c.num_runs = find_runs(tiles, first, min64(first + kChunkTiles, tiles.count), runs);
     for (int i = 0; i < c.num_runs; ++i)
       c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
-    chunk_logits(c);
+    products.multiply(c);
     for (int i = 0; i < c.num_runs; ++i) {
       const Run& run = runs[i];
       for (int start = 0; start < run.count * kTile; start += kLanes) {
@@ -1184,7 +1283,7 @@ void similar_entries_as(const SimilarEntries& x) {
         const VI ours = bit_cast<VI>(load(reinterpret_cast<const float*>(rank)));
         const VI usable = ours != VI{} + INT32_MAX;
         for (int r = 0; r < rows; ++r) {
-          const VF product = load(products + r * kChunk + run.first * kTile + start) * load(inverse);
+          const VF product = load(c.logits + r * kChunk + run.first * kTile + start) * load(inverse);
           const VF old = load(best + r * kLanes), old_rank = load(ranks + r * kLanes);
           const VI better = usable & ((product > old) | ((product == old) & (ours < bit_cast<VI>(old_rank))));
           store(best + r * kLanes, select(better, product, old));
@@ -1228,59 +1327,84 @@ inline int64_t fuse_rows(int64_t group, int64_t num_queries) {
 inline int64_t fuse_slots(int64_t num_tiles) { return (num_tiles + kChunkTiles - 1) / kChunkTiles * kChunk; }
 
 int64_t fuse_scratch(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles) {
-  const int64_t rows = (fuse_rows(group, num_queries) + 15) / 16 * 16;
+  const int64_t rows = (fuse_rows(group, num_queries) + 15) / 16 * 16, slots = fuse_slots(num_tiles);
   head_size = padded_nonzero(head_size);
-  // Votes, positions and result per slot; queries, logits and largest logits per row; weights.
-  return fuse_slots(num_tiles) * (3 + rows) + rows * (head_size + kChunk + kLanes + 1) + 64;
+  // Votes, positions and result per slot, and pairs of keys; of chunks the latest position; queries, logits, largest logits
+  // and factor per row; weights.
+  return slots * (3 + rows) + (kHasTiles ? slots * head_size / 2 : 0) + slots / kChunk + rows * (head_size + kChunk + kLanes + 1) +
+         4 * 16;
 }
+
+// What the queries of a KV head have in common.
+template <class T>
+struct FuseKeys {
+  const Tiles tiles;
+  int64_t slots;
+  float* votes;
+  int32_t* positions;  // INT32_MAX where no query sees anything
+  int32_t* latest;     // per chunk: of its positions, or INT32_MAX where there are votes
+  BF16* pairs;         // of all tiles, where there are tiles
+};
 
 // Adds what `rows` queries and their heads give to the slots; row r is query r / group, query head r % group.
 template <class T, class Q>
-void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const int64_t* query_positions,
-                  const float* votes, const int32_t* positions, float* fused, float* logits, float* maxima,
-                  float* weights) {
-  const int64_t slots = fuse_slots(tiles.count);
+void fuse_rows_as(const Fuse& f, const FuseKeys<T>& keys, const Q* q, int rows, const int64_t* query_positions,
+                  float* fused, float* logits, float* maxima, float* weights) {
+  const int64_t slots = keys.slots;
   const int d = f.cache->head_size, bs = f.cache->block_size;
   constexpr bool kTiles = kHasTiles && sizeof(Q) == 2;
   const int padded_rows = kTiles ? (rows + 15) / 16 * 16 : rows;
-#if defined(__AMX_BF16__)
-  std::optional<TilesInUse> tiles_in_use;
-  if (kTiles) tiles_in_use.emplace();
-#endif
-  Prefetcher none;
   for (int i = 0; i < rows * kLanes; ++i) maxima[i] = -kInfinity;
-  for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
-    Run runs[kChunkTiles];
-    const int64_t last = min64(first + kChunkTiles, tiles.count);
-    Chunk<T, Q> c{runs, 0, padded_rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
-    c.num_runs = find_runs(tiles, first, last, runs);
-    for (int i = 0; i < c.num_runs; ++i)
-      c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
+  for (int64_t first = 0; first < keys.tiles.count; first += kChunkTiles) {
+    const int64_t last = min64(first + kChunkTiles, keys.tiles.count);
     const int64_t start = first * kTile, width = (last - first) * kTile;
 #if defined(__AMX_BF16__)
-    if constexpr (kTiles) {
-      tile_logits(c, padded_nonzero(d));
-      for (int r = 0; r < rows; ++r)
-        for (int64_t v = 0; v < width; v += kLanes) store(logits + r * kChunk + v, load(logits + r * kChunk + v) * f.scale);
-    }
+    if constexpr (kTiles)
+      for (int64_t i = first; i < last; ++i)
+        tile_product<false>(q, padded_nonzero(d), keys.pairs + i * kTile * padded_nonzero(d), 2 * kTilePairs, (d + 31) / 32,
+                            padded_rows, logits + (i - first) * kTile, kChunk);
 #endif
-    if constexpr (!kTiles) chunk_logits(c);
-    if (f.cap > 0.0f) cap_logits(logits, rows, static_cast<int>(width), f.cap);
+    if constexpr (!kTiles) {
+      Run runs[kChunkTiles];
+      Prefetcher none;
+      Chunk<T, Q> c{runs, 0, padded_rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
+      c.num_runs = find_runs(keys.tiles, first, last, runs);
+      for (int i = 0; i < c.num_runs; ++i)
+        c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
+      chunk_logits(c);
+    }
+    float factor = kTiles ? f.scale : 1.0f;
+    if (f.cap > 0.0f) {
+      for (int r = 0; r < rows; ++r)
+        for (int64_t v = 0; v < width; v += kLanes) store(logits + r * kChunk + v, load(logits + r * kChunk + v) * factor);
+      cap_logits(logits, rows, static_cast<int>(width), f.cap);
+      factor = 1.0f;
+    }
     for (int r = 0; r < rows; ++r) {
       const int64_t seen = query_positions[r / f.group];
-      const VI limit = VI{} + static_cast<int32_t>(max64(-1, min64(seen, INT32_MAX - 1)));
+      const float* from = logits + r * kChunk;
+      float* to = weights + r * slots + start;
       VF largest = load(maxima + r * kLanes);
-      for (int64_t v = 0; v < width; v += kLanes) {
-        const VI position = bit_cast<VI>(load(reinterpret_cast<const float*>(positions) + start + v));
-        const VF x = load(logits + r * kChunk + v) + load(votes + start + v);
-        const VF visible = select(position <= limit, x, broadcast(-kInfinity));
-        store(weights + r * slots + start + v, visible);
-        largest = maximum(largest, visible);
+      if (keys.latest[first / kChunkTiles] <= seen) {
+        for (int64_t v = 0; v < width; v += kLanes) {
+          const VF x = load(from + v) * factor;
+          store(to + v, x);
+          largest = maximum(largest, x);
+        }
+      } else {
+        const VI limit = VI{} + static_cast<int32_t>(max64(-1, min64(seen, INT32_MAX - 1)));
+        for (int64_t v = 0; v < width; v += kLanes) {
+          const VI position = bit_cast<VI>(load(reinterpret_cast<const float*>(keys.positions) + start + v));
+          const VF x = load(from + v) * factor + load(keys.votes + start + v);
+          const VF visible = select(position <= limit, x, broadcast(-kInfinity));
+          store(to + v, visible);
+          largest = maximum(largest, visible);
+        }
       }
       store(maxima + r * kLanes, largest);
     }
   }
-  const int64_t width = tiles.count * kTile;
+  const int64_t width = keys.tiles.count * kTile;
   for (int r = 0; r < rows; ++r) {
     float* x = weights + r * slots;
     float top = horizontal_max(load(maxima + r * kLanes));
@@ -1288,13 +1412,14 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
     top = sink > top ? sink : top;
     if (top == -kInfinity) top = 0.0f;  // a query that sees nothing
     const VF tops = broadcast(top);
-    VF total = {};
-    for (int64_t v = 0; v < width; v += kLanes) {
-      const VF weight = exp(load(x + v) - tops);
-      total += weight;
-      store(x + v, weight);
-    }
-    const float sum = horizontal_sum(total) + exp(broadcast(sink - top))[0];
+    VF total[2] = {};
+    for (int64_t v = 0; v < width; v += 2 * kLanes)
+      for (int i = 0; i < 2; ++i) {
+        const VF weight = exp(load(x + v + i * kLanes) - tops);
+        total[i] += weight;
+        store(x + v + i * kLanes, weight);
+      }
+    const float sum = horizontal_sum(total[0] + total[1]) + exp(broadcast(sink - top))[0];
     maxima[r * kLanes] = sum == 0.0f ? 0.0f : 1.0f / sum;
   }
   for (int64_t v = 0; v < width; v += kLanes) {
@@ -1311,37 +1436,67 @@ void fuse_rows_as(const Fuse& f, const Tiles& tiles, const Q* q, int rows, const
 
 template <class T, class Q>
 void fuse_as(const Fuse& f) {
+  constexpr bool kPairs = sizeof(Q) == 2, kTiles = kPairs && kHasTiles;
   const Tiles tiles(*f.cache, f.segments, f.head);
   const int64_t slots = fuse_slots(tiles.count), at_once = fuse_rows(f.group, f.num_queries) / f.group;
   const int d = f.cache->head_size;
-  float *votes = f.scratch, *fused = votes + slots, *logits = fused + slots;
-  const int64_t padded_rows = (at_once * f.group + 15) / 16 * 16;
-  float *maxima = logits + padded_rows * kChunk, *weights = maxima + at_once * f.group * kLanes;
-  int32_t* positions = reinterpret_cast<int32_t*>(weights + at_once * f.group * slots);
-  Q* q = reinterpret_cast<Q*>(positions + slots);
-  for (int64_t i = 0; i < slots; ++i) votes[i] = 0.0f, fused[i] = 0.0f, positions[i] = INT32_MAX;
+  const int64_t q_stride = kTiles ? padded_nonzero(d) : d, padded_rows = (at_once * f.group + 15) / 16 * 16;
+  float* next = f.scratch;
+  const auto take = [&](int64_t floats) {
+    float* start = next;
+    next += (floats + 15) / 16 * 16;
+    return start;
+  };
+  FuseKeys<T> keys{tiles, slots, take(slots), reinterpret_cast<int32_t*>(take(slots)),
+                   reinterpret_cast<int32_t*>(take(slots / kChunk)),
+                   reinterpret_cast<BF16*>(take(kTiles ? slots * q_stride / 2 : 0))};
+  float *fused = take(slots), *logits = take(padded_rows * kChunk), *maxima = take(at_once * f.group * kLanes),
+        *weights = take(at_once * f.group * slots);
+  Q* q = reinterpret_cast<Q*>(take(padded_rows * q_stride));
+  for (int64_t i = 0; i < slots; ++i) keys.votes[i] = 0.0f, fused[i] = 0.0f, keys.positions[i] = INT32_MAX;
   for (int64_t i = 0; i < tiles.count; ++i) {
     const Tile t = tiles[i];
     for (int64_t k = t.lo; k < t.hi; ++k) {
       const int64_t position = f.positions[t.entry + k];
-      votes[i * kTile + k] = f.log_votes[t.entry + k];
-      positions[i * kTile + k] = static_cast<int32_t>(position < 0 ? INT32_MAX : min64(position, INT32_MAX));
+      keys.votes[i * kTile + k] = f.log_votes[t.entry + k];
+      keys.positions[i * kTile + k] = static_cast<int32_t>(position < 0 ? INT32_MAX : min64(position, INT32_MAX));
     }
   }
-  constexpr bool kPairs = sizeof(Q) == 2;  // as in attend: pairs are multiplied as they are, and their sum is scaled
-  const int64_t q_stride = kPairs && kHasTiles ? padded_nonzero(d) : d;
-  if (kPairs && kHasTiles)
+  for (int64_t chunk = 0; chunk < slots / kChunk; ++chunk) {
+    int32_t latest = 0;
+    for (int64_t i = chunk * kChunk; i < min64((chunk + 1) * kChunk, tiles.count * kTile); ++i) {
+      const int32_t position = keys.votes[i] == 0.0f ? keys.positions[i] : INT32_MAX;
+      latest = position > latest ? position : latest;
+    }
+    keys.latest[chunk] = latest;
+  }
+#if defined(__AMX_BF16__)
+  std::optional<TilesInUse> tiles_in_use;
+  if constexpr (kTiles) {
+    tiles_in_use.emplace();
+    Prefetcher none;
+    for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
+      Run runs[kChunkTiles];
+      Chunk<T, Q> c{runs, 0, 0, d, f.cache->block_size, {}, {}, q, 1.0f, logits, nullptr, nullptr, 0, &none};
+      c.num_runs = find_runs(tiles, first, min64(first + kChunkTiles, tiles.count), runs);
+      for (int i = 0; i < c.num_runs; ++i)
+        c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
+      for_key_tiles(c, [&](const T* k, int i) { pairs_of_keys(c, k, keys.pairs + (first + i) * kTile * q_stride); });
+    }
     for (int64_t i = 0; i < padded_rows * q_stride; ++i) q[i] = Q{};
+  }
+#endif
   for (int64_t first = 0; first < f.num_queries; first += at_once) {
     const int64_t some = min64(at_once, f.num_queries - first);
     for (int64_t j = 0; j < some; ++j)
       for (int64_t g = 0; g < f.group; ++g) {
         const float* query = f.queries + (g * f.num_queries + first + j) * d;
+        // As in attend: pairs are multiplied as they are, and their sum is scaled.
         for (int e = 0; e < d; ++e)
           q[(j * f.group + g) * q_stride + e] = from_float<Q>(kPairs ? query[e] : query[e] * f.scale);
       }
-    fuse_rows_as<T, Q>(f, tiles, q, static_cast<int>(some * f.group), f.query_positions + first, votes, positions,
-                       fused, logits, maxima, weights);
+    fuse_rows_as<T, Q>(f, keys, q, static_cast<int>(some * f.group), f.query_positions + first, fused, logits, maxima,
+                       weights);
   }
   for (int64_t i = 0; i < tiles.count; ++i) {
     const Tile t = tiles[i];
@@ -1354,9 +1509,9 @@ void fuse(const Fuse& f) {
   if (f.cache->dtype == DType::bf16) {
     // Queries of a model in bfloat16, which are so exactly.
     const int64_t count = static_cast<int64_t>(f.group) * f.num_queries * f.cache->head_size;
-    bool exact = true;
-    for (int64_t i = 0; i < count; ++i) exact &= (bit_cast<uint32_t>(f.queries[i]) & 0xffff) == 0;
-    if (exact) return fuse_as<BF16, BF16>(f);
+    uint32_t bits = 0;
+    for (int64_t i = 0; i < count; ++i) bits |= bit_cast<uint32_t>(f.queries[i]);
+    if ((bits & 0xffff) == 0) return fuse_as<BF16, BF16>(f);
   }
 #endif
   if (f.cache->dtype == DType::f32) return fuse_as<float, float>(f);

@@ -70,7 +70,8 @@ struct Attend {
   float scale, cap;                    // cap: of logits, 0: none
   bool with_values;   // otherwise only the logits are wanted (and their softmax, unless mode is log_ema)
   ScoreMode mode;     // what to store for the score update
-  float* stored;      // [R, stored_stride]: exp(logit - chunk maximum), or for log_ema the logits without bias
+  float* stored;      // [R, stored_stride]: exp(logit - chunk maximum)
+  float* logits;      // [R, stored_stride]: without bias, of log_ema alone, which then stores the above only with_values
   float* chunk_max;   // [R, chunk_stride]: the maximum that a chunk's stored values are relative to
   int64_t stored_stride, chunk_stride;  // both indexed from the sequence's first tile
   float* maximum;     // [R] out
@@ -103,14 +104,14 @@ struct Update {
   int64_t tile_begin, tile_end;
   ScoreMode mode;
   float decay, log_decay, log_share, log_group;  // ln decay, ln(1 - decay), ln group
-  const float *stored, *chunk_max;
+  const float *stored, *chunk_max, *logits;  // as in Attend; of log_ema the first two may be null
   int64_t stored_stride, chunk_stride;
   const float *maximum, *sum;  // [R], over all pieces
   float *scores, *aux;         // [entries] of this head, or null: the planes of the cache
   bool new_start_empty;        // whether the total_queries newest entries start from nothing
   const float* weights;        // [num_queries]: factors of each query's probabilities; largest alone, or null
   int64_t score_stride;        // largest alone: between the query heads' scores; 0: the group has one score
-  float* scratch;              // [R]
+  float* scratch;              // [2 R]
 };
 
 // The target whose dot product with a source, divided by the target's length, is largest; the first of several.
@@ -122,7 +123,7 @@ struct Similar {
   const float* inverse;  // [num_targets] rounded up to tiles: 1 / length
   float* best;           // [num_sources] out
   int32_t* where;        // [num_sources] out
-  float* scratch;        // similar_scratch(num_sources) floats
+  float* scratch;        // similar_scratch(...) floats
 };
 
 // What squares of keys are summed in. Each is exact in it, so a compiler that fuses multiplication and addition, at
@@ -146,7 +147,7 @@ struct SimilarEntries {
   const int32_t* ranks;  // [entries]: of equally similar ones that of lowest rank is taken, INT32_MAX never
   float* best;           // [num_sources] out: product with the key over its length; -inf: there is none
   int32_t* where;        // [num_sources] out: its rank
-  float* scratch;        // similar_entries_scratch(num_sources) floats
+  float* scratch;        // similar_entries_scratch(...) floats
 };
 
 // How much the entries of one KV head get of the attention of some queries: summed over the query heads, then summed
@@ -208,9 +209,9 @@ struct Kernels {
   void (*attend)(const Attend&);
   void (*finish)(const Finish&);
   void (*update)(const Update&);
-  int64_t (*similar_scratch)(int64_t num_sources);
+  int64_t (*similar_scratch)(int64_t num_sources, int64_t head_size);
   void (*similar)(const Similar&);
-  int64_t (*similar_entries_scratch)(int64_t num_sources);
+  int64_t (*similar_entries_scratch)(int64_t num_sources, int64_t head_size);
   void (*similar_entries)(const SimilarEntries&);
   int64_t (*fuse_scratch)(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles);
   void (*fuse)(const Fuse&);

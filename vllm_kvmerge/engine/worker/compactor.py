@@ -775,15 +775,17 @@ class Compactor:
         return [share for one in seq_layers for share in batch.shares[one.request][one.layer * size :][:size]]
 
     def _queries(self, seq_layers: list[_SequenceLayer], batch: _Batch, window: int) -> Queries:
-        vectors, positions = [], []
+        vectors, positions, done = torch.empty(0), list[Tensor](), 0
         for index, some in groupby(seq_layers, key=lambda one: one.request):
             layers = [one.layer for one in some]
             newest, where = batch.compactions[index].newest_queries(layers, window)
-            vectors.append(newest)
+            by_head = newest.unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)  # of [layers, w, H * G, d]
+            if done == 0:
+                vectors = torch.empty(len(seq_layers), *by_head.shape[1:], device=newest.device)
+            vectors[done : done + len(layers)] = by_head
             positions += [where] * len(layers) * self.num_kv_heads
-        # [sequence layers, w, H * G, d]
-        by_head = torch.cat(vectors).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        return Queries(by_head.float().flatten(0, 1), torch.stack(positions))
+            done += len(layers)
+        return Queries(vectors.flatten(0, 1), torch.stack(positions))
 
     def _gather(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> PagedEntries:
         if (known := batch.gathered.get(tuple(seq_layers))) is not None:
