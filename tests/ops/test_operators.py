@@ -128,6 +128,23 @@ def test_attention_over_front_and_tail(
         assert torch.equal(after.aux.double(), aux)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("spread", "before"), [(1.0, 300.0), (1.0, -300.0), (200.0, 0.0), (30.0, 100.0)])
+def test_ema_of_logits_far_apart(operators, dtype, spread, before):
+    """Beyond what the probabilities, or their sum with what was before, hold in float32."""
+    maker = CacheMaker(17, 2, 64, 32, dtype)
+    sequence = maker.sequence(front=70, tail=128, seq_len=300, num_dead=2)
+    scores = before * maker.randn(2, 242).abs() + maker.randn(2, 242)
+    _write_statistics(maker.pages, sequence, scores, torch.ones(2, 242))
+    query, scale = (spread * maker.randn(2, 8, 64)).to(dtype), 64**-0.5
+    output = torch.empty_like(query)
+    operators.paged_attention(query, maker.pages, batch_of([sequence], [2], [EMA]), scale, output)
+    _, logits, probabilities = dense_attention(query, sequence, scale)
+    expected, _ = dense_scores(EMA, logits, probabilities, scores, torch.ones(2, 242), 2)
+    after = gather_entries(maker.pages, sequence.blocks, sequence.front, sequence.tail, sequence.seq_len)
+    torch.testing.assert_close(after.scores.double(), expected, rtol=1e-5, atol=1e-4 * max(1.0, spread))
+
+
 def attention_in_a_window(query, sequence, window, chunked, scale, softmax):
     """In float64, one query at a time. sequence: never compressed; of its tokens those from ``tail`` on are there."""
     length, outputs = len(query), []

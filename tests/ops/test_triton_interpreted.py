@@ -196,6 +196,29 @@ def test_triton_skips_rows_without_queries(bound):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_triton_scores_of_rows_of_all_lengths():
+    """Long chunks among many rows, more than are looked at together, of which most update nothing."""
+    maker = CacheMaker(3, 1, 32, 16, torch.float32)
+    plain, empty = maker.sequence(0, 0, 5), maker.sequence(0, 0, 40)
+    scored = {0: (330, 40), 61: (100, 1), 129: (230, 33), 139: (64, 1)}
+    modes = [ScoreMode.SUM, ScoreMode.LOG_EMA, ScoreMode.MEAN, ScoreMode.SUM]
+    sequences, lens, updates = [plain] * 140, [1] * 140, [None] * 140
+    for (row, (length, queries)), mode in zip(scored.items(), modes, strict=True):
+        sequences[row], lens[row], updates[row] = maker.sequence(0, 0, length), queries, ScoreUpdate(mode, 0.9)
+    sequences[70], lens[70], updates[70] = empty, 0, ScoreUpdate(ScoreMode.SUM, 0.9)
+    batch, query = batch_of(sequences, lens, updates, 40), maker.randn(sum(lens), 2, 32)
+    maker.pages.scores.fill_(0.5)
+    maker.pages.aux.fill_(2.0)
+    theirs, ours = copies(maker, row_major=True)
+    expected, actual = torch.full((2, *query.shape), torch.nan)
+    reference.paged_attention(query, theirs, batch, 0.2, expected)
+    triton.paged_attention(query, ours, batch, 0.2, actual)
+    assert relative_error(actual, expected) < 1e-5
+    own = [sequences[row] for row in (*scored, 70)]
+    for one, other in zip(live(ours, own), live(theirs, own), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_triton_entries_on_row_major_keys():
     """All that reads and writes keys, on two layers in the layout that a GPU has."""
     maker = CacheMaker(5, 2, 48, 16, torch.bfloat16)

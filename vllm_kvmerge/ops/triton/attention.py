@@ -155,12 +155,12 @@ class _Call:
             parts = rows[1] if lse is None else self.pieces[1]
         lse = self.work.take("lse", 1) if lse is None else lse
         chosen = settings_for("columns", cache, self.groups)
-        most = -(-self.max_entries // chosen.block_n)
-        programs = shares(chosen.programs, len(self.batch) * cache.num_kv_heads, most, cache)
-        attention_kernels.update_columns[(len(self.batch), cache.num_kv_heads, programs)](
+        most = len(self.batch) * -(-self.max_entries // chosen.block_n)
+        programs = shares(chosen.programs, cache.num_kv_heads, most, cache)
+        attention_kernels.update_columns[(programs, cache.num_kv_heads)](
             self.query, cache.keys, cache.log_votes, scores, aux, *rows, *self.pages, parts, lse,
-            self.logit_scale, plan.tiles, *self.query.stride()[:2], rows[0].stride(0), *cache.keys.stride(),
-            *cache.log_votes.stride()[:2],
+            self.logit_scale, len(self.batch), plan.tiles, *self.query.stride()[:2], rows[0].stride(0),
+            *cache.keys.stride(), *cache.log_votes.stride()[:2],
             *(scores.stride()[:2] if in_cache else (0, scores.stride(0))),
             IN_CACHE=in_cache, BLOCK_N=chosen.block_n, BLOCK_S=COLUMN_PIECES, LSE_BLOCK_N=plan.settings.block_n,
             **self.constants, **chosen.launch,

@@ -32,7 +32,9 @@ BY_ROW = [
 """Numbers and block ids of sequences, read one by one from anywhere in a batch. Their alignment must not specialise the
 kernel, which would be compiled anew while requests wait."""
 
-VARYING = ["layer", "tiles_per_row", "stride_table", "stride_s_head", "kept_rows", "num_combined", "rows_combined"]
+VARYING = [
+    "layer", "num_rows", "tiles_per_row", "stride_table", "stride_s_head", "kept_rows", "num_combined", "rows_combined"
+]  # fmt: skip
 """Nor may these numbers, which differ from call to call."""
 
 
@@ -509,10 +511,22 @@ def tile_logits(
     return tl.where(visible, logits, float("-inf")), number, wanted
 
 
+@triton.jit
+def blocks_of(rows, num_rows, query_lens, seq_lens, fronts, tails, score_modes, BLOCK_N: tl.constexpr):
+    """How many times BLOCK_N entries rows have that update scores; of a front in pages: as ``fronts`` has it."""
+    exists = rows < num_rows
+    mode = tl.load(score_modes + rows, mask=exists, other=0)
+    num_queries = tl.load(query_lens + rows, mask=exists, other=0)
+    num_entries = tl.load(fronts + rows, mask=exists, other=0).to(tl.int32)
+    num_entries += tl.load(seq_lens + rows, mask=exists, other=0).to(tl.int32)
+    num_entries -= tl.load(tails + rows, mask=exists, other=0).to(tl.int32)
+    return tl.where((mode != 0) & (num_queries > 0), (num_entries + BLOCK_N - 1) // BLOCK_N, 0)
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=[*BY_ROW, "scores", "aux"])
 def update_columns(
     query, keys, log_votes, scores, aux, block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes,
-    score_decays, page_tables, addresses, layer, parts, lse, scale, tiles_per_row,
+    score_decays, page_tables, addresses, layer, parts, lse, scale, num_rows, tiles_per_row,
     stride_q_token, stride_q_head, stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     stride_m_block, stride_m_head, stride_s_block, stride_s_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_CACHE: tl.constexpr, COMPUTE: tl.constexpr,
@@ -521,84 +535,106 @@ def update_columns(
 ):  # fmt: skip
     """Updates statistics for many queries: a program keeps the keys of some entries, and queries pass by.
 
-    Grid: sequences, heads, any number that share the entries. IN_CACHE: statistics lie in the cache, where those of
-    new tokens start from nothing; else entry by entry. BLOCK_M, LSE_BLOCK_N: those that ``attend`` had when it made
-    ``lse``. BLOCK_S: pieces at a time.
+    Grid: any number that share the entries of all sequences, BLOCK_N at a time; heads. IN_CACHE: statistics lie in the
+    cache, where those of new tokens start from nothing; else entry by entry. BLOCK_M, LSE_BLOCK_N: those that
+    ``attend`` had when it made ``lse``. BLOCK_S: pieces at a time.
     """
-    row = tl.program_id(0)
     head = tl.program_id(1)
-    mode = tl.load(score_modes + row).to(tl.int32)
-    num_queries = tl.load(query_lens + row).to(tl.int32)
-    if (mode == 0) | (num_queries == 0):
-        return
-    decay = tl.load(score_decays + row).to(tl.float32)
-    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, tl.num_programs(1), LAYERS)
-    tail = tl.load(tails + row).to(tl.int32)
-    num_entries = front + tl.load(seq_lens + row).to(tl.int32) - tail
-    old = num_entries - num_queries
-    start_token = tl.load(query_starts + row).to(tl.int64)
-    table = block_table + row.to(tl.int64) * stride_table
     dims = tl.arange(0, BLOCK_D)
     QUERIES: tl.constexpr = BLOCK_M // G
-    for paged in tl.static_range(LAYERS > 0, -1, -1):
-        begin, stop = part_of(0, num_entries, num_paged, paged, LAYERS)
-        for start in range(begin + tl.program_id(2) * BLOCK_N, stop, tl.num_programs(2) * BLOCK_N):
-            entry = start + tl.arange(0, BLOCK_N)
-            live = entry < stop
-            of_layer, block, of_head, offset = find(
-                entry, live, front, tail, table, ids, layer, head, tl.num_programs(1), paged, BLOCK_SIZE, LAYERS
+    ROWS: tl.constexpr = 128
+    num_items = 0
+    for first in range(0, num_rows, ROWS):
+        num_items += tl.sum(
+            blocks_of(
+                first + tl.arange(0, ROWS), num_rows, query_lens, seq_lens, fronts, tails, score_modes, BLOCK_N
+            ), 0,
+        )  # fmt: skip
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        row = 0
+        place = item  # among its row's, of which there are
+        count = 0
+        behind = 0
+        for first in range(0, num_rows, ROWS):
+            blocks = blocks_of(
+                first + tl.arange(0, ROWS), num_rows, query_lens, seq_lens, fronts, tails, score_modes, BLOCK_N
             )
-            k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
-            k_mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
-            k_at = (plane_in(keys, addresses, of_layer, KEYS, paged) + k_slot)[None, :]
-            k = tl.load(k_at + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
-            first_tile = tl.maximum(start - old, 0) // QUERIES
-            num_tiles = (num_queries + QUERIES - 1) // QUERIES
-            counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
-            if IN_CACHE:
-                at = block * stride_s_block + of_head * stride_s_head + offset
-                known = live & (entry < old)
-            else:
-                at = head * stride_s_head + entry.to(tl.int64)
-                known = live
-            scores_at = plane_in(scores, addresses, of_layer, SCORES, paged) + at
-            aux_at = plane_in(aux, addresses, of_layer, AUX, paged) + at
-            aux_before = tl.load(aux_at, mask=known, other=0.0)
-            score = tl.load(scores_at, mask=known, other=0.0)
-            if mode == LOG_EMA:
-                level = tl.full([BLOCK_N], float("-inf"), tl.float32)
-                for tile in range(first_tile, num_tiles):
-                    logits, number, _ = tile_logits(
-                        query, k, tl.zeros([BLOCK_N], tl.float32), entry, live, tile * QUERIES, num_queries, old,
-                        start_token, head, stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M,
-                        BLOCK_D, CAP,
-                    )  # fmt: skip
-                    weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
-                    level = log2_add(level, log2_sum(logits + weight[:, None]))
-                after = averaged(level, score, aux_before, num_queries, counted, decay)
-                tl.store(scores_at, after, mask=live)
-                tl.store(aux_at, aux_before + counted, mask=live)
-            else:
-                plane = block * stride_m_block + of_head * stride_m_head + offset
-                votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
-                votes = tl.load(votes_at, mask=live & (entry < front), other=0.0)
-                added = tl.zeros([BLOCK_N], tl.float32)
-                for tile in range(first_tile, num_tiles):
-                    logits, number, wanted = tile_logits(
-                        query, k, votes, entry, live, tile * QUERIES, num_queries, old, start_token, head,
-                        stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
-                    )  # fmt: skip
-                    seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
-                    of_tile = parts + 2 * (row * tiles_per_row + tile)
-                    size = piece_size(seen, tl.load(of_tile + 1), LSE_BLOCK_N)
-                    total = whole_lse(
-                        lse, tl.load(of_tile), (seen + size - 1) // size, head, tl.num_programs(1), wanted, BLOCK_S,
-                        BLOCK_M,
-                    )  # fmt: skip
-                    weight = tl.where(wanted, power(decay, num_queries - 1 - number), 0.0)
-                    added += tl.sum(tl.exp2(logits - total[:, None]) * weight[:, None], 0)
-                tl.store(scores_at, score * power(decay, num_queries) + added, mask=live)
-                tl.store(aux_at, aux_before + tl.where(mode == MEAN, counted, 0.0), mask=live)
+            ends = behind + tl.cumsum(blocks, 0)
+            row += tl.sum((ends <= item).to(tl.int32), 0)
+            place -= tl.sum(tl.where(ends <= item, blocks, 0), 0)
+            count += tl.sum(tl.where((ends > item) & (ends - blocks <= item), blocks, 0), 0)
+            behind += tl.sum(blocks, 0)
+        mode = tl.load(score_modes + row).to(tl.int32)
+        num_queries = tl.load(query_lens + row).to(tl.int32)
+        decay = tl.load(score_decays + row).to(tl.float32)
+        front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, tl.num_programs(1), LAYERS)
+        tail = tl.load(tails + row).to(tl.int32)
+        num_entries = front + tl.load(seq_lens + row).to(tl.int32) - tail
+        old = num_entries - num_queries
+        start_token = tl.load(query_starts + row).to(tl.int64)
+        table = block_table + row.to(tl.int64) * stride_table
+        for paged in tl.static_range(LAYERS > 0, -1, -1):
+            begin, stop = part_of(0, num_entries, num_paged, paged, LAYERS)
+            begin += place * BLOCK_N
+            # Once, unless a head has more entries than ``fronts`` says; loops cost registers.
+            end = stop if LAYERS > 0 else begin + 1
+            for start in range(begin, end, count * BLOCK_N if LAYERS > 0 else 1):
+                entry = start + tl.arange(0, BLOCK_N)
+                live = entry < stop
+                of_layer, block, of_head, offset = find(
+                    entry, live, front, tail, table, ids, layer, head, tl.num_programs(1), paged, BLOCK_SIZE, LAYERS
+                )
+                k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
+                k_mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
+                k_at = (plane_in(keys, addresses, of_layer, KEYS, paged) + k_slot)[None, :]
+                k = tl.load(k_at + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
+                first_tile = tl.maximum(start - old, 0) // QUERIES
+                num_tiles = (num_queries + QUERIES - 1) // QUERIES
+                counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
+                if IN_CACHE:
+                    at = block * stride_s_block + of_head * stride_s_head + offset
+                    known = live & (entry < old)
+                else:
+                    at = head * stride_s_head + entry.to(tl.int64)
+                    known = live
+                scores_at = plane_in(scores, addresses, of_layer, SCORES, paged) + at
+                aux_at = plane_in(aux, addresses, of_layer, AUX, paged) + at
+                aux_before = tl.load(aux_at, mask=known, other=0.0)
+                score = tl.load(scores_at, mask=known, other=0.0)
+                if mode == LOG_EMA:
+                    level = tl.full([BLOCK_N], float("-inf"), tl.float32)
+                    for tile in range(first_tile, num_tiles):
+                        logits, number, _ = tile_logits(
+                            query, k, tl.zeros([BLOCK_N], tl.float32), entry, live, tile * QUERIES, num_queries, old,
+                            start_token, head, stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M,
+                            BLOCK_D, CAP,
+                        )  # fmt: skip
+                        weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
+                        level = log2_add(level, log2_sum(logits + weight[:, None]))
+                    after = averaged(level, score, aux_before, num_queries, counted, decay)
+                    tl.store(scores_at, after, mask=live)
+                    tl.store(aux_at, aux_before + counted, mask=live)
+                else:
+                    plane = block * stride_m_block + of_head * stride_m_head + offset
+                    votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
+                    votes = tl.load(votes_at, mask=live & (entry < front), other=0.0)
+                    added = tl.zeros([BLOCK_N], tl.float32)
+                    for tile in range(first_tile, num_tiles):
+                        logits, number, wanted = tile_logits(
+                            query, k, votes, entry, live, tile * QUERIES, num_queries, old, start_token, head,
+                            stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
+                        )  # fmt: skip
+                        seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
+                        of_tile = parts + 2 * (row * tiles_per_row + tile)
+                        size = piece_size(seen, tl.load(of_tile + 1), LSE_BLOCK_N)
+                        total = whole_lse(
+                            lse, tl.load(of_tile), (seen + size - 1) // size, head, tl.num_programs(1), wanted, BLOCK_S,
+                            BLOCK_M,
+                        )  # fmt: skip
+                        weight = tl.where(wanted, power(decay, num_queries - 1 - number), 0.0)
+                        added += tl.sum(tl.exp2(logits - total[:, None]) * weight[:, None], 0)
+                    tl.store(scores_at, score * power(decay, num_queries) + added, mask=live)
+                    tl.store(aux_at, aux_before + tl.where(mode == MEAN, counted, 0.0), mask=live)
 
 
 @triton.jit
