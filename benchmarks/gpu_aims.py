@@ -69,6 +69,14 @@ def _share_of_copy(rows: Sequence[Row], names: Sequence[str], text: str, least: 
     return _worst(text, found, 1 - least, lambda missing: _percent(1 - missing))
 
 
+def _skewed(rows: Sequence[Row]) -> Aim:
+    found = (
+        (1 / row.share, f"{row.case}, {row.implementation}") for row in _attention(rows, "skewed", OURS) if row.share
+    )
+    text = "a long sequence among short ones takes at most 1.3 times what its bytes do at copy bandwidth"
+    return _worst(text, found, 1.3, lambda times: f"{times:.2f}")
+
+
 def _score_update(rows: Sequence[Row]) -> Aim:
     ours = _attention(rows, "decode", OURS)
     plain = {
@@ -147,6 +155,7 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
         _errors(rows, "float32"),
         _share_of_copy(rows, OURS, "decoding with votes and score update reaches 85% of copy bandwidth", 0.85),
         _share_of_copy(rows, CUDA, "the same in CUDA C++: 90%", 0.9),
+        _skewed(rows),
         _score_update(rows),
         _against(rows, OURS, _is_flex, f"{flex}: decoding", 1.0, "decode", "peers"),
         _against(rows, OURS, _is_flex, f"{flex}: chunks of prompts", 1.0, "prefill", "prefill"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_bench import DECAY, Bench, Caches, Results, Row, expected_attention, gather_entries, relative_error
+from gpu_bench import BLOCK_SIZE, DECAY, Bench, Caches, Results, Row, expected_attention, gather_entries, relative_error
 from gpu_peers import Problem, all_peers, timed
 from torch import Tensor
 
@@ -63,10 +63,12 @@ class Attention:
     def update(self) -> ScoreUpdate | None:
         return None if self.mode == "none" else ScoreUpdate(ScoreMode(self.mode), DECAY)
 
-    def batch(self, bench: Bench, table: Tensor, entries: int) -> AttentionBatch:
+    def batch(self, bench: Bench, table: Tensor, entries: Sequence[int]) -> AttentionBatch:
+        """entries: of each sequence, of which all have the same front."""
         rows, update = len(table), self.update or NO_UPDATE
-        same = (torch.full((rows,), n) for n in (self.queries, entries, self.front, self.front, update.mode.code))
-        numbers = [number.to(bench.device, torch.int32) for number in (torch.arange(rows) * self.queries, *same)]
+        lens, front, mode = (torch.full((rows,), n) for n in (self.queries, self.front, update.mode.code))
+        numbers = torch.arange(rows) * self.queries, lens, torch.tensor(entries), front, front, mode
+        numbers = [number.to(bench.device, torch.int32) for number in numbers]
         decays = torch.full((rows,), update.decay, device=bench.device)
         return AttentionBatch(table, *numbers, decays, self.queries)
 
@@ -75,10 +77,15 @@ class Attention:
         return self.queries * entries - self.queries * (self.queries - 1) // 2
 
 
-def attention(bench: Bench, caches: Caches, shape: Attention, part: str, name: str, call: Callable[..., None]) -> Row:
-    """One implementation of attention; checked for the first and the last sequence."""
-    rows, n, heads, scale = caches.rows, caches.entries, bench.heads, bench.head_size**-0.5
-    query, batch = shape.query(bench, rows), shape.batch(bench, caches.table, n)
+def attention(
+    bench: Bench, caches: Caches, shape: Attention, part: str, name: str, call: Callable[..., None],
+    rows_of: tuple[Tensor, Sequence[int]] | None = None,
+) -> Row:  # fmt: skip
+    """One implementation of attention; checked for the first and the last sequence. rows_of: block table, and how many
+    entries each sequence has, if not all that ``caches`` has for each."""
+    table, lengths = rows_of or (caches.table, [caches.entries] * caches.rows)
+    rows, n, heads, scale = len(lengths), sum(lengths), bench.heads, bench.head_size**-0.5
+    query, batch = shape.query(bench, rows), shape.batch(bench, table, lengths)
     output = torch.full_like(query, torch.nan)
 
     def run(number: int) -> None:
@@ -86,7 +93,7 @@ def attention(bench: Bench, caches: Caches, shape: Attention, part: str, name: s
 
     checked = sorted({0, rows - 1})
     front = shape.front
-    before = [gather_entries(caches.pages(0), caches.table[row], front, front, n) for row in checked]
+    before = [gather_entries(caches.pages(0), table[row], front, front, lengths[row]) for row in checked]
     run(0)
     errors = {"output": 0.0} | ({} if shape.update is None else {"scores": 0.0})
     for row, entries in zip(checked, before, strict=True):
@@ -94,23 +101,25 @@ def attention(bench: Bench, caches: Caches, shape: Attention, part: str, name: s
         expected, scores = expected_attention(query[tokens], entries, scale, shape.update)
         errors["output"] = worst(errors["output"], relative_error(output[tokens], expected))
         if scores is not None:
-            after = reference.gather_metadata(SequenceLayers.of(caches.pages(0), caches.table[row], front, front, n))[1]
+            located = SequenceLayers.of(caches.pages(0), table[row], front, front, lengths[row])
+            after = reference.gather_metadata(located)[1]
             errors["scores"] = worst(errors["scores"], relative_error(after, scores))
-    size = heads * rows * (n * 2 * bench.head_size * bench.dtype.itemsize + 4 * front)
-    size += heads * rows * n * {"none": 0, "sum": 8, "mean": 16, "log_ema": 16}[shape.mode]
-    flops = 4 * heads * shape.groups * rows * bench.head_size * shape.seen(n)
+    size = heads * (n * 2 * bench.head_size * bench.dtype.itemsize + 4 * rows * front)
+    size += heads * n * {"none": 0, "sum": 8, "mean": 16, "log_ema": 16}[shape.mode]
+    flops = 4 * heads * shape.groups * bench.head_size * sum(map(shape.seen, lengths))
+    sizes = " + ".join(f"{lengths.count(length)} x {length}" for length in dict.fromkeys(lengths))
     queries = "" if shape.queries == 1 else f"{shape.queries} new, "
     return Row(
         part,
         "paged_attention",
         name,
-        f"{rows} x {n}, {queries}G {shape.groups}, front {front}, {shape.mode}",
+        f"{sizes}, {queries}G {shape.groups}, front {front}, {shape.mode}",
         bench.dtype_name,
         bench.time(run, caches.copies),
         bytes=size if shape.queries == 1 else 0,
         flops=0 if shape.queries == 1 else flops,
         errors=errors,
-        shape={"rows": rows, "entries": n, "live_bytes": caches.live_bytes} | vars(shape),
+        shape={"rows": rows, "entries": lengths[0], "live_bytes": caches.live_bytes} | vars(shape),
     )
 
 
@@ -136,6 +145,20 @@ def decode(bench: Bench, arguments: argparse.Namespace, results: Results) -> Ite
                     for mode in list(ScoreMode):
                         shape = Attention(groups, entries // 2, mode)
                         yield attention(bench, caches, shape, "decode", name, call)
+
+
+def skewed(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """A long sequence among short ones, whose entries a step's bandwidth would read in the same time by themselves."""
+    lengths = [arguments.long, *[arguments.short] * arguments.others]
+    widths = [-(-length // BLOCK_SIZE) for length in lengths]
+    if not fits(bench, 1, sum(widths) * BLOCK_SIZE):
+        return
+    caches = Caches(bench, 1, sum(widths) * BLOCK_SIZE)
+    table = torch.nn.utils.rnn.pad_sequence(list(caches.table[0].split(widths)), batch_first=True)
+    for groups in arguments.groups:
+        for name, call in attention_calls(bench.device).items():
+            for shape in (Attention(groups, 0, "none"), Attention(groups, arguments.short // 2, "sum")):
+                yield attention(bench, caches, shape, "skewed", name, call, (table, lengths))
 
 
 def peers(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
@@ -520,6 +543,7 @@ def float32(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
 
 PARTS: dict[str, Part] = {
     "decode": decode,
+    "skewed": skewed,
     "compaction": compaction,
     "merges": merges,
     "prefill": prefill,

@@ -9,9 +9,9 @@ the bandwidth of a device-to-device copy in the same run, and for prompts the op
 product. Peers get the same entries: scaled_dot_product_attention, and flash_attn where that is installed, gathered
 keys and values; FlexAttention pages, with votes by score_mod; xformers' paged biases pages, where it is installed.
 
-Parts, and about how long they may take (estimates): decode 3 minutes, compaction 1, merges 1, prefill 1, peers 4,
-scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case is begun; ``--resume``
-takes rows of an earlier file, so that several commands make up one. The file is written after every row.
+Parts, and about how long they may take (estimates): decode 3 minutes, skewed 1, compaction 1, merges 1, prefill 1,
+peers 4, scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case is begun;
+``--resume`` takes rows of an earlier file, so that several commands make up one. The file is written after every row.
 
 ``--tune`` tries tile sizes instead, and writes rules for this GPU; see gpu_tune.py. Without a GPU it exits with 2;
 ``--interpret`` runs tiny shapes in Triton's interpreter, whose times mean nothing.
@@ -67,6 +67,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 1], help="query heads of a KV head")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--entries", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--long", type=int, default=131072, help="entries of one sequence, among ``--others`` others")
+    parser.add_argument("--short", type=int, default=1024, help="entries of each of those")
+    parser.add_argument("--others", type=int, default=63)
     parser.add_argument("--units", type=int, default=128, help="layers x requests of a compaction")
     parser.add_argument("--interval", type=int, default=128, help="entries that leave in a merge")
     parser.add_argument("--prompt", type=int, default=16384, help="tokens of the prompt that is compressed to a tenth")
@@ -84,6 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parsed.chunks = [(1, 16384, 2048), (1, 16384, 512), (8, 4096, 512)]
     if parsed.interpret:
         parsed.head_size, parsed.kv_heads, parsed.groups, parsed.batch = 32, 2, [2], [2]
+        parsed.long, parsed.short, parsed.others = 200, 16, 3
         parsed.entries, parsed.units, parsed.working_set, parsed.interval = [56], 2, 0, 8
         parsed.chunks, parsed.prompt, parsed.prompt_chunk, parsed.layers = [(2, 56, 20)], 128, 64, 2
     if parsed.no_peers and "peers" in parsed.only:

@@ -33,7 +33,7 @@ OPERATORS = {
     "join_slots",
     "write_tokens",
 }
-PARTS = {"decode", "compaction", "merges", "prefill", "peers", "scores", "entries", "float32"}
+PARTS = {"decode", "skewed", "compaction", "merges", "prefill", "peers", "scores", "entries", "float32"}
 
 
 def run(tmp_path, *options):
