@@ -4,6 +4,10 @@ Eight requests generate while the prompt of another one ends, which is compresse
 step that compactions take, which is how much longer the eight wait for their next tokens than if the prompt were not
 compressed. It is found in the prefix cache if that is allowed, so that little of it is computed for each policy.
 Another checkout of the plugin is measured with ``PYTHONPATH``.
+
+``--share`` measures another thing: what share of the time compactions take while the requests generate, each with such
+a prompt and compressed anew after every ``--interval`` tokens. Requests come ``--apart`` steps apart; policies take
+turns, ``--repeats`` times.
 """
 
 import argparse
@@ -14,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import save, short
+from report import Spread, save, short
 from rich.progress import track
 from sides import add_shape, shape_of
 from vllm_side import CLOCKS, plugin_engine
@@ -89,31 +93,102 @@ def measure(
     return Row(policy, watch.waits)
 
 
+@dataclass(frozen=True)
+class Share:
+    """percent: of the time of steps in which all requests generate, first compressions done. milliseconds: of a step,
+    all that it does."""
+
+    policy: str
+    percent: Spread
+    milliseconds: Spread
+
+
+def share(
+    llm: Any, prompts: list[list[int]], compression: dict[str, Any], apart: int, clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Milliseconds per step: of compactions, and in all."""
+    from vllm import SamplingParams
+
+    tokens = 160 + apart * len(prompts)
+    asked = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens, detokenize=False, extra_args=compression)
+    engine, watch, num_tokens, num_steps, started = llm.llm_engine, Stopwatch(llm, clock), dict[str, int](), 0, 0.0
+    waiting = {str(index): prompt for index, prompt in enumerate(prompts)}
+    while max(num_tokens.values(), default=0) < tokens:
+        if waiting and (apart == 0 or min(num_tokens.values(), default=apart) >= apart):
+            for name in [*waiting][: None if apart == 0 else 1]:
+                engine.add_request(name, {"prompt_token_ids": waiting.pop(name)}, asked)
+                num_tokens[name] = 0
+        for output in engine.step():
+            num_tokens[output.request_id] = len(output.outputs[0].token_ids)
+        num_steps += 1
+        if waiting or min(num_tokens.values()) < 2:  # the second comes after the first compression
+            watch.waits, num_steps, started = [], 0, clock()
+    times = sum(watch.waits) / num_steps, 1e3 * (clock() - started) / num_steps
+    while engine.has_unfinished_requests():
+        engine.step()
+    watch.stop()
+    return times
+
+
+def shares(llm: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Share]:
+    from vllm_kvmerge import compression
+
+    found: dict[str, list[tuple[float, float]]] = {policy: [] for policy in arguments.policies}
+    for _ in track(range(arguments.repeats + 1), "turns"):
+        for policy, times in found.items():
+            asked = compression(policy, budget=arguments.budget, interval=arguments.interval)
+            times.append(share(llm, prompts, asked, arguments.apart, CLOCKS[arguments.clock]))
+    return [
+        Share(
+            policy,
+            Spread.of([100 * part / whole for part, whole in times[1:]]),  # the first turn fills the prefix cache
+            Spread.of([whole for _, whole in times[1:]]),
+        )
+        for policy, times in found.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=16_000, help="tokens of the prompt")
     parser.add_argument("--running", type=int, default=8, help="requests that generate")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--share", action="store_true", help="what share of decoding compactions take")
+    parser.add_argument("--interval", type=int, default=16, help="of --share")
+    parser.add_argument("--apart", type=int, default=0, help="steps between its requests")
+    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
     add_shape(parser, head_size=64)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: beside other work")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
-    longest, block = arguments.length + 1024, 32
+    longest, block = arguments.length + 1024 + arguments.apart * arguments.running, 32
     shape = shape_of(arguments, longest)
     rng = np.random.default_rng(arguments.seed)
     prompt = rng.integers(1, 32_000, arguments.length).tolist()
-    running = rng.integers(1, 32_000, (arguments.running, 32)).tolist()
+    own = arguments.length if arguments.share else 32
+    running = rng.integers(1, 32_000, (arguments.running, own)).tolist()
+    num_blocks = (2 + arguments.running * arguments.share) * longest // block + 500
     with tempfile.TemporaryDirectory() as folder:
         slot = shape.bytes_per_token + shape.metadata_bytes_per_token
         llm = plugin_engine(
             shape.write(Path(folder)),
-            (2 * longest // block + 500) * block * slot,
+            num_blocks * block * slot,
             longest,
             max_num_batched_tokens=2048,
             additional_config={"kvmerge": {"max_compaction_seconds": 600, "shared_contexts": False}},
         )
+        if arguments.share:
+            found = shares(llm, running, arguments)
+            print_table(
+                f"Share of compactions while {arguments.running} requests generate; median (range)",
+                ["percent", "ms a step"],
+                {one.policy: [str(one.percent), str(one.milliseconds)] for one in found},
+            )
+            if arguments.output:
+                save(arguments.output, vars(arguments), found)
+            return
         from vllm import SamplingParams
 
         llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)

@@ -1232,6 +1232,26 @@ int64_t similar_entries_scratch(int64_t num_sources, int64_t head_size) {
   return num_sources * 2 * kLanes + Products<BF16>::scratch(num_sources, head_size);
 }
 
+// The lengths of a tile's keys: of each, one square is added after the other, as `SumOfSquares` says.
+template <class T>
+inline void lengths_of(const T* keys, int64_t stride, int head_size, float* out) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    typename SumOfSquares<T>::type squares[kTile] = {};
+    for (int e = 0; e < head_size; ++e, keys += stride)
+      for (int k = 0; k < kTile; ++k) squares[k] += static_cast<double>(keys[k]) * keys[k];
+    for (int k = 0; k < kTile; ++k) out[k] = static_cast<float>(squares[k]);
+  } else {
+    VF squares[kTile / kLanes] = {};  // sums that do not wait for each other
+    for (int e = 0; e < head_size; ++e, keys += stride)
+      for (int v = 0; v < kTile / kLanes; ++v) {
+        const VF key = load(keys + v * kLanes);
+        squares[v] += key * key;
+      }
+    for (int v = 0; v < kTile / kLanes; ++v) store(out + v * kLanes, squares[v]);
+  }
+  for (int k = 0; k < kTile; ++k) out[k] = __builtin_sqrtf(out[k]);
+}
+
 template <class T, class Q>
 void similar_entries_as(const SimilarEntries& x) {
   const Tiles tiles(*x.cache, x.segments, x.head);
@@ -1250,9 +1270,10 @@ void similar_entries_as(const SimilarEntries& x) {
     products.multiply(c);
     for (int i = 0; i < c.num_runs; ++i) {
       const Run& run = runs[i];
+      alignas(64) float lengths[kChunk];
+      for (int start = 0; start < run.count * kTile; start += kTile) lengths_of(c.keys[i] + start, bs, d, lengths + start);
       for (int start = 0; start < run.count * kTile; start += kLanes) {
         alignas(64) int32_t rank[kLanes];
-        alignas(64) float inverse[kLanes];
         if (run.lo <= start && start + kLanes <= run.hi) {
           __builtin_memcpy(rank, x.ranks + run.entry + start, sizeof rank);
         } else {
@@ -1261,29 +1282,11 @@ void similar_entries_as(const SimilarEntries& x) {
             rank[k] = live ? x.ranks[run.entry + start + k] : INT32_MAX;
           }
         }
-        if constexpr (sizeof(T) == sizeof(float)) {
-          typename SumOfSquares<T>::type squares[kLanes] = {};
-          for (int e = 0; e < d; ++e) {
-            const T* key = c.keys[i] + static_cast<int64_t>(e) * bs + start;
-            for (int k = 0; k < kLanes; ++k) squares[k] += static_cast<double>(key[k]) * key[k];
-          }
-          for (int k = 0; k < kLanes; ++k) inverse[k] = static_cast<float>(squares[k]);
-        } else {
-          VF squares = {};
-          for (int e = 0; e < d; ++e) {
-            const VF key = load(c.keys[i] + static_cast<int64_t>(e) * bs + start);
-            squares += key * key;
-          }
-          store(inverse, squares);
-        }
-        for (int k = 0; k < kLanes; ++k) {
-          const float length = __builtin_sqrtf(inverse[k]);
-          inverse[k] = 1.0f / (length > 1e-12f ? length : 1e-12f);
-        }
+        const VF inverse = 1.0f / maximum(load(lengths + start), broadcast(1e-12f));
         const VI ours = bit_cast<VI>(load(reinterpret_cast<const float*>(rank)));
         const VI usable = ours != VI{} + INT32_MAX;
         for (int r = 0; r < rows; ++r) {
-          const VF product = load(c.logits + r * kChunk + run.first * kTile + start) * load(inverse);
+          const VF product = load(c.logits + r * kChunk + run.first * kTile + start) * inverse;
           const VF old = load(best + r * kLanes), old_rank = load(ranks + r * kLanes);
           const VI better = usable & ((product > old) | ((product == old) & (ours < bit_cast<VI>(old_rank))));
           store(best + r * kLanes, select(better, product, old));

@@ -308,7 +308,8 @@ class CompressionPolicy(BaseModel):
 
     def whole_budgets(self, found: Sequence[int], capacity: int) -> list[int]:
         """Budgets that rows can have, protected entries included. found: ``found_budgets`` of any rows."""
-        return [min(max(budget + self.num_protected, self.min_budget), capacity) for budget in found]
+        protected, least = self.num_protected, self.min_budget
+        return [min(max(budget + protected, least), capacity) for budget in found]
 
     def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the
