@@ -67,8 +67,8 @@ class Attention:
         """entries: of each sequence, of which all have the same front."""
         rows, update = len(table), self.update or NO_UPDATE
         lens, front, mode = (torch.full((rows,), n) for n in (self.queries, self.front, update.mode.code))
-        numbers = torch.arange(rows) * self.queries, lens, torch.tensor(entries), front, front, mode
-        numbers = [number.to(bench.device, torch.int32) for number in numbers]
+        planes = torch.arange(rows) * self.queries, lens, torch.tensor(entries), front, front, mode
+        numbers = [plane.to(bench.device, torch.int32) for plane in planes]
         decays = torch.full((rows,), update.decay, device=bench.device)
         return AttentionBatch(table, *numbers, decays, self.queries)
 

@@ -215,6 +215,19 @@ bool take(const T* plane, const int64_t* index, int64_t rows, int64_t n, int64_t
   return valid;
 }
 
+// given: [rows, count], what plane, [rows, n], gets at index, [rows, count], where that is not negative. False where one is
+// not below n.
+template <class T>
+bool put(const T* given, const int64_t* index, int64_t rows, int64_t n, int64_t count, T* plane) {
+  std::atomic<bool> valid{true};
+  for_rows(rows, count, [&](int64_t row) {
+    for (int64_t i = row * count; i < (row + 1) * count; ++i)
+      if (index[i] >= n) valid = false;
+      else if (index[i] >= 0) plane[row * n + index[i]] = given[i];
+  });
+  return valid;
+}
+
 // Of places without an entry, whose position is -1: nothing is moved there, and their metadata is blank.
 void empty_places(int64_t rows, int64_t places, const int64_t* positions, int64_t* kept, float* log_votes,
                   float* scores, float* aux) {
@@ -576,6 +589,22 @@ void call_take(Tensors planes, TensorView index, TensorView blanks, Tensors take
   }
 }
 
+void call_put(TensorView index, Tensors given, Tensors planes) {
+  const Argument a("index", index);
+  const int64_t *values = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
+  KVM_CHECK(planes.size() == given.size(), ValueError) << "as many planes must be given as there are";
+  for (size_t i = 0; i < planes.size(); ++i) {
+    const TensorView from = given[i], to = planes[i];
+    const Argument some("given", from), plane("plane", to);
+    some.contiguous({rows, count});
+    plane.contiguous({rows, -1});
+    const int64_t n = plane.size(1);
+    const bool fits = plane.is(kDLFloat, 32) ? put(some.f32(), values, rows, n, count, plane.f32())
+                                             : put(some.i64(), values, rows, n, count, plane.i64());
+    KVM_CHECK(fits, IndexError) << "index has elements that are not below " << n;
+  }
+}
+
 void call_overflowing(TensorView places, TensorView log_votes, OptionalTensor keys, OptionalTensor values,
                       double least, TensorView failed) {
   const Argument a("places", places), b("log_votes", log_votes);
@@ -742,6 +771,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_true, kvmerge::call_most_true);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(padded_nonzero, kvmerge::call_padded_nonzero);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inverse, kvmerge::call_inverse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, kvmerge::call_take);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(put, kvmerge::call_put);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(overflowing, kvmerge::call_overflowing);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty_places, kvmerge::call_empty_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(split_budget, kvmerge::call_split_budget);

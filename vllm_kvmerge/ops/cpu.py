@@ -345,6 +345,15 @@ def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> li
     return taken
 
 
+def put(index: Tensor, planes: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    if any(plane.dtype not in (torch.float32, torch.int64) for plane in planes):
+        return reference.put(index, planes, new)
+    changed = [plane.clone(memory_format=torch.contiguous_format) for plane in planes]
+    given = [one.to(plane.dtype).contiguous() for one, plane in zip(new, planes, strict=True)]
+    _function("put")(index.contiguous(), given, changed)
+    return changed
+
+
 def overflowing(
     places: Tensor, log_votes: Tensor, keys: Tensor | None, values: Tensor | None, dtype: torch.dtype
 ) -> Tensor:

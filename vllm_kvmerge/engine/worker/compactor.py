@@ -430,7 +430,9 @@ class Compactor:
             update = result.update
             by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
-            blocks = self._sent([batch.compactions[one.request].plan.blocks for one in seq_layers])
+            requests = list(dict.fromkeys(one.request for one in seq_layers))
+            tables = torch.tensor([batch.compactions[request].plan.blocks for request in requests])
+            blocks = sent(tables[[requests.index(one.request) for one in seq_layers]], self.device)
             index = self._sent([one.request for one in seq_layers]).repeat_interleave(self.num_kv_heads)
             written = self._destinations(seq_layers, batch, rounds) if batch.deals else [(blocks, None)]
             for destination, heads in written:

@@ -572,7 +572,7 @@ def update_columns(
         num_entries = front + tl.load(seq_lens + row).to(tl.int32) - tail
         old = num_entries - num_queries
         start_token = tl.load(query_starts + row).to(tl.int64)
-        table = block_table + row.to(tl.int64) * stride_table
+        table = block_table + tl.cast(row, tl.int64) * stride_table
         for paged in tl.static_range(LAYERS > 0, -1, -1):
             begin, stop = part_of(0, num_entries, num_paged, paged, LAYERS)
             begin += place * BLOCK_N
