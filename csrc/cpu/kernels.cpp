@@ -1384,7 +1384,7 @@ void fuse_rows_as(const Fuse& f, const FuseKeys<T>& keys, const Q* q, int rows, 
       factor = 1.0f;
     }
     for (int r = 0; r < rows; ++r) {
-      const int64_t seen = query_positions[r / f.group];
+      const int32_t seen = static_cast<int32_t>(max64(-1, min64(query_positions[r / f.group], INT32_MAX - 1)));
       const float* from = logits + r * kChunk;
       float* to = weights + r * slots + start;
       VF largest = load(maxima + r * kLanes);
@@ -1395,7 +1395,7 @@ void fuse_rows_as(const Fuse& f, const FuseKeys<T>& keys, const Q* q, int rows, 
           largest = maximum(largest, x);
         }
       } else {
-        const VI limit = VI{} + static_cast<int32_t>(max64(-1, min64(seen, INT32_MAX - 1)));
+        const VI limit = VI{} + seen;
         for (int64_t v = 0; v < width; v += kLanes) {
           const VI position = bit_cast<VI>(load(reinterpret_cast<const float*>(keys.positions) + start + v));
           const VF x = load(from + v) * factor + load(keys.votes + start + v);

@@ -263,14 +263,27 @@ def test_units_together_are_as_each_alone(operators, dtype):
     ("shape", "num_groups", "num_queries", "dtype"),
     [
         (shape, *queries, DTYPES[(i + j) % 5])  # every shape with every queries, and nearly every dtype
-        for i, shape in enumerate(SHAPES)
+        for i, shape in enumerate([*SHAPES, (0, 0, 300, 0)])
         for j, queries in enumerate([(1, 1), (4, 13), (7, 9), (40, 2)])
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("fusion", "kind"), [("sum", "plain"), ("max", "plain"), ("sum", "capped"), ("max", "sinks")])
-def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, num_groups, num_queries, fusion, kind):
-    """Holes, dead entries that hold anything, queries that see only some entries or none, votes that pages do not."""
+@pytest.mark.parametrize(
+    ("fusion", "kind", "merged"),
+    [
+        ("sum", "plain", True),
+        ("max", "plain", True),
+        ("sum", "capped", True),
+        ("max", "sinks", True),
+        ("sum", "plain", False),
+        ("max", "capped-sinks", False),
+    ],
+)
+def test_fused_attention_is_the_softmax_of_dense_keys(
+    operators, dtype, shape, num_groups, num_queries, fusion, kind, merged
+):
+    """Holes, dead entries that hold anything, queries that see only some entries or none, votes that pages do not. Not
+    merged: tokens in order, without votes, of which queries do not see the last ones."""
     maker, s = make(dtype, shape)
     n = s.keys.shape[1]
     # As a model has them; in one case queries are not of the cache's dtype.
@@ -281,6 +294,9 @@ def test_fused_attention_is_the_softmax_of_dense_keys(operators, dtype, shape, n
     query_positions = torch.randint(9, n + 10, (3, num_queries), generator=maker.generator)
     query_positions[0, 0] = 9
     log_votes = maker.randn(3, n).masked_fill(positions == DEAD, -torch.inf)
+    if not merged:
+        positions, log_votes = (torch.arange(n) + 10).repeat(3, 1), torch.zeros(3, n)
+        query_positions = torch.randint(n, n + 10, (3, num_queries), generator=maker.generator)
     scale, softmax = 48**-0.5, softmax_of(maker, kind, 3, num_groups)
     fused = operators.fused_attention(
         seq_layers(maker, s), queries, query_positions, log_votes, positions, scale, fusion, softmax
