@@ -1339,7 +1339,6 @@ int64_t fuse_scratch(int64_t group, int64_t num_queries, int64_t head_size, int6
 }
 
 // What the queries of a KV head have in common.
-template <class T>
 struct FuseKeys {
   const Tiles tiles;
   int64_t slots;
@@ -1351,7 +1350,7 @@ struct FuseKeys {
 
 // Adds what `rows` queries and their heads give to the slots; row r is query r / group, query head r % group.
 template <class T, class Q>
-void fuse_rows_as(const Fuse& f, const FuseKeys<T>& keys, const Q* q, int rows, const int64_t* query_positions,
+void fuse_rows_as(const Fuse& f, const FuseKeys& keys, const Q* q, int rows, const int64_t* query_positions,
                   float* fused, float* logits, float* maxima, float* weights) {
   const int64_t slots = keys.slots;
   const int d = f.cache->head_size, bs = f.cache->block_size;
@@ -1450,9 +1449,9 @@ void fuse_as(const Fuse& f) {
     next += (floats + 15) / 16 * 16;
     return start;
   };
-  FuseKeys<T> keys{tiles, slots, take(slots), reinterpret_cast<int32_t*>(take(slots)),
-                   reinterpret_cast<int32_t*>(take(slots / kChunk)),
-                   reinterpret_cast<BF16*>(take(kTiles ? slots * q_stride / 2 : 0))};
+  FuseKeys keys{tiles, slots, take(slots), reinterpret_cast<int32_t*>(take(slots)),
+                reinterpret_cast<int32_t*>(take(slots / kChunk)),
+                reinterpret_cast<BF16*>(take(kTiles ? slots * q_stride / 2 : 0))};
   float *fused = take(slots), *logits = take(padded_rows * kChunk), *maxima = take(at_once * f.group * kLanes),
         *weights = take(at_once * f.group * slots);
   Q* q = reinterpret_cast<Q*>(take(padded_rows * q_stride));
