@@ -209,6 +209,29 @@ void gather_rows(const SequenceLayers& seq_layers, bool keys, const int64_t* ind
   });
 }
 
+// Which slot each source joins (Join in kernels.h). slots: [rows, num_slots] indices of entries; sources: [rows,
+// num_sources], negative where there is none; the others likewise.
+void join_entries(const Kernels& kernels, const SequenceLayers& seq_layers, const int64_t* slots, int64_t num_slots,
+                  const int64_t* sources, int64_t num_sources, const float* source_weights, float* slot_weights,
+                  int64_t* joined) {
+  if (seq_layers.empty()) return;
+  with_type(seq_layers[0].cache.dtype, [&](auto* type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    const int64_t heads = seq_layers[0].cache.num_heads, d = seq_layers[0].cache.head_size;
+    const int64_t num_rows = static_cast<int64_t>(seq_layers.size()) * heads;
+    parallel_for(num_rows, threads_for(seq_layers, num_slots + num_sources), [&](int64_t row) {
+      thread_local Scratch scratch;
+      float* keys = scratch.floats((num_slots + num_sources) * d + kernels.join_scratch(num_slots, num_sources, d));
+      float* joining = keys + num_slots * d;
+      const SequenceLayer& one = seq_layers[row / heads];
+      gather_keys<T>(one, row % heads, slots + row * num_slots, num_slots, keys);
+      gather_keys<T>(one, row % heads, sources + row * num_sources, num_sources, joining);
+      kernels.join_slots(Join{keys, joining, source_weights + row * num_sources, num_slots, num_sources, d,
+                              slot_weights + row * num_slots, joined + row * num_sources, joining + num_sources * d});
+    });
+  });
+}
+
 inline float inverse_length(float squares) { return 1.0f / std::max(std::sqrt(squares), 1e-12f); }
 
 // keys: [count, head_size], those of the entries, and one over the length of each.
@@ -677,6 +700,19 @@ void call_gather_rows(Tensors layers, TensorView layer, TensorView blocks, Tenso
   gather_rows(batch.seq_layers, of_keys, entries, index.size(1), out);
 }
 
+void call_join_entries(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
+                       OptionalTensor fronts, TensorView slots, TensorView sources, TensorView source_weights,
+                       TensorView slot_weights, TensorView joined) {
+  const Batch batch(layers, layer, blocks, segments, pages, fronts);
+  const int64_t *s = batch.entries("slots", slots, true), *m = batch.entries("sources", sources, true);
+  const int64_t num_slots = slots.size(1), num_sources = sources.size(1);
+  KVM_CHECK(num_slots > 0 || num_sources == 0, ValueError) << "there must be a slot";
+  join_entries(current(), batch.seq_layers, s, num_slots, m, num_sources,
+               Argument("source_weights", source_weights).contiguous({batch.num_rows, num_sources}).f32(),
+               Argument("slot_weights", slot_weights).contiguous({batch.num_rows, num_slots}).f32(),
+               Argument("joined", joined).contiguous({batch.num_rows, num_sources}).i64());
+}
+
 void call_most_similar(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
                        OptionalTensor fronts, TensorView sources, TensorView targets, TensorView usable,
                        TensorView similarity, TensorView best) {
@@ -780,6 +816,7 @@ void call_write_tokens(TensorView cache_keys, TensorView slot_mapping, TensorVie
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_metadata, kvmerge::call_gather_metadata);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, kvmerge::call_gather_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_entries, kvmerge::call_join_entries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_similar, kvmerge::call_most_similar);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_attention, kvmerge::call_fused_attention);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_entries, kvmerge::call_move_entries);

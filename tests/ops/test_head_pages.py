@@ -184,6 +184,10 @@ def test_reading(operators, scene, dtype):
     for num_sources in (9, 70):
         sources = scene.index(num_sources)
         arguments = sources, everything, usable
+        weights = torch.ones(arguments[0].shape), torch.ones(arguments[1].shape)
+        joins = scene.paged, arguments[1], arguments[0], *weights
+        expected_joins = reference.join_entries(scene.plain, *joins[1:])
+        assert all(map(torch.equal, operators.join_entries(*joins), expected_joins))
         similarity, best = operators.most_similar(scene.paged, *arguments)
         expected, expected_best = reference.most_similar(scene.plain, *arguments)
         is_live = scene.live.gather(1, sources)

@@ -101,6 +101,31 @@ def test_most_similar_against_a_loop(operators, dtype, shape):
     assert (similarity[2] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_entries_join_the_slots_of_largest_product(operators, dtype, shape):
+    """Slots anywhere and side by side, a source that is none; against means of keys, in float64."""
+    maker, s = make(dtype, shape)
+    n = s.keys.shape[1]
+    index = random_index(maker, n, n)
+    slots, sources = index[:, : n // 3].sort(1).values, index[:, n // 3 : n // 2].clone()
+    sources[:, 1:2] = -1
+    before = torch.randint(1, 9, slots.shape, generator=maker.generator).float()
+    weights = torch.randint(1, 4, sources.shape, generator=maker.generator).masked_fill(sources < 0, 0).float()
+    joined, total = operators.join_entries(seq_layers(maker, s), slots, sources, weights, before)
+    for head in range(3):
+        means, expected = s.keys[head, slots[head]].double(), before[head].clone()
+        for i, source in enumerate(sources[head].tolist()):
+            if source < 0:
+                continue
+            key = s.keys[head, source].double()
+            slot, products = int(joined[head, i]), means @ key
+            assert products[slot] >= products.max() - 1e-4 * products.abs().max()
+            expected[slot] += weights[head, i]
+            means[slot] += weights[head, i] / expected[slot] * (key - means[slot])
+        assert torch.equal(total[head], expected)
+
+
 def test_of_equally_similar_carriers_the_first_is_taken(operators):
     maker, s = make(torch.float32, (37, 200, 231, 0))
     rows = maker.randn(3, 1, 48)

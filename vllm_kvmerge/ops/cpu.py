@@ -235,6 +235,17 @@ def fused_attention(
     return fused
 
 
+def join_entries(
+    seq_layers: SequenceLayers, slots: Tensor, sources: Tensor, source_weights: Tensor, slot_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    # Quantised keys may be over a scale: it does not change which product is the largest.
+    joined = torch.empty(sources.shape, dtype=torch.int64)
+    total = slot_weights.clone(memory_format=torch.contiguous_format)
+    given = (t.contiguous() for t in (slots, sources, source_weights))
+    _function("join_entries")(*_located(seq_layers), *given, total, joined)
+    return joined, total
+
+
 def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Tensor) -> None:
     where = _destination(seq_layers, destination)
     _function("move_entries")(*_located(seq_layers), *where, kept.contiguous())

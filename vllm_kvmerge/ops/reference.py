@@ -523,6 +523,21 @@ def write_metadata(
             _write(seq_layers.layers, name, at, part)
 
 
+def join_entries(
+    seq_layers: SequenceLayers,
+    slots: Tensor,
+    sources: Tensor,
+    source_weights: Tensor,
+    slot_weights: Tensor,
+    operators: Any = sys.modules[__name__],
+) -> tuple[Tensor, Tensor]:
+    """``join_slots`` for the keys of entries: ``slots``, ``[H, s]`` int64, and ``sources``, ``[H, m]`` int64, negative
+    where there is none. operators: the module whose operators do the parts."""
+    keys, joining = (operators.gather_rows(seq_layers, "keys", index) for index in (slots, sources))
+    joined: tuple[Tensor, Tensor] = operators.join_slots(keys, joining, source_weights, slot_weights)
+    return joined
+
+
 def merge_entries(
     seq_layers: SequenceLayers,
     destination: Destination,

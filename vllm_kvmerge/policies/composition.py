@@ -360,7 +360,7 @@ class CompressionPolicy(BaseModel):
         )
         # A dead entry that is kept for want of others may be one that is only hidden.
         others = others.without(~others.is_live)
-        update = CacheUpdate.of(entries, padded_nonzero(is_protected, num_protected)).followed_by(others)
+        update = others.behind(entries, padded_nonzero(is_protected, num_protected))
         return update if by_row else update.in_place(entries, num_places)
 
     def _with_slots(self, context: CompressionContext) -> CompressionContext:

@@ -104,6 +104,13 @@ class Entries:
 
         return compared_in_pieces(compare, sources, keys.shape[1], keys.shape[2], PART_ENTRIES)
 
+    def join_slots(
+        self, slots: Tensor, sources: Tensor, source_weights: Tensor, slot_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``ops.join_slots`` for the keys of the entries at ``slots`` (``[H, s]`` int64) and ``sources`` (``[H, m]``
+        int64, negative where there is none)."""
+        return ops.join_slots(self.keys_at(slots), self.keys_at(sources), source_weights, slot_weights)
+
     def fused_attention(
         self,
         queries: Tensor,

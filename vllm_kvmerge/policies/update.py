@@ -81,11 +81,15 @@ class CacheUpdate:
         """The same with the places where ``gone`` (``[H, C]`` bool) empty."""
         return replace(self, kept=self.kept.masked_fill(gone, DEAD), positions=self.positions.masked_fill(gone, DEAD))
 
-    def followed_by(self, other: "CacheUpdate") -> "CacheUpdate":
-        """These places, none of them changed, then the other's."""
-        planes = {name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in ("kept", *BLANK)}
-        changed = torch.where(other.changed < 0, DEAD, other.changed + self.num_places)
-        return replace(other, **planes, changed=changed)
+    def behind(self, entries: Entries, kept: Tensor) -> "CacheUpdate":
+        """Places with the entries at ``kept`` (``[H, C]`` int64) as they are, then these."""
+        first = kept.shape[1]
+        # All are taken, because that is one pass; these places' metadata is its own.
+        both = CacheUpdate.of(entries, torch.cat([kept, self.kept], 1))
+        for taken, own in zip(both.metadata, self.metadata, strict=True):
+            taken[:, first:] = own
+        changed = torch.where(self.changed < 0, DEAD, self.changed + first)
+        return both.write(changed, self.keys, self.values, self.merged)
 
     def view(self, entries: Entries) -> Entries:
         """The places' entries, of which keys and values are read on demand; ``entries``: those that this updates."""
@@ -115,7 +119,7 @@ class CacheUpdate:
         blanks = [DEAD, *BLANK.values()]
         kept, *metadata = ops.take(inverse(place, num_places), [self.kept, *self.metadata], blanks)
         length = min(num_places, len(entries))
-        if not kept.is_cpu or (kept[:, :length] < 0).any():  # a GPU would be waited for
+        if not kept.is_cpu or int(ops.num_live(kept).min()) < num_places:  # a GPU would be waited for
             empty = (kept[:, :length] < 0) & ~entries.is_live[:, :length]
             kept[:, :length] = torch.where(empty, entries.all_indices[:, :length], kept[:, :length])
         named = dict(zip(BLANK, metadata, strict=True))

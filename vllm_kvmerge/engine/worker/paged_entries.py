@@ -46,6 +46,11 @@ class PagedEntries(LazyEntries):
 
         return compared_in_pieces(compare, sources, targets.shape[1], self.seq_layers.head_size)
 
+    def join_slots(
+        self, slots: Tensor, sources: Tensor, source_weights: Tensor, slot_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return ops.join_entries(self.seq_layers, slots, sources, source_weights, slot_weights)
+
     def fused_attention(
         self,
         queries: Tensor,

@@ -15,6 +15,7 @@ from vllm_kvmerge.ops.triton.entries import (
     fused_attention,
     gather_metadata,
     gather_rows,
+    join_entries,
     join_slots,
     merge_entries,
     most_similar,
@@ -48,8 +49,9 @@ from vllm_kvmerge.ops.triton.zipping import zip_groups
 # fmt: off
 __all__ = [
     "INTERPRETED", "attention_weights", "by_position", "description", "empty_places", "free_places", "fused_attention",
-    "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_slots", "keep_queries", "largest",
-    "line_up", "list_joined", "merge_entries", "mix_in", "most_similar", "move_entries", "newest", "obstacle",
+    "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_entries", "join_slots",
+    "keep_queries", "largest", "line_up", "list_joined", "merge_entries", "mix_in", "most_similar", "move_entries",
+    "newest", "obstacle",
     "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
     "solve_outputs", "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
 ]

@@ -57,7 +57,7 @@ class ResidualMerger(Merger):
             slots = _absorb_one_by_one(entries, kept, context.num_slots)
         # Of dead slots too, whose metadata will be overwritten (``CacheUpdate.emptied``).
         slots = replace(slots, log_votes=self.alpha * torch.log(slots.aux))
-        return CacheUpdate.of(entries, kept).followed_by(slots)
+        return slots.behind(entries, kept)
 
     def cost(self, shape: CostShape) -> Cost:
         # The entries that leave, plus those whose places slots take.
@@ -147,6 +147,8 @@ def _join(
     slots: ``[H, s]``, sources: ``[H, m]`` int64, indices of entries. weights: ``[H, m]``, slot_weights: ``[H, s]``.
     Sources are taken in parts, between which the slots' keys move.
     """
+    if sources.shape[1] <= MAX_JOINING:
+        return entries.join_slots(slots, sources, weights, slot_weights)
     keys, total, joined = entries.keys_at(slots), slot_weights, torch.zeros_like(sources)
     for start in range(0, sources.shape[1], MAX_JOINING):
         part = slice(start, start + MAX_JOINING)
