@@ -1623,6 +1623,8 @@ void split(const Split& s) {
   }
 }
 
+#include "norms.h"
+
 }  // namespace
 
 #define KVM_TEXT_(x) #x
@@ -1632,6 +1634,7 @@ const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, kHasTiles, attend_scratch, attend,
                                     finish, update, similar_scratch, similar,
                                     similar_entries_scratch, similar_entries, fuse_scratch, fuse, repeats_scratch, newest_repeats,
+                                    norms_scratch, norms,
                                     mark_largest, split};
   return table;
 }
