@@ -19,7 +19,7 @@ void call_projected_norms(TensorView values, TensorView weights, TensorView sums
   const int64_t heads = v.size(0), n = v.size(1), d = v.size(2);
   const float* from = v.contiguous({heads, n, d}).f32();
   w.contiguous({heads, -1, -1, d});
-  KVM_CHECK(d <= kMaxHeadSize, ValueError) << "head size " << d << " is above " << kMaxHeadSize;
+  KVM_CHECK(0 < d && d <= kMaxHeadSize, ValueError) << "head size " << d << " is not from 1 to " << kMaxHeadSize;
   const int64_t rows = w.size(1) * w.size(2);
   const DType dtype = w.float_type();
   const char* rows_from = static_cast<const char*>(w.data());

@@ -138,7 +138,7 @@ inline __m512 column_norms(const float* products) {
 template <int K>
 __attribute__((noinline)) void tile_norms(const BF16* weights, int blocks, int64_t rows, const BF16* pairs, int terms,
                                           int64_t num_groups, float* sums, const char* ahead, int64_t lines) {
-  alignas(64) float even[256] = {}, odd[256] = {}, none[16];
+  alignas(64) float even[256] = {}, odd[256] = {}, none[16] = {};
   const int64_t bytes = blocks * 64, pair_step = terms * blocks * kTilePairs;
   float* to = none;
   __m512 sum = _mm512_setzero_ps();
@@ -170,7 +170,7 @@ __attribute__((noinline)) void tile_norms(const BF16* weights, int blocks, int64
     for (int64_t j = i * lines / num_groups; j < (i + 1) * lines / num_groups; ++j) prefetch(ahead + j * 64);
   }
   _tile_stored(7, odd, 64);
-  sum = _mm512_add_ps(sum, _mm512_add_ps(column_norms(even), column_norms(odd)));
+  sum = _mm512_add_ps(_mm512_add_ps(sum, column_norms(even)), column_norms(odd));  // as above
   _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sum));
 }
 #undef KVM_PRODUCTS

@@ -845,7 +845,8 @@ def projected_norms(values: Tensor, weights: Tensor) -> Tensor:
     size = max(1, MAX_PRODUCT_BYTES // (hidden * values.element_size()))
     norms = torch.zeros_like(values[..., 0])
     for head, of_head in enumerate(weights):
-        for weight in of_head.to(values.dtype):
+        for weight in of_head:
+            weight = weight.to(values.dtype)
             for start in range(0, values.shape[1], size):
                 part = slice(start, start + size)
                 norms[head, part] += (values[head, part] @ weight.T).abs_().sum(-1)
