@@ -10,8 +10,8 @@ PROJECTION_NAMES = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 
 
 class OutputWeights:
-    """Callable on a layer's index: ``[H, G, hidden, d]`` of this worker's heads, contiguous and in the model's dtype, or
-    None without such a module. It is the same tensor in each call.
+    """Callable on a layer's index: ``[H, G, hidden, d]`` of this worker's heads, contiguous, in the model's dtype and
+    the same tensor in each call, or None without such a module.
 
     layer_names: vLLM's names of the attention layers, ``....self_attn.attn``; the projection is a sibling module.
     """

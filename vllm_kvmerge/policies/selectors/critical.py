@@ -98,7 +98,7 @@ def largest_weighed(ranking: Tensor, chosen: Tensor, entries: Entries, counts: T
 
 
 def largest_of(numbers: Tensor, possible: Tensor, counts: Tensor) -> Tensor:
-    """``[H, n]`` bool: of the ``possible`` ones those with the ``counts`` largest ``numbers``, all where they are fewer."""
+    """``[H, n]`` bool: of the ``possible`` ones those with the ``counts`` largest ``numbers``, or all if fewer."""
     return possible & ops.top(numbers, torch.zeros_like(possible), possible, counts)
 
 
@@ -124,7 +124,7 @@ _means = WeakTensorKeyDictionary()
 
 
 def mean_products(weights: Tensor) -> Tensor:
-    """``[H, d, d]``, at least float32: the mean over query heads of W' W, and a little more for what rounding takes away.
+    """``[H, d, d]``, at least float32: the mean over query heads of W' W, and a little more for what rounding takes.
 
     weights: ``[H, G, hidden, d]``. The result is kept as long as they are: a layer's are the same in each compression.
     """
