@@ -108,6 +108,25 @@ def test_entries_left_unweighed_are_none_of_the_largest(spread):
     assert [set(row) for row in result.positions.tolist()] == expected
 
 
+def test_few_are_weighed_where_scores_differ(monkeypatch):
+    heads, n, budget, weighed, bounded = 2, 2000, 100, [], []
+    norms, bounds = ops.projected_norms, critical.norm_bounds
+    monkeypatch.setattr(ops, "projected_norms", lambda *given: (weighed.append(given[0].shape[1]), norms(*given))[1])
+    monkeypatch.setattr(critical, "norm_bounds", lambda *given: (bounded.append(1), bounds(*given))[1])
+    entries, weights = random_entries(1, heads, n, head_size=8), random_weights(1, heads).float()
+    selector = Critical(window_size=8, kernel_size=1)
+    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True, output_weights=weights)
+    entries.scores = (4.0 * torch.randn(heads, n, generator=torch.Generator().manual_seed(1))).exp()
+    policy(selector).compress(entries, context)
+    assert bounded and sum(weighed) < 0.2 * heads * n
+    bounded.clear()
+    weighed.clear()
+    entries.scores = torch.ones(heads, n)
+    policy(selector).compress(entries, context)
+    chosen = 8 + (budget - 8) // 2
+    assert not bounded and sum(weighed) == heads * (n - chosen)
+
+
 @examples(40)
 @given(SEEDS, st.sampled_from(["normal", "one column", "one row", "alike"]))
 def test_bounds_hold(seed, kind):
