@@ -35,7 +35,8 @@ class OutputWeights:
         """``[H, G, n]`` float32: ||W_O v||_2 of ``values`` (``[H, n, d]``) in each query head; 1 without a module."""
         if layer not in self._products:
             weight = self(layer)
-            self._products[layer] = None if weight is None else weight.float().mT @ weight.float()
+            wide = None if weight is None else weight.float()
+            self._products[layer] = None if wide is None else wide.mT @ wide
         product = self._products[layer]  # [H, G, d, d]: as long as d is below the hidden size, the shorter way
         values = values.float().unsqueeze(1)
         if product is None:
