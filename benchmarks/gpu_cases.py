@@ -482,7 +482,7 @@ def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
     seen = torch.arange(n - 32, n, device=bench.device).clamp(min=0).repeat(all_heads, 1)
     statistics = bench.rand(3, all_heads, n)
     usable = bench.rand(all_heads, n - few) > -1.5
-    products, between = bench.rand(all_heads, few, n), bench.rand(all_heads, few, few)
+    slots, joining = bench.rand(all_heads, n, d), bench.rand(all_heads, few, d)
     weights = bench.rand(all_heads, n).abs()
 
     def operation(run: Callable[[Any, SequenceLayers, Caches], Any]) -> Operation:
@@ -513,8 +513,8 @@ def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
          lambda m, u, w: m.most_similar(u, *to(w, index[:, :few], index[:, few:], usable))[:1]),
         ("fused_attention", 2 * all_heads * n * d * item,
          lambda m, u, w: m.fused_attention(u, *to(w, queries, seen, statistics[0], index), d**-0.5, "sum")),
-        ("join_slots", products.nbytes,
-         lambda m, u, w: m.join_slots(*to(w, products, between, weights[:, :few], weights))[1:]),
+        ("join_slots", slots.nbytes,
+         lambda m, u, w: m.join_slots(*to(w, slots, joining, weights[:, :few], weights))[1:]),
     ]  # fmt: skip
     for operator, size, run in cases:
         yield checked(bench, "entries", operator, name, caches, size, operation(run))

@@ -281,8 +281,8 @@ def selections(caches: Caches) -> list[Case]:
     protected, is_live = ranking > 0.99, torch.rand(ranking.shape) < 0.9
     mask = reference.largest(ranking, kept)
     positions = torch.rand(ranking.shape).argsort(1)
-    products, weights = torch.randn(caches.heads, 64, kept), torch.rand(caches.heads, kept)
-    between, source_weights = torch.randn(caches.heads, 64, 64), torch.rand(caches.heads, 64)
+    weights, source_weights = torch.rand(caches.heads, kept), torch.rand(caches.heads, 64)
+    slots, joining = (torch.randn(caches.heads, count, caches.head_size) for count in (kept, 64))
     arguments: dict[str, tuple[object, ...]] = {
         "largest": (ranking, kept),
         "top": (ranking, protected, is_live, kept),
@@ -292,7 +292,7 @@ def selections(caches: Caches) -> list[Case]:
         "inverse": (index, n),
         "free_places": (index, kept),
         "take": (index, [ranking, positions], [0.0, -1]),
-        "join_slots": (products, between, source_weights, weights),
+        "join_slots": (slots, joining, source_weights, weights),
     }
 
     def run(name: str, module: ModuleType, call: int) -> Sequence[Tensor]:

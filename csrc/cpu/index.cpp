@@ -13,6 +13,8 @@
 namespace kvmerge {
 namespace {
 
+#include "simd.h"
+
 constexpr int64_t kMinParallelItems = 32 << 10;
 
 // Calls task(row) for all rows.
@@ -199,18 +201,49 @@ bool inverse(const int64_t* index, int64_t rows, int64_t count, int64_t size, in
   return valid;
 }
 
-// taken: [rows, count], elements of plane, [rows, n], at index, [rows, count]; `blank` where that is negative. False
-// where one is not below n.
-template <class T>
-bool take(const T* plane, const int64_t* index, int64_t rows, int64_t n, int64_t count, T blank, T* taken) {
-  std::atomic<bool> valid{true};
-  for_rows(rows, count, [&](int64_t row) {
-    const int64_t* in = index + row * count;
-    bool fits = true;
-    for (int64_t i = 0; i < count; ++i) fits &= in[i] < n;
-    if (!fits) valid = false;
+// A plane of numbers of 4 or 8 bytes, [rows, n], what is taken of it, [rows, count], and what stands where there is none.
+struct Taking {
+  const char* plane;
+  char* taken;
+  int64_t n, size;
+  float blank;
+
+  void run(int64_t row, int64_t count, int64_t from, int64_t to, int64_t length) const {
+    const char* source = plane + (row * n + from) * size;
+    char* target = taken + (row * count + to) * size;
+    if (length > 4) std::memcpy(target, source, length * size);
     else
-      for (int64_t i = 0; i < count; ++i) taken[row * count + i] = in[i] < 0 ? blank : plane[row * n + in[i]];
+      for (int64_t i = 0; i < length; ++i)
+        size == 4 ? std::memcpy(target + i * 4, source + i * 4, 4) : std::memcpy(target + i * 8, source + i * 8, 8);
+  }
+  void none(int64_t row, int64_t count, int64_t to) const {
+    char* target = taken + (row * count + to) * size;
+    const int64_t integer = static_cast<int64_t>(blank);
+    size == 4 ? std::memcpy(target, &blank, 4) : std::memcpy(target, &integer, 8);
+  }
+};
+
+// What planes hold at index, [rows, count]; nothing where that is negative. Most of what follows each other there does in the
+// planes too. False where one is not below n.
+bool take(const std::vector<Taking>& planes, const int64_t* index, int64_t rows, int64_t count) {
+  std::atomic<bool> valid{true};
+  int64_t n = INT64_MAX;
+  for (const Taking& one : planes) n = std::min(n, one.n);
+  for_rows(rows, count * static_cast<int64_t>(planes.size()), [&](int64_t row) {
+    const int64_t* in = index + row * count;
+    for (int64_t i = 0, next; i < count; i = next) {
+      next = i + 1;
+      if (in[i] < 0) {
+        for (const Taking& one : planes) one.none(row, count, i);
+        continue;
+      }
+      while (next < count && in[next] == in[next - 1] + 1) ++next;
+      if (in[next - 1] >= n) {
+        valid = false;
+        return;
+      }
+      for (const Taking& one : planes) one.run(row, count, in[i], i, next - i);
+    }
   });
   return valid;
 }
@@ -317,27 +350,12 @@ bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t plac
   return valid;
 }
 
-// Sources join slots one after the other, each that of largest product, which is then that of a mean.
-// products: [rows, sources, slots] and between: [rows, sources, sources], of keys; products change. source_weights:
-// [rows, sources]. slot_weights: [rows, slots], which grow. joined: [rows, sources], which slot.
-void join_slots(float* products, const float* between, const float* source_weights, float* slot_weights, int64_t rows,
-                int64_t sources, int64_t slots, int64_t* joined) {
-  for_rows(rows, sources * slots, [&](int64_t row) {
-    float *p = products + row * sources * slots, *weights = slot_weights + row * slots;
-    const float* b = between + row * sources * sources;
-    for (int64_t i = 0; i < sources; ++i) {
-      const float *own = p + i * slots, weight = source_weights[row * sources + i];
-      int64_t best = 0;
-      for (int64_t s = 1; s < slots; ++s)
-        if (own[s] > own[best] || (own[s] != own[s] && own[best] == own[best])) best = s;  // the first NaN, as argmax
-      joined[row * sources + i] = best;
-      weights[best] += weight;
-      const float share = weight / std::max(weights[best], 1.0f);
-      for (int64_t j = 0; j < sources; ++j) {
-        float& product = p[j * slots + best];
-        product += share * (b[i * sources + j] - product);
-      }
-    }
+// live: [rows], how many positions, [rows, n], are not negative.
+void num_live(const int64_t* positions, int64_t rows, int64_t n, int64_t* live) {
+  for_rows(rows, n, [&](int64_t row) {
+    int64_t count = n;
+    for (int64_t i = row * n; i < (row + 1) * n; ++i) count += positions[i] >> 63;
+    live[row] = count;
   });
 }
 
@@ -575,18 +593,17 @@ void call_take(Tensors planes, TensorView index, TensorView blanks, Tensors take
   const int64_t *values = a.contiguous({-1, -1}).i64(), rows = a.size(0), count = a.size(1);
   const float* blank = Argument("blanks", blanks).contiguous({static_cast<int64_t>(planes.size())}).f32();
   KVM_CHECK(planes.size() == taken.size(), ValueError) << "as many planes must be given as taken";
+  std::vector<Taking> all;
   for (size_t i = 0; i < planes.size(); ++i) {
     const TensorView from = planes[i], to = taken[i];
     const Argument plane("plane", from), out("taken", to);
     plane.contiguous({rows, -1});
     out.contiguous({rows, count});
-    const int64_t n = plane.size(1);
-    const bool fits =
-        plane.is(kDLFloat, 32)
-            ? take(plane.f32(), values, rows, n, count, blank[i], out.f32())
-            : take(plane.i64(), values, rows, n, count, static_cast<int64_t>(blank[i]), out.i64());
-    KVM_CHECK(fits, IndexError) << "index has elements that are not among " << n;
+    const bool is_float = plane.is(kDLFloat, 32);
+    if (is_float) all.push_back({reinterpret_cast<char*>(plane.f32()), reinterpret_cast<char*>(out.f32()), plane.size(1), 4, blank[i]});
+    else all.push_back({reinterpret_cast<char*>(plane.i64()), reinterpret_cast<char*>(out.i64()), plane.size(1), 8, blank[i]});
   }
+  KVM_CHECK(take(all, values, rows, count), IndexError) << "index has elements that are not among " << (all.empty() ? 0 : all[0].n);
 }
 
 void call_put(TensorView index, Tensors given, Tensors planes) {
@@ -656,16 +673,33 @@ void call_free_places(TensorView index, int64_t places, TensorView place) {
       << "index does not fit in " << places << " places";
 }
 
-void call_join_slots(TensorView products, TensorView between, TensorView source_weights, TensorView slot_weights,
+void call_join_slots(TensorView keys, TensorView joining, TensorView source_weights, TensorView slot_weights,
                      TensorView joined) {
-  const Argument a("products", products);
-  float* values = a.contiguous({-1, -1, -1}).f32();
-  const int64_t rows = a.size(0), sources = a.size(1), slots = a.size(2);
+  const Argument a("keys", keys);
+  Join first{};
+  first.keys = a.contiguous({-1, -1, -1}).f32();
+  const int64_t rows = a.size(0), slots = first.num_slots = a.size(1), size = first.head_size = a.size(2);
+  first.joining = Argument("joining", joining).contiguous({rows, -1, size}).f32();
+  const int64_t sources = first.num_sources = joining.size(1);
   KVM_CHECK(slots > 0 || sources == 0, ValueError) << "there must be a slot";
-  join_slots(values, Argument("between", between).contiguous({rows, sources, sources}).f32(),
-             Argument("source_weights", source_weights).contiguous({rows, sources}).f32(),
-             Argument("slot_weights", slot_weights).contiguous({rows, slots}).f32(), rows, sources, slots,
-             Argument("joined", joined).contiguous({rows, sources}).i64());
+  first.source_weights = Argument("source_weights", source_weights).contiguous({rows, sources}).f32();
+  first.slot_weights = Argument("slot_weights", slot_weights).contiguous({rows, slots}).f32();
+  first.joined = Argument("joined", joined).contiguous({rows, sources}).i64();
+  const Kernels& kernels = current();
+  for_rows(rows, sources * slots * size, [&](int64_t row) {
+    thread_local Scratch scratch;
+    Join one = first;
+    one.keys += row * slots * size, one.joining += row * sources * size;
+    one.source_weights += row * sources, one.slot_weights += row * slots, one.joined += row * sources;
+    one.scratch = scratch.floats(kernels.join_scratch(slots, sources, size));
+    kernels.join_slots(one);
+  });
+}
+
+void call_num_live(TensorView positions, TensorView live) {
+  const Argument a("positions", positions);
+  const int64_t* values = a.contiguous({-1, -1}).i64();
+  num_live(values, a.size(0), a.size(1), Argument("live", live).contiguous({a.size(0)}).i64());
 }
 
 void call_line_up(TensorView place, TensorView positions, TensorView aux, TensorView scores, TensorView index,
@@ -758,9 +792,56 @@ void call_keep_queries(TensorView query, TensorView addresses, int64_t layer, Op
   }
 }
 
+void call_read_queries(TensorView places, Tensors kept, TensorView seq_layers, TensorView vectors) {
+  const Argument a("places", places), b("seq_layers", seq_layers), out("vectors", vectors);
+  const int64_t requests = static_cast<int64_t>(kept.size());
+  const int64_t* place = a.contiguous({requests, -1}).i64();
+  const int64_t* one = b.contiguous({-1, 2}).i64();
+  const int64_t count = a.size(1), heads = vectors.size(1), size = vectors.size(3);
+  float* to = out.contiguous({b.size(0), heads, count, size}).f32();
+  struct Ring {
+    Rows queries;
+    int64_t layers, places, layer_stride, place_stride;
+  };
+  std::vector<Ring> rings;
+  for (const tvm::ffi::Tensor& tensor : kept) {
+    const TensorView view(tensor);
+    const Argument ring("kept", view);
+    ring.check_shape({-1, -1, heads, size});
+    ring.check_rows();
+    rings.push_back({Rows{ring.data(), 0, ring.stride(2), ring.float_type()}, ring.size(0), ring.size(1), ring.stride(0),
+                     ring.stride(1)});
+  }
+  for (int64_t i = 0; i < b.size(0); ++i) {
+    KVM_CHECK(0 <= one[2 * i] && one[2 * i] < requests, IndexError) << "there is no request " << one[2 * i];
+    KVM_CHECK(0 <= one[2 * i + 1] && one[2 * i + 1] < rings[one[2 * i]].layers, IndexError)
+        << "there is no layer " << one[2 * i + 1];
+    for (int64_t q = 0; q < count; ++q) {
+      const int64_t where = place[one[2 * i] * count + q];
+      KVM_CHECK(0 <= where && where < rings[one[2 * i]].places, IndexError) << "there is no place " << where;
+    }
+  }
+  const auto widened = [&](const auto* from, float* row) {
+    for (int64_t e = 0; e < size; ++e) row[e] = to_float(from[e]);
+  };
+  for_rows(b.size(0), heads * count * size, [&](int64_t i) {
+    const Ring& ring = rings[one[2 * i]];
+    for (int64_t q = 0; q < count; ++q)
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t at = one[2 * i + 1] * ring.layer_stride + place[one[2 * i] * count + q] * ring.place_stride +
+                           h * ring.queries.head_stride;
+        float* row = to + ((i * heads + h) * count + q) * size;
+        if (ring.queries.dtype == DType::f32) widened(static_cast<const float*>(ring.queries.data) + at, row);
+        else if (ring.queries.dtype == DType::bf16) widened(static_cast<const BF16*>(ring.queries.data) + at, row);
+        else widened(static_cast<const F16*>(ring.queries.data) + at, row);
+      }
+  });
+}
+
 }  // namespace
 }  // namespace kvmerge
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_queries, kvmerge::call_read_queries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(keep_queries, kvmerge::call_keep_queries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(largest, kvmerge::call_largest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(top, kvmerge::call_top);
@@ -778,6 +859,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(split_budget, kvmerge::call_split_budget);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hand_over, kvmerge::call_hand_over);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(num_live, kvmerge::call_num_live);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(line_up, kvmerge::call_line_up);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(list_joined, kvmerge::call_list_joined);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mix_in, kvmerge::call_mix_in);

@@ -18,6 +18,8 @@ namespace {
 alignas(64) const char kZeros[kMaxHeadSize * 4] = {};
 
 inline int64_t padded_nonzero(int64_t head_size) { return (head_size + 31) / 32 * 32; }
+// Rows as tiles take them, floats as vectors do.
+inline int64_t in_sixteens(int64_t count) { return (count + 15) / 16 * 16; }
 
 // Consecutive tiles of a chunk that lie in one page.
 struct Run {
@@ -683,7 +685,7 @@ inline float element(const Rows& rows, int64_t index) {
 }
 
 int64_t attend_scratch(int64_t rows, int64_t head_size) {
-  const int64_t padded_rows = (rows + 15) / 16 * 16, width = padded_nonzero(head_size);
+  const int64_t padded_rows = in_sixteens(rows), width = padded_nonzero(head_size);
   // Queries, logits, weights as bfloat16, pairs of values.
   return padded_rows * (width + kChunk + kChunk / 2) + (kHasTiles ? kChunk * width / 2 : 0) + 64;
 }
@@ -718,11 +720,11 @@ void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) 
 }
 
 // Logits become cap * tanh(logit / cap).
-inline void cap_logits(float* logits, int rows, int width, float cap) {
+inline void cap_logits(float* logits, int rows, int width, float cap, int64_t stride = kChunk) {
   const VF factor = broadcast(2.0f / cap), one = broadcast(1.0f), largest = broadcast(cap);
   for (int r = 0; r < rows; ++r)
     for (int i = 0; i < width; i += kLanes) {
-      float* x = logits + r * kChunk + i;
+      float* x = logits + r * stride + i;
       const VF y = load(x) * factor, past = exp(y < VF{} ? y : -y);
       const VF magnitude = largest * (one - past) / (one + past);
       store(x, select(y < VF{}, -magnitude, magnitude));
@@ -783,7 +785,7 @@ void attend_as(const Attend& a) {
   const int d = cache.head_size, rows = a.num_queries * a.group;
   const int64_t acc_stride = padded_nonzero(d), bs = cache.block_size, num_entries = tiles.num_entries();
   const bool softmax = a.mode != ScoreMode::log_ema || a.with_values;
-  const int64_t padded_rows = kTiles ? (rows + 15) / 16 * 16 : rows, q_stride = kTiles ? acc_stride : d;
+  const int64_t padded_rows = kTiles ? in_sixteens(rows) : rows, q_stride = kTiles ? acc_stride : d;
   if (a.with_values)
     for (int64_t i = 0; i < padded_rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
 
@@ -794,7 +796,7 @@ void attend_as(const Attend& a) {
   ahead.take(Prefetcher::kDistance);
 
   Q* q = reinterpret_cast<Q*>(a.scratch);
-  float* logits = a.scratch + (padded_rows * q_stride + 15) / 16 * 16;
+  float* logits = a.scratch + in_sixteens(padded_rows * q_stride);
   Q* weights = reinterpret_cast<Q*>(kPairs ? logits + padded_rows * kChunk : logits);
   for (int r = 0; r < rows; ++r) {
     const int64_t token = r / a.group, head = static_cast<int64_t>(a.head) * a.group + r % a.group;
@@ -1160,7 +1162,7 @@ class Products {
 
  private:
   static constexpr bool kTiles = kHasTiles && sizeof(Q) == 2;
-  static int64_t rows_of_tiles(int64_t rows) { return kTiles ? (rows + 15) / 16 * 16 : rows; }
+  static int64_t rows_of_tiles(int64_t rows) { return kTiles ? in_sixteens(rows) : rows; }
   const Q* sources_;
   int rows_;
   float* products_;
@@ -1330,12 +1332,11 @@ inline int64_t fuse_rows(int64_t group, int64_t num_queries) {
 inline int64_t fuse_slots(int64_t num_tiles) { return (num_tiles + kChunkTiles - 1) / kChunkTiles * kChunk; }
 
 int64_t fuse_scratch(int64_t group, int64_t num_queries, int64_t head_size, int64_t num_tiles) {
-  const int64_t rows = (fuse_rows(group, num_queries) + 15) / 16 * 16, slots = fuse_slots(num_tiles);
+  const int64_t rows = in_sixteens(fuse_rows(group, num_queries)), slots = fuse_slots(num_tiles);
   head_size = padded_nonzero(head_size);
-  // Votes, positions and result per slot, and pairs of keys; of chunks the latest position; queries, logits, largest logits
-  // and factor per row; weights.
-  return slots * (3 + rows) + (kHasTiles ? slots * head_size / 2 : 0) + slots / kChunk + rows * (head_size + kChunk + kLanes + 1) +
-         4 * 16;
+  // FuseKeys, FuseScratch and the queries, each from a multiple of 16 on.
+  return slots * (3 + rows) + (kHasTiles ? slots * head_size / 2 : 0) + slots / kChunk +
+         rows * (head_size + kChunk) + group + 9 * 16;
 }
 
 // What the queries of a KV head have in common.
@@ -1348,91 +1349,87 @@ struct FuseKeys {
   BF16* pairs;         // of all tiles, where there are tiles
 };
 
+// fused: [slots], the result. Of the rows that go together, padded to tiles: logits, then weights, [rows, slots]; logits of
+// a chunk, [rows, kChunk]. shares: [group], one over the sums of a query's weights.
+struct FuseScratch {
+  float *fused, *weights, *logits, *shares;
+};
+
 // Adds what `rows` queries and their heads give to the slots; row r is query r / group, query head r % group.
 template <class T, class Q>
 void fuse_rows_as(const Fuse& f, const FuseKeys& keys, const Q* q, int rows, const int64_t* query_positions,
-                  float* fused, float* logits, float* maxima, float* weights) {
-  const int64_t slots = keys.slots;
+                  const FuseScratch x) {
+  const int64_t slots = keys.slots, width = keys.tiles.count * kTile;
   const int d = f.cache->head_size, bs = f.cache->block_size;
   constexpr bool kTiles = kHasTiles && sizeof(Q) == 2;
-  const int padded_rows = kTiles ? (rows + 15) / 16 * 16 : rows;
-  for (int i = 0; i < rows * kLanes; ++i) maxima[i] = -kInfinity;
-  for (int64_t first = 0; first < keys.tiles.count; first += kChunkTiles) {
-    const int64_t last = min64(first + kChunkTiles, keys.tiles.count);
-    const int64_t start = first * kTile, width = (last - first) * kTile;
+  // Logits are over a positive `factor`, which multiplies their difference from the largest.
+  float factor = 1.0f;
 #if defined(__AMX_BF16__)
-    if constexpr (kTiles)
-      for (int64_t i = first; i < last; ++i)
-        tile_product<false>(q, padded_nonzero(d), keys.pairs + i * kTile * padded_nonzero(d), 2 * kTilePairs, (d + 31) / 32,
-                            padded_rows, logits + (i - first) * kTile, kChunk);
+  if constexpr (kTiles) {
+    const int64_t d32 = padded_nonzero(d);
+    for (int64_t i = 0; i < keys.tiles.count; ++i)
+      tile_product<false>(q, d32, keys.pairs + i * kTile * d32, 2 * kTilePairs, static_cast<int>(d32 / 32),
+                          static_cast<int>(in_sixteens(rows)), x.weights + i * kTile, slots);
+    if (f.cap == 0.0f && f.scale > 0.0f) factor = f.scale;
+    else
+      for (int64_t i = 0; i < rows * slots; i += kLanes) store(x.weights + i, load(x.weights + i) * f.scale);
+  }
 #endif
-    if constexpr (!kTiles) {
+  if constexpr (!kTiles)
+    for (int64_t first = 0; first < keys.tiles.count; first += kChunkTiles) {
       Run runs[kChunkTiles];
       Prefetcher none;
-      Chunk<T, Q> c{runs, 0, padded_rows, d, bs, {}, {}, q, f.scale, logits, nullptr, nullptr, 0, &none};
+      Chunk<T, Q> c{runs, 0, rows, d, bs, {}, {}, q, f.scale, x.logits, nullptr, nullptr, 0, &none};
+      const int64_t last = min64(first + kChunkTiles, keys.tiles.count);
       c.num_runs = find_runs(keys.tiles, first, last, runs);
       for (int i = 0; i < c.num_runs; ++i)
         c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
       chunk_logits(c);
-    }
-    float factor = kTiles ? f.scale : 1.0f;
-    if (f.cap > 0.0f) {
       for (int r = 0; r < rows; ++r)
-        for (int64_t v = 0; v < width; v += kLanes) store(logits + r * kChunk + v, load(logits + r * kChunk + v) * factor);
-      cap_logits(logits, rows, static_cast<int>(width), f.cap);
-      factor = 1.0f;
+        __builtin_memcpy(x.weights + r * slots + first * kTile, x.logits + r * kChunk,
+                         (last - first) * kTile * sizeof(float));
     }
-    for (int r = 0; r < rows; ++r) {
-      const int32_t seen = static_cast<int32_t>(max64(-1, min64(query_positions[r / f.group], INT32_MAX - 1)));
-      const float* from = logits + r * kChunk;
-      float* to = weights + r * slots + start;
-      VF largest = load(maxima + r * kLanes);
-      if (keys.latest[first / kChunkTiles] <= seen) {
-        for (int64_t v = 0; v < width; v += kLanes) {
-          const VF x = load(from + v) * factor;
-          store(to + v, x);
-          largest = maximum(largest, x);
+  if (f.cap > 0.0f) cap_logits(x.weights, rows, static_cast<int>(width), f.cap, slots);
+  const VF inverse = broadcast(1.0f / factor), exponent = broadcast(factor * 1.44269504f);
+  // One query after the other, so that the first-level cache holds its weights until they are added up.
+  for (int first = 0; first < rows; first += f.group) {
+    const int32_t seen = static_cast<int32_t>(max64(-1, min64(query_positions[first / f.group], INT32_MAX - 1)));
+    const VI limit = VI{} + seen;
+    for (int g = 0; g < f.group; ++g) {
+      float* weights = x.weights + (first + g) * slots;
+      VF largest[2] = {broadcast(-kInfinity), broadcast(-kInfinity)};
+      for (int64_t start = 0; start < width; start += kChunk) {
+        const int64_t stop = min64(start + kChunk, width);
+        const bool sees_all = keys.latest[start / kChunk] <= seen;
+        for (int64_t v = start; !sees_all && v < stop; v += kLanes) {
+          const VI position = bit_cast<VI>(load(reinterpret_cast<const float*>(keys.positions) + v));
+          const VF logit = load(weights + v) + load(keys.votes + v) * inverse;
+          store(weights + v, select(position <= limit, logit, broadcast(-kInfinity)));
         }
-      } else {
-        const VI limit = VI{} + seen;
-        for (int64_t v = 0; v < width; v += kLanes) {
-          const VI position = bit_cast<VI>(load(reinterpret_cast<const float*>(keys.positions) + start + v));
-          const VF x = load(from + v) * factor + load(keys.votes + start + v);
-          const VF visible = select(position <= limit, x, broadcast(-kInfinity));
-          store(to + v, visible);
-          largest = maximum(largest, visible);
-        }
+        for (int64_t v = start; v < stop; v += 2 * kLanes)
+          for (int i = 0; i < 2; ++i) largest[i] = maximum(largest[i], load(weights + v + i * kLanes));
       }
-      store(maxima + r * kLanes, largest);
+      float top = horizontal_max(maximum(largest[0], largest[1]));
+      const float sink = f.sinks ? f.sinks[g] / factor : -kInfinity;
+      top = sink > top ? sink : top;
+      if (top == -kInfinity) top = 0.0f;  // a query that sees nothing
+      const VF tops = broadcast(top);
+      VF total[2] = {};
+      for (int64_t v = 0; v < width; v += 2 * kLanes)
+        for (int i = 0; i < 2; ++i) {
+          const VF weight = exp2((load(weights + v + i * kLanes) - tops) * exponent);
+          total[i] += weight;
+          store(weights + v + i * kLanes, weight);
+        }
+      const float sum = horizontal_sum(total[0] + total[1]) + exp2((broadcast(sink) - tops) * exponent)[0];
+      x.shares[g] = sum == 0.0f ? 0.0f : 1.0f / sum;
     }
-  }
-  const int64_t width = keys.tiles.count * kTile;
-  for (int r = 0; r < rows; ++r) {
-    float* x = weights + r * slots;
-    float top = horizontal_max(load(maxima + r * kLanes));
-    const float sink = f.sinks ? f.sinks[r % f.group] : -kInfinity;
-    top = sink > top ? sink : top;
-    if (top == -kInfinity) top = 0.0f;  // a query that sees nothing
-    const VF tops = broadcast(top);
-    VF total[2] = {};
-    for (int64_t v = 0; v < width; v += 2 * kLanes)
-      for (int i = 0; i < 2; ++i) {
-        const VF weight = exp(load(x + v + i * kLanes) - tops);
-        total[i] += weight;
-        store(x + v + i * kLanes, weight);
-      }
-    const float sum = horizontal_sum(total[0] + total[1]) + exp(broadcast(sink - top))[0];
-    maxima[r * kLanes] = sum == 0.0f ? 0.0f : 1.0f / sum;
-  }
-  for (int64_t v = 0; v < width; v += kLanes) {
-    VF all = load(fused + v);
-    for (int first = 0; first < rows; first += f.group) {
+    for (int64_t v = 0; v < width; v += kLanes) {
       VF of_query = {};
-      for (int r = first; r < first + f.group; ++r)
-        of_query += load(weights + r * slots + v) * broadcast(maxima[r * kLanes]);
-      all = f.largest ? maximum(all, of_query) : all + of_query;
+      for (int g = 0; g < f.group; ++g) of_query += load(x.weights + (first + g) * slots + v) * broadcast(x.shares[g]);
+      const VF before = load(x.fused + v);
+      store(x.fused + v, f.largest ? maximum(before, of_query) : before + of_query);
     }
-    store(fused + v, all);
   }
 }
 
@@ -1442,20 +1439,19 @@ void fuse_as(const Fuse& f) {
   const Tiles tiles(*f.cache, f.segments, f.head);
   const int64_t slots = fuse_slots(tiles.count), at_once = fuse_rows(f.group, f.num_queries) / f.group;
   const int d = f.cache->head_size;
-  const int64_t q_stride = kTiles ? padded_nonzero(d) : d, padded_rows = (at_once * f.group + 15) / 16 * 16;
+  const int64_t q_stride = kTiles ? padded_nonzero(d) : d, padded_rows = in_sixteens(at_once * f.group);
   float* next = f.scratch;
   const auto take = [&](int64_t floats) {
     float* start = next;
-    next += (floats + 15) / 16 * 16;
+    next += in_sixteens(floats);
     return start;
   };
   FuseKeys keys{tiles, slots, take(slots), reinterpret_cast<int32_t*>(take(slots)),
                 reinterpret_cast<int32_t*>(take(slots / kChunk)),
                 reinterpret_cast<BF16*>(take(kTiles ? slots * q_stride / 2 : 0))};
-  float *fused = take(slots), *logits = take(padded_rows * kChunk), *maxima = take(at_once * f.group * kLanes),
-        *weights = take(at_once * f.group * slots);
+  const FuseScratch x{take(slots), take(padded_rows * slots), take(padded_rows * kChunk), take(f.group)};
   Q* q = reinterpret_cast<Q*>(take(padded_rows * q_stride));
-  for (int64_t i = 0; i < slots; ++i) keys.votes[i] = 0.0f, fused[i] = 0.0f, keys.positions[i] = INT32_MAX;
+  for (int64_t i = 0; i < slots; ++i) keys.votes[i] = 0.0f, x.fused[i] = 0.0f, keys.positions[i] = INT32_MAX;
   for (int64_t i = 0; i < tiles.count; ++i) {
     const Tile t = tiles[i];
     for (int64_t k = t.lo; k < t.hi; ++k) {
@@ -1479,7 +1475,7 @@ void fuse_as(const Fuse& f) {
     Prefetcher none;
     for (int64_t first = 0; first < tiles.count; first += kChunkTiles) {
       Run runs[kChunkTiles];
-      Chunk<T, Q> c{runs, 0, 0, d, f.cache->block_size, {}, {}, q, 1.0f, logits, nullptr, nullptr, 0, &none};
+      Chunk<T, Q> c{runs, 0, 0, d, f.cache->block_size, {}, {}, q, 1.0f, x.logits, nullptr, nullptr, 0, &none};
       c.num_runs = find_runs(tiles, first, min64(first + kChunkTiles, tiles.count), runs);
       for (int i = 0; i < c.num_runs; ++i)
         c.keys[i] = reinterpret_cast<const T*>(runs[i].page.rows) + runs[i].offset;
@@ -1497,12 +1493,11 @@ void fuse_as(const Fuse& f) {
         for (int e = 0; e < d; ++e)
           q[(j * f.group + g) * q_stride + e] = from_float<Q>(kPairs ? query[e] : query[e] * f.scale);
       }
-    fuse_rows_as<T, Q>(f, keys, q, static_cast<int>(some * f.group), f.query_positions + first, fused, logits, maxima,
-                       weights);
+    fuse_rows_as<T, Q>(f, keys, q, static_cast<int>(some * f.group), f.query_positions + first, x);
   }
   for (int64_t i = 0; i < tiles.count; ++i) {
     const Tile t = tiles[i];
-    for (int64_t k = t.lo; k < t.hi; ++k) f.fused[t.entry + k] = fused[i * kTile + k];
+    for (int64_t k = t.lo; k < t.hi; ++k) f.fused[t.entry + k] = x.fused[i * kTile + k];
   }
 }
 
@@ -1538,14 +1533,24 @@ int64_t count_below(const int32_t* keys, int64_t n, int32_t limit) {
       __builtin_memcpy(&x, keys + i + j * kLanes, sizeof x);
       sums[j] -= x < limits;
     }
-  for (int j = 0; j < kLanes; ++j) below += sums[0][j] + sums[1][j] + sums[2][j] + sums[3][j];
+  const VI sum = sums[0] + sums[1] + (sums[2] + sums[3]);
+#if defined(__AVX512F__)
+  below = _mm512_reduce_add_epi32(bit_cast<__m512i>(sum));
+#else
+  for (int j = 0; j < kLanes; ++j) below += sum[j];
+#endif
   for (; i < n; ++i) below += keys[i] < limit;
   return below;
 }
 
 int32_t kth_smallest(const int32_t* keys, int64_t n, int64_t k) {
-  uint32_t result = 0;
-  for (int bit = 31; bit >= 0; --bit) {
+  uint32_t differences = 0;
+  for (int64_t i = 0; i < n; ++i) differences |= static_cast<uint32_t>(keys[i] ^ keys[0]);
+  if (differences == 0) return keys[0];
+  const int highest = 31 - __builtin_clz(differences);
+  // Which all keys have in common.
+  uint32_t result = (static_cast<uint32_t>(keys[0]) ^ 0x80000000u) & ~((2u << highest) - 1);
+  for (int bit = highest; bit >= 0; --bit) {
     const uint32_t candidate = result | 1u << bit;
     if (count_below(keys, n, key_of(candidate)) <= k) result = candidate;
   }
@@ -1583,15 +1588,73 @@ bool mark_largest(const Ranking& r) {
     }
   }
   const int32_t threshold = kth_smallest(keys, r.n, r.n - r.count);
-  int64_t above = 0, equal = 0;
-  for (int64_t i = 0; i < r.n; ++i) {
-    r.mask[i] = keys[i] >= threshold;
-    above += keys[i] > threshold;
-    equal += keys[i] == threshold;
-  }
-  for (int64_t i = r.n - 1, surplus = above + equal - r.count; surplus > 0; --i)
+  for (int64_t i = 0; i < r.n; ++i) r.mask[i] = keys[i] >= threshold;
+  for (int64_t i = r.n - 1, surplus = r.n - count_below(keys, r.n, threshold) - r.count; surplus > 0; --i)
     if (keys[i] == threshold) r.mask[i] = 0, --surplus;
   return true;
+}
+
+// products: [count, width], of rows, [count, size], with columns, [size, width]; width: whole vectors.
+void multiply(const float* rows, int64_t count, const float* columns, int64_t size, int64_t width, float* products) {
+  constexpr int kRows = 8;
+  for (int64_t first = 0; first < count; first += kRows) {
+    const float* row[kRows];
+    for (int r = 0; r < kRows; ++r) row[r] = rows + min64(first + r, count - 1) * size;
+    for (int64_t v = 0; v < width; v += kLanes) {
+      VF sums[kRows] = {};
+      for (int64_t e = 0; e < size; ++e) {
+        const VF column = load(columns + e * width + v);
+        for (int r = 0; r < kRows; ++r) sums[r] += row[r][e] * column;
+      }
+      for (int r = 0; r < kRows && first + r < count; ++r) store(products + (first + r) * width + v, sums[r]);
+    }
+  }
+}
+
+// The first of `count` numbers that is the largest, or the first that is none. count: whole vectors.
+int64_t first_largest(const float* x, int64_t count) {
+  VF largest = load(x);
+  VI is_none = largest != largest;
+  for (int64_t i = kLanes; i < count; i += kLanes) {
+    const VF numbers = load(x + i);
+    is_none |= numbers != numbers;
+    largest = maximum(largest, numbers);
+  }
+  int32_t any = 0;
+  for (int lane = 0; lane < kLanes; ++lane) any |= is_none[lane];
+  const float top = horizontal_max(largest);
+  int64_t first = 0;
+  while (first < count && (any ? x[first] == x[first] : x[first] != top)) ++first;
+  return first;
+}
+
+inline int64_t in_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+int64_t join_scratch(int64_t num_slots, int64_t num_sources, int64_t head_size) {
+  const int64_t width = in_vectors(num_sources);
+  return width * (head_size + num_slots + num_sources) + num_sources * in_vectors(num_slots);
+}
+
+void join_slots(const Join& x) {
+  const int64_t m = x.num_sources, d = x.head_size, width = in_vectors(m), slots = in_vectors(x.num_slots);
+  float *columns = x.scratch, *of_slots = columns + d * width, *between = of_slots + x.num_slots * width,
+        *products = between + m * width;  // [m, slots]
+  for (int64_t e = 0; e < d; ++e)
+    for (int64_t i = 0; i < width; ++i) columns[e * width + i] = i < m ? x.joining[i * d + e] : 0.0f;
+  multiply(x.keys, x.num_slots, columns, d, width, of_slots);
+  multiply(x.joining, m, columns, d, width, between);
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t slot = 0; slot < slots; ++slot)
+      products[i * slots + slot] = slot < x.num_slots ? of_slots[slot * width + i] : -kInfinity;
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t best = x.joined[i] = first_largest(products + i * slots, slots);
+    const float weight = x.source_weights[i], total = x.slot_weights[best] += weight;
+    const float share = weight / (total > 1.0f ? total : 1.0f);
+    for (int64_t j = i + 1; j < m; ++j) {
+      float& product = products[j * slots + best];
+      product += share * (between[i * width + j] - product);
+    }
+  }
 }
 
 void split(const Split& s) {
@@ -1635,7 +1698,7 @@ const Kernels& kernels() {
                                     finish, update, similar_scratch, similar,
                                     similar_entries_scratch, similar_entries, fuse_scratch, fuse, repeats_scratch, newest_repeats,
                                     norms_scratch, norms,
-                                    mark_largest, split};
+                                    mark_largest, split, join_scratch, join_slots};
   return table;
 }
 

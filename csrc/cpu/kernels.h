@@ -213,6 +213,17 @@ struct Norms {
   float* scratch;  // norms_scratch(*this) floats, aligned to 64 bytes
 };
 
+// Sources of one head join slots one after the other, each that of largest product, which is then that of a mean.
+struct Join {
+  const float* keys;            // [num_slots, head_size]
+  const float* joining;         // [num_sources, head_size]
+  const float* source_weights;  // [num_sources]
+  int64_t num_slots, num_sources, head_size;
+  float* slot_weights;  // [num_slots] in and out
+  int64_t* joined;      // [num_sources] out
+  float* scratch;       // join_scratch(...) floats
+};
+
 struct Kernels {
   const char* name;
   bool has_pairs;  // whether bfloat16 is multiplied as it is
@@ -233,6 +244,8 @@ struct Kernels {
   void (*norms)(const Norms&);
   bool (*mark_largest)(const Ranking&);  // false where integers are none that it can rank
   void (*split)(const Split&);
+  int64_t (*join_scratch)(int64_t num_slots, int64_t num_sources, int64_t head_size);
+  void (*join_slots)(const Join&);
 };
 
 // The kernels of the level in use (module.cpp).

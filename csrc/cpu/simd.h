@@ -248,6 +248,32 @@ inline VF exp(VF x) {
 #endif
 }
 
+// 2^x for x < 128, 0 where that would be subnormal. To 2e-7 of the result as far as x is exact: what rounds e^y's y log2(e)
+// is y 1e-7 of it, which is nothing where y is near 0 and the result is where it is not.
+inline VF exp2(VF x) {
+#if defined(__AVX512F__)
+  const VF rest = bit_cast<VF>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+  const VF n = x - rest;
+#else
+  const VF shifter = broadcast(12582912.0f);  // as in exp
+  const VF clamped = maximum(broadcast(-127.0f), x);
+  const VF shifted = clamped + shifter;
+  const VF rest = clamped - (shifted - shifter);
+#endif
+  VF p = rest * 0.0013264714507386088f + 0.009671512991189957f;
+  p = p * rest + 0.05550733953714371f;
+  p = p * rest + 0.24022242426872253f;
+  p = p * rest + 0.6931470036506653f;
+  p = p * rest + 1.0f;
+#if defined(__AVX512F__)
+  const __mmask16 normal = _mm512_cmp_ps_mask(bit_cast<__m512>(x), _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return bit_cast<VF>(_mm512_maskz_scalef_ps(normal, bit_cast<__m512>(p), bit_cast<__m512>(n)));
+#else
+  const VI exponent = (bit_cast<VI>(shifted) - bit_cast<VI>(shifter)) << 23;
+  return select(x < broadcast(-126.0f), VF{}, bit_cast<VF>(bit_cast<VI>(p) + exponent));
+#endif
+}
+
 // ln x for positive normal x, to about 2 ulp.
 inline VF log(VF x) {
   // x = m 2^e with m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh((m - 1) / (m + 1)).

@@ -120,6 +120,11 @@ class Argument {
     const int64_t row_step = tensor_.ndim() == 2 ? stride(0) : 0, step = stride(tensor_.ndim() - 1);
     std::vector<int32_t> ids(rows * columns);
     const bool narrow = is(kDLInt, 32);
+    for (int64_t r = 0; narrow && step == 1 && r < rows; ++r) {
+      const int32_t* from = static_cast<const int32_t*>(data()) + r * row_step;
+      for (int64_t c = 0; c < columns; ++c) ids[r * columns + c] = from[c] < 0 ? -1 : from[c];
+    }
+    if (narrow && step == 1) return ids;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < columns; ++c) {
         const int64_t at = r * row_step + c * step;

@@ -206,7 +206,9 @@ def test_what_does_not_fit_raises():
     with pytest.raises(IndexError, match="not among 2"):
         cpu.mix_in(torch.zeros(1, 3, 4), torch.tensor([[0, -1, 2]]), torch.zeros(1, 3), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match="there must be a slot"):
-        cpu.join_slots(torch.zeros(1, 2, 0), torch.zeros(1, 2, 2), torch.zeros(1, 2), torch.zeros(1, 0))
+        cpu.join_slots(torch.zeros(1, 0, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2), torch.zeros(1, 0))
+    with pytest.raises(ValueError, match="joining must have shape"):
+        cpu.join_slots(torch.zeros(1, 3, 8), torch.zeros(1, 2, 7), torch.zeros(1, 2), torch.zeros(1, 3))
     with pytest.raises(IndexError, match="not among 3"):
         cpu.overflowing(torch.tensor([[0, 3]]), torch.zeros(1, 3), None, None, torch.float16)
     with pytest.raises(ValueError, match="values must have shape"):
@@ -215,6 +217,25 @@ def test_what_does_not_fit_raises():
         )
     with pytest.raises(TypeError, match="integers of 64 bits"):
         cpu.largest(torch.zeros(2, 3, dtype=torch.int32), 1)
+
+
+def test_a_member_joins_the_first_slot_whose_product_is_no_number(operators):
+    keys, joining = torch.ones(1, 40, 16), torch.ones(1, 20, 16)
+    assert operators.join_slots(keys, joining, torch.zeros(1, 20), torch.ones(1, 40))[0].eq(0).all()  # of equal ones
+    if operators not in (reference, cpu):
+        return  # it only stays inside (test_triton_interpreted.py)
+    keys[0, 21:23, 3] = torch.nan
+    joined, weights = operators.join_slots(keys, joining, torch.ones(1, 20), torch.ones(1, 40))
+    assert joined.eq(21).all()
+    assert weights[0].tolist() == [21.0 if slot == 21 else 1.0 for slot in range(40)]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_live_entries_are_counted(operators, n):
+    generator = torch.Generator().manual_seed(n)
+    positions = torch.randint(-1, 9, (5, n), generator=generator)
+    positions[0], positions[1] = -1, 1 << 40
+    assert operators.num_live(positions).tolist() == [sum(one >= 0 for one in row) for row in positions.tolist()]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -240,14 +261,14 @@ def test_a_gpu_is_not_waited_for():
         reference.padded_nonzero(mask)
 
 
-@pytest.mark.parametrize(("members", "slots"), [(0, 3), (1, 1), (5, 3), (16, 100)])
+@pytest.mark.parametrize(("members", "slots"), [(0, 3), (1, 1), (5, 3), (16, 100), (17, 9), (50, 33)])
 def test_members_join_the_slots_of_largest_product(operators, members, slots):
     """Against means of keys, slot by slot, in float64."""
     generator = torch.Generator().manual_seed(members)
-    keys, means = torch.randn(3, members, 8, generator=generator), torch.randn(3, slots, 8, generator=generator)
+    keys, means = torch.randn(3, members, 24, generator=generator), torch.randn(3, slots, 24, generator=generator)
     weights = torch.randint(0, 4, (3, members), generator=generator).float()
     before = torch.randint(1, 9, (3, slots), generator=generator).float()
-    arguments = keys @ means.transpose(1, 2), keys @ keys.transpose(1, 2), weights, before
+    arguments = means, keys, weights, before
     copies = [tensor.clone() for tensor in arguments]
     joined, total = operators.join_slots(*arguments)
     assert all(torch.equal(one, other) for one, other in zip(arguments, copies, strict=True))

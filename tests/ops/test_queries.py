@@ -53,3 +53,31 @@ def test_queries_go_where_addresses_say(keeping, dtype, heads):
 def test_the_reference_has_the_cpus_memory_alone():
     with pytest.raises(ValueError, match="queries on meta"):
         reference.keep_queries(torch.zeros(1, 2, 16, device="meta"), torch.zeros(1, dtype=torch.int64), 0)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "groups", "size"), [(2, 4, 64), (1, 3, 40), (5, 1, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("read", [reference.read_queries, *([cpu.read_queries] if NATIVE else [])])
+def test_kept_queries_are_read_by_head(read, dtype, num_kv_heads, groups, size):
+    """Of several requests, some of whose layers are missing or out of order, from memory in which places come first."""
+    kept = [torch.randn(7, LAYERS, num_kv_heads * groups, size).to(dtype).transpose(0, 1) for _ in range(3)]
+    places = torch.tensor([[6, 0, 1, 2], [3, 4, 5, 6], [0, 1, 2, 3]])
+    seq_layers = [(0, 0), (0, 1), (0, 2), (2, 2), (2, 0), (1, 1)]
+    found = read(places, kept, seq_layers, num_kv_heads)
+    assert found.shape == (len(seq_layers) * num_kv_heads, groups, 4, size) and found.dtype == torch.float32
+    for row, (request, layer) in enumerate(seq_layers):
+        for head in range(num_kv_heads):
+            for group in range(groups):
+                for query, place in enumerate(places[request].tolist()):
+                    wanted = kept[request][layer, place, head * groups + group].float()
+                    assert torch.equal(found[row * num_kv_heads + head, group, query], wanted)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the library was not built")
+@pytest.mark.parametrize(
+    ("places", "seq_layers", "what"),
+    [([[7]], [(0, 0)], "place 7"), ([[0]], [(1, 0)], "request 1"), ([[0]], [(0, 3)], "layer 3")],
+)
+def test_queries_that_are_not_kept_cannot_be_read(places, seq_layers, what):
+    with pytest.raises(IndexError, match=f"there is no {what}"):
+        cpu.read_queries(torch.tensor(places), [torch.zeros(LAYERS, 7, 2, 16)], seq_layers, 1)

@@ -148,7 +148,7 @@ def run_all(
     derivative = OutputDerivative(weights, newest[:, 0], newest.flatten(1, 2), 0.1, mask)
     triton.solve_outputs(newest.flatten(1, 2), derivative, 0.1, 1, 0.1)
     triton.hand_over(positions, positions, positions.bool(), votes, 60)
-    triton.join_slots(*(torch.zeros(2 * heads, 16, n) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
+    triton.join_slots(*(torch.zeros(2 * heads, n, 64) for n in (816, 16)), planes[0, :, :16], votes.new_zeros(16, 816))
     for num_scores, cap in ((1, 0.0), (groups, 30.0)):
         scored = torch.zeros(2 * heads, num_scores, 100)
         merged = ZipPlanes(votes, votes, votes, positions, votes.bool(), scored, scored[..., :1])
@@ -395,6 +395,7 @@ def test_the_reference_says_where_its_tensors_are():
         derivative = OutputDerivative(weights.flatten(1, 2), found, found, 0.1, mask)
         reference.solve_outputs(found, derivative, 0.1, 1, 0.1)
         reference.hand_over(index, index - 40, mask, ranking, 70)
-        reference.join_slots(found[:, :4], found[:, :4, :4], ranking[:, :4], ranking[:, :32])
+        reference.join_slots(found[:, :32], found[:, :4], ranking[:, :4], ranking[:, :32])
+        reference.num_live(index)
         merged = ZipPlanes(ranking, ranking, ranking, index, mask, ranking[:, None], ranking[:, None, :1])
         reference.zip_groups(index[:, :9], index[:, 9:18], mask[:, :9], merged, ScoreMode.MEAN, "auto")

@@ -309,9 +309,9 @@ def test_triton_can_be_chosen():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
 def test_triton_join_slots_stays_inside_where_products_are_no_numbers():
-    products, between = torch.rand(2, 5, 3), torch.rand(2, 5, 5)
-    products[1, 3:] = torch.nan
-    joined, weights = triton.join_slots(products, between, torch.ones(2, 5), torch.ones(2, 3))
+    keys, joining = torch.rand(2, 3, 16), torch.rand(2, 5, 16)
+    joining[1, 3:] = torch.nan
+    joined, weights = triton.join_slots(keys, joining, torch.ones(2, 5), torch.ones(2, 3))
     assert joined.min() >= 0 and joined.max() < 3
     assert weights.sum(1).tolist() == [8.0, 8.0]
 

@@ -26,12 +26,14 @@ from vllm_kvmerge.ops.dispatch import most_similar as most_similar
 from vllm_kvmerge.ops.dispatch import move_entries as move_entries
 from vllm_kvmerge.ops.dispatch import newest as newest
 from vllm_kvmerge.ops.dispatch import newest_repeats as newest_repeats
+from vllm_kvmerge.ops.dispatch import num_live as num_live
 from vllm_kvmerge.ops.dispatch import overflowing as overflowing
 from vllm_kvmerge.ops.dispatch import override as override
 from vllm_kvmerge.ops.dispatch import padded_nonzero as padded_nonzero
 from vllm_kvmerge.ops.dispatch import paged_attention as paged_attention
 from vllm_kvmerge.ops.dispatch import projected_norms as projected_norms
 from vllm_kvmerge.ops.dispatch import put as put
+from vllm_kvmerge.ops.dispatch import read_queries as read_queries
 from vllm_kvmerge.ops.dispatch import score_prompt_queries as score_prompt_queries
 from vllm_kvmerge.ops.dispatch import score_repetition as score_repetition
 from vllm_kvmerge.ops.dispatch import solve_outputs as solve_outputs

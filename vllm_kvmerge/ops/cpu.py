@@ -336,6 +336,15 @@ def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | 
     _function("keep_queries")(query, addresses, layer, tokens)
 
 
+def read_queries(
+    places: Tensor, kept: Sequence[Tensor], seq_layers: Sequence[tuple[int, int]], num_kv_heads: int
+) -> Tensor:
+    num_heads, head_size = kept[0].shape[2:]
+    vectors = torch.empty(len(seq_layers), num_heads, places.shape[1], head_size)
+    _function("read_queries")(places.contiguous(), list(kept), torch.tensor(seq_layers), vectors)
+    return vectors.view(-1, num_heads // num_kv_heads, *vectors.shape[2:])
+
+
 def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> list[Tensor]:
     if any(plane.dtype not in (torch.float32, torch.int64) for plane in planes):
         return reference.take(index, planes, blanks)
@@ -366,6 +375,12 @@ def overflowing(
     return overflowing
 
 
+def num_live(positions: Tensor) -> Tensor:
+    live = torch.empty(len(positions), dtype=torch.int64)
+    _function("num_live")(positions.contiguous(), live)
+    return live
+
+
 def empty_places(
     positions: Tensor, kept: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -388,12 +403,11 @@ def free_places(index: Tensor, num_places: int) -> Tensor:
     return place
 
 
-def join_slots(
-    products: Tensor, between: Tensor, source_weights: Tensor, slot_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+def join_slots(keys: Tensor, joining: Tensor, source_weights: Tensor, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
     joined = torch.empty(source_weights.shape, dtype=torch.int64)
-    products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
-    _function("join_slots")(products, between.contiguous(), source_weights.contiguous(), total, joined)
+    total = slot_weights.clone(memory_format=torch.contiguous_format)
+    given = (t.contiguous() for t in (keys, joining, source_weights))
+    _function("join_slots")(*given, total, joined)
     return joined, total
 
 

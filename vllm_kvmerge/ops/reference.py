@@ -11,6 +11,7 @@ import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -205,6 +206,28 @@ def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | 
         if address:
             row = query[token].contiguous()
             ctypes.memmove(address + layer * row.nbytes, row.data_ptr(), row.nbytes)
+
+
+def read_queries(
+    places: Tensor, kept: Sequence[Tensor], seq_layers: Sequence[tuple[int, int]], num_kv_heads: int
+) -> Tensor:
+    """``[U * H, G, w, d]`` float32: the queries of sequence layers at ``places`` (``[requests, w]`` int64).
+
+    kept: each request's, ``[layers, window, H * G, d]``. seq_layers: of each of U its request and its layer, those of a
+    request one after the other.
+    """
+    vectors, done = torch.empty(0), 0
+    for request, some in groupby(seq_layers, key=lambda one: one[0]):
+        layers, queries = [layer for _, layer in some], kept[request]
+        if layers != list(range(len(queries))):  # else without a copy
+            queries = queries[layers]
+        # Of [layers, w, H * G, d].
+        by_head = queries.index_select(1, places[request]).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        if done == 0:
+            vectors = torch.empty(len(seq_layers), *by_head.shape[1:], device=places.device)
+        vectors[done : done + len(layers)] = by_head
+        done += len(layers)
+    return vectors.flatten(0, 1)
 
 
 def score_repetition(
@@ -678,6 +701,11 @@ def overflowing(
     return places.masked_fill(~overflows, -1)
 
 
+def num_live(positions: Tensor) -> Tensor:
+    """``[H]`` int64: how many of each head's ``positions`` (``[H, n]`` int64) are not negative."""
+    return (positions >= 0).sum(1)
+
+
 def empty_places(
     positions: Tensor, kept: Tensor, log_votes: Tensor, scores: Tensor, aux: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -715,16 +743,15 @@ def free_places(index: Tensor, num_places: int) -> Tensor:
     return torch.where(stays, index, padded_nonzero(free[:, :-1], num_places).gather(1, rank.clamp(min=0)))
 
 
-def join_slots(
-    products: Tensor, between: Tensor, source_weights: Tensor, slot_weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Joins sources to slots, which are means of keys: each in turn to that of largest product (ZSMerge eq. 6).
+def join_slots(keys: Tensor, joining: Tensor, source_weights: Tensor, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins sources to slots, which are means of keys: each in turn to that of largest k_r . k_t (ZSMerge eq. 6).
 
-    products: ``[H, m, s]`` float32, of each source's key with each slot's, and between: ``[H, m, m]``, with each other
-    source's. source_weights: ``[H, m]``, slot_weights: ``[H, s]`` float32: a slot's key moves as a source of weight w
-    joins, by w / max(1, total weight). Returns ``[H, m]`` int64, the slot of each source, and the slots' weights then.
+    keys: ``[H, s, d]`` float32, of the slots, and joining: ``[H, m, d]``, of the sources. source_weights: ``[H, m]``,
+    slot_weights: ``[H, s]`` float32: a slot's key moves as a source of weight w joins, by w / max(1, total weight).
+    Returns ``[H, m]`` int64, the slot of each source, and the slots' weights then.
     """
-    products, total = products.clone(), slot_weights.clone()
+    products, between = similarity.slot_products(keys, joining)
+    total = slot_weights.clone()
     joined = torch.zeros(source_weights.shape, dtype=torch.int64, device=products.device)
     head = torch.arange(len(products), device=products.device)
     for i in range(products.shape[1]):

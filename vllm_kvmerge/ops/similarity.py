@@ -35,6 +35,12 @@ def most_similar(sources: Tensor, targets: Tensor, index: Tensor, usable: Tensor
     return similarity.clamp(max=1.0), index.gather(1, best)
 
 
+def slot_products(keys: Tensor, joining: Tensor) -> tuple[Tensor, Tensor]:
+    """``[H, m, s]``, products of sources' keys (``joining``, ``[H, m, d]``) with slots' (``keys``, ``[H, s, d]``), and
+    ``[H, m, m]``, with each other's."""
+    return joining @ keys.transpose(1, 2), joining @ joining.transpose(1, 2)
+
+
 def newest_repeats(keys: Tensor, threshold: float, found: Tensor, start: int, stop: int) -> Tensor:
     """See ``reference.newest_repeats``. Compares with all entries, and leaves those before ``start`` as they are."""
     num_heads, n, _ = keys.shape

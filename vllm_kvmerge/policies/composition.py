@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -110,7 +111,7 @@ class CompressionPolicy(BaseModel):
     def parts(self) -> tuple[Part, ...]:
         return (self.tracker, self.allocator, self.selector, self.merger)
 
-    @property
+    @cached_property
     def query_window(self) -> int:
         """Number of the newest queries that the policy reads."""
         return max(self._query_window_of(part) for part in self.parts)

@@ -56,6 +56,11 @@ class CacheUpdate:
         """``[H, C]`` bool."""
         return self.positions != DEAD
 
+    @cached_property
+    def num_live(self) -> Tensor:
+        """``[H]`` int64."""
+        return ops.num_live(self.positions)
+
     @property
     def num_places(self) -> int:
         """``C``."""
@@ -126,7 +131,7 @@ class CacheUpdate:
 
     def emptied(self) -> "CacheUpdate":
         """The same with the metadata of empty places overwritten, and nothing moved to them."""
-        if self.positions.is_cpu and bool((self.positions != DEAD).all()):  # a GPU would be waited for
+        if self.positions.is_cpu and bool((self.num_live == self.num_places).all()):  # a GPU would be waited for
             return self
         kept, log_votes, scores, aux = ops.empty_places(self.positions, self.kept, *self.metadata[:3])
         return replace(self, kept=kept, log_votes=log_votes, scores=scores, aux=aux)
@@ -149,7 +154,8 @@ class CacheUpdate:
 
     def of_rows(self, rows: list[int]) -> "CacheUpdate":
         """The part of some rows."""
-        return CacheUpdate(*(None if plane is None else plane[rows] for plane in vars(self).values()))  # type: ignore[arg-type]
+        planes = (getattr(self, field.name) for field in fields(self))
+        return CacheUpdate(*(None if plane is None else plane[rows] for plane in planes))  # type: ignore[arg-type]
 
     @classmethod
     def stack_rows(cls, parts: "list[CacheUpdate]", entries: "list[Entries]") -> "CacheUpdate":
@@ -255,15 +261,16 @@ class CompressionResult:
     @classmethod
     def of(cls, source: Entries, update: CacheUpdate) -> "CompressionResult":
         update = update.emptied()
-        kept = update.is_live.sum(1)
-        return cls(source, update, kept, source.is_live.sum(1) - kept - update.merged, torch.zeros_like(kept))
+        kept = update.num_live
+        evicted = ops.num_live(source.positions) - kept - update.merged
+        return cls(source, update, kept, evicted, torch.zeros_like(kept))
 
     def finite(self, dtype: torch.dtype) -> "CompressionResult":
         """The same with ``CacheUpdate.finite``."""
         if not self.update.changed.shape[1]:
             return self
         update, as_before = self.update.finite(self.source, dtype)
-        return replace(self, update=update, kept=update.is_live.sum(1), as_before=as_before)
+        return replace(self, update=update, kept=update.num_live, as_before=as_before)
 
     @cached_property
     def entries(self) -> Entries:

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
-from vllm_kvmerge.engine.attention.compressed import head_pages, rows_of_batch
+from vllm_kvmerge.engine.attention.compressed import compressed_batch, head_pages, rows_of_batch
 from vllm_kvmerge.engine.attention.faster import DECODING, Attend, Faster, measure
 from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, KeptQueries, QueryReader, newest_in_rings
 from vllm_kvmerge.engine.support import QUANTISED, UnsupportedConfigError
@@ -80,6 +80,10 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         self.rows: list[BatchRow] = []
         self.faster = Faster()
+        most = self.vllm_config.scheduler_config.max_num_seqs
+        self._one_query_each = torch.ones(most, dtype=torch.int32)
+        of_plain = compressed_batch([PLAIN] * most, *[self._one_query_each] * 4)
+        self._of_plain = of_plain.fronts, of_plain.tails, of_plain.score_modes, of_plain.score_decays
 
     def _set_isa_to_layers(self, layer_names: list[str]) -> None:
         # "amx" packs K in tiles of its own; the cache holds K as "vec" and "vec16" pack it.
@@ -93,6 +97,8 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MergeableAttentionMetadata:
         common = stock_part = common_attn_metadata
+        if self._takes_all(common):
+            return self._all_ours(common)
         rows = self._our_rows(common)
         batch: AttentionBatch | None = None
         stock_tokens: Tensor | None = None
@@ -112,6 +118,30 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
             tokens, addresses = map(torch.from_numpy, newest_in_rings(self.rows, common))
             ours.kept = KeptQueries(addresses, tokens)
         return ours
+
+    def _takes_all(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a step has plain rows alone, with one query each, and all are ours: most steps of most servers."""
+        num_rows = common.num_reqs
+        has_one_each = common.max_query_len == 1 and common.num_actual_tokens == num_rows <= len(self._one_query_each)
+        return not self.rows and has_one_each and self.faster.takes(1, int(common.seq_lens.min()))
+
+    def _all_ours(self, common: CommonAttentionMetadata) -> MergeableAttentionMetadata:
+        """Metadata of such a step, without what only vLLM's operator reads."""
+        num_rows = common.num_reqs
+        where = common.query_start_loc[:num_rows], self._one_query_each[:num_rows], common.seq_lens
+        batch = AttentionBatch(common.block_table_tensor, *where, *(one[:num_rows] for one in self._of_plain))
+        return MergeableAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=1,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            stock_tokens=self._one_query_each[:0],
+            ours=batch,
+        )
 
     def _our_rows(self, common: CommonAttentionMetadata) -> dict[int, BatchRow]:
         """Rows that our operator attends for, by their place in the batch."""

@@ -110,6 +110,11 @@ class QueryRing:
         kept = self.window if count is None else min(count, self.window)
         return torch.arange(max(self.start, seq_len - kept), seq_len, device=self.device)
 
+    @property
+    def kept(self) -> Tensor:
+        """``[layers, window, H * G, d]``, by place."""
+        return self._ring
+
     def queries(self, seq_len: int, layers: list[int] | slice = slice(None), count: int | None = None) -> Tensor:
         """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""
         if layers == list(range(len(self._ring))):  # without a copy

@@ -124,12 +124,6 @@ class Compaction:
             for share, front in zip(shares, self.pages.fronts.flatten().tolist(), strict=True)
         ]
 
-    def newest_queries(self, layers: list[int], window: int) -> tuple[Tensor, Tensor]:
-        """Queries, ``[layers, w, H * G, d]`` in the model's dtype, and their positions, ``[w]`` int64."""
-        assert self.ring is not None
-        end = self.plan.seq_len
-        return self.ring.queries(end, layers, window), self.ring.positions(end, window)
-
 
 class _SequenceLayer(NamedTuple):
     """One layer of one request; ``request`` is its index in the batch."""
@@ -430,10 +424,10 @@ class Compactor:
             update = result.update
             by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
-            requests = list(dict.fromkeys(one.request for one in seq_layers))
-            tables = torch.tensor([batch.compactions[request].plan.blocks for request in requests])
-            blocks = sent(tables[[requests.index(one.request) for one in seq_layers]], self.device)
-            index = self._sent([one.request for one in seq_layers]).repeat_interleave(self.num_kv_heads)
+            request = torch.tensor([one.request for one in seq_layers])
+            tables = torch.tensor([one.plan.blocks for one in batch.compactions])
+            blocks = sent(tables.index_select(0, request), self.device)
+            index = sent(request.repeat_interleave(self.num_kv_heads), self.device)
             written = self._destinations(seq_layers, batch, rounds) if batch.deals else [(blocks, None)]
             for destination, heads in written:
                 _count(batch.counts, index, by_head, heads)
@@ -767,27 +761,28 @@ class Compactor:
 
     def _softmax(self, layers: list[int]) -> Softmax:
         """That of the heads of all sequence layers; layers: of each."""
-        first, *others = map(self.softmax, layers)
+        first = self.softmax(layers[0])
         if first.sinks is None:
             return first
-        return Softmax(first.cap, torch.cat([first.sinks, *(one.sinks for one in others if one.sinks is not None)]))
+        return Softmax(first.cap, torch.cat([one.sinks for one in map(self.softmax, layers) if one.sinks is not None]))
 
     def _shares_of(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> list[int]:
         size = self.num_kv_heads
         return [share for one in seq_layers for share in batch.shares[one.request][one.layer * size :][:size]]
 
     def _queries(self, seq_layers: list[_SequenceLayer], batch: _Batch, window: int) -> Queries:
-        vectors, positions, done = torch.empty(0), list[Tensor](), 0
-        for index, some in groupby(seq_layers, key=lambda one: one.request):
-            layers = [one.layer for one in some]
-            newest, where = batch.compactions[index].newest_queries(layers, window)
-            by_head = newest.unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)  # of [layers, w, H * G, d]
-            if done == 0:
-                vectors = torch.empty(len(seq_layers), *by_head.shape[1:], device=newest.device)
-            vectors[done : done + len(layers)] = by_head
-            positions += [where] * len(layers) * self.num_kv_heads
-            done += len(layers)
-        return Queries(vectors.flatten(0, 1), torch.stack(positions))
+        requests = {index: row for row, index in enumerate(dict.fromkeys(one.request for one in seq_layers))}
+        rings, positions, places = [], [], []
+        for index in requests:
+            compaction = batch.compactions[index]
+            assert compaction.ring is not None
+            rings.append(compaction.ring.kept)
+            positions.append(compaction.ring.positions(compaction.plan.seq_len, window))
+            places.append(positions[-1] % compaction.ring.window)
+        where = [(requests[one.request], one.layer) for one in seq_layers]
+        vectors = ops.read_queries(torch.stack(places), rings, where, self.num_kv_heads)
+        rows = self._sent([row for row, _ in where for _ in range(self.num_kv_heads)])
+        return Queries(vectors, torch.stack(positions).index_select(0, rows))
 
     def _gather(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> PagedEntries:
         if (known := batch.gathered.get(tuple(seq_layers))) is not None:
@@ -828,11 +823,11 @@ class Compactor:
             blocks = sent(batch.complete.blocks.repeat(len(seq_layers), 1), self.device)
             segments = torch.tensor([batch.compactions[0].segments] * len(seq_layers))
             return SequenceLayers(caches, torch.arange(len(seq_layers)), blocks, segments)
-        requests = list(dict.fromkeys(one.request for one in seq_layers))
-        tables = pad_sequence([batch.compactions[index].source_blocks for index in requests], batch_first=True)
-        rows = self._sent([requests.index(one.request) for one in seq_layers])
-        segments = torch.tensor([batch.compactions[one.request].segments for one in seq_layers])
-        located = self._layers_of(seq_layers, sent(tables, self.device).index_select(0, rows), segments)
+        tables = pad_sequence([one.source_blocks for one in batch.compactions], batch_first=True)
+        request = torch.tensor([one.request for one in seq_layers])
+        segments = torch.tensor([one.segments for one in batch.compactions]).index_select(0, request)
+        blocks = sent(tables, self.device).index_select(0, sent(request, self.device))
+        located = self._layers_of(seq_layers, blocks, segments)
         pages = [some for one in seq_layers if (some := batch.compactions[one.request].pages) is not None]
         return replace(located, pages=self._head_pages(pages, seq_layers)) if pages else located
 

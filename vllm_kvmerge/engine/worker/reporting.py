@@ -151,5 +151,8 @@ class EntryCounts:
         """Counts the numbers that have arrived from the GPU."""
         while self._pending and self._pending[0][1].are_here:
             policies, counts = self._pending.popleft()
-            for policy, (num_merged, num_evicted, num_overflows, *_) in zip(policies, counts.take(), strict=True):
+            totals: dict[str, list[int]] = {}
+            for policy, numbers in zip(policies, counts.take(), strict=True):
+                totals[policy] = [sum(pair) for pair in zip(totals.get(policy, [0] * 3), numbers[:3], strict=True)]
+            for policy, (num_merged, num_evicted, num_overflows) in totals.items():
                 count_entries(policy, self.engine, num_merged, num_evicted, num_overflows)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -101,7 +102,8 @@ class CompressionRunnerMixin(GPUModelRunner):
 
     def _blocks_of(self, request_id: str) -> torch.Tensor:
         # As in V2's block tables: kernels are compiled for each type.
-        return torch.tensor(self.requests[request_id].block_ids[self.compression.group], dtype=torch.int32)
+        ids = self.requests[request_id].block_ids[self.compression.group]
+        return torch.from_numpy(np.fromiter(ids, np.int32, len(ids)))
 
 
 class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.attention import Fusion
+from vllm_kvmerge.ops.similarity import slot_products
 from vllm_kvmerge.ops.triton import entry_kernels, places
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
 from vllm_kvmerge.ops.triton.backend import ELEMENTS, layer_addresses, product_type, rounded
@@ -250,11 +251,10 @@ def fused_attention(
     return fused
 
 
-def join_slots(
-    products: Tensor, between: Tensor, source_weights: Tensor, slot_weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    joined = torch.empty(source_weights.shape, dtype=torch.int64, device=products.device)
-    products, total = (t.clone(memory_format=torch.contiguous_format) for t in (products, slot_weights))
+def join_slots(keys: Tensor, joining: Tensor, source_weights: Tensor, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
+    joined = torch.empty(source_weights.shape, dtype=torch.int64, device=keys.device)
+    products, between = slot_products(keys, joining)
+    total = slot_weights.clone(memory_format=torch.contiguous_format)
     if joined.numel():
         # One stage, so that nothing is loaded ahead: each iteration reads what the last one has stored.
         entry_kernels.join[(len(products),)](

@@ -151,11 +151,7 @@ def _join(
     for start in range(0, sources.shape[1], MAX_JOINING):
         part = slice(start, start + MAX_JOINING)
         joining = entries.keys_at(sources[:, part])
-        # Each source's key times that of each slot and of each other source.
-        products, between = (joining @ torch.cat([keys, joining], 1).transpose(1, 2)).split(
-            [keys.shape[1], joining.shape[1]], dim=2
-        )
-        joined[:, part], total = ops.join_slots(products, between, weights[:, part], total)
+        joined[:, part], total = ops.join_slots(keys, joining, weights[:, part], total)
         if part.stop < sources.shape[1]:
             slot = joined[:, part]
             shares = weights[:, part] / total.gather(1, slot).clamp(min=1.0)
