@@ -39,11 +39,12 @@ def random_layer(arguments: argparse.Namespace) -> LayerTrace:
     num_tokens = arguments.entries + arguments.interval * (arguments.repeats + 1)
     heads, groups, size = arguments.kv_heads, arguments.groups, arguments.head_size
     angles = torch.rand(num_tokens, size // 2)
+    weights = torch.randn(heads, groups, heads * groups * size, size) / size**0.5
     return LayerTrace(
         queries=torch.randn(num_tokens, heads * groups, size),
         keys=torch.randn(num_tokens, heads, size),
         values=torch.randn(num_tokens, heads, size),
-        output_weights=torch.randn(heads, groups, heads * groups * size, size) / size**0.5,
+        output_weights=weights.to(getattr(torch, arguments.dtype)),
         scale=size**-0.5,
         rotation=Rotation(torch.cat([angles.cos(), angles.sin()], dim=1)),
     )

@@ -88,9 +88,7 @@ class Scene:
         angles = torch.rand(num_tokens, sizes.head_size // 2)
         rotation = Rotation(torch.cat([angles.cos(), angles.sin()], dim=1).to(sizes.dtype))
         heads = list(range(sizes.kv_heads))
-        self.compactor = Compactor(
-            layers, scale, heads, output_weights=lambda layer: weights.float(), rotation=rotation
-        )
+        self.compactor = Compactor(layers, scale, heads, output_weights=lambda layer: weights, rotation=rotation)
         scores = PromptScores.empty(sizes.layers, sizes.kv_heads, num_entries)
         scores.scores.uniform_()
         if self.policy.tracker.mode != "sum":

@@ -1686,6 +1686,8 @@ void split(const Split& s) {
   }
 }
 
+#include "norms.h"
+
 }  // namespace
 
 #define KVM_TEXT_(x) #x
@@ -1695,6 +1697,7 @@ const Kernels& kernels() {
   static constexpr Kernels table = {KVM_TEXT(KVM_LEVEL), kHasPairs, kHasTiles, attend_scratch, attend,
                                     finish, update, similar_scratch, similar,
                                     similar_entries_scratch, similar_entries, fuse_scratch, fuse, repeats_scratch, newest_repeats,
+                                    norms_scratch, norms,
                                     mark_largest, split, join_scratch, join_slots};
   return table;
 }

@@ -201,6 +201,18 @@ struct Repeats {
   float* scratch;     // repeats_scratch(stop, head_size) floats, aligned to 64 bytes
 };
 
+// For each value the sum of its products' absolute values with rows of weights.
+struct Norms {
+  const float* values;  // [n, head_size]
+  int64_t n;
+  int32_t head_size;
+  const void* weights;  // [num_rows, head_size]
+  DType dtype;          // of the weights
+  int64_t num_rows;
+  float* sums;     // [n] out
+  float* scratch;  // norms_scratch(*this) floats, aligned to 64 bytes
+};
+
 // Sources of one head join slots one after the other, each that of largest product, which is then that of a mean.
 struct Join {
   const float* keys;            // [num_slots, head_size]
@@ -228,6 +240,8 @@ struct Kernels {
   void (*fuse)(const Fuse&);
   int64_t (*repeats_scratch)(int64_t n, int64_t head_size);
   void (*newest_repeats)(const Repeats&);
+  int64_t (*norms_scratch)(const Norms&);
+  void (*norms)(const Norms&);
   bool (*mark_largest)(const Ranking&);  // false where integers are none that it can rank
   void (*split)(const Split&);
   int64_t (*join_scratch)(int64_t num_slots, int64_t num_sources, int64_t head_size);

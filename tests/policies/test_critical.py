@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_sound, random_entries
+from vllm_kvmerge import ops
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import DropMerger
+from vllm_kvmerge.policies.pausing import PIECE_PRODUCTS, in_pieces
 from vllm_kvmerge.policies.selectors import Critical, WindowTopK, critical
 from vllm_kvmerge.policies.trackers import SumTracker
 
@@ -90,13 +92,78 @@ def test_an_entry_of_middling_score_and_large_value_stays():
     assert set(result.positions[0].tolist()) == {0, 1, 2, 4, 6, 7}
 
 
-def test_norms_are_means_over_query_heads(monkeypatch):
-    values = random_entries(1, 2, 9, dtype=torch.float64).values
-    weights = random_weights(1, 2, num_groups=3)
-    expected = torch.einsum("hgod,hnd->hgno", weights, values).abs().sum(-1).mean(1)
-    torch.testing.assert_close(critical.projected_norms(values, weights), expected)
-    monkeypatch.setattr(critical, "MAX_PRODUCT_BYTES", 4 * 12 * 8)  # four values at a time
-    torch.testing.assert_close(critical.projected_norms(values, weights), expected)
+@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
+def test_entries_left_unweighed_are_none_of_the_largest(spread):
+    """Scores that are alike, so that all are weighed, and scores that are not, of models' dtypes."""
+    heads, n, head_size, budget = 2, 500, 32, 120
+    generator = torch.Generator().manual_seed(int(10 * spread))
+    weights = random_weights(1, heads, 3, 64, head_size).to(torch.bfloat16)
+    entries = random_entries(1, heads, n, num_dead=7, head_size=head_size)
+    entries.scores = ((0.01 + spread) * torch.randn(heads, n, generator=generator)).exp()
+    selector = Critical(window_size=8, kernel_size=1)
+    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True, output_weights=weights)
+    result = policy(selector).compress(entries, context).entries
+    exact = replace(entries, values=entries.values.double())
+    expected = [brute_force(exact, weights.double(), head, budget, selector) for head in range(heads)]
+    assert [set(row) for row in result.positions.tolist()] == expected
+
+
+def test_few_are_weighed_where_scores_differ(monkeypatch):
+    heads, n, budget, weighed, bounded = 2, 2000, 100, [], []
+    norms, bounds = ops.projected_norms, critical.norm_bounds
+    monkeypatch.setattr(ops, "projected_norms", lambda *given: (weighed.append(given[0].shape[1]), norms(*given))[1])
+    monkeypatch.setattr(critical, "norm_bounds", lambda *given: (bounded.append(1), bounds(*given))[1])
+    entries, weights = random_entries(1, heads, n, head_size=8), random_weights(1, heads).float()
+    selector = Critical(window_size=8, kernel_size=1)
+    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True, output_weights=weights)
+    entries.scores = (4.0 * torch.randn(heads, n, generator=torch.Generator().manual_seed(1))).exp()
+    policy(selector).compress(entries, context)
+    assert bounded and sum(weighed) < 0.2 * heads * n
+    bounded.clear()
+    weighed.clear()
+    entries.scores = torch.ones(heads, n)
+    policy(selector).compress(entries, context)
+    chosen = 8 + (budget - 8) // 2
+    assert not bounded and sum(weighed) == heads * (n - chosen)
+
+
+@examples(40)
+@given(SEEDS, st.sampled_from(["normal", "one column", "one row", "alike"]))
+def test_bounds_hold(seed, kind):
+    entries, weights = random_entries(seed, 2, 40, head_size=8), random_weights(seed, 2).float()
+    if kind == "one column":
+        weights[..., 1:] = 0.0
+    elif kind == "one row":
+        weights[:, :, 1:] = 0.0
+    elif kind == "alike":  # the bound is as close as it can be
+        weights[:], entries.values[:] = 0.3, 0.7
+    bounds, norms = critical.norm_bounds(entries, weights), ops.projected_norms(entries.values, weights)
+    assert (bounds >= norms).all()
+    if kind == "alike":
+        assert (bounds < 1.001 * norms).all()
+
+
+def test_products_of_weights_are_kept_while_these_are():
+    weights = random_weights(1, 2)
+    assert critical.mean_products(weights) is critical.mean_products(weights)
+    assert critical.mean_products(weights.clone()) is not critical.mean_products(weights)
+    before = len(critical._means)
+    del weights
+    assert len(critical._means) < before
+
+
+def test_it_may_wait_between_values():
+    """However it is cut in pieces, the norms are the same, and all products are accounted for."""
+    weights, values = torch.randn(1, 2, 1 << 10, 64), torch.randn(1, 20_000, 64)
+    running = in_pieces(lambda: critical.norms_in_pieces(values, weights))
+    pieces = []
+    try:
+        while True:
+            pieces.append(next(running))
+    except StopIteration as done:
+        assert torch.equal(done.value, critical.norms_in_pieces(values, weights))
+    assert sum(piece.products for piece in pieces) == weights.numel() * values.shape[1]
+    assert len(pieces) > 1 and max(piece.products for piece in pieces) <= 4 * PIECE_PRODUCTS
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

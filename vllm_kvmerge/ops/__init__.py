@@ -32,6 +32,7 @@ from vllm_kvmerge.ops.dispatch import overflowing as overflowing
 from vllm_kvmerge.ops.dispatch import override as override
 from vllm_kvmerge.ops.dispatch import padded_nonzero as padded_nonzero
 from vllm_kvmerge.ops.dispatch import paged_attention as paged_attention
+from vllm_kvmerge.ops.dispatch import projected_norms as projected_norms
 from vllm_kvmerge.ops.dispatch import put as put
 from vllm_kvmerge.ops.dispatch import read_queries as read_queries
 from vllm_kvmerge.ops.dispatch import score_prompt_queries as score_prompt_queries

@@ -481,3 +481,9 @@ def zip_groups(
     # As wide as the head that needs most of each list.
     narrow = (t.flatten()[: len(t) * width].view(len(t), width) for t, width in zip(wide, widths, strict=True))
     return ZipGroups(*narrow)
+
+
+def projected_norms(values: Tensor, weights: Tensor) -> Tensor:
+    norms = torch.empty(values.shape[:2])
+    _function("projected_norms")(values.contiguous(), weights.contiguous(), norms)
+    return norms.div_(weights.shape[1])

@@ -40,6 +40,9 @@ from vllm_kvmerge.ops.types import (
 )
 from vllm_kvmerge.ops.zipping import ZipGroups, ZipMode, ZipPlanes
 
+MAX_PRODUCT_BYTES = 1 << 20
+"""Size of a product W_O v above which values are taken in groups, which fit in the processor's caches."""
+
 
 def _segment(plane: Tensor, blocks: Tensor, start: int, stop: int, slot_dim: int) -> Tensor:
     """Slots ``[start, stop)`` of a plane as ``[H, ..., stop - start, ...]``; ``slot_dim`` is the slots' place in it."""
@@ -873,6 +876,23 @@ def zip_groups(
         return padded_nonzero(mask, None if mask.is_cpu else most)  # a GPU would be waited for
 
     return zipping.zip_groups(planes, sources, targets, joins, mode, zip_mode, softmax, listed, inverse)
+
+
+def projected_norms(values: Tensor, weights: Tensor) -> Tensor:
+    """``[H, n]``: mean over the G query heads of ||W_O v||_1.
+
+    values: ``[H, n, d]`` floating point. weights: ``[H, G, hidden, d]``, each query head's W_O, in any floating dtype.
+    """
+    num_groups, hidden = weights.shape[1:3]
+    size = max(1, MAX_PRODUCT_BYTES // (hidden * values.element_size()))
+    norms = torch.zeros_like(values[..., 0])
+    for head, of_head in enumerate(weights):
+        for weight in of_head:
+            weight = weight.to(values.dtype)
+            for start in range(0, values.shape[1], size):
+                part = slice(start, start + size)
+                norms[head, part] += (values[head, part] @ weight.T).abs_().sum(-1)
+    return norms / num_groups
 
 
 def attention_weights(

@@ -91,8 +91,8 @@ class CompressionContext:
     composition.
     tracker_mode: what the entries' statistics are; set by the composition.
     queries: the newest queries, if the policy reads some (``query_window``) and they are known.
-    output_weights: ``[H, G, hidden, d]`` float32, each query head's part of the output projection, if the policy
-    reads it and it is known.
+    output_weights: ``[H, G, hidden, d]`` in the model's dtype, each query head's part of the output projection, if the
+    policy reads it and it is known.
     rotation: the model's rotary position embedding, if it has one that is known.
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.

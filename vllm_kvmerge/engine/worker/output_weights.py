@@ -10,7 +10,8 @@ PROJECTION_NAMES = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 
 
 class OutputWeights:
-    """Callable on a layer's index: ``[H, G, hidden, d]`` float32 of this worker's heads, or None without such a module.
+    """Callable on a layer's index: ``[H, G, hidden, d]`` of this worker's heads, contiguous, in the model's dtype and
+    the same tensor in each call, or None without such a module.
 
     layer_names: vLLM's names of the attention layers, ``....self_attn.attn``; the projection is a sibling module.
     """
@@ -28,14 +29,14 @@ class OutputWeights:
     def __call__(self, layer: int) -> Tensor | None:
         if layer not in self._cache:
             self._cache[layer] = self._find(layer)
-        weight = self._cache[layer]
-        return None if weight is None else weight.float()
+        return self._cache[layer]
 
     def norms(self, layer: int, values: Tensor) -> Tensor:
         """``[H, G, n]`` float32: ||W_O v||_2 of ``values`` (``[H, n, d]``) in each query head; 1 without a module."""
         if layer not in self._products:
             weight = self(layer)
-            self._products[layer] = None if weight is None else weight.mT @ weight
+            wide = None if weight is None else weight.float()
+            self._products[layer] = None if wide is None else wide.mT @ wide
         product = self._products[layer]  # [H, G, d, d]: as long as d is below the hidden size, the shorter way
         values = values.float().unsqueeze(1)
         if product is None:
@@ -52,7 +53,8 @@ class OutputWeights:
                 like = next((p for p in self._model.parameters() if p.is_floating_point()), torch.empty(0))
                 unit = torch.eye(size, dtype=like.dtype, device=like.device)
                 columns = module.quant_method.apply(module, unit, bias=None)
-                return columns.view(self._num_kv_heads, -1, self._head_size, columns.shape[1]).transpose(2, 3)
+                by_head = columns.view(self._num_kv_heads, -1, self._head_size, columns.shape[1])
+                return by_head.transpose(2, 3).contiguous()
         logger.warning_once(
             "No output projection beside %s: policies rank by attention alone", self._layer_names[layer]
         )

@@ -1,22 +1,27 @@
 """Selector that also weighs how much an entry's value can change the layer's output."""
 
+from typing import cast
+
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Cost, CostShape, Entries, gathering, sorting
+from vllm_kvmerge import ops
+from vllm_kvmerge.ops.reference import MAX_PRODUCT_BYTES
+from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries, gathering
 from vllm_kvmerge.policies.entries import PART_ENTRIES
-from vllm_kvmerge.policies.indexing import first, ranked, top
-from vllm_kvmerge.policies.pausing import may_pause
+from vllm_kvmerge.policies.indexing import padded_nonzero, top
+from vllm_kvmerge.policies.pausing import at_once, may_pause
 from vllm_kvmerge.policies.pooling import max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
 
-MAX_PRODUCT_BYTES = 1 << 20
-"""Size of a product W_O v above which values are taken in groups, which fit in the processor's caches."""
+ALIKE = 0.5
+"""Share of the least score among as many as are wanted, above which others are like them."""
 
-WEIGHED_AT_ONCE = 128
-"""Entries of a head whose norms are computed before the next ones are looked at."""
+BOUND_AT_ONCE = 256
+"""Values of a head whose products with a matrix fit in the processor's caches."""
 
 
 @register
@@ -43,23 +48,22 @@ class Critical(WindowTopK):
             return top(ranking, protected, entries, context.counts)
         num_protected = protected.sum(1)
         num_first = ((context.counts - num_protected) * self.first_stage_share).long()
-        order = ranked(ranking, protected, entries).argsort(dim=1, descending=True, stable=True)
-        chosen = first(entries.is_live, order, (num_protected + num_first).unsqueeze(1))
+        chosen = entries.is_live & top(ranking, protected, entries, num_protected + num_first)
         weights = context.output_weights
         if ranking.is_cpu:
             weighed = largest_weighed(ranking, chosen, entries, context.counts - chosen.sum(1), weights)
         else:  # which entries have to be weighed would be waited for
-            norms = [projected_norms(entries.values_at(part), weights) for part in entries.parts()]
+            norms = [ops.projected_norms(entries.values_at(part), weights) for part in entries.parts()]
             weighed = ranking * torch.cat(norms, dim=1)
         return top(weighed, chosen, entries, context.counts)
 
     def cost(self, shape: CostShape) -> Cost:
-        n, weights = shape.num_entries, shape.group_size * shape.hidden_size * shape.head_size
+        n, d = shape.num_entries, shape.head_size
         part = min(n, PART_ENTRIES)
         return super().cost(shape) + Cost(
-            numbers=8 * n + part * shape.head_size + min(part * shape.hidden_size, MAX_PRODUCT_BYTES // 4),
-            products=n * weights,
-            touches=sorting(n) + 3 * n * shape.group_size * shape.hidden_size + gathering(shape.row_numbers),
+            numbers=10 * n + 2 * part * d + d * d + min(part * shape.hidden_size, MAX_PRODUCT_BYTES // 4),
+            products=n * (shape.group_size * shape.hidden_size + d) * d,
+            touches=20 * n + 2 * gathering(shape.row_numbers),
         )
 
 
@@ -67,47 +71,78 @@ def largest_weighed(ranking: Tensor, chosen: Tensor, entries: Entries, counts: T
     """``[H, n]``: ``ranking`` times the norms where that may be among the head's ``counts`` largest, beside those that
     are ``chosen``; elsewhere the least number there is.
 
-    ||W v||_1 <= sqrt(hidden) ||W v||_2, and the mean over query heads of the latter is at most sqrt(v' M v), M being
-    the mean of their W' W: d by d numbers instead of hidden by d. Entries are weighed in order of that bound, until it
-    is below what as many as are wanted have come to.
+    First those are weighed that could come to most, as many as are wanted, then all that could come to more than they
+    do. Where scores are so much alike that this would exclude hardly any, all are weighed at once.
     """
-    lowest = torch.finfo(ranking.dtype).min
-    mean = (weights.mT @ weights).mean(1)
-    diagonal = mean.diagonal(dim1=1, dim2=2)
-    diagonal += 1e-5 * diagonal.sum(1, keepdim=True)  # for what rounding takes away
-    bounds = []
+    lowest, possible = torch.finfo(ranking.dtype).min, entries.is_live & ~chosen
+    weighed = torch.full_like(ranking, lowest)
+
+    def weigh(mask: Tensor) -> None:
+        for part in padded_nonzero(mask).split(PART_ENTRIES, dim=1):
+            values = entries.values_at(part)
+            for head, number in enumerate((part >= 0).sum(1).tolist()):
+                index = part[head, :number]
+                norms = norms_in_pieces(values[head, None, :number], weights[head, None])[0]
+                weighed[head, index] = (ranking[head, index] * norms).nan_to_num(nan=lowest, neginf=lowest)
+
+    bound = ranking.clamp(min=0.0).nan_to_num(nan=torch.inf)  # what is not a number may be anything
+    least = least_of(bound, largest_of(bound, possible, counts))
+    if 2 * (possible & (bound > ALIKE * least)).sum() > possible.sum():
+        weigh(possible)
+        return weighed
+    bound = (bound * norm_bounds(entries, weights)).nan_to_num(nan=torch.inf)
+    best = largest_of(bound, possible, counts)
+    weigh(best)
+    weigh(possible & ~best & (bound > least_of(weighed, best)))
+    return weighed
+
+
+def largest_of(numbers: Tensor, possible: Tensor, counts: Tensor) -> Tensor:
+    """``[H, n]`` bool: of the ``possible`` ones those with the ``counts`` largest ``numbers``, or all if fewer."""
+    return possible & ops.top(numbers, torch.zeros_like(possible), possible, counts)
+
+
+def least_of(numbers: Tensor, mask: Tensor) -> Tensor:
+    """``[H, 1]``: the least of ``numbers`` (``[H, n]``) where ``mask`` is true, infinity where it is nowhere."""
+    return numbers.masked_fill(~mask, torch.inf).amin(1, keepdim=True)
+
+
+def norm_bounds(entries: Entries, weights: Tensor) -> Tensor:
+    """``[H, n]``: numbers that ``ops.projected_norms`` of the entries' values do not exceed.
+
+    ||W v||_1 <= sqrt(hidden) ||W v||_2, and the mean over query heads of the latter is at most sqrt(v' M v), M being
+    the mean of their W' W: d by d numbers instead of hidden by d.
+    """
+    mean, bounds = mean_products(weights), []
     for part in entries.parts():
-        values = entries.values_at(part)
-        bounds.append(((values @ mean) * values).sum(-1).clamp_(min=0.0).sqrt_())
-    bound = ranking.clamp(min=0.0) * torch.cat(bounds, 1) * weights.shape[2] ** 0.5
-    # What is not a number may be anything.
-    bound = bound.nan_to_num(nan=torch.inf).masked_fill(chosen | ~entries.is_live, -torch.inf)
-    order = bound.argsort(1, descending=True)
-    found = torch.full_like(bound, -torch.inf)
-    for part in order.split(max(WEIGHED_AT_ONCE, int(counts.max())), dim=1):
-        least = found.sort(1, descending=True).values.gather(1, (counts - 1).clamp(min=0).unsqueeze(1))
-        least = least.masked_fill((counts <= 0).unsqueeze(1), torch.inf)
-        contends = bound.gather(1, part) > least
-        if not contends.any():
-            break
-        values = entries.values_at(part.masked_fill(~contends, DEAD))
-        for head, number in enumerate(contends.sum(1).tolist()):
-            index = part[head, :number]
-            norms = projected_norms(values[head, None, :number], weights[head, None])[0]
-            found[head, index] = (ranking[head, index] * norms).nan_to_num(nan=lowest, neginf=lowest)
-    return found.clamp(min=lowest)
+        for values in entries.values_at(part).split(BOUND_AT_ONCE, dim=1):
+            bounds.append((values @ mean).mul_(values).sum(-1).clamp_(min=0.0).sqrt_())
+    return torch.cat(bounds, 1).mul_(weights.shape[2] ** 0.5)
 
 
-def projected_norms(values: Tensor, output_weights: Tensor) -> Tensor:
-    """``[H, n]``: mean over the G query heads of ||W_O v||_1. values: ``[H, n, d]``; weights: ``[H, G, hidden, d]``."""
-    num_groups, hidden = output_weights.shape[1:3]
-    size = max(1, MAX_PRODUCT_BYTES // (hidden * values.element_size()))
-    norms = torch.zeros_like(values[..., 0])
-    for head, weights in enumerate(output_weights):
-        for start in range(0, values.shape[1], size):
-            part = slice(start, start + size)
-            for weight in weights:
-                norms[head, part] += (values[head, part] @ weight.T).abs_().sum(-1)
-            num_products = norms[head, part].numel() * num_groups * hidden
-            may_pause(products=num_products * values.shape[2], touches=3 * num_products)
-    return norms / num_groups
+_means = WeakTensorKeyDictionary()
+
+
+def mean_products(weights: Tensor) -> Tensor:
+    """``[H, d, d]``, at least float32: the mean over query heads of W' W, and a little more for what rounding takes.
+
+    weights: ``[H, G, hidden, d]``. The result is kept as long as they are: a layer's are the same in each compression.
+    """
+    if weights not in _means:
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        mean = torch.stack([(weight.mT @ weight).mean(0) for weight in (one.to(dtype) for one in weights)])
+        diagonal = mean.diagonal(dim1=1, dim2=2)
+        diagonal += 1e-5 * diagonal.sum(1, keepdim=True)
+        _means[weights] = mean
+    return cast(Tensor, _means[weights])
+
+
+def norms_in_pieces(values: Tensor, weights: Tensor) -> Tensor:
+    """``ops.projected_norms``, which may be left to wait after some of the values."""
+    products = weights.shape[1:].numel()
+    # Each piece reads all weights: four times as many products as elsewhere, some 10 ms without AMX.
+    size, norms = at_once(values.shape[1], products // 4), []
+    for part in values.split(size, dim=1):
+        norms.append(ops.projected_norms(part, weights))
+        may_pause(products=part.shape[1] * products)
+    return torch.cat(norms, dim=1)
