@@ -696,6 +696,23 @@ void call_join_slots(TensorView keys, TensorView joining, TensorView source_weig
   });
 }
 
+void call_log_contributions(TensorView log_votes, TensorView scores, TensorView counts, double log_decay,
+                            TensorView out) {
+  const Argument a("log_votes", log_votes);
+  Contributions all{};
+  all.log_votes = a.contiguous({-1, -1}).f32();
+  const int64_t rows = a.size(0), n = all.n = a.size(1);
+  all.scores = Argument("scores", scores).contiguous({rows, n}).f32();
+  all.counts = Argument("counts", counts).contiguous({rows, n}).f32();
+  all.log_decay = static_cast<float>(log_decay);
+  all.out = Argument("out", out).contiguous({rows, n}).f32();
+  for_rows(rows, n, [&](int64_t row) {
+    Contributions one = all;
+    one.log_votes += row * n, one.scores += row * n, one.counts += row * n, one.out += row * n;
+    current().log_contributions(one);
+  });
+}
+
 void call_num_live(TensorView positions, TensorView live) {
   const Argument a("positions", positions);
   const int64_t* values = a.contiguous({-1, -1}).i64();
@@ -859,6 +876,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(split_budget, kvmerge::call_split_budget);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_places, kvmerge::call_free_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_slots, kvmerge::call_join_slots);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hand_over, kvmerge::call_hand_over);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(log_contributions, kvmerge::call_log_contributions);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(num_live, kvmerge::call_num_live);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(line_up, kvmerge::call_line_up);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(list_joined, kvmerge::call_list_joined);

@@ -1657,6 +1657,27 @@ void join_slots(const Join& x) {
   }
 }
 
+// 1 - e^x for x <= 0, to a few ulp: by its series where e^x is near 1.
+inline VF one_less_exp(VF x) {
+  VF p = x * (1.0f / 720) + (1.0f / 120);
+  p = p * x + (1.0f / 24);
+  p = p * x + (1.0f / 6);
+  p = p * x + 0.5f;
+  p = p * x + 1.0f;
+  return select(x > broadcast(-0.25f), -x * p, 1.0f - exp(x));
+}
+
+void log_contributions(const Contributions& c) {
+  const VF rate = broadcast(c.log_decay), none = broadcast(-kInfinity);
+  const auto at = [&](VF votes, VF score, VF count) {
+    return select(count > VF{}, votes + (score - log(one_less_exp(count * rate))), none);
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= c.n; i += kLanes) store(c.out + i, at(load(c.log_votes + i), load(c.scores + i), load(c.counts + i)));
+  for (; i < c.n; ++i)
+    c.out[i] = at(broadcast(c.log_votes[i]), broadcast(c.scores[i]), broadcast(c.counts[i]))[0];
+}
+
 void split(const Split& s) {
   for (int64_t i = 0; i < s.num_heads * s.n; ++i) s.keys[i] = ordered(s.shares[i]);
   // Of each head, those that are not below the limit, as far as it may have them; returns how many that is.
@@ -1698,7 +1719,7 @@ const Kernels& kernels() {
                                     finish, update, similar_scratch, similar,
                                     similar_entries_scratch, similar_entries, fuse_scratch, fuse, repeats_scratch, newest_repeats,
                                     norms_scratch, norms,
-                                    mark_largest, split, join_scratch, join_slots};
+                                    mark_largest, split, join_scratch, join_slots, log_contributions};
   return table;
 }
 

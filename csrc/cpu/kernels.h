@@ -224,6 +224,14 @@ struct Join {
   float* scratch;       // join_scratch(...) floats
 };
 
+// log_votes + scores - ln(1 - e^(counts log_decay)) of n entries; -inf where counts is not positive.
+struct Contributions {
+  const float *log_votes, *scores, *counts;  // [n]
+  float log_decay;
+  int64_t n;
+  float* out;  // [n]
+};
+
 struct Kernels {
   const char* name;
   bool has_pairs;  // whether bfloat16 is multiplied as it is
@@ -246,6 +254,7 @@ struct Kernels {
   void (*split)(const Split&);
   int64_t (*join_scratch)(int64_t num_slots, int64_t num_sources, int64_t head_size);
   void (*join_slots)(const Join&);
+  void (*log_contributions)(const Contributions&);
 };
 
 // The kernels of the level in use (module.cpp).

@@ -1,5 +1,7 @@
 """Index arithmetic on every implementation, against plain loops."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -228,6 +230,21 @@ def test_a_member_joins_the_first_slot_whose_product_is_no_number(operators):
     joined, weights = operators.join_slots(keys, joining, torch.ones(1, 20), torch.ones(1, 40))
     assert joined.eq(21).all()
     assert weights[0].tolist() == [21.0 if slot == 21 else 1.0 for slot in range(40)]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("decay", [1e-5, 0.5, 0.9, 0.99, 1 - 1e-5])
+def test_contributions_are_averages_without_their_bias(operators, n, decay):
+    """Against float64, wherever a^t is near 0 or 1; entries that no query has scored have none."""
+    generator = torch.Generator().manual_seed(n)
+    log_votes, scores = (torch.randn(4, n, generator=generator) * 3 for _ in range(2))
+    counts = torch.randint(0, 40, (4, n), generator=generator).float()
+    counts[1], counts[2] = counts[1] * 100, torch.arange(n) % 2
+    log_votes[3, ::3] = -torch.inf
+    found = operators.log_contributions(log_votes, scores, counts, decay)
+    corrected = scores.double() - torch.log(-torch.expm1(counts.double() * math.log(decay)))
+    expected = torch.where(counts > 0, log_votes.double() + corrected, -torch.inf)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("n", SIZES)

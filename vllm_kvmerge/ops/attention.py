@@ -18,6 +18,11 @@ PART_BYTES = 1 << 20
 """Size of a matrix of probabilities above which heads are taken in parts, which fit in the processor's caches."""
 
 
+def log_bias_correction(counts: Tensor, decay: float) -> Tensor:
+    """ln(1 - a^t) of moving averages of ``counts`` (t) queries (KeepKV eq. 8); -inf where t is 0. decay: a."""
+    return torch.log(-torch.expm1(counts * math.log(decay)))
+
+
 def attention_to_keys(
     queries: Tensor,
     query_positions: Tensor,

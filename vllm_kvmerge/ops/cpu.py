@@ -3,6 +3,7 @@
 Arguments are checked on the native side: TypeError for a wrong dtype, ValueError for anything else.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from functools import cache as cached
@@ -384,6 +385,15 @@ def overflowing(
     contiguous = (None if t is None else t.contiguous() for t in given)
     _function("overflowing")(*contiguous, least_overflow(dtype), overflowing)
     return overflowing
+
+
+def log_contributions(log_votes: Tensor, scores: Tensor, counts: Tensor, decay: float) -> Tensor:
+    if any(t.dtype != torch.float32 for t in (log_votes, scores, counts)):
+        return reference.log_contributions(log_votes, scores, counts, decay)
+    out = torch.empty(log_votes.shape)
+    given = (t.contiguous() for t in (log_votes, scores, counts))
+    _function("log_contributions")(*given, math.log(decay), out)
+    return out
 
 
 def num_live(positions: Tensor) -> Tensor:

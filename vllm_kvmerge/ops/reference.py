@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_kvmerge.ops import attention, neighbours, similarity, turns, zipping
-from vllm_kvmerge.ops.attention import Fusion, accumulate_scores
+from vllm_kvmerge.ops.attention import Fusion, accumulate_scores, log_bias_correction
 from vllm_kvmerge.ops.regression import OutputDerivative, conjugate_gradients
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
@@ -714,6 +714,12 @@ def overflowing(
             # The largest number of a row is what becomes infinite first, and NaN is larger than all.
             overflows |= ~rows.abs().amax(-1).to(dtype).isfinite()
     return places.masked_fill(~overflows, -1)
+
+
+def log_contributions(log_votes: Tensor, scores: Tensor, counts: Tensor, decay: float) -> Tensor:
+    """``[H, n]`` float32: ln(p s_hat) of entries whose ``scores`` are moving averages of mode ``log_ema`` over
+    ``counts`` queries; -inf where that is 0. All ``[H, n]`` float32."""
+    return log_votes + torch.where(counts > 0, scores - log_bias_correction(counts, decay), -torch.inf)
 
 
 def num_live(positions: Tensor) -> Tensor:

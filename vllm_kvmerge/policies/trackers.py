@@ -1,6 +1,5 @@
 """Trackers: rank entries by statistics that attention accumulates."""
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -8,6 +7,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vllm_kvmerge import ops
+from vllm_kvmerge.ops.attention import log_bias_correction
 from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, Repetition, ScoreMode, ServedModel, Tracker
 from vllm_kvmerge.policies.registry import register
 
@@ -20,11 +21,6 @@ EmaDecay = Annotated[
     float, Field(ge=1e-5, le=1.0 - 1e-5, description="Weight of the past in the moving average of scores.")
 ]
 """Weight alpha of KeepKV eq. 8."""
-
-
-def log_bias_correction(counts: Tensor, ema_decay: float) -> Tensor:
-    """ln(1 - a^t) of moving averages of ``counts`` (t) queries (KeepKV eq. 8); -inf where t is 0."""
-    return torch.log(-torch.expm1(counts * math.log(ema_decay)))
 
 
 class ScoringTracker(Tracker):
@@ -128,7 +124,7 @@ class LogEmaTracker(ScoringTracker):
 
     def importance(self, entries: Entries) -> Tensor:
         """ln(p s_hat): the logarithm of the entry's contribution to attention's denominator."""
-        return entries.log_votes + self.corrected(entries)
+        return ops.log_contributions(entries.log_votes, entries.scores, entries.query_counts, self.ema_decay)
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=5 * shape.num_entries, touches=24 * shape.num_entries)

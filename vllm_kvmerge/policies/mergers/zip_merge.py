@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, Softmax
+from vllm_kvmerge.ops.attention import log_bias_correction
 from vllm_kvmerge.ops.zipping import ZipMode, ZipPlanes
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
@@ -25,7 +26,7 @@ from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, comparing_ten
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import any_at, first, inverse, listed, mask_of, select
 from vllm_kvmerge.policies.registry import register
-from vllm_kvmerge.policies.trackers import EmaDecay, log_bias_correction
+from vllm_kvmerge.policies.trackers import EmaDecay
 
 HeadFit = Literal["mean", "least_squares"]
 
