@@ -24,7 +24,7 @@ from vllm_kvmerge.policies.base import (
 )
 from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, comparing_tensors, gathering, sorting
 from vllm_kvmerge.policies.entries import PART_ENTRIES
-from vllm_kvmerge.policies.indexing import any_at, first, inverse, listed, mask_of, select
+from vllm_kvmerge.policies.indexing import any_at, first, inverse, listed, select
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.trackers import EmaDecay
 
@@ -202,7 +202,8 @@ class ZipMerger(Merger):
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
         scores = self._scores(entries, importance, context)
-        evicted = listed(scores.usable & ~mask_of(kept, len(entries)), len(entries) - kept.shape[1])
+        stays = inverse(kept, len(entries)) >= 0
+        evicted = listed(scores.usable & ~stays, len(entries) - kept.shape[1])
         if evicted.shape[1] == 0:
             return CacheUpdate.of(entries, kept)
         sources = evicted.clamp(min=0)
