@@ -304,6 +304,10 @@ class CompressionReport:
 # would make these functions unnecessary.
 
 
+NO_STEP, NO_REPORT = CompressionStep(), CompressionReport()
+"""Empty ones, which nobody changes: most steps of plain requests."""
+
+
 def attach(output: "SchedulerOutput | ModelRunnerOutput", message: CompressionStep | CompressionReport | None) -> None:
     """None: an empty message, which costs nothing to send."""
     output.kvmerge = message  # type: ignore[union-attr]
@@ -311,7 +315,7 @@ def attach(output: "SchedulerOutput | ModelRunnerOutput", message: CompressionSt
 
 def attached_step(output: "SchedulerOutput") -> CompressionStep:
     """The output's step, empty for outputs that vLLM makes by itself, such as those of dummy runs."""
-    return getattr(output, "kvmerge", None) or CompressionStep()
+    return getattr(output, "kvmerge", None) or NO_STEP
 
 
 def is_scheduled(output: "SchedulerOutput") -> bool:
@@ -321,4 +325,4 @@ def is_scheduled(output: "SchedulerOutput") -> bool:
 
 
 def attached_report(output: "ModelRunnerOutput") -> CompressionReport:
-    return getattr(output, "kvmerge", CompressionReport())
+    return getattr(output, "kvmerge", NO_REPORT)

@@ -38,6 +38,7 @@ from vllm_kvmerge.engine.metrics import (
     count_request,
 )
 from vllm_kvmerge.engine.plan import (
+    NO_STEP,
     CompressionPlan,
     CompressionStep,
     Failure,
@@ -388,7 +389,7 @@ class CompressionSchedulerMixin(Scheduler):
         step.usage = self._usage.after_compressions(self.running, self._size, compressed)
         if self._freed is not None:
             step.poisoned = self._freed.take()
-        attach(output, None if step == CompressionStep() else step)
+        attach(output, None if step == NO_STEP else step)
         if self.log_stats and self._gauges.are_due(len(self.running), bool(step.plans)):
             users = [one for one in self.running if not isinstance(one, RepeatingRequest)]
             self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
@@ -562,10 +563,13 @@ class CompressionSchedulerMixin(Scheduler):
         num_certain = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         if num_new_tokens > num_certain:
             num_new_tokens = max(num_certain, min(num_new_tokens, self._draft_end(request) - num_computed_tokens))
+        compression = self._compressions.get(request.request_id)
+        if compression is None:
+            return num_new_tokens
         if request.request_id in self._spread:
             return 0
-        due_at, compression = self._next_compression(request), self._compressions.get(request.request_id)
-        if compression is None or (due_at is None and not compression.config.awaits_pressure):
+        due_at = self._next_compression(request)
+        if due_at is None and not compression.config.awaits_pressure:
             return num_new_tokens
         if not self._leaves_room_to_repeat(request, compression):
             return 0
