@@ -1526,19 +1526,14 @@ inline int32_t key_of(uint32_t result) { return static_cast<int32_t>(result ^ 0x
 int64_t count_below(const int32_t* keys, int64_t n, int32_t limit) {
   const VI limits = VI{} + limit;
   VI sums[4] = {};
-  int64_t i = 0, below = 0;
+  int64_t i = 0;
   for (; i + 4 * kLanes <= n; i += 4 * kLanes)
     for (int j = 0; j < 4; ++j) {
       VI x;
       __builtin_memcpy(&x, keys + i + j * kLanes, sizeof x);
       sums[j] -= x < limits;
     }
-  const VI sum = sums[0] + sums[1] + (sums[2] + sums[3]);
-#if defined(__AVX512F__)
-  below = _mm512_reduce_add_epi32(bit_cast<__m512i>(sum));
-#else
-  for (int j = 0; j < kLanes; ++j) below += sum[j];
-#endif
+  int64_t below = horizontal_sum(sums[0] + sums[1] + (sums[2] + sums[3]));
   for (; i < n; ++i) below += keys[i] < limit;
   return below;
 }

@@ -210,6 +210,23 @@ inline float horizontal_sum(VF x) {
   return joined(x, [](VF a, VF b) { return a + b; });
 }
 
+// As `joined`, where whole numbers would not always stay what they are: as floats, they may be taken for zero.
+inline int32_t horizontal_sum(VI x) {
+#if defined(__AVX512F__)
+  const auto as_m512i = [](VI y) { return bit_cast<__m512i>(y); };
+  const __mmask16 all = 0xffff;
+  x += bit_cast<VI>(_mm512_maskz_shuffle_i32x4(all, as_m512i(x), as_m512i(x), 0x4e));
+  x += bit_cast<VI>(_mm512_maskz_shuffle_i32x4(all, as_m512i(x), as_m512i(x), 0xb1));
+  x += bit_cast<VI>(_mm512_maskz_shuffle_epi32(all, as_m512i(x), _MM_PERM_BADC));
+  x += bit_cast<VI>(_mm512_maskz_shuffle_epi32(all, as_m512i(x), _MM_PERM_CDAB));
+  return x[0];
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
 inline VF iota() {
   VF x;
   for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>(i);

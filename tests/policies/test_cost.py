@@ -84,11 +84,39 @@ def test_parts_hold_no_more_than_they_state(kind, name, sizes, num_entries, budg
         {"policy": "compactor", "attention_window": 700, "attention_chunk": 1000},
         {"policy": "compactor", "allocator": "variance", "tracker": "sum"},
         {"policy": "h2o", "allocator": "uniform", "skip_layers": 1},
+        {"policy": "adakv", "selector": "criticalkv"},
     ],
     ids=lambda parameters: "-".join(map(str, parameters.values())),
 )
 def test_parameters_that_cost_much(parameters):
     assert_enough_is_stated(parameters, Sizes(layers=2, kv_heads=2), 1200, 130)
+
+
+def bytes_with_output_weights(policy: str, sizes: Sizes, exponents: list[float]) -> tuple[int, int]:
+    """Stated and real, with criticalkv's selector. exponents: of each head's scores, whose logarithms spread by 4."""
+    torch.manual_seed(0)
+    scene = Scene(sizes, {"policy": policy, "selector": "criticalkv"}, 300, 100, interval=16)
+    scores = scene.first.prompt_scores.scores
+    scores.copy_((4 * torch.randn(scores.shape)).exp() ** torch.tensor(exponents)[:, None])
+    stated = 4 * scene.cost(scene.first).numbers * sizes.layers * sizes.kv_heads
+    return stated, peak_bytes(lambda: scene.run(scene.first))
+
+
+def test_the_output_projection_is_in_float32_in_parts_alone():
+    """Of a single KV head: a query head's part, of 8, where bounds of norms are computed first."""
+    sizes = Sizes(kv_heads=1, group_size=8)
+    stated, real = bytes_with_output_weights("criticalkv", sizes, [1.0])
+    of_query_head = 4 * sizes.hidden_size * sizes.head_size
+    assert of_query_head < real <= stated < sizes.group_size * of_query_head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_output_projection_is_copied_for_heads_of_one_budget(dtype):
+    """For the first and the last head, whose scores are so far apart that they get the least budget."""
+    sizes = Sizes(kv_heads=3, group_size=8, dtype=dtype)
+    stated, real = bytes_with_output_weights("adakv", sizes, [20.0, 1.0, 20.0])
+    of_two_heads = 2 * sizes.group_size * sizes.hidden_size * sizes.head_size * dtype.itemsize
+    assert of_two_heads < real <= stated
 
 
 def test_a_later_compression_of_a_long_prompt():

@@ -183,17 +183,17 @@ class CompressionPolicy(BaseModel):
             times = self.allocator.reads_attention + self.allocator.has_layer_statistic
             parts += replace(self.part_cost(self.selector, shape), numbers=0) * times
         num_queries = shape.num_queries(self.query_window)
-        weights = group * shape.hidden_size * d if self.needs_output_weights else 0
-        # Metadata of all entries and places, queries as they are kept and in float32, the output projection.
+        # Metadata of all entries and places, queries as they are kept and in float32.
         own = Cost(
-            numbers=8 * n + 14 * largest + 3 * num_queries * group * d + weights,
-            touches=60 * n + 60 * largest + 8 * num_queries * group * d + weights + CALLS,
+            numbers=8 * n + 14 * largest + 3 * num_queries * group * d,
+            touches=60 * n + 60 * largest + 8 * num_queries * group * d + CALLS,
         )
         if self.protect:  # what is hidden from the parts, and the places of both
             own += Cost(8 * n + 16 * largest, 0, 20 * n + 30 * largest)
         if largest > shape.budget:
-            # Heads with different budgets go one after the other.
-            own += Cost(parts.numbers + 6 * n + 12 * largest, 0, 40 * (n + largest))
+            # Heads with different budgets go one after the other, with copies of their parts of the output projection.
+            weights = group * shape.hidden_size * d if self.needs_output_weights else 0
+            own += Cost(parts.numbers + 6 * n + 12 * largest + weights, 0, 40 * (n + largest) + weights)
         return own + parts
 
     def part_cost(self, part: Part, shape: CostShape) -> Cost:

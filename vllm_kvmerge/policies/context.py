@@ -161,12 +161,16 @@ class CompressionContext:
         """The context of some of the rows, once budgets are assigned."""
         if len(rows) == len(self.heads.layers):
             return self
+        weights = self.output_weights
+        if weights is not None:  # rows that follow one another need no copy
+            is_range = rows == list(range(rows[0], rows[0] + len(rows)))
+            weights = weights[rows[0] : rows[0] + len(rows)] if is_range else weights[rows]
         return replace(
             self,
             heads=self.heads.of_rows(rows),
             softmax=self.softmax.of_heads(rows),
             queries=None if self.queries is None else self.queries.of_rows(rows),
-            output_weights=None if self.output_weights is None else self.output_weights[rows],
+            output_weights=weights,
             layer_statistics=None,
             shares=None if self.shares is None else [self.shares[row] for row in rows],
         )

@@ -23,6 +23,7 @@ from tests.engine.cuda.test_compactions import on_gpu  # noqa: E402
 from tests.engine.worker.test_batches import GROUPS as COMPACTED_GROUPS  # noqa: E402
 from tests.engine.worker.test_batches import Worker  # noqa: E402
 from tests.ops.triton_compiler import launches  # noqa: E402
+from tests.policies.sampling import rope  # noqa: E402
 from vllm_kvmerge.engine.attention import cuda, rows  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import (  # noqa: E402
     BatchRow,
@@ -31,10 +32,12 @@ from vllm_kvmerge.engine.attention.rows import (  # noqa: E402
     RepetitionWindow,
     ScoreWindow,
 )
+from vllm_kvmerge.engine.plan import WindowMove  # noqa: E402
 from vllm_kvmerge.engine.worker import warm_up  # noqa: E402
+from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression  # noqa: E402
 from vllm_kvmerge.engine.worker.cuda_worker import KVMergeCUDAWorker  # noqa: E402
 from vllm_kvmerge.engine.worker.warm_up import AttentionKind  # noqa: E402
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, triton  # noqa: E402
+from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, cell_bytes, triton  # noqa: E402
 from vllm_kvmerge.policies import PRESETS  # noqa: E402
 from vllm_kvmerge.request.parameters import parse_compression  # noqa: E402
 
@@ -179,6 +182,48 @@ def test_keys_that_are_turned_compile_nothing_while_serving(started):
         with counting() as counts:
             done = worker.compactor.execute([replace(one, moves_keys=True) for one in step])
         assert not done.failures and not counts.machine_codes - started
+
+
+def compression_with_windows(num_heads: int, head_size: int, dtype: torch.dtype, can_turn: bool) -> CUDACompression:
+    """Of a model with two layers that have a window, heads of their own, and RoPE if keys ``can_turn``."""
+    with SimulatedGPU(may_wait=True, must_pin=True):
+        worker = Worker("streaming_llm", (150,))
+        on_gpu(worker, blocks_on_gpu=True)
+        shape = 8, num_heads, 16, cell_bytes(head_size, dtype) // dtype.itemsize
+        memory = [torch.zeros(shape, device=GPU).to(dtype) for _ in range(2)]
+        rotation = rope(head_size)
+        rotation = replace(rotation, table=rotation.table.as_subclass(OnGPU))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16), parallel_config=SimpleNamespace(data_parallel_index=0)
+    )
+    compression = CUDACompression(config, GPU)
+    compression._compactor, compression._max_blocks = worker.compactor, MAX_BLOCKS
+    caches = [PagedKVCache.of(one, head_size, row_major_keys=True) for one in memory]
+    compression._windows = {1: (caches, rotation if can_turn else None)}
+    return compression
+
+
+@pytest.mark.parametrize("can_turn", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("num_heads", "head_size"), [(2, 32), (1, 16), (16, 16)])
+def test_keys_in_windows_compile_nothing_while_serving(num_heads, head_size, dtype, can_turn, monkeypatch):
+    limits = SimpleNamespace(allowed_policies=frozenset(), head_pages=False)
+    monkeypatch.setattr("vllm_kvmerge.engine.worker.cuda_compression.request_limits", lambda config: limits)
+    monkeypatch.setattr(CUDACompression, "layers", {})
+    compression = compression_with_windows(num_heads, head_size, dtype, can_turn)
+    ((caches, _),) = compression._windows.values()
+    before = [cache.content.clone() for cache in caches]
+    with counting() as started:
+        compression.warm_up()
+    assert all(map(torch.equal, [cache.content for cache in caches], before)), "a cache has changed"
+    served = set()
+    for first_row, blocks, seq_len, shift in ((0, [3], 16, -1), (2, [1, 6], 61, 16), (5, [4, 2, 7], 128, -40)):
+        plan = SimpleNamespace(windows=[WindowMove(1, first_row, blocks, blocks)], seq_len=seq_len)
+        with counting() as counts:
+            compression._turn_windows(plan, shift)
+        served |= counts.machine_codes
+    assert {code[0] for code in served} == ({"read_rows", "write_rows"} if can_turn else set())
+    assert not served - started.machine_codes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)

@@ -5,12 +5,17 @@ fewer than places, and the tokens of the tail those that follow. So they need no
 when all entries of its head are put in order, dead ones first.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
+from vllm_kvmerge.ops import PagedKVCache, SequenceLayers
+from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.entries import DEAD
 from vllm_kvmerge.policies.indexing import inverse
+from vllm_kvmerge.policies.rotation import Rotation
 
 
 def moves(source: Tensor, places: Tensor, front: int) -> tuple[Tensor, Tensor]:
@@ -24,3 +29,17 @@ def moves(source: Tensor, places: Tensor, front: int) -> tuple[Tensor, Tensor]:
     before = torch.searchsorted(in_order, places)
     after = inverse(ops.by_position(places), num_places) + front - num_places
     return before, after.masked_fill(places == DEAD, DEAD)
+
+
+def turn_blocks(
+    caches: Sequence[PagedKVCache], rotation: Rotation, blocks: list[int], num_keys: int, shift: int
+) -> None:
+    """Turns the first ``num_keys`` keys in ``blocks`` (ids), in each of ``caches``, by ``shift`` positions."""
+    device, num_layers = caches[0].device, len(caches)
+    ids = sent(torch.tensor([blocks] * num_layers), device)
+    segments = torch.tensor([[num_keys] * 3] * num_layers)
+    # Relative to one another: their positions themselves may be negative.
+    size = num_layers * caches[0].num_kv_heads, num_keys
+    before, after = (torch.full(size, max(0, one), device=device) for one in (-shift, shift))
+    layers = SequenceLayers(caches, torch.arange(num_layers), ids, segments)
+    ops.turn_keys(layers, ids, before, after, rotation.table, rotation.is_neox)

@@ -276,9 +276,9 @@ class Compactor:
 
     layers: each layer's KV cache. scale: of the attention logits. head_indices: index of each of this worker's KV heads
     among the model's. all_heads: gathers ``[num_kv_heads, ...]`` from all tensor-parallel workers. output_weights:
-    returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` float32, or None if it is unknown. softmax:
-    returns that of a layer, whose cap all layers share. rotation:
-    the model's rotary position embedding, if it is known. group_size: query heads per KV head (G). hidden_size: of the
+    returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` in the model's dtype and the same tensor in
+    each call, or None if it is unknown. softmax: returns that of a layer, whose cap all layers share. rotation: the
+    model's rotary position embedding, if it is known. group_size: query heads per KV head (G). hidden_size: of the
     model. max_bytes: working memory of a policy for a batch; larger batches are split, down to one layer of one
     request. max_seconds: time that a policy may take for a batch beyond ``SLACK`` times its estimate by ``rates``;
     None: no limit. is_alone: no other worker compresses the same requests.

@@ -54,6 +54,7 @@ from vllm_kvmerge.engine.plan import (
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.arriving import Arriving
+from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Course, Rescoring
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
@@ -78,10 +79,8 @@ from vllm_kvmerge.ops import (
     PagedKVCache,
     ScoreMode,
     ScoreUpdate,
-    SequenceLayers,
     implementation,
     override,
-    turn_keys,
 )
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.cost import Rates, measure_rates
@@ -318,15 +317,8 @@ class Compression:
             caches, rotation = self._windows[window.group]
             if not shift or not window.blocks or rotation is None:
                 continue
-            count = plan.seq_len - window.first_row * caches[0].block_size
-            blocks = sent(torch.tensor([window.blocks] * len(caches)), self._device)
-            layers = SequenceLayers(
-                caches, torch.arange(len(caches)), blocks, torch.tensor([[count] * 3] * len(caches))
-            )
-            # Relative to one another: their positions themselves may be negative.
-            size = len(caches) * caches[0].num_kv_heads, count
-            before, after = (torch.full(size, max(0, one), device=self._device) for one in (-shift, shift))
-            turn_keys(layers, blocks, before, after, rotation.table, rotation.is_neox)
+            num_keys = plan.seq_len - window.first_row * caches[0].block_size
+            turn_blocks(caches, rotation, window.blocks, num_keys, shift)
 
     def _watched(self, model: nn.Module, layer_names: list[str], heads: list[int]) -> HiddenStates:
         """The model's hidden states, with what the server's surrogate model predicts for this worker's ``heads``."""

@@ -123,6 +123,8 @@ class CUDACompression(Compression):
         names = [name for name in PRESETS if limits.allowed_policies is None or name in limits.allowed_policies]
         policies = [parse_known(json.dumps({"policy": name, "budget": warm_up.BUDGET})).policy for name in names]
         warm_up.compactions(self.compactor, policies, dtype, limits.head_pages)
+        if self.compactor.rotation is not None and not self.has_states:  # otherwise positions are those of the text
+            warm_up.windows(self._windows.values())
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         logger.info("Kernels of attention and compressions were warmed up in %.1f s", time.perf_counter() - started)

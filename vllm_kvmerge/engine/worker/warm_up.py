@@ -11,12 +11,14 @@ from vllm.logger import init_logger
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, Softmax
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.types import PageTables, cell_bytes
 from vllm_kvmerge.ops.zipping import ZipPlanes
 from vllm_kvmerge.policies import CompressionPolicy
+from vllm_kvmerge.policies.rotation import Rotation
 
 logger = init_logger(__name__)
 
@@ -156,6 +158,16 @@ def compactions(
             ]
             _run(compactor, paged)
     _read_entries(compactor, blocks, head_pages)
+
+
+def windows(groups: Iterable[tuple[Sequence[PagedKVCache], Rotation | None]]) -> None:
+    """Turns keys as compressions with ``positions: cache`` do in layers with a window.
+
+    groups: the caches of each group of such layers, which are alike, and their RoPE if keys can be turned by it.
+    """
+    for caches, rotation in groups:
+        if rotation is not None:
+            turn_blocks([scratch_like(caches[0], 1)], rotation, [0], caches[0].block_size, 1)
 
 
 def _run(compactor: Compactor, steps: list[Compaction]) -> None:

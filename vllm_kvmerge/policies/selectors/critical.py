@@ -59,11 +59,12 @@ class Critical(WindowTopK):
 
     def cost(self, shape: CostShape) -> Cost:
         n, d = shape.num_entries, shape.head_size
-        part = min(n, PART_ENTRIES)
+        part, weights = min(n, PART_ENTRIES), shape.hidden_size * d
+        # Of the output projection one query head's part at a time is in float32.
         return super().cost(shape) + Cost(
-            numbers=10 * n + 2 * part * d + d * d + min(part * shape.hidden_size, MAX_PRODUCT_BYTES // 4),
-            products=n * (shape.group_size * shape.hidden_size + d) * d,
-            touches=20 * n + 2 * gathering(shape.row_numbers),
+            numbers=10 * n + 2 * part * d + weights + d * d + min(part * shape.hidden_size, MAX_PRODUCT_BYTES // 4),
+            products=n * (shape.group_size * weights + d * d),
+            touches=20 * n + 2 * gathering(shape.row_numbers) + shape.group_size * weights,
         )
 
 
@@ -129,8 +130,14 @@ def mean_products(weights: Tensor) -> Tensor:
     weights: ``[H, G, hidden, d]``. The result is kept as long as they are: a layer's are the same in each compression.
     """
     if weights not in _means:
+        num_heads, num_groups, _, size = weights.shape
         dtype = torch.promote_types(weights.dtype, torch.float32)
-        mean = torch.stack([(weight.mT @ weight).mean(0) for weight in (one.to(dtype) for one in weights)])
+        mean = weights.new_zeros(num_heads, size, size, dtype=dtype)
+        for head, of_head in enumerate(weights):
+            for weight in of_head:
+                wide = weight.to(dtype)
+                mean[head].addmm_(wide.mT, wide, alpha=1 / num_groups)
+                del wide  # before the next one is made
         diagonal = mean.diagonal(dim1=1, dim2=2)
         diagonal += 1e-5 * diagonal.sum(1, keepdim=True)
         _means[weights] = mean
