@@ -95,7 +95,7 @@ class CompressionSchedulerMixin(Scheduler):
         for one in self._managers:
             if isinstance(one.kv_cache_spec, AttentionSpec):
                 one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
-        compat.hash_blocks_of(coordinator, manager.hashes_blocks_of)
+        compat.hash_blocks_of(coordinator, manager.segments, manager.hashes_blocks_of)
         self._default = plugin_config(self.vllm_config).default
         num_slots = (self.kv_cache_config.num_blocks - 1) * manager.block_size
         windows = window_blocks(self.kv_cache_config, self.vllm_config)
@@ -167,7 +167,6 @@ class CompressionSchedulerMixin(Scheduler):
         self._failed = FailedRequests(self._engine)
         self._usage = UsageReports(self._bytes_per_block)
         self._gauges = CacheGauges(self._engine, self._bytes_per_block)
-        self._generated = Counter[str]()
         """Tokens of the step, by policy."""
 
     # Requests, as they arrive, are preempted and end.
@@ -724,6 +723,8 @@ class CompressionSchedulerMixin(Scheduler):
     def _relieve_pressure(self, step: CompressionStep) -> None:
         """Adds to ``step`` the compressions that end a shortage of blocks: as many as fit into an estimated
         ``STEP_SECONDS``, and at least one."""
+        if not self._compressions:
+            return
         asleep = [
             request
             for request in self.running
@@ -849,22 +850,19 @@ class CompressionSchedulerMixin(Scheduler):
         self._end_failed()
         self._usage.computed(attached_step(scheduler_output).usage)
         self._num_drafts = {}  # vLLM takes back those that were rejected
+        policies = {request_id: one.config.name for request_id, one in self._compressions.items()}  # some end now
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
-        for policy, count in self._generated.items():
+        generated = Counter[str]()
+        for outputs in outputs_by_client.values():
+            for output in outputs.outputs:
+                generated[policies.get(output.request_id, FULL)] += len(output.new_token_ids)
+        for policy, count in generated.items():
             GENERATED.labels(policy, self._engine).inc(count)
-        self._generated.clear()
         self._end_orphans()
         self._failed.tell(outputs_by_client)
         self._usage.add_steps(outputs_by_client)
         self._proofs.add_to(outputs_by_client)
         return outputs_by_client
-
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
-    ) -> tuple[list[int], bool]:
-        kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        self._generated[self._policy(request.request_id)] += len(kept_token_ids)
-        return kept_token_ids, stopped
 
     def _end_failed(self) -> None:
         if self._failed:

@@ -38,7 +38,8 @@ class MergeableImpl:
     has_metadata: bool = True
     """Likewise: there is room for metadata in the cache."""
 
-    _paged: tuple[tuple[int, int], PagedKVCache] | None = None
+    _paged: tuple[Tensor, tuple[int, int], PagedKVCache] | None = None
+    _plain: Softmax | None = None
 
     def refuse_features(self, attn_type: str, alibi: bool) -> None:
         """Raises UnsupportedConfigError if a layer uses a feature that compression does not support."""
@@ -59,15 +60,20 @@ class MergeableImpl:
     @property
     def softmax(self) -> Softmax:
         """What this layer does with logits, once its weights have been loaded."""
-        sinks = None if self.sinks is None else self.sinks.detach().float().view(self.num_kv_heads, -1)
-        return Softmax(self.logits_soft_cap, sinks)
+        if self.sinks is not None:
+            return Softmax(self.logits_soft_cap, self.sinks.detach().float().view(self.num_kv_heads, -1))
+        if self._plain is None:
+            self._plain = Softmax(self.logits_soft_cap)
+        return self._plain
 
     def paged(self, layer: Any, kv_cache: Tensor) -> PagedKVCache:
         """Views of the cache of ``layer``, whose attention this is, made once per allocation."""
-        allocation = (kv_cache.data_ptr(), kv_cache.numel())
-        if self._paged is None or self._paged[0] != allocation:
-            self._paged = allocation, self.view(layer, kv_cache)
-        return self._paged[1]
+        known = self._paged
+        if known is None or known[0] is not kv_cache:
+            allocation = (kv_cache.data_ptr(), kv_cache.numel())
+            if known is None or known[1] != allocation:
+                known = self._paged = kv_cache, allocation, self.view(layer, kv_cache)
+        return known[2]
 
     def view(self, layer: Any, kv_cache: Tensor) -> PagedKVCache:
         """Views of memory in the cache's shape."""
