@@ -3,6 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
 
 from vllm_kvmerge.engine.attention import faster
 from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
@@ -68,3 +71,47 @@ def test_operators_by_name_are_not_measured(choice, expected, monkeypatch):
     runner.initialize_kv_cache()
     assert builder.faster == expected
     assert ALWAYS.takes(1, 1) and ALWAYS.takes(5, 5)
+
+
+def common_metadata(lengths, num_queries=1):
+    rows = len(lengths)
+    starts = torch.arange(0, (rows + 1) * num_queries, num_queries, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=rows,
+        num_actual_tokens=rows * num_queries,
+        max_query_len=num_queries,
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.randint(0, 9, (rows, 8), dtype=torch.int32),
+        slot_mapping=torch.arange(rows * num_queries),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_queries", "takes_all"),
+    [([40, 33, 32], 1, True), ([40, 31], 1, False), ([40, 33], 2, False), ([64] * 5, 1, False)],  # more than may run
+)
+def test_a_step_of_our_rows_alone_is_described_as_any_other(lengths, num_queries, takes_all, monkeypatch):
+    """But for what vLLM's operator would need."""
+    common, built = common_metadata(lengths, num_queries), []
+    monkeypatch.setattr(
+        CPUAttentionMetadataBuilder, "__init__", lambda self, config: vars(self).update(vllm_config=config)
+    )
+    stock = CPUAttentionMetadata(
+        len(lengths), num_queries, common.query_start_loc, 0, common.seq_lens, None, None, None
+    )
+    monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", lambda *args: built.append(args) or stock)
+    builder = MergeableAttentionBuilder(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)))
+    builder.faster = Faster(decode=32, chunk=1)
+    found = builder.build(0, common)
+    assert bool(built) == (not takes_all)
+    if not takes_all:
+        return
+    monkeypatch.setattr(builder, "_takes_all", lambda common: False)
+    expected = builder.build(0, common)
+    assert len(built) == 1 and len(found.stock_tokens) == len(expected.stock_tokens) == 0
+    for mine, other in zip(found.ours.tensors, expected.ours.tensors, strict=True):
+        assert torch.equal(mine, other) and mine.dtype == other.dtype
+    assert (found.pages, found.readers, found.kept) == (expected.pages, expected.readers, expected.kept)
