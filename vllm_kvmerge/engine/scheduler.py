@@ -167,7 +167,6 @@ class CompressionSchedulerMixin(Scheduler):
         self._failed = FailedRequests(self._engine)
         self._usage = UsageReports(self._bytes_per_block)
         self._gauges = CacheGauges(self._engine, self._bytes_per_block)
-        """Tokens of the step, by policy."""
 
     # Requests, as they arrive, are preempted and end.
 
