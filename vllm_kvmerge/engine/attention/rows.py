@@ -115,10 +115,8 @@ class QueryRing:
         """``[layers, window, H * G, d]``, by place."""
         return self._ring
 
-    def queries(self, seq_len: int, layers: list[int] | slice = slice(None), count: int | None = None) -> Tensor:
+    def queries(self, seq_len: int, layers: slice = slice(None), count: int | None = None) -> Tensor:
         """``[layers, w, H * G, d]`` in the model's dtype, in the order of ``positions``."""
-        if layers == list(range(len(self._ring))):  # without a copy
-            layers = slice(None)
         return self._ring[layers].index_select(1, self.positions(seq_len, count) % self.window)
 
 
