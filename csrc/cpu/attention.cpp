@@ -326,7 +326,7 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
   const Rows q = Argument("query", query).rows(heads, d), out = Argument("output", output).rows(heads, d);
   const Argument table("block_table", block_table), decays("score_decays", score_decays);
   table.check_shape({-1, -1});
-  const std::vector<int32_t> blocks = table.block_ids();
+  const BlockIds blocks = table.block_ids();
   const int64_t num_rows = table.size(0), num_tokens = query.size(0);
   decays.check_shape({num_rows});
   const std::vector<int64_t> starts = Argument("query_starts", query_starts).integers(num_rows),
@@ -361,7 +361,7 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
       for (int64_t i = 0; i < cache.num_heads * pages.num_pages; ++i)
         KVM_CHECK(row.pages[i].rows, ValueError) << "row " << r << ": a head has no pages";
     }
-    row.segments = segments_of(cache, blocks.data() + r * table.size(1), table.size(1), has_pages ? 0 : front[r],
+    row.segments = segments_of(cache, blocks.row(r), table.size(1), has_pages ? 0 : front[r],
                                tail[r], ends[r]);
     KVM_CHECK(lens[r] <= entries, ValueError)
         << "row " << r << ": " << lens[r] << " queries, " << entries << " entries";
@@ -386,8 +386,9 @@ void call_score_prompt_queries(TensorView query, TensorView keys, TensorView blo
                                OptionalTensor sinks) {
   const PagedKVCache cache = cache_of(keys);
   const int64_t group = group_of(cache, query), heads = query.size(1);
-  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
-  const Argument s("scores", scores), x("aux", aux);
+  const Argument table("blocks", blocks), s("scores", scores), x("aux", aux);
+  table.check_shape({-1});
+  const BlockIds ids = table.block_ids();
   s.check_shape({cache.num_heads, -1});
   const int64_t seq_len = s.size(1);
   for (const Argument* a : {&s, &x}) {
@@ -398,7 +399,7 @@ void call_score_prompt_queries(TensorView query, TensorView keys, TensorView blo
   KVM_CHECK(s.stride(0) == x.stride(0), ValueError) << "scores and aux must have the same strides";
   KVM_CHECK(query.size(0) <= seq_len, ValueError) << query.size(0) << " queries, but " << seq_len << " tokens";
   AttentionRow row{};
-  row.segments = segments_of(cache, ids.data(), static_cast<int64_t>(ids.size()), 0, 0, seq_len);
+  row.segments = segments_of(cache, ids.row(0), table.size(0), 0, 0, seq_len);
   row.query = Argument("query", query).rows(heads, cache.head_size);
   row.num_queries = query.size(0);
   row.mode = mode_of(mode);

@@ -612,7 +612,7 @@ void write_tokens(const PagedKVCache& cache, const std::vector<int64_t>& slots, 
 // Sequence layers: number u lies in the cache of layer[u], in row u of `blocks`; its heads' fronts perhaps in pages of
 // their own.
 struct Batch {
-  std::vector<int32_t> blocks;
+  BlockIds blocks;
   std::vector<Page> pages;
   int64_t num_blocks = 0, num_rows = 0, num_entries = 0, head_size = 0;
   SequenceLayers seq_layers;
@@ -628,7 +628,7 @@ struct Batch {
     const std::vector<PagedKVCache> cache = caches_of(layers);
     for (int64_t u = 0; u < num_units; ++u) {
       KVM_CHECK(0 <= which[u] && which[u] < static_cast<int64_t>(cache.size()), IndexError) << "no layer " << which[u];
-      seq_layers.push_back(SequenceLayer{cache[which[u]], Segments{blocks.data() + u * num_blocks, 0, 0, 0}});
+      seq_layers.push_back(SequenceLayer{cache[which[u]], Segments{blocks.row(u), 0, 0, 0}});
     }
     if (seq_layers.empty()) return;
     num_rows = num_units * cache.front().num_heads;

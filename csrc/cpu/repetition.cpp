@@ -113,23 +113,24 @@ void call_score_repetition(TensorView query, TensorView keys, TensorView blocks,
   KVM_CHECK(query.ndim() == 3 && cache.num_heads > 0 && query.size(1) > 0 && query.size(1) % cache.num_heads == 0,
             ValueError)
       << "query must have shape [tokens, heads, head_size], with heads that share " << cache.num_heads << " KV heads";
-  const std::vector<int32_t> ids = Argument("blocks", blocks).block_ids();
-  const Argument s("scores", scores);
+  const Argument table("blocks", blocks), s("scores", scores);
+  table.check_shape({-1});
+  const BlockIds ids = table.block_ids();
   const int64_t heads = cache.num_heads, group = query.size(1) / heads;
   KVM_CHECK(scores.ndim() == 2 && (s.size(0) == heads || s.size(0) == heads * group), ValueError)
       << "scores must have a row for each of " << heads << " KV heads, or " << heads * group << " query heads";
   s.check_rows();
   float* const all = s.f32();
   const int64_t rows_per_head = s.size(0) / heads;
-  const int64_t num_scored = s.size(1), num_queries = query.size(0), num_ids = static_cast<int64_t>(ids.size());
+  const int64_t num_scored = s.size(1), num_queries = query.size(0), num_ids = table.size(0);
   KVM_CHECK(0 <= sinks && 0 <= start && start + num_scored <= context && context + num_queries <= seq_len, ValueError)
       << "a context of " << context << " tokens has no tokens [" << start << ", " << start + num_scored
       << "), or is not followed by " << num_queries << " queries in " << seq_len << " tokens";
   if (num_scored == 0 || num_queries == 0) return;
   const Problem p{cache,
-                  {segments_of(cache, ids.data(), num_ids, 0, 0, std::min(sinks, start)),
-                   segments_of(cache, ids.data(), num_ids, 0, start, start + num_scored),
-                   segments_of(cache, ids.data(), num_ids, 0, context, seq_len)},
+                  {segments_of(cache, ids.row(0), num_ids, 0, 0, std::min(sinks, start)),
+                   segments_of(cache, ids.row(0), num_ids, 0, start, start + num_scored),
+                   segments_of(cache, ids.row(0), num_ids, 0, context, seq_len)},
                   Argument("query", query).rows(query.size(1), cache.head_size),
                   num_queries,
                   group,

@@ -7,6 +7,7 @@
 #include <tvm/ffi/optional.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -19,6 +20,24 @@ namespace kvmerge {
 using tvm::ffi::TensorView;
 typedef tvm::ffi::Array<tvm::ffi::Tensor> Tensors;
 typedef tvm::ffi::Optional<TensorView> OptionalTensor;
+
+// Rows of block ids, where they lie if they are int32: a server's table has as many columns as its longest sequence may
+// have blocks, most of which no row uses. An id that is none is negative.
+class BlockIds {
+ public:
+  BlockIds() = default;
+  BlockIds(const int32_t* ids, int64_t row_step) : ids_(ids), row_step_(row_step) {}
+  BlockIds(std::vector<int32_t>&& own, int64_t row_step) : own_(std::move(own)), ids_(own_.data()), row_step_(row_step) {}
+  BlockIds(BlockIds&&) = default;
+  BlockIds& operator=(BlockIds&&) = default;
+
+  const int32_t* row(int64_t number) const { return ids_ + number * row_step_; }
+
+ private:
+  std::vector<int32_t> own_;
+  const int32_t* ids_ = nullptr;
+  int64_t row_step_ = 0;
+};
 
 // A tensor argument together with its name, for messages.
 class Argument {
@@ -112,26 +131,21 @@ class Argument {
     return values;
   }
 
-  // Block ids of either width as int32; an id that is none becomes -1.
-  std::vector<int32_t> block_ids() const {
+  // Block ids of either width, [rows, columns] or one row, as int32.
+  BlockIds block_ids() const {
     int64_t rows = 1, columns = 1;
     if (tensor_.ndim() == 2) rows = size(0), columns = size(1);
     else check_shape({-1}), columns = size(0);
     const int64_t row_step = tensor_.ndim() == 2 ? stride(0) : 0, step = stride(tensor_.ndim() - 1);
+    if (is(kDLInt, 32) && (step == 1 || columns <= 1)) return BlockIds(static_cast<const int32_t*>(data()), row_step);
     std::vector<int32_t> ids(rows * columns);
-    const bool narrow = is(kDLInt, 32);
-    for (int64_t r = 0; narrow && step == 1 && r < rows; ++r) {
-      const int32_t* from = static_cast<const int32_t*>(data()) + r * row_step;
-      for (int64_t c = 0; c < columns; ++c) ids[r * columns + c] = from[c] < 0 ? -1 : from[c];
-    }
-    if (narrow && step == 1) return ids;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < columns; ++c) {
         const int64_t at = r * row_step + c * step;
-        const int64_t id = narrow ? static_cast<const int32_t*>(data())[at] : i64()[at];
+        const int64_t id = is(kDLInt, 32) ? static_cast<const int32_t*>(data())[at] : i64()[at];
         ids[r * columns + c] = id >= 0 && id <= INT32_MAX ? static_cast<int32_t>(id) : -1;
       }
-    return ids;
+    return BlockIds(std::move(ids), columns);
   }
 
   // [tokens, heads, head_size] of any floating type.
