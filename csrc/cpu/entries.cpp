@@ -390,7 +390,7 @@ void most_similar(const Kernels& kernels, const SequenceLayers& seq_layers, cons
 
 // fused: [rows, n], see Fuse. queries: [rows, group, num_queries, head_size]; query_positions: [rows, num_queries];
 // log_votes, positions: [rows, n].
-void fused_attention(const Kernels& kernels, const SequenceLayers& seq_layers, const float* queries, int64_t group,
+void fused_attention(const Kernels& kernels, const SequenceLayers& seq_layers, const Rows& queries, int64_t group,
                      const int64_t* query_positions, int64_t num_queries, const float* log_votes,
                      const int64_t* positions, float scale, Softmax softmax, bool largest, float* fused) {
   if (seq_layers.empty()) return;
@@ -407,7 +407,9 @@ void fused_attention(const Kernels& kernels, const SequenceLayers& seq_layers, c
     f.head = static_cast<int32_t>(row % heads);
     f.group = static_cast<int32_t>(group);
     f.num_queries = static_cast<int32_t>(num_queries);
-    f.queries = queries + row * group * num_queries * d;
+    f.queries = queries;
+    f.queries.data = static_cast<char*>(queries.data) +
+                     row * group * num_queries * d * (queries.dtype == DType::f32 ? sizeof(float) : sizeof(BF16));
     f.query_positions = query_positions + row * num_queries;
     f.log_votes = log_votes + row * n;
     f.positions = positions + row * n;
@@ -732,11 +734,11 @@ void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, T
                           double cap, OptionalTensor sinks) {
   const Batch batch(layers, layer, blocks, segments, pages, fronts);
   const Argument q("queries", queries);
-  const float* values = q.contiguous({batch.num_rows, -1, -1, batch.head_size}).f32();
+  const Rows rows{q.contiguous({batch.num_rows, -1, -1, batch.head_size}).data(), 0, 0, q.float_type()};
   const int64_t group = q.size(1), num_queries = q.size(2);
   KVM_CHECK(group > 0 && num_queries > 0, ValueError) << "there must be a query";
   const std::vector<int64_t> shape = {batch.num_rows, batch.num_entries};
-  fused_attention(current(), batch.seq_layers, values, group,
+  fused_attention(current(), batch.seq_layers, rows, group,
                   Argument("query_positions", query_positions).contiguous({batch.num_rows, num_queries}).i64(),
                   num_queries, Argument("log_votes", log_votes).contiguous(shape).f32(),
                   Argument("positions", positions).contiguous(shape).i64(), static_cast<float>(scale),

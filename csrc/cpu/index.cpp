@@ -815,10 +815,12 @@ void call_read_queries(TensorView places, Tensors kept, TensorView seq_layers, T
   const int64_t* place = a.contiguous({requests, -1}).i64();
   const int64_t* one = b.contiguous({-1, 2}).i64();
   const int64_t count = a.size(1), heads = vectors.size(1), size = vectors.size(3);
-  float* to = out.contiguous({b.size(0), heads, count, size}).f32();
+  const DType dtype = out.contiguous({b.size(0), heads, count, size}).float_type();
+  const int64_t bytes = dtype == DType::f32 ? 4 : 2;
+  char* to = static_cast<char*>(out.data());
   struct Ring {
-    Rows queries;
-    int64_t layers, places, layer_stride, place_stride;
+    const char* queries;
+    int64_t layers, places, layer_stride, place_stride, head_stride;
   };
   std::vector<Ring> rings;
   for (const tvm::ffi::Tensor& tensor : kept) {
@@ -826,8 +828,9 @@ void call_read_queries(TensorView places, Tensors kept, TensorView seq_layers, T
     const Argument ring("kept", view);
     ring.check_shape({-1, -1, heads, size});
     ring.check_rows();
-    rings.push_back({Rows{ring.data(), 0, ring.stride(2), ring.float_type()}, ring.size(0), ring.size(1), ring.stride(0),
-                     ring.stride(1)});
+    KVM_CHECK(ring.float_type() == dtype, TypeError) << "vectors must have the type of what is kept";
+    rings.push_back({static_cast<const char*>(ring.data()), ring.size(0), ring.size(1), ring.stride(0), ring.stride(1),
+                     ring.stride(2)});
   }
   for (int64_t i = 0; i < b.size(0); ++i) {
     KVM_CHECK(0 <= one[2 * i] && one[2 * i] < requests, IndexError) << "there is no request " << one[2 * i];
@@ -838,19 +841,13 @@ void call_read_queries(TensorView places, Tensors kept, TensorView seq_layers, T
       KVM_CHECK(0 <= where && where < rings[one[2 * i]].places, IndexError) << "there is no place " << where;
     }
   }
-  const auto widened = [&](const auto* from, float* row) {
-    for (int64_t e = 0; e < size; ++e) row[e] = to_float(from[e]);
-  };
   for_rows(b.size(0), heads * count * size, [&](int64_t i) {
     const Ring& ring = rings[one[2 * i]];
     for (int64_t q = 0; q < count; ++q)
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t at = one[2 * i + 1] * ring.layer_stride + place[one[2 * i] * count + q] * ring.place_stride +
-                           h * ring.queries.head_stride;
-        float* row = to + ((i * heads + h) * count + q) * size;
-        if (ring.queries.dtype == DType::f32) widened(static_cast<const float*>(ring.queries.data) + at, row);
-        else if (ring.queries.dtype == DType::bf16) widened(static_cast<const BF16*>(ring.queries.data) + at, row);
-        else widened(static_cast<const F16*>(ring.queries.data) + at, row);
+                           h * ring.head_stride;
+        std::memcpy(to + ((i * heads + h) * count + q) * size * bytes, ring.queries + at * bytes, size * bytes);
       }
   });
 }

@@ -1488,10 +1488,13 @@ void fuse_as(const Fuse& f) {
     const int64_t some = min64(at_once, f.num_queries - first);
     for (int64_t j = 0; j < some; ++j)
       for (int64_t g = 0; g < f.group; ++g) {
-        const float* query = f.queries + (g * f.num_queries + first + j) * d;
+        const int64_t query = (g * f.num_queries + first + j) * d;
+        Q* to = q + (j * f.group + g) * q_stride;
         // As in attend: pairs are multiplied as they are, and their sum is scaled.
-        for (int e = 0; e < d; ++e)
-          q[(j * f.group + g) * q_stride + e] = from_float<Q>(kPairs ? query[e] : query[e] * f.scale);
+        if (kPairs && f.queries.dtype == DType::bf16)
+          __builtin_memcpy(to, static_cast<const BF16*>(f.queries.data) + query, d * sizeof(BF16));
+        else
+          for (int e = 0; e < d; ++e) to[e] = from_float<Q>(element(f.queries, query + e) * (kPairs ? 1.0f : f.scale));
       }
     fuse_rows_as<T, Q>(f, keys, q, static_cast<int>(some * f.group), f.query_positions + first, x);
   }
@@ -1504,11 +1507,7 @@ void fuse_as(const Fuse& f) {
 void fuse(const Fuse& f) {
 #if defined(__AVX512BF16__)
   if (f.cache->dtype == DType::bf16) {
-    // Queries of a model in bfloat16, which are so exactly.
-    const int64_t count = static_cast<int64_t>(f.group) * f.num_queries * f.cache->head_size;
-    uint32_t bits = 0;
-    for (int64_t i = 0; i < count; ++i) bits |= bit_cast<uint32_t>(f.queries[i]);
-    if ((bits & 0xffff) == 0) return fuse_as<BF16, BF16>(f);
+    if (f.queries.dtype == DType::bf16) return fuse_as<BF16, BF16>(f);
   }
 #endif
   if (f.cache->dtype == DType::f32) return fuse_as<float, float>(f);

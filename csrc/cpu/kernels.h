@@ -156,7 +156,7 @@ struct Fuse {
   const PagedKVCache* cache;
   Segments segments;
   int32_t head, group, num_queries;
-  const float* queries;            // [group, num_queries, head_size]
+  Rows queries;                    // [group, num_queries, head_size]; strides are not read
   const int64_t* query_positions;  // [num_queries]; a query sees entries up to its own position
   const float* log_votes;          // [entries]
   const int64_t* positions;        // [entries], negative where dead

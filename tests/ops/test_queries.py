@@ -64,12 +64,12 @@ def test_kept_queries_are_read_by_head(read, dtype, num_kv_heads, groups, size):
     places = torch.tensor([[6, 0, 1, 2], [3, 4, 5, 6], [0, 1, 2, 3]])
     seq_layers = [(0, 0), (0, 1), (0, 2), (2, 2), (2, 0), (1, 1)]
     found = read(places, kept, seq_layers, num_kv_heads)
-    assert found.shape == (len(seq_layers) * num_kv_heads, groups, 4, size) and found.dtype == torch.float32
+    assert found.shape == (len(seq_layers) * num_kv_heads, groups, 4, size) and found.dtype == dtype
     for row, (request, layer) in enumerate(seq_layers):
         for head in range(num_kv_heads):
             for group in range(groups):
                 for query, place in enumerate(places[request].tolist()):
-                    wanted = kept[request][layer, place, head * groups + group].float()
+                    wanted = kept[request][layer, place, head * groups + group]
                     assert torch.equal(found[row * num_kv_heads + head, group, query], wanted)
 
 
@@ -81,3 +81,10 @@ def test_kept_queries_are_read_by_head(read, dtype, num_kv_heads, groups, size):
 def test_queries_that_are_not_kept_cannot_be_read(places, seq_layers, what):
     with pytest.raises(IndexError, match=f"there is no {what}"):
         cpu.read_queries(torch.tensor(places), [torch.zeros(LAYERS, 7, 2, 16)], seq_layers, 1)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the library was not built")
+def test_queries_of_two_dtypes_cannot_be_read_together():
+    kept = [torch.zeros(LAYERS, 7, 2, 16, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    with pytest.raises(TypeError, match="type of what is kept"):
+        cpu.read_queries(torch.tensor([[0], [0]]), kept, [(0, 0), (1, 0)], 1)

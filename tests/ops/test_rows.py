@@ -313,7 +313,7 @@ def test_fused_attention_is_the_softmax_of_dense_keys(
     n = s.keys.shape[1]
     # As a model has them; in one case queries are not of the cache's dtype.
     query_dtype = torch.float32 if num_groups == 7 else maker.query_dtype
-    queries = (2 * maker.randn(3, num_groups, num_queries, 48)).to(query_dtype).float()
+    queries = (2 * maker.randn(3, num_groups, num_queries, 48)).to(query_dtype)
     positions = torch.stack([torch.randperm(n, generator=maker.generator) for _ in range(3)]) + 10
     positions[torch.rand(3, n, generator=maker.generator) < 0.2] = DEAD
     query_positions = torch.randint(9, n + 10, (3, num_queries), generator=maker.generator)

@@ -103,7 +103,7 @@ class RecordedPolicy(CompressionPolicy):
         pads_keys = self.merger.query_window_with(self.tracker.mode) > 0
         if pads_keys and context.queries is not None:
             vectors = pad(context.queries.vectors, (0, len(columns)))
-            context = replace(context, queries=replace(context.queries, vectors=vectors))
+            context = replace(context, queries=replace(context.queries, kept=vectors))
         if self.merger.needs_output_weights and context.output_weights is not None:
             context = replace(context, output_weights=pad(context.output_weights, (0, len(columns))))
         tagged = policy.model_copy(update={"selector": selections}).compress(

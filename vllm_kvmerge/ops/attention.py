@@ -62,10 +62,10 @@ def fused_attention(
     """``[H, n]``: attention to each entry, summed over the G query heads, then ``fusion`` over the ``w`` queries
     (MorphKV eq. 3-4).
 
-    queries: ``[H, G, w, d]``. query_positions: ``[w]`` or ``[H, w]`` int64; a query sees live entries up to its own
-    position. keys: ``[H, n, d]``, log_votes: ``[H, n]``, positions: ``[H, n]`` int64, negative where dead.
+    queries: ``[H, G, w, d]`` floating point. query_positions: ``[w]`` or ``[H, w]`` int64; a query sees live entries up
+    to its own position. keys: ``[H, n, d]``, log_votes: ``[H, n]``, positions: ``[H, n]`` int64, negative where dead.
     """
-    fused = torch.zeros_like(log_votes)
+    fused, queries = torch.zeros_like(log_votes), queries.to(keys.dtype)
     query_positions = query_positions.expand(len(queries), -1)
     for some, some_positions in query_groups(queries, query_positions, keys.shape[1]):
         for heads in head_parts(some, keys.shape[1]):

@@ -352,7 +352,7 @@ def read_queries(
     places: Tensor, kept: Sequence[Tensor], seq_layers: Sequence[tuple[int, int]], num_kv_heads: int
 ) -> Tensor:
     num_heads, head_size = kept[0].shape[2:]
-    vectors = torch.empty(len(seq_layers), num_heads, places.shape[1], head_size)
+    vectors = torch.empty(len(seq_layers), num_heads, places.shape[1], head_size, dtype=kept[0].dtype)
     _function("read_queries")(places.contiguous(), list(kept), torch.tensor(seq_layers), vectors)
     return vectors.view(-1, num_heads // num_kv_heads, *vectors.shape[2:])
 

@@ -211,9 +211,9 @@ def keep_queries(query: Tensor, addresses: Tensor, layer: int, tokens: Tensor | 
 def read_queries(
     places: Tensor, kept: Sequence[Tensor], seq_layers: Sequence[tuple[int, int]], num_kv_heads: int
 ) -> Tensor:
-    """``[U * H, G, w, d]`` float32: the queries of sequence layers at ``places`` (``[requests, w]`` int64).
+    """``[U * H, G, w, d]`` as they were kept: the queries of sequence layers at ``places`` (``[requests, w]`` int64).
 
-    kept: each request's, ``[layers, window, H * G, d]``. seq_layers: of each of U its request and its layer, those of a
+    kept: each request's, ``[layers, window, H * G, d]``, all of one dtype. seq_layers: of each of U its request and its layer, those of a
     request one after the other.
     """
     vectors, done = torch.empty(0), 0
@@ -224,7 +224,7 @@ def read_queries(
         # Of [layers, w, H * G, d].
         by_head = queries.index_select(1, places[request]).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
         if done == 0:
-            vectors = torch.empty(len(seq_layers), *by_head.shape[1:], device=places.device)
+            vectors = by_head.new_empty(len(seq_layers), *by_head.shape[1:])
         vectors[done : done + len(layers)] = by_head
         done += len(layers)
     return vectors.flatten(0, 1)
@@ -467,7 +467,7 @@ def fused_attention(
 ) -> Tensor:
     """``[H, n]`` float32: attention to each entry, summed over the G query heads, then ``fusion`` over the queries.
 
-    queries: ``[H, G, w, d]`` float32. query_positions: ``[H, w]`` int64; a query sees live entries up to its own
+    queries: ``[H, G, w, d]`` floating point. query_positions: ``[H, w]`` int64; a query sees live entries up to its own
     position. log_votes: ``[H, n]`` float32 and positions: ``[H, n]`` int64, negative where dead, are used in place of
     those in the cache.
     """

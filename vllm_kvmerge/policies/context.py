@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, ScoreMode, Softmax
@@ -60,19 +62,24 @@ class Heads:
 class Queries:
     """The newest queries of each row's request, oldest first.
 
-    vectors: ``[H, G, w, d]`` float32, of the G query heads that share the KV head. positions: ``[H, w]`` int64, of
-    their tokens.
+    kept: ``[H, G, w, d]`` in the model's dtype, of the G query heads that share the KV head. positions: ``[H, w]``
+    int64, of their tokens.
     """
 
-    vectors: Tensor
+    kept: Tensor
     positions: Tensor
+
+    @cached_property
+    def vectors(self) -> Tensor:
+        """``kept`` in float32, or more."""
+        return self.kept.to(torch.promote_types(self.kept.dtype, torch.float32))
 
     def newest(self, count: int) -> "Queries":
         """The newest ``count``, or as many as there are."""
-        return Queries(self.vectors[:, :, -count:], self.positions[:, -count:])
+        return Queries(self.kept[:, :, -count:], self.positions[:, -count:])
 
     def of_rows(self, rows: list[int]) -> "Queries":
-        return Queries(self.vectors[rows], self.positions[rows])
+        return Queries(self.kept[rows], self.positions[rows])
 
 
 @dataclass(frozen=True)

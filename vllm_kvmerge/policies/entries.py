@@ -121,7 +121,8 @@ class Entries:
     ) -> Tensor:
         """``[H, n]``: attention to each entry, summed over the G query heads, then ``fusion`` over the ``w`` queries.
 
-        queries: ``[H, G, w, d]``. query_positions: ``[H, w]`` int64; a query sees live entries up to its own position.
+        queries: ``[H, G, w, d]`` floating point. query_positions: ``[H, w]`` int64; a query sees live entries up to its
+        own position.
         """
         planes = self.keys, self.log_votes, self.positions
         return fused_attention(queries, query_positions, *planes, scale, fusion, softmax)

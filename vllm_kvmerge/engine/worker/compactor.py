@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
 
@@ -130,6 +131,22 @@ class _SequenceLayer(NamedTuple):
 
     request: int
     layer: int
+
+
+class _Numbers(NamedTuple):
+    """Those of sequence layers, int64 on the CPU. requests, layers: ``[U]``, of each. by_head: ``[H]``, requests of
+    their heads."""
+
+    requests: Tensor
+    layers: Tensor
+    by_head: Tensor
+
+
+@lru_cache(maxsize=256)
+def _numbers_of(seq_layers: tuple[_SequenceLayer, ...], num_kv_heads: int) -> _Numbers:
+    """Remembered, because a step's batch is often like one before it."""
+    requests, layers = torch.tensor(seq_layers, device="cpu").unbind(1)
+    return _Numbers(requests, layers.contiguous(), requests.repeat_interleave(num_kv_heads))
 
 
 @dataclass
@@ -424,10 +441,10 @@ class Compactor:
             update = result.update
             by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
-            request = torch.tensor([one.request for one in seq_layers])
+            numbers = self._numbers(seq_layers)
             tables = torch.tensor([one.plan.blocks for one in batch.compactions])
-            blocks = sent(tables.index_select(0, request), self.device)
-            index = sent(request.repeat_interleave(self.num_kv_heads), self.device)
+            blocks = sent(tables.index_select(0, numbers.requests), self.device)
+            index = sent(numbers.by_head, self.device)
             written = self._destinations(seq_layers, batch, rounds) if batch.deals else [(blocks, None)]
             for destination, heads in written:
                 _count(batch.counts, index, by_head, heads)
@@ -779,9 +796,9 @@ class Compactor:
             rings.append(compaction.ring.kept)
             positions.append(compaction.ring.positions(compaction.plan.seq_len, window))
             places.append(positions[-1] % compaction.ring.window)
-        where = [(requests[one.request], one.layer) for one in seq_layers]
+        where = [_SequenceLayer(requests[one.request], one.layer) for one in seq_layers]
         vectors = ops.read_queries(torch.stack(places), rings, where, self.num_kv_heads)
-        rows = self._sent([row for row, _ in where for _ in range(self.num_kv_heads)])
+        rows = sent(self._numbers(where).by_head, self.device)
         return Queries(vectors, torch.stack(positions).index_select(0, rows))
 
     def _gather(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> PagedEntries:
@@ -823,10 +840,10 @@ class Compactor:
             blocks = sent(batch.complete.blocks.repeat(len(seq_layers), 1), self.device)
             segments = torch.tensor([batch.compactions[0].segments] * len(seq_layers))
             return SequenceLayers(caches, torch.arange(len(seq_layers)), blocks, segments)
-        tables = pad_sequence([one.source_blocks for one in batch.compactions], batch_first=True)
-        request = torch.tensor([one.request for one in seq_layers])
-        segments = torch.tensor([one.segments for one in batch.compactions]).index_select(0, request)
-        blocks = sent(tables, self.device).index_select(0, sent(request, self.device))
+        tables, requests = [one.source_blocks for one in batch.compactions], self._numbers(seq_layers).requests
+        padded = tables[0].unsqueeze(0) if len(tables) == 1 else pad_sequence(tables, batch_first=True)
+        segments = torch.tensor([one.segments for one in batch.compactions]).index_select(0, requests)
+        blocks = sent(padded, self.device).index_select(0, sent(requests, self.device))
         located = self._layers_of(seq_layers, blocks, segments)
         pages = [some for one in seq_layers if (some := batch.compactions[one.request].pages) is not None]
         return replace(located, pages=self._head_pages(pages, seq_layers)) if pages else located
@@ -837,7 +854,10 @@ class Compactor:
         """The sequence layers in the pool. segments: of their live entries; None: none, they are only written to."""
         if segments is None:
             segments = torch.zeros(len(seq_layers), 3, dtype=torch.int64)
-        return SequenceLayers(self.layers, torch.tensor([one.layer for one in seq_layers]), blocks, segments)
+        return SequenceLayers(self.layers, self._numbers(seq_layers).layers, blocks, segments)
+
+    def _numbers(self, seq_layers: list[_SequenceLayer]) -> _Numbers:
+        return _numbers_of(tuple(seq_layers), self.num_kv_heads)
 
 
 R = TypeVar("R")

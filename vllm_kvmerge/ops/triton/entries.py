@@ -233,7 +233,7 @@ def fused_attention(
     if fused.numel() == 0 or lse.numel() == 0:
         return fused.zero_()
     chosen = settings_for("newest", at.cache, groups)
-    key_scales = seq_layers.scales("keys")
+    key_scales, queries = seq_layers.scales("keys"), queries.float()
     queries = queries if key_scales is None else queries * key_scales.unsqueeze(1)
     given = (tensor.contiguous() for tensor in (queries, query_positions, log_votes, positions))
     before = *at.entries, *given, lse

@@ -79,12 +79,12 @@ class RecentQueries(RankedSelector):
         if self.softmax_over == "distant":
             entries = entries.without(newest(entries, self.recent_window))
         if self.group_fusion == "sum":
-            return entries.fused_attention(queries.vectors, queries.positions, scale, self.fusion, softmax)
+            return entries.fused_attention(queries.kept, queries.positions, scale, self.fusion, softmax)
         # Query heads that count as queries of their own are fused by their maximum: those of all queries at once, or
         # those of each query before the sum.
-        num_groups, num_queries = queries.vectors.shape[1:3]
+        num_groups, num_queries = queries.kept.shape[1:3]
         size = num_queries if self.fusion == "max" else 1
-        parts = zip(queries.vectors.split(size, dim=2), queries.positions.split(size, dim=1), strict=True)
+        parts = zip(queries.kept.split(size, dim=2), queries.positions.split(size, dim=1), strict=True)
         fused = torch.zeros_like(entries.log_votes)
         for vectors, positions in parts:
             heads = vectors.flatten(1, 2).unsqueeze(1)
