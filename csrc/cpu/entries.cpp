@@ -188,6 +188,18 @@ void gather_keys(const SequenceLayer& one, int64_t head, const int64_t* index, i
   }
 }
 
+// Their keys, or their values, which lie one by one.
+template <class T>
+void gather_head(const SequenceLayer& one, int64_t head, bool keys, const int64_t* index, int64_t count, float* rows) {
+  if (keys) return gather_keys<T>(one, head, index, count, rows);
+  const int64_t d = one.cache.head_size;
+  const Segments s = one.of_head(head);
+  for (int64_t i = 0; i < count; ++i) {
+    if (is_dead(one, head, index[i])) std::fill_n(rows + i * d, d, 0.0f);
+    else read_value<T>(one.cache, place_of_entry(one.cache, s, head, index[i]), rows + i * d);
+  }
+}
+
 // rows: [rows, count, head_size] float32, of the entries index[row * count + i]; zeros where negative.
 void gather_rows(const SequenceLayers& seq_layers, bool keys, const int64_t* index, int64_t count, float* rows) {
   if (seq_layers.empty()) return;
@@ -195,17 +207,48 @@ void gather_rows(const SequenceLayers& seq_layers, bool keys, const int64_t* ind
     typedef std::remove_pointer_t<decltype(type)> T;
     for_ranges(seq_layers, count, kEntriesPerTask,
                [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
-                 const int64_t d = one.cache.head_size;
-                 const int64_t* entries = index + row * count;
-                 const Segments s = one.of_head(head);
-                 float* out = rows + row * count * d;
-                 if (keys) return gather_keys<T>(one, head, entries + first, last - first, out + first * d);
-                 for (int64_t i = first; i < last; ++i) {
-                   if (is_dead(one, head, entries[i])) std::fill_n(out + i * d, d, 0.0f);
-                   else
-                     read_value<T>(one.cache, place_of_entry(one.cache, s, head, entries[i]), out + i * d);
-                 }
+                 const int64_t start = row * count + first;
+                 gather_head<T>(one, head, keys, index + start, last - first, rows + start * one.cache.head_size);
                });
+  });
+}
+
+constexpr int64_t kMixed = 64;  // sources that are read together
+
+// mixed: [rows, num_targets, head_size] float32: each target's key or value (0 where there are no targets, or it is
+// negative), with the sum of share (x - what it was) over those x of the sources, [rows, count], that join it: row_of,
+// [rows, count], below num_targets; negative, as a source may be: none.
+void mix_entries(const SequenceLayers& seq_layers, bool keys, const int64_t* sources, const int64_t* row_of,
+                 const float* shares, int64_t count, const int64_t* targets, int64_t num_targets, float* mixed) {
+  if (seq_layers.empty()) return;
+  with_type(seq_layers[0].cache.dtype, [&](auto* type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    const int64_t heads = seq_layers[0].cache.num_heads, d = seq_layers[0].cache.head_size;
+    const int64_t num_rows = static_cast<int64_t>(seq_layers.size()) * heads;
+    parallel_for(num_rows, threads_for(seq_layers, count + num_targets), [&](int64_t row) {
+      const SequenceLayer& one = seq_layers[row / heads];
+      const int64_t head = row % heads, start = row * count;
+      thread_local Scratch scratch;
+      float *some = scratch.floats((kMixed + (targets ? num_targets : 0)) * d), *before = some + kMixed * d;
+      float* out = mixed + row * num_targets * d;
+      if (targets) gather_head<T>(one, head, keys, targets + row * num_targets, num_targets, out);
+      else std::fill_n(out, num_targets * d, 0.0f);
+      if (targets) std::copy_n(out, num_targets * d, before);
+      for (int64_t first = 0; first < count; first += kMixed) {
+        const int64_t last = std::min(count, first + kMixed);
+        gather_head<T>(one, head, keys, sources + start + first, last - first, some);
+        for (int64_t i = first; i < last; ++i) {
+          const int64_t to = row_of[start + i];
+          if (sources[start + i] < 0 || to < 0) continue;
+          const float *x = some + (i - first) * d, share = shares[start + i];
+          float* sum = out + to * d;
+          if (targets)
+            for (int64_t e = 0; e < d; ++e) sum[e] += share * (x[e] - before[to * d + e]);
+          else
+            for (int64_t e = 0; e < d; ++e) sum[e] += share * x[e];
+        }
+      }
+    });
   });
 }
 
@@ -702,6 +745,27 @@ void call_gather_rows(Tensors layers, TensorView layer, TensorView blocks, Tenso
   gather_rows(batch.seq_layers, of_keys, entries, index.size(1), out);
 }
 
+void call_mix_entries(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
+                      OptionalTensor fronts, bool of_keys, TensorView sources, TensorView row, TensorView shares,
+                      OptionalTensor targets, TensorView mixed) {
+  const Batch batch(layers, layer, blocks, segments, pages, fronts);
+  const int64_t* entries = batch.entries("sources", sources, true);
+  const int64_t count = sources.size(1);
+  const int64_t* own = nullptr;
+  int64_t num_targets = count;
+  if (targets.has_value()) {
+    const TensorView given = targets.value();
+    own = batch.entries("targets", given, true);
+    num_targets = given.size(1);
+  }
+  const int64_t* row_of = Argument("row", row).contiguous({batch.num_rows, count}).i64();
+  for (int64_t i = 0; i < batch.num_rows * count; ++i)
+    KVM_CHECK(row_of[i] < num_targets, IndexError) << "there is no target " << row_of[i] << " of " << num_targets;
+  mix_entries(batch.seq_layers, of_keys, entries, row_of,
+              Argument("shares", shares).contiguous({batch.num_rows, count}).f32(), count, own, num_targets,
+              Argument("mixed", mixed).contiguous({batch.num_rows, num_targets, batch.head_size}).f32());
+}
+
 void call_join_entries(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
                        OptionalTensor fronts, TensorView slots, TensorView sources, TensorView source_weights,
                        TensorView slot_weights, TensorView joined) {
@@ -818,6 +882,7 @@ void call_write_tokens(TensorView cache_keys, TensorView slot_mapping, TensorVie
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_metadata, kvmerge::call_gather_metadata);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_rows, kvmerge::call_gather_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mix_entries, kvmerge::call_mix_entries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join_entries, kvmerge::call_join_entries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_similar, kvmerge::call_most_similar);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_attention, kvmerge::call_fused_attention);

@@ -38,7 +38,7 @@ struct Head {
   const uint8_t* is_protected;
   const float *log_scores, *log_norms;
   int64_t *target, *source, *group;
-  float *own_share, *share, *factor, *new_votes, *new_scores;
+  float *share, *factor, *new_votes, *new_scores;
   int64_t* newest;
 };
 
@@ -64,7 +64,7 @@ class Zipping {
   void run(const Head& h, int64_t r, int64_t j) const {
     std::vector<int64_t> place(n_, -1);
     std::fill_n(h.target, r, -1), std::fill_n(h.source, j, -1), std::fill_n(h.group, j, 0);
-    std::fill_n(h.own_share, r, 0.0f), std::fill_n(h.share, j, 0.0f), std::fill_n(h.factor, r, 1.0f);
+    std::fill_n(h.share, j, 0.0f), std::fill_n(h.factor, r, 1.0f);
     std::fill_n(h.new_votes, r, 0.0f), std::fill_n(h.new_scores, r, 0.0f), std::fill_n(h.newest, r, -1);
     for (int64_t i = 0; i < m_; ++i)
       if (h.joins[i]) place[h.targets[i]] = 0;
@@ -107,11 +107,12 @@ class Zipping {
         share += head_shares[g * groups + t] * std::exp(log_weight(g, entry) - log_total[g * groups + t]);
       return share;
     };
-    for (int64_t t = 0; t < groups; ++t) h.own_share[t] = share_in(t, h.target[t]);
+    std::vector<float> own_share(groups);
+    for (int64_t t = 0; t < groups; ++t) own_share[t] = share_in(t, h.target[t]);
     for (int64_t s = 0; s < joined; ++s) h.share[s] = share_in(h.group[s], h.source[s]);
     for (int64_t g = 0; g < heads_; ++g) {
       float* mean = &mean_logit[g * groups];
-      for (int64_t t = 0; t < groups; ++t) mean[t] = h.own_share[t] * cap_.uncapped(log_score(g, h.target[t]));
+      for (int64_t t = 0; t < groups; ++t) mean[t] = own_share[t] * cap_.uncapped(log_score(g, h.target[t]));
       for (int64_t s = 0; s < joined; ++s)
         mean[h.group[s]] += h.share[s] * cap_.uncapped(log_score(g, h.source[s]));
     }
@@ -173,7 +174,7 @@ class Zipping {
 // filled: the numbers of targets and sources in the head that has most.
 tvm::ffi::Array<int64_t> call_zip_groups(TensorView sources, TensorView targets, TensorView joins, Tensors planes,
                                          int64_t mode, int64_t zip_mode, double cap, Tensors groups) {
-  KVM_CHECK(planes.size() == 7 && groups.size() == 9, ValueError) << "7 planes and 9 results must be given";
+  KVM_CHECK(planes.size() == 7 && groups.size() == 8, ValueError) << "7 planes and 8 results must be given";
   const Argument a("sources", sources);
   a.contiguous({-1, -1});
   const int64_t rows = a.size(0), m = a.size(1);
@@ -196,7 +197,7 @@ tvm::ffi::Array<int64_t> call_zip_groups(TensorView sources, TensorView targets,
       scored.f32(),
       Argument("log_norms", given[6]).contiguous({rows, heads, 1}).f32(),
       result(0).i64(), result(1).i64(), result(2).i64(), result(3).f32(), result(4).f32(),
-      result(5).f32(), result(6).f32(), result(7).f32(), result(8).i64(),
+      result(5).f32(), result(6).f32(), result(7).i64(),
   };
   for (int64_t i = 0; i < rows * m; ++i)
     KVM_CHECK(!all.joins[i] || (0 <= all.sources[i] && all.sources[i] < n && 0 <= all.targets[i] && all.targets[i] < n),
@@ -208,7 +209,7 @@ tvm::ffi::Array<int64_t> call_zip_groups(TensorView sources, TensorView targets,
     h.sources += row * m, h.targets += row * m, h.joins += row * m;
     h.log_votes += row * n, h.scores += row * n, h.query_counts += row * n, h.positions += row * n;
     h.is_protected += row * n, h.log_scores += row * heads * n, h.log_norms += row * heads;
-    h.target += row * r, h.own_share += row * r, h.factor += row * r, h.new_votes += row * r;
+    h.target += row * r, h.factor += row * r, h.new_votes += row * r;
     h.new_scores += row * r, h.newest += row * r;
     h.source += row * j, h.group += row * j, h.share += row * j;
     return h;

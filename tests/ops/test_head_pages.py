@@ -188,6 +188,8 @@ def test_reading(operators, scene, dtype):
         joins = scene.paged, arguments[1], arguments[0], *weights
         expected_joins = reference.join_entries(scene.plain, *joins[1:])
         assert all(map(torch.equal, operators.join_entries(*joins), expected_joins))
+        mixing = "keys", arguments[0], torch.zeros_like(sources), weights[0] / num_sources, scene.index(2)
+        assert_close(operators.mix_entries(scene.paged, *mixing), reference.mix_entries(scene.plain, *mixing), 1e-5)
         similarity, best = operators.most_similar(scene.paged, *arguments)
         expected, expected_best = reference.most_similar(scene.plain, *arguments)
         is_live = scene.live.gather(1, sources)

@@ -103,6 +103,32 @@ def test_most_similar_against_a_loop(operators, dtype, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plane", ["keys", "values"])
+@pytest.mark.parametrize("has_targets", [True, False])
+def test_entries_are_mixed(operators, dtype, shape, plane, has_targets):
+    """Several sources join a target; some sources and targets are none. Against sums in float64."""
+    maker, s = make(dtype, shape)
+    dense, n = (s.keys if plane == "keys" else s.values), s.keys.shape[1]
+    index = random_index(maker, n, n)
+    targets, sources = index[:, : n // 3].clone(), index[:, n // 3 :].clone()
+    sources[:, 1:2], targets[1, :1] = -1, -1
+    num_places = targets.shape[1] if has_targets else sources.shape[1]
+    row = torch.randint(-1, num_places, sources.shape, generator=maker.generator)
+    shares = torch.rand(sources.shape, generator=maker.generator)
+    given = row, shares, targets if has_targets else None
+    mixed = operators.mix_entries(seq_layers(maker, s), plane, sources, *given)
+    before = by_index(dense, targets) if has_targets else torch.zeros(3, num_places, 48).double()
+    expected = before.clone()
+    for head in range(3):
+        for source, place, share in zip(sources[head].tolist(), row[head].tolist(), shares[head].tolist(), strict=True):
+            if source >= 0 and place >= 0:
+                expected[head, place] += share * (dense[head, source] - before[head, place])
+    assert mixed.dtype == torch.float32
+    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_entries_join_the_slots_of_largest_product(operators, dtype, shape):
     """Slots anywhere and side by side, a source that is none; against means of keys, in float64."""
     maker, s = make(dtype, shape)

@@ -37,7 +37,7 @@ def log_sum(values):
 
 
 def by_hand(head, sources, targets, joins, planes, mode, zip_mode, cap):
-    """By target: (share, factor, votes, score, position), and by source: (target, share)."""
+    """By target: (factor, votes, score, position), and by source: (target, share)."""
 
     def uncapped(x):
         return math.atanh(max(-(1 - 2**-20), min(1 - 2**-20, x / cap))) * cap if cap else x
@@ -72,7 +72,7 @@ def by_hand(head, sources, targets, joins, planes, mode, zip_mode, cap):
         in_votes = sum(of_heads[g] * (totals[g] - means[g]) for g in heads)
         position = positions[target] if protected[target] else max(positions[e] for e in entries)
         merged_votes = sum_votes if scales else in_votes
-        groups[target] = shares[0], factor if scales else 1.0, merged_votes, score, position
+        groups[target] = factor if scales else 1.0, merged_votes, score, position
         of_sources |= {e: (target, s) for e, s in zip(others, shares[1:], strict=True)}
     return groups, of_sources
 
@@ -89,11 +89,11 @@ def test_groups_come_to_what_the_paper_says(operators, heads, n, m, num_scores, 
         listed = found.targets[head].tolist()
         assert sorted(one for one in listed if one >= 0) == sorted(groups)
         for place, target in enumerate(listed):
-            numbers = [plane[head, place].item() for plane in (found.own_shares, found.factors)]
             if target < 0:
-                assert numbers == [0.0, 1.0]
+                assert found.factors[head, place] == 1.0
                 continue
-            numbers += [plane[head, place].item() for plane in (found.log_votes, found.scores, found.positions)]
+            planes_of_targets = found.factors, found.log_votes, found.scores, found.positions
+            numbers = [plane[head, place].item() for plane in planes_of_targets]
             assert numbers == pytest.approx(groups[target], rel=1e-3, abs=1e-4)
         joined = {}
         for place, source in enumerate(found.sources[head].tolist()):

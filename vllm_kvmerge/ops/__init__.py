@@ -23,6 +23,7 @@ from vllm_kvmerge.ops.dispatch import line_up as line_up
 from vllm_kvmerge.ops.dispatch import list_joined as list_joined
 from vllm_kvmerge.ops.dispatch import log_contributions as log_contributions
 from vllm_kvmerge.ops.dispatch import merge_entries as merge_entries
+from vllm_kvmerge.ops.dispatch import mix_entries as mix_entries
 from vllm_kvmerge.ops.dispatch import mix_in as mix_in
 from vllm_kvmerge.ops.dispatch import most_similar as most_similar
 from vllm_kvmerge.ops.dispatch import move_entries as move_entries

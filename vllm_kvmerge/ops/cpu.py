@@ -471,6 +471,25 @@ def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> 
     return mixed
 
 
+def mix_entries(
+    seq_layers: SequenceLayers,
+    plane: Literal["keys", "values"],
+    sources: Tensor,
+    row: Tensor,
+    shares: Tensor,
+    targets: Tensor | None,
+) -> Tensor:
+    if shares.dtype != torch.float32:
+        return reference.mix_entries(seq_layers, plane, sources, row, shares, targets)
+    places = sources if targets is None else targets
+    mixed = torch.empty(*places.shape, seq_layers.head_size)
+    given = (t.contiguous() for t in (sources, row, shares))
+    own = None if targets is None else targets.contiguous()
+    _function("mix_entries")(*_located(seq_layers), plane == "keys", *given, own, mixed)
+    scales = seq_layers.scales(plane)
+    return mixed if scales is None else mixed.mul_(scales)
+
+
 def zip_groups(
     sources: Tensor,
     targets: Tensor,
@@ -483,11 +502,11 @@ def zip_groups(
     index, number = torch.int64, torch.float32
     if planes.log_scores.dtype != number or planes.log_votes.dtype != number:
         return reference.zip_groups(sources, targets, joins, planes, mode, zip_mode, softmax)
-    dtypes = index, index, index, number, number, number, number, number, index
+    dtypes = index, index, index, number, number, number, number, index
     wide = [torch.empty(sources.shape, dtype=dtype) for dtype in dtypes]
     lists, given = (t.contiguous() for t in (sources, targets, joins)), [plane.contiguous() for plane in planes]
     r, j = _function("zip_groups")(*lists, given, mode.code, ZIP_MODES.index(zip_mode), softmax.cap, wide)
-    widths = r, j, j, r, j, r, r, r, r
+    widths = r, j, j, j, r, r, r, r
     # As wide as the head that needs most of each list.
     narrow = (t.flatten()[: len(t) * width].view(len(t), width) for t, width in zip(wide, widths, strict=True))
     return ZipGroups(*narrow)

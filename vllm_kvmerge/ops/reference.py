@@ -213,8 +213,8 @@ def read_queries(
 ) -> Tensor:
     """``[U * H, G, w, d]`` as they were kept: the queries of sequence layers at ``places`` (``[requests, w]`` int64).
 
-    kept: each request's, ``[layers, window, H * G, d]``, all of one dtype. seq_layers: of each of U its request and its layer, those of a
-    request one after the other.
+    kept: each request's, ``[layers, window, H * G, d]``, all of one dtype. seq_layers: of each of U its request and its
+    layer, those of a request one after the other.
     """
     vectors, done = torch.empty(0), 0
     for request, some in groupby(seq_layers, key=lambda one: one[0]):
@@ -539,6 +539,24 @@ def join_entries(
     keys, joining = (operators.gather_rows(seq_layers, "keys", index) for index in (slots, sources))
     joined: tuple[Tensor, Tensor] = operators.join_slots(keys, joining, source_weights, slot_weights)
     return joined
+
+
+def mix_entries(
+    seq_layers: SequenceLayers,
+    plane: Literal["keys", "values"],
+    sources: Tensor,
+    row: Tensor,
+    shares: Tensor,
+    targets: Tensor | None,
+    operators: Any = sys.modules[__name__],
+) -> Tensor:
+    """``mix_in`` for a plane of entries: ``sources``, ``[H, m]`` int64, join ``targets``, ``[H, r]`` int64 (None:
+    zeros, as many as sources); both negative where there is none. operators: the module whose operators do the parts.
+    """
+    own = None if targets is None else operators.gather_rows(seq_layers, plane, targets)
+    joining, row = operators.gather_rows(seq_layers, plane, sources), row.masked_fill(sources < 0, -1)
+    mixed: Tensor = operators.mix_in(joining, row, shares, own)
+    return mixed
 
 
 def merge_entries(

@@ -22,16 +22,15 @@ class ZipGroups(NamedTuple):
     """Groups of entries: a target that stays, and the sources that join it.
 
     targets: ``[H, r]``, sources: ``[H, j]`` int64, indices of entries, each once, in any order; -1: none. groups: ``[H,
-    j]`` int64, the place in ``targets`` of what each source joins. own_shares: ``[H, r]``, shares: ``[H, j]`` float32,
-    of targets and sources in the mean key and value of their group; 0 where there is none. factors: ``[H, r]`` float32,
-    that the mean key is scaled by. log_votes, scores: ``[H, r]`` float32, and positions: ``[H, r]`` int64, of the
-    merged entries.
+    j]`` int64, the place in ``targets`` of what each source joins. shares: ``[H, j]`` float32, of sources in the mean
+    key and value of their group; the rest is the target's, and 0 where there is none. factors: ``[H, r]`` float32, that
+    the mean key is scaled by. log_votes, scores: ``[H, r]`` float32, and positions: ``[H, r]`` int64, of the merged
+    entries.
     """
 
     targets: Tensor
     sources: Tensor
     groups: Tensor
-    own_shares: Tensor
     shares: Tensor
     factors: Tensor
     log_votes: Tensor
@@ -133,9 +132,7 @@ def zip_groups(
         gained = add(gained, planes.scores.gather(1, other))
     new_scores = planes.scores.gather(1, own) + gained
     factor = torch.where(scales & exists, factor, 1.0)
-    return ZipGroups(
-        target, source, group, own_share.masked_fill(~exists, 0.0), share, factor, votes, new_scores, newest
-    )
+    return ZipGroups(target, source, group, share, factor, votes, new_scores, newest)
 
 
 def _scales(factor: Tensor, zip_mode: ZipMode) -> Tensor:

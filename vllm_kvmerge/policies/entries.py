@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -103,6 +104,15 @@ class Entries:
             return most_similar(self.keys_at(part), keys, targets, usable)
 
         return compared_in_pieces(compare, sources, keys.shape[1], keys.shape[2], PART_ENTRIES)
+
+    def mixed(
+        self, plane: Literal["keys", "values"], sources: Tensor, row: Tensor, shares: Tensor, targets: Tensor | None
+    ) -> Tensor:
+        """``ops.mix_in`` for the keys or values of the entries at ``sources`` (``[H, m]`` int64) and ``targets`` (``[H,
+        r]`` int64; None: zeros), both negative where there is none."""
+        read = self.keys_at if plane == "keys" else self.values_at
+        own = None if targets is None else read(targets)
+        return ops.mix_in(read(sources), row.masked_fill(sources < 0, DEAD), shares, own)
 
     def join_slots(
         self, slots: Tensor, sources: Tensor, source_weights: Tensor, slot_weights: Tensor

@@ -1,6 +1,7 @@
 """Live entries of sequences in a paged cache; keys and values are read on demand."""
 
 from copy import copy
+from typing import Literal
 
 from torch import Tensor
 
@@ -45,6 +46,11 @@ class PagedEntries(LazyEntries):
             return ops.most_similar(self.seq_layers, part, targets, usable)
 
         return compared_in_pieces(compare, sources, targets.shape[1], self.seq_layers.head_size)
+
+    def mixed(
+        self, plane: Literal["keys", "values"], sources: Tensor, row: Tensor, shares: Tensor, targets: Tensor | None
+    ) -> Tensor:
+        return ops.mix_entries(self.seq_layers, plane, sources, row, shares, targets)
 
     def join_slots(
         self, slots: Tensor, sources: Tensor, source_weights: Tensor, slot_weights: Tensor

@@ -18,6 +18,7 @@ from vllm_kvmerge.ops.triton.entries import (
     join_entries,
     join_slots,
     merge_entries,
+    mix_entries,
     most_similar,
     move_entries,
     turn_keys,
@@ -50,8 +51,8 @@ from vllm_kvmerge.ops.triton.zipping import zip_groups
 __all__ = [
     "INTERPRETED", "attention_weights", "by_position", "description", "empty_places", "free_places", "fused_attention",
     "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_entries", "join_slots",
-    "keep_queries", "largest", "line_up", "list_joined", "merge_entries", "mix_in", "most_similar", "move_entries",
-    "newest", "obstacle",
+    "keep_queries", "largest", "line_up", "list_joined", "merge_entries", "mix_entries", "mix_in", "most_similar",
+    "move_entries", "newest", "obstacle",
     "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
     "solve_outputs", "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
 ]

@@ -196,6 +196,7 @@ def _move_entries(at: _KernelArguments, destination: Destination, kept: Tensor) 
 
 join_entries = partial(reference.join_entries, operators=sys.modules[__name__])
 merge_entries = partial(reference.merge_entries, operators=sys.modules[__name__])
+mix_entries = partial(reference.mix_entries, operators=sys.modules[__name__])
 turn_keys = partial(reference.turn_keys, operators=sys.modules[__name__])
 
 

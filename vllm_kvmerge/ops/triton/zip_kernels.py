@@ -68,7 +68,7 @@ def log_sum(values, heads, G: tl.constexpr):
 @for_any("n", "m", "mode", "zip_mode")
 def zip_groups(
     sources, targets, joins, log_votes, scores, query_counts, positions, protected, log_scores, log_norms,
-    out_targets, out_sources, out_groups, out_own_shares, out_shares, out_factors, out_votes, out_scores, out_positions,
+    out_targets, out_sources, out_groups, out_shares, out_factors, out_votes, out_scores, out_positions,
     n, m, mode, zip_mode,
     G: tl.constexpr, BLOCK_G: tl.constexpr, CAP: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +172,6 @@ def zip_groups(
     tl.store(out_targets + at, tl.where(is_first, target, -1), mask=inside)
     tl.store(out_sources + at, source, mask=inside)
     tl.store(out_groups + at, tl.where(joins_own, first, 0).to(tl.int64), mask=inside)
-    tl.store(out_own_shares + at, tl.where(is_first, own_share, 0.0), mask=inside)
     tl.store(out_shares + at, tl.where(joins_own, tl.sum(share, 1), 0.0), mask=inside)
     tl.store(out_factors + at, tl.where(is_first & scales, factor, 1.0), mask=inside)
     tl.store(out_votes + at, tl.where(scales, log_sum_votes, in_votes), mask=inside)

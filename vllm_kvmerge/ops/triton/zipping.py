@@ -24,7 +24,7 @@ def zip_groups(
     def results(dtype: torch.dtype, count: int) -> list[Tensor]:
         return [torch.empty(sources.shape, dtype=dtype, device=sources.device) for _ in range(count)]
 
-    groups = ZipGroups(*results(torch.int64, 3), *results(torch.float32, 5), *results(torch.int64, 1))
+    groups = ZipGroups(*results(torch.int64, 3), *results(torch.float32, 4), *results(torch.int64, 1))
     if sources.numel():
         votes, scores, counts, positions, protected, log_scores, log_norms = (plane.contiguous() for plane in planes)
         num_rows, num_scores, n = log_scores.shape

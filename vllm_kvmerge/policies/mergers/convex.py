@@ -20,10 +20,8 @@ def take_in(
     """
     joins = shares > 0
     changed, row = ops.list_joined(places, joins, kept.shape[1])
-    targets, sources = select(kept, changed), sources.masked_fill(~joins, DEAD)
-    keys = ops.mix_in(entries.keys_at(sources), row, shares, entries.keys_at(targets))
-    values = ops.mix_in(entries.values_at(sources), row, shares, entries.values_at(targets))
-    return changed, keys, values
+    joining = sources.masked_fill(~joins, DEAD), row, shares, select(kept, changed)
+    return changed, entries.mixed("keys", *joining), entries.mixed("values", *joining)
 
 
 def absorbing(num_sources: int, num_targets: int, head_size: int) -> Cost:

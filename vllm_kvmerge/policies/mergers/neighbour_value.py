@@ -35,7 +35,7 @@ class NeighbourValueMerger(Merger):
         index, target, shares, places, merged = ops.hand_over(
             by_position(entries), inverse(kept, n), entries.is_live, importance, min(n, 2 * (n - kept.shape[1]))
         )
-        values = ops.mix_in(entries.values_at(index), target, shares, None)
+        values = entries.mixed("values", index, target, shares, None)
         return CacheUpdate.of(entries, kept).write(places, None, values, merged)
 
     def cost(self, shape: CostShape) -> Cost:

@@ -1,7 +1,6 @@
 """Merger that leaves the attention output of the scored queries unchanged, as far as one entry can (KeepKV)."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -267,13 +266,8 @@ class ZipMerger(Merger):
         planes = ZipPlanes(*known, scores.log_scores, scores.log_norms)
         groups = ops.zip_groups(sources, targets, joins, planes, mode, self.zip_mode, softmax)
 
-        def mean_rows(read: Callable[[Tensor], Tensor]) -> Tensor:
-            rows, given = read(groups.targets), read(groups.sources)  # zeros where there is none
-            rows *= groups.own_shares.unsqueeze(-1)
-            given *= groups.shares.unsqueeze(-1)
-            return rows.scatter_add_(1, groups.groups.unsqueeze(-1).expand_as(given), given)
-
-        keys, values = mean_rows(entries.keys_at), mean_rows(entries.values_at)
+        joining = groups.sources, groups.groups, groups.shares, groups.targets
+        keys, values = entries.mixed("keys", *joining), entries.mixed("values", *joining)
         keys *= groups.factors.unsqueeze(-1)
         update = CacheUpdate.of(entries, kept)
         changed = select(inverse(kept, len(entries)), groups.targets)
