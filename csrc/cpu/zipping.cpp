@@ -170,21 +170,25 @@ class Zipping {
   Cap cap_;
 };
 
-// planes: those of ZipPlanes. groups: those of ZipGroups, as wide as there are sources. Returns how much of them is
-// filled: the numbers of targets and sources in the head that has most.
+// planes: those of ZipPlanes. indices: targets, sources, groups and positions of ZipGroups, numbers: its other planes, in
+// its order, each as wide as there are sources. Returns how much of them is filled: the numbers of targets and sources
+// in the head that has most.
 tvm::ffi::Array<int64_t> call_zip_groups(TensorView sources, TensorView targets, TensorView joins, Tensors planes,
-                                         int64_t mode, int64_t zip_mode, double cap, Tensors groups) {
-  KVM_CHECK(planes.size() == 7 && groups.size() == 8, ValueError) << "7 planes and 8 results must be given";
+                                         int64_t mode, int64_t zip_mode, double cap, TensorView indices,
+                                         TensorView numbers) {
+  KVM_CHECK(planes.size() == 7, ValueError) << "7 planes must be given";
   const Argument a("sources", sources);
   a.contiguous({-1, -1});
   const int64_t rows = a.size(0), m = a.size(1);
-  std::vector<TensorView> given(planes.begin(), planes.end()), out(groups.begin(), groups.end());
+  std::vector<TensorView> given(planes.begin(), planes.end());
   const Argument first("log_votes", given[0]), scored("log_scores", given[5]);
   const int64_t n = first.contiguous({rows, -1}).size(1);
   const int64_t heads = scored.contiguous({rows, -1, n}).size(1);
   const std::vector<int64_t> of_sources = {rows, m}, of_entries = {rows, n};
   const auto plane = [&](int i, const char* name) { return Argument(name, given[i]).contiguous(of_entries); };
-  const auto result = [&](int i) { return Argument("groups", out[i]).contiguous(of_sources); };
+  int64_t* const index = Argument("indices", indices).contiguous({4, rows, m}).i64();
+  float* const number = Argument("numbers", numbers).contiguous({4, rows, m}).f32();
+  const int64_t size = rows * m;
   const Head all{
       a.i64(),
       Argument("targets", targets).contiguous(of_sources).i64(),
@@ -196,8 +200,8 @@ tvm::ffi::Array<int64_t> call_zip_groups(TensorView sources, TensorView targets,
       plane(4, "protected").boolean(),
       scored.f32(),
       Argument("log_norms", given[6]).contiguous({rows, heads, 1}).f32(),
-      result(0).i64(), result(1).i64(), result(2).i64(), result(3).f32(), result(4).f32(),
-      result(5).f32(), result(6).f32(), result(7).i64(),
+      index, index + size, index + 2 * size, number, number + size, number + 2 * size, number + 3 * size,
+      index + 3 * size,
   };
   for (int64_t i = 0; i < rows * m; ++i)
     KVM_CHECK(!all.joins[i] || (0 <= all.sources[i] && all.sources[i] < n && 0 <= all.targets[i] && all.targets[i] < n),

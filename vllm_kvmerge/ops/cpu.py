@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import cache as cached
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -296,8 +296,15 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
     _function("write_tokens")(cache.keys, slot_mapping, key, value)
 
 
+@lru_cache(maxsize=256)
+def _tensor_of(*numbers: float, dtype: torch.dtype) -> Tensor:
+    """For operators that only read it: the same numbers recur, and to make a tensor takes as long as many an
+    operator."""
+    return torch.tensor(numbers, dtype=dtype)
+
+
 def _counts(count: int | Tensor) -> Tensor:
-    return count if isinstance(count, Tensor) else torch.tensor([count])
+    return count if isinstance(count, Tensor) else _tensor_of(int(count), dtype=torch.int64)
 
 
 def largest(ranking: Tensor, count: int | Tensor) -> Tensor:
@@ -362,7 +369,7 @@ def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> li
         return reference.take(index, planes, blanks)
     taken = [torch.empty(index.shape, dtype=plane.dtype) for plane in planes]
     contiguous = [plane.contiguous() for plane in planes]
-    _function("take")(contiguous, index.contiguous(), torch.tensor(blanks, dtype=torch.float32), taken)
+    _function("take")(contiguous, index.contiguous(), _tensor_of(*blanks, dtype=torch.float32), taken)
     return taken
 
 
@@ -502,14 +509,17 @@ def zip_groups(
     index, number = torch.int64, torch.float32
     if planes.log_scores.dtype != number or planes.log_votes.dtype != number:
         return reference.zip_groups(sources, targets, joins, planes, mode, zip_mode, softmax)
-    dtypes = index, index, index, number, number, number, number, index
-    wide = [torch.empty(sources.shape, dtype=dtype) for dtype in dtypes]
+    wide = [torch.empty(4, *sources.shape, dtype=dtype) for dtype in (index, number)]
     lists, given = (t.contiguous() for t in (sources, targets, joins)), [plane.contiguous() for plane in planes]
-    r, j = _function("zip_groups")(*lists, given, mode.code, ZIP_MODES.index(zip_mode), softmax.cap, wide)
-    widths = r, j, j, j, r, r, r, r
-    # As wide as the head that needs most of each list.
-    narrow = (t.flatten()[: len(t) * width].view(len(t), width) for t, width in zip(wide, widths, strict=True))
-    return ZipGroups(*narrow)
+    r, j = _function("zip_groups")(*lists, given, mode.code, ZIP_MODES.index(zip_mode), softmax.cap, *wide)
+
+    def narrow(results: Tensor, number: int, width: int) -> Tensor:
+        """As wide as the head that needs most of a list: so they lie in ``results``."""
+        return results.as_strided((len(sources), width), (width, 1), number * sources.numel())
+
+    target, source, group, newest = (narrow(wide[0], i, width) for i, width in enumerate((r, j, j, r)))
+    shares, factors, log_votes, scores = (narrow(wide[1], i, width) for i, width in enumerate((j, r, r, r)))
+    return ZipGroups(target, source, group, shares, factors, log_votes, scores, newest)
 
 
 def projected_norms(values: Tensor, weights: Tensor) -> Tensor:
