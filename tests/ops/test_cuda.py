@@ -266,7 +266,7 @@ def test_a_workspace_that_was_reserved_does_not_grow(strict):
 
 @pytest.mark.parametrize("rows", [1, 8, 256])
 def test_blocks_fill_a_gpu(rows, monkeypatch):
-    """132 multiprocessors with 2 blocks each, as on an H200, for 8 heads: 33 of each. No piece of less than 256."""
+    """132 multiprocessors with 2 blocks each, as on an H200, for 8 heads: 33 of each. No share of less than 256."""
     monkeypatch.setattr("vllm_kvmerge.ops.cuda.plan.multiprocessors", lambda device: 132)
     cache = torch.empty(8, 8, 16, cell_bytes(128, torch.bfloat16) // 2, dtype=torch.bfloat16)
     pages = PagedKVCache.of(cache, 128, row_major_keys=True)
@@ -641,6 +641,7 @@ KERNELS = {
     "Attend<MatrixUnits<F16, 256>, 4, 2, false>": ["HMMA.16816.F32", "LDSM.16.M"],
     "Attend<Cores<Bf16, 128, 1>, 4, 3, false>": ["LDGSTS.E.BYPASS.LTC128B.128", "LDS.128"],
     "Finish<128, void>": [],
+    "Divide": [],
     "Merge<Bf16, false>": ["STG.E.128", "LDGSTS.E.BYPASS.LTC128B.128"],
 }  # fmt: skip
 """Some of the ops, and instructions that are meant to be in them."""
@@ -653,7 +654,7 @@ def check_compiled(kernels, target, folder):
     if compiler is None:
         pytest.skip("there is no nvcc")
     source, binary = folder / "ops.cu", folder / "ops.cubin"
-    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "merge")]
+    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "divide", "merge")]
     instances = [f"template __global__ void run_kernel<{kernel}>(const __grid_constant__ {kernel}::Params);"
                  for kernel in kernels]  # fmt: skip
     source.write_text("\n".join([*includes, "namespace kvmerge {", *instances, "}"]))

@@ -13,7 +13,7 @@ MAX_ROWS = 16
 """Rows of queries of one KV head, queries times query heads (csrc/cuda/arguments.h)."""
 
 LEAST_ENTRIES = 256
-"""Entries of the smallest piece; a multiple of 64, of which its warps take 16 each."""
+"""The smallest share that rows are cut into pieces of; a multiple of 64, of which a block's warps take 16 each."""
 
 BLOCKS = 2
 """Blocks of attention on a multiprocessor: as many as an H200's shared memory has room for, of a head size of 128."""
