@@ -5,8 +5,8 @@
 
 namespace kvmerge {
 
-constexpr int kRows = 16;  // most rows of queries of one KV head, queries times query heads
-constexpr int kStep = 64;  // entries of a piece are a multiple of it
+constexpr int kRows = 16;    // most rows of queries of one KV head, queries times query heads
+constexpr int kStep = 64;    // entries of a piece are a multiple of it
 constexpr int kUpdates = 4;  // blocks that share the update of a piece's scores: see Finish
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 

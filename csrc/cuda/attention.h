@@ -1,9 +1,10 @@
 // Attention of a decode step over pages: votes, and the update of scores. See docs/gpu.md.
 //
-// `Attend` works on a piece of a sequence's entries (divide.h) for one KV head; all query rows of the head, queries times
-// query heads, at most kRows, row r being head r % group of query r / group, are multiplied together. Each of its warps
-// goes through entries of its own, 16 at a time, which it loads ahead itself: warps meet only at the end. `Finish` puts
-// pieces together and turns logits that were kept to scores. Logits are kept times log2(e), because a GPU has exp2.
+// `Attend` works on a piece of a sequence's entries (divide.h) for one KV head; all query rows of the head, queries
+// times query heads, at most kRows, row r being head r % group of query r / group, are multiplied together. Each of its
+// warps goes through entries of its own, 16 at a time, which it loads ahead itself: warps meet only at the end.
+// `Finish` puts pieces together and turns logits that were kept to scores. Logits are kept times log2(e), because a GPU
+// has exp2.
 #pragma once
 
 #include <type_traits>
@@ -739,7 +740,7 @@ struct Finish {
   struct Levels {
     const float* lse;  // of the first piece
     int64_t stride;
-    int count;  // pieces that have entries
+    int count;         // pieces that have entries
     float top, total;  // total: of all, over 2^top
 
     // By all threads of a warp.
