@@ -1,9 +1,10 @@
 // Attention of a decode step over pages: votes, and the update of scores. See docs/gpu.md.
 //
-// `Attend` works on a split of a sequence's entries for one KV head; all query rows of the head, queries times query
-// heads, at most kRows, row r being head r % group of query r / group, are multiplied together. Each of its warps goes
-// through entries of its own, 16 at a time, which it loads ahead itself: warps meet only at the end. `Finish` puts
-// splits together and turns logits that were kept to scores. Logits are kept times log2(e), because a GPU has exp2.
+// `Attend` works on a piece of a sequence's entries (divide.h) for one KV head; all query rows of the head, queries
+// times query heads, at most kRows, row r being head r % group of query r / group, are multiplied together. Each of its
+// warps goes through entries of its own, 16 at a time, which it loads ahead itself: warps meet only at the end.
+// `Finish` puts pieces together and turns logits that were kept to scores. Logits are kept times log2(e), because a GPU
+// has exp2.
 #pragma once
 
 #include <type_traits>
@@ -57,24 +58,31 @@ KVM_DEVICE int64_t kept_at(const AttendParams& p, const PagedPlace& at, int) { r
 struct Row {
   typedef Place EntryPlace;
 
-  int number, num_queries, front, gap, old, seen, mode;
+  int num_queries, front, gap, old, seen, mode, first_piece, num_pieces;
   int64_t start_token;
   float decay;
   const int32_t* blocks;
 
   KVM_DEVICE Row(const AttendParams& p, int row, int /* head */)
-      : number(row),
-        num_queries(p.query_lens[row]),
+      : num_queries(p.query_lens[row]),
         front(p.fronts[row]),
         gap(p.tails[row] - front),
         old(p.seq_lens[row] - gap - num_queries),  // entries that were there before this call
         seen(old + num_queries),
         mode(p.modes[row]),
+        first_piece(p.parts[2 * row]),
+        num_pieces(p.parts[2 * row + 1]),
         start_token(p.query_starts[row]),
         decay(p.decays[row]),
         blocks(p.block_table + row * p.table_row) {}
 
   KVM_DEVICE bool keeps_logits() const { return mode == kSum || mode == kMean; }
+
+  // Entries of a piece, but for the last ones, which may have none where a head has pages of its own.
+  KVM_DEVICE int piece_size() const {
+    const int share = (seen + num_pieces - 1) / num_pieces;
+    return (share + kStep - 1) / kStep * kStep;
+  }
 
   KVM_DEVICE Place find(const AttendParams& p, int entry) const { return find_in(blocks, p, entry); }
   KVM_DEVICE Place place_of(const AttendParams&, int, int, Place found) const { return found; }
@@ -119,11 +127,6 @@ struct PagedRow : Row {
  private:
   KVM_DEVICE bool in_pages(int entry) const { return pages != nullptr && entry < front; }
 };
-
-KVM_DEVICE int split_size(const AttendParams& p, int entries) {
-  const int share = (entries + p.splits - 1) / p.splits, size = (share + kStep - 1) / kStep * kStep;
-  return size > p.least ? size : p.least;
-}
 
 KVM_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 KVM_DEVICE float finite(float top) { return top == kNoLogit ? 0.0f : top; }
@@ -189,7 +192,7 @@ struct Step {
   const char *keys, *values;  // tiles
   const float* votes;
   const EntryPlace* places;
-  int first, end;  // the first entry, and that behind the last one of the split
+  int first, end;  // the first entry, and that behind the last one of the piece
 };
 
 // Products on the matrix units, for up to 16 rows. A thread has rows lane / 4 and that + 8, and of them every fourth
@@ -502,7 +505,8 @@ struct Cores {
   }
 };
 
-// Grid: sequences, heads, splits. kPages: heads of some rows have pages of their own.
+// Grid: heads, pieces, so that the longest ones of all heads come first. kPages: heads of some rows have pages of their
+// own.
 template <class Product, int kWarps, int kStages, bool kPages>
 struct Attend {
   typedef AttendParams Params;
@@ -512,7 +516,7 @@ struct Attend {
   typedef typename Product::Type T;
   static constexpr int kThreads = 32 * kWarps, kBlocks = 2, kHeadSize = Product::kHeadSize;
   static constexpr int kChunk = Entries::kChunk, kChunks = Entries::kChunks;
-  static_assert(kStep % (kWarps * Entries::kEntries) == 0, "a split is whole steps of all warps");
+  static_assert(kStep % (kWarps * Entries::kEntries) == 0, "a piece is whole steps of all warps");
 
   struct Stage {
     alignas(16) char keys[Entries::kBytes];
@@ -565,10 +569,11 @@ struct Attend {
   };
 
   static KVM_DEVICE void run(const AttendParams& p) {
-    const int head = device::block_y(), warp = device::warp();
-    const Sequence row(p, device::block_x(), head);
-    if (row.num_queries == 0) return;
-    const int size = split_size(p, row.seen), first = device::block_z() * size;
+    const int head = device::block_x(), place = device::block_y(), warp = device::warp();
+    const int number = p.pieces[place];
+    if (number < 0) return;
+    const Sequence row(p, number, head);
+    const int piece = place - row.first_piece, size = row.piece_size(), first = piece * size;
     if (first >= row.seen) return;
     const int end = first + size < row.seen ? first + size : row.seen;
     const int rows = row.num_queries * p.group;
@@ -622,7 +627,7 @@ struct Attend {
     device::barrier();
     if (device::thread() < rows) {
       const int r = device::thread();
-      const bool has_sink = p.sinks != nullptr && device::block_z() == 0;  // it counts in one split
+      const bool has_sink = p.sinks != nullptr && piece == 0;  // it counts in one piece
       const float sink = has_sink ? p.sinks[head * p.group + r % p.group] * kLog2E : kNoLogit;
       float top = sink, total = 0.0f;
       for (int w = 0; w < kWarps; ++w) top = larger(top, meeting.tops[w][r]);
@@ -635,13 +640,13 @@ struct Attend {
     device::barrier();
     product.give_sums(meeting.sums + warp * rows * kHeadSize, meeting.shares[warp], rows);
     device::barrier();
-    const int64_t base = ((static_cast<int64_t>(row.number) * p.heads + head) * p.splits + device::block_z()) * kRows;
+    const int64_t base = (static_cast<int64_t>(place) * p.heads + head) * kRows;
     if (device::thread() < rows) p.lse[base + device::thread()] = meeting.lse[device::thread()];
     for (int i = device::thread(); i < rows * kHeadSize; i += kThreads) {
       const int r = i / kHeadSize, dim = i % kHeadSize;
       float sum = 0.0f;
       for (int w = 0; w < kWarps; ++w) sum += meeting.sums[(w * rows + r) * kHeadSize + dim];
-      if (p.splits > 1) p.partial[(base + r) * kHeadSize + dim] = sum;
+      if (row.num_pieces > 1) p.partial[(base + r) * kHeadSize + dim] = sum;
       else if (dim < p.head_size)
         store_output(p, (row.start_token + r / p.group) * p.output_token +
                             (head * p.group + r % p.group) * p.output_head + dim, sum);
@@ -703,49 +708,76 @@ struct Recomputed {
   }
 };
 
-// Puts splits together, and updates scores from the logits that were kept. Grid: sequences, heads, one block for each
-// of `num_combined` rows and then any number that share the entries. T: of keys and queries, where heads of some rows
+// Puts pieces together, and updates scores from the logits that were kept. Grid: heads; `num_combined` blocks, one for
+// each of `query_rows` rows of queries of each of the longest sequences, which alone may have several pieces, and then
+// kUpdates for each piece, which share its entries: so many because a thread has 32 bytes or so of an entry under way,
+// and those of fewer would not be as many as a GPU can load meanwhile. T: of keys and queries, where heads of some rows
 // have pages of their own; void: nowhere.
 template <int kHeadSize, class T>
 struct Finish {
   typedef AttendParams Params;
   static constexpr bool kPages = !std::is_void<T>::value;
   typedef typename std::conditional<kPages, PagedRow, Row>::type Sequence;
-  static constexpr int kThreads = 128, kBlocks = kPages ? 6 : 8, kMaxSplits = 128, kLevelBytes = kMaxSplits * 4;
+  static constexpr int kThreads = 128, kBlocks = kPages ? 6 : 8, kLevelBytes = 2 * kRows * 4;
   static constexpr int kSharedBytes = kLevelBytes + (kPages ? kRows * kHeadSize * 4 : 0);
 
   static KVM_DEVICE void run(const AttendParams& p) {
-    const int head = device::block_y(), part = device::block_z();
-    const Sequence row(p, device::block_x(), head);
-    const int rows = row.num_queries * p.group;
-    if (rows == 0 || (part < p.num_combined ? part >= rows : !row.keeps_logits())) return;
-    const int size = split_size(p, row.seen), num_splits = (row.seen + size - 1) / size;
-    const int64_t base = (static_cast<int64_t>(row.number) * p.heads + head) * p.splits * kRows;
-    if (part < p.num_combined) combine(p, row, head, part, base, num_splits);
-    else update(p, row, head, part - p.num_combined, base, num_splits);
-  }
-
- private:
-  static KVM_DEVICE void combine(const AttendParams& p, const Row& row, int head, int r, int64_t base, int num_splits) {
-    float* levels = reinterpret_cast<float*>(device::shared_memory());
-    if (device::thread() < num_splits) levels[device::thread()] = p.lse[base + device::thread() * kRows + r];
-    device::barrier();
-    float top = kNoLogit, total = 0.0f;
-    for (int split = 0; split < num_splits; ++split) top = larger(top, levels[split]);
-    for (int split = 0; split < num_splits; ++split) total += device::exp2(levels[split] - finite(top));
-    for (int dim = device::thread(); dim < p.head_size; dim += kThreads) {
-      const float* from = p.partial + (base + r) * kHeadSize + dim;
-      float sum = 0.0f;
-#pragma unroll 8
-      for (int split = 0; split < num_splits; ++split)
-        sum += device::exp2(levels[split] - finite(top)) * from[static_cast<int64_t>(split) * kRows * kHeadSize];
-      store_output(p, (row.start_token + r / p.group) * p.output_token +
-                          (head * p.group + r % p.group) * p.output_head + dim, total > 0.0f ? sum / total : 0.0f);
+    const int head = device::block_x(), place = device::block_y(), update_place = place - p.num_combined;
+    const bool combines = update_place < 0;
+    const int piece = update_place / kUpdates, number = combines ? p.order[place / p.query_rows] : p.pieces[piece];
+    if (number < 0) return;
+    const Sequence row(p, number, head);
+    if (combines) {
+      const int r = place % p.query_rows;
+      if (row.num_pieces > 1 && r < row.num_queries * p.group) combine(p, row, head, r);
+    } else if (row.keeps_logits()) {
+      update(p, row, head, piece - row.first_piece, update_place % kUpdates);
     }
   }
 
-  static KVM_DEVICE void update(const AttendParams& p, const Sequence& row, int head, int part, int64_t base,
-                                int num_splits) {
+ private:
+  // Sums of exponentials of a row of queries over its sequence's pieces.
+  struct Levels {
+    const float* lse;  // of the first piece
+    int64_t stride;
+    int count;         // pieces that have entries
+    float top, total;  // total: of all, over 2^top
+
+    // By all threads of a warp.
+    KVM_DEVICE Levels(const AttendParams& p, const Row& row, int head, int r)
+        : lse(p.lse + (static_cast<int64_t>(row.first_piece) * p.heads + head) * kRows + r),
+          stride(static_cast<int64_t>(p.heads) * kRows),
+          count((row.seen + row.piece_size() - 1) / row.piece_size()),
+          top(kNoLogit),
+          total(0.0f) {
+      for (int piece = device::lane(); piece < count; piece += 32) top = larger(top, lse[piece * stride]);
+      for (int mask = 1; mask < 32; mask *= 2) top = larger(top, device::shuffle_xor(top, mask));
+      for (int piece = device::lane(); piece < count; piece += 32) total += share(piece);
+      for (int mask = 1; mask < 32; mask *= 2) total += device::shuffle_xor(total, mask);
+    }
+
+    KVM_DEVICE float share(int piece) const { return device::exp2(lse[piece * stride] - finite(top)); }
+  };
+
+  static KVM_DEVICE void combine(const AttendParams& p, const Row& row, int head, int r) {
+    const Levels levels(p, row, head, r);
+    for (int dim = device::thread(); dim < p.head_size; dim += kThreads) {
+      const float* from = p.partial + (levels.lse - p.lse) * kHeadSize + dim;
+      float sum = 0.0f;
+#pragma unroll 8
+      for (int piece = 0; piece < levels.count; ++piece)
+        sum += levels.share(piece) * from[piece * levels.stride * kHeadSize];
+      store_output(p, (row.start_token + r / p.group) * p.output_token +
+                          (head * p.group + r % p.group) * p.output_head + dim,
+                   levels.total > 0.0f ? sum / levels.total : 0.0f);
+    }
+  }
+
+  // Of one of the row's pieces. part: which of its kUpdates blocks this is.
+  static KVM_DEVICE void update(const AttendParams& p, const Sequence& row, int head, int piece, int part) {
+    const int size = row.piece_size(), first = piece * size + part * kThreads;
+    const int end = (piece + 1) * size < row.seen ? (piece + 1) * size : row.seen;
+    if (first >= end) return;
     const int rows = row.num_queries * p.group;
     float* levels = reinterpret_cast<float*>(device::shared_memory());
     float* weights = levels + kRows;
@@ -754,27 +786,20 @@ struct Finish {
       if (row.pages != nullptr) Recomputed<T, kHeadSize>::put_queries(queries, p, row, head, kThreads);
     }
     for (int r = device::warp(); r < rows; r += kThreads / 32) {
-      float top = kNoLogit;
-      for (int split = device::lane(); split < num_splits; split += 32)
-        top = larger(top, p.lse[base + split * kRows + r]);
-      for (int mask = 1; mask < 32; mask *= 2) top = larger(top, device::shuffle_xor(top, mask));
-      float total = 0.0f;
-      for (int split = device::lane(); split < num_splits; split += 32)
-        total += device::exp2(p.lse[base + split * kRows + r] - finite(top));
-      for (int mask = 1; mask < 32; mask *= 2) total += device::shuffle_xor(total, mask);
+      const Levels found(p, row, head, r);
       if (device::lane() == 0) {
-        levels[r] = total > 0.0f ? finite(top) + device::log2(total) : 0.0f;
+        levels[r] = found.total > 0.0f ? finite(found.top) + device::log2(found.total) : 0.0f;
         weights[r] = power(row.decay, row.num_queries - 1 - r / p.group);
       }
     }
     device::barrier();
     const float shrink = power(row.decay, row.num_queries);
-    const int step = (device::num_blocks_z() - p.num_combined) * kThreads;
-    int entry = part * kThreads + device::thread();
-    Place next = entry < row.seen ? row.find(p, entry) : Place{0, 0};
-    for (; entry < row.seen; entry += step) {
+    constexpr int kTogether = kUpdates * kThreads;
+    int entry = first + device::thread();
+    Place next = entry < end ? row.find(p, entry) : Place{0, 0};
+    for (; entry < end; entry += kTogether) {
       const auto place = row.place_of(p, head, entry, next);  // the next one is looked up meanwhile
-      if (entry + step < row.seen) next = row.find(p, entry + step);
+      if (entry + kTogether < end) next = row.find(p, entry + kTogether);
       float added = 0.0f;
       if (is_kept(place)) {
         const float* logits = p.kept + kept_at(p, place, head);

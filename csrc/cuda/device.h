@@ -34,8 +34,6 @@ KVM_DEVICE int lane() { return threadIdx.x % 32; }
 KVM_DEVICE int warp() { return threadIdx.x / 32; }
 KVM_DEVICE int block_x() { return blockIdx.x; }
 KVM_DEVICE int block_y() { return blockIdx.y; }
-KVM_DEVICE int block_z() { return blockIdx.z; }
-KVM_DEVICE int num_blocks_z() { return gridDim.z; }
 
 // Aligned to 128 bytes.
 KVM_DEVICE char* shared_memory() {
@@ -50,7 +48,10 @@ template <class T>
 KVM_DEVICE T shuffle(T x, int from) {
   return __shfl_sync(0xffffffffu, x, from);
 }
-KVM_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+template <class T>
+KVM_DEVICE T shuffle_xor(T x, int mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
 KVM_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 KVM_DEVICE int shared_add(int* at, int x) { return atomicAdd(at, x); }
 
@@ -177,7 +178,7 @@ KVM_DEVICE void store_global(void* to, Chunk x) {
 }  // namespace device
 
 struct Grid {
-  int x, y, z;
+  int x, y;
 };
 
 template <class Kernel>
@@ -231,7 +232,7 @@ template <class Kernel>
 void launch(const Grid& grid, int shared_bytes, const typename Kernel::Params& params, int device, void* stream) {
   const DeviceGuard guard(device);
   if (shared_bytes > 48 << 10) allow_shared_memory<Kernel>(device);
-  const dim3 blocks(grid.x, grid.y, grid.z);
+  const dim3 blocks(grid.x, grid.y);
   run_kernel<Kernel><<<blocks, Kernel::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(cudaGetLastError(), "launch");
 }

@@ -51,7 +51,7 @@ struct Chunk {
 };
 
 struct Grid {
-  int x, y, z;
+  int x, y;
 };
 
 namespace device {
@@ -116,10 +116,9 @@ class Block {
   }
 
   // Runs all threads of a block to their end.
-  void run(const int (&index)[3], int blocks_z, const std::function<void()>& body) {
+  void run(const int (&index)[2], const std::function<void()>& body) {
     const Unwatched unwatched;
-    for (int i = 0; i < 3; ++i) index_[i] = index[i];
-    blocks_z_ = blocks_z;
+    for (int i = 0; i < 2; ++i) index_[i] = index[i];
     body_ = &body;
     // Another block's memory and barriers say nothing of this one's.
     shared_.reset();
@@ -164,7 +163,6 @@ class Block {
 
   KVM_UNWATCHED int thread() const { return active_; }
   KVM_UNWATCHED int index(int axis) const { return index_[axis]; }
-  KVM_UNWATCHED int blocks_z() const { return blocks_z_; }
   char* shared() {
     const Unwatched unwatched;
     return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared_->data()) + 127) / 128 * 128);
@@ -313,8 +311,8 @@ class Block {
     return found;
   }
 
-  int threads_, running_ = 0, active_ = 0, blocks_z_ = 1;
-  int index_[3] = {0, 0, 0};
+  int threads_, running_ = 0, active_ = 0;
+  int index_[2] = {0, 0};
   uint64_t turn_ = 0, launch_ = 0, end_ = 0;
   const char* failure_ = nullptr;
   const std::function<void()>* body_ = nullptr;
@@ -331,8 +329,6 @@ inline int lane() { return thread() % 32; }
 inline int warp() { return thread() / 32; }
 inline int block_x() { return Block::current()->index(0); }
 inline int block_y() { return Block::current()->index(1); }
-inline int block_z() { return Block::current()->index(2); }
-inline int num_blocks_z() { return Block::current()->blocks_z(); }
 inline char* shared_memory() { return Block::current()->shared(); }
 inline void barrier() { Block::current()->barrier(); }
 inline void warp_barrier() { Block::current()->warp_barrier(); }
@@ -341,7 +337,8 @@ template <class T>
 T shuffle(T x, int from) {
   return Block::current()->exchange(x)[from % 32];
 }
-inline float shuffle_xor(float x, int mask) {
+template <class T>
+T shuffle_xor(T x, int mask) {
   const int mine = lane();
   return Block::current()->exchange(x)[mine ^ mask];
 }
@@ -483,9 +480,8 @@ template <class Kernel>
 void launch(const Grid& grid, int shared_bytes, const typename Kernel::Params& params, int, void*) {
   const std::function<void()> body = [&] { Kernel::run(params); };
   device::Block block(Kernel::kThreads, shared_bytes);
-  for (int z = 0; z < grid.z; ++z)
-    for (int y = 0; y < grid.y; ++y)
-      for (int x = 0; x < grid.x; ++x) block.run({x, y, z}, grid.z, body);
+  for (int y = 0; y < grid.y; ++y)
+    for (int x = 0; x < grid.x; ++x) block.run({x, y}, body);
 }
 
 }  // namespace kvmerge

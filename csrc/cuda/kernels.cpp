@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "attention.h"
+#include "divide.h"
 #include "merge.h"
 
 #if !defined(KVM_TARGETS)
@@ -16,15 +17,14 @@ namespace {
 // How attention is launched, and the shared memory that a block of it takes.
 struct Variant {
   int shared_bytes;
-  void (*start)(const AttendParams& params, int num_rows, const Where& where);
+  void (*start)(const AttendParams& params, const Where& where);
 };
 
 template <class Product, int kWarps, int kStages, bool kPages>
 Variant attend_with() {
   typedef Attend<Product, kWarps, kStages, kPages> Kernel;
-  const auto start = [](const AttendParams& params, int num_rows, const Where& where) {
-    launch<Kernel>(Grid{num_rows, params.heads, params.splits}, Kernel::kSharedBytes, params, where.device,
-                   where.stream);
+  const auto start = [](const AttendParams& params, const Where& where) {
+    launch<Kernel>(Grid{params.heads, params.num_pieces}, Kernel::kSharedBytes, params, where.device, where.stream);
   };
   return Variant{Kernel::kSharedBytes, start};
 }
@@ -58,12 +58,14 @@ Variant variant_of(int query_rows, bool is_bfloat16, int bits, int head_size) {
   return found(query_rows, is_bfloat16, bits);
 }
 
-typedef void (*Last)(const AttendParams& params, int num_rows, int blocks, const Where& where);
+typedef void (*Last)(const AttendParams& params, const Where& where);
 
 template <int kHeadSize, class T>
-void finish(const AttendParams& params, int num_rows, int blocks, const Where& where) {
+void finish(const AttendParams& params, const Where& where) {
   typedef Finish<kHeadSize, T> Kernel;
-  launch<Kernel>(Grid{num_rows, params.heads, blocks}, Kernel::kSharedBytes, params, where.device, where.stream);
+  const int blocks = params.num_combined + (params.kept_rows > 0 ? kUpdates * params.num_pieces : 0);
+  if (blocks == 0) return;
+  launch<Kernel>(Grid{params.heads, blocks}, Kernel::kSharedBytes, params, where.device, where.stream);
 }
 
 template <class T>
@@ -73,7 +75,7 @@ Last finish_size(int head_size) {
 
 template <bool kPages>
 void start_merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int bytes, const Where& where) {
-  const Grid grid{num_rows, 1, 1};
+  const Grid grid{num_rows, 1};
   if (bits == 32) launch<Merge<float, kPages>>(grid, bytes, params, where.device, where.stream);
   else if (is_bfloat16) launch<Merge<Bf16, kPages>>(grid, bytes, params, where.device, where.stream);
   else launch<Merge<F16, kPages>>(grid, bytes, params, where.device, where.stream);
@@ -86,17 +88,20 @@ void merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, 
   start(params, num_rows, is_bfloat16, bits, shared_bytes, where);
 }
 
-void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bfloat16, int bits, int head_size,
-            int finish_blocks, const Where& where) {
+void divide(const DivideParams& params, const Where& where) {
+  const Grid grid{(params.rows + Divide::kThreads - 1) / Divide::kThreads, 1};
+  launch<Divide>(grid, Divide::kSharedBytes, params, where.device, where.stream);
+}
+
+void attend(const AttendParams& params, bool is_bfloat16, int bits, int head_size, const Where& where) {
   const bool pages = params.tables != nullptr;
   const auto variant = pages ? variant_of<true> : variant_of<false>;
-  variant(query_rows, is_bfloat16, bits, head_size).start(params, num_rows, where);
-  if (finish_blocks == 0) return;
+  variant(params.query_rows, is_bfloat16, bits, head_size).start(params, where);
   const auto last = !pages        ? finish_size<void>
                     : bits == 32  ? finish_size<float>
                     : is_bfloat16 ? finish_size<Bf16>
                                   : finish_size<F16>;
-  last(head_size)(params, num_rows, finish_blocks, where);
+  last(head_size)(params, where);
 }
 
 int attend_bytes(int query_rows, int bits, int head_size, bool pages) {

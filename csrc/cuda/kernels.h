@@ -6,6 +6,7 @@
 namespace kvmerge {
 
 struct AttendParams;
+struct DivideParams;
 struct MergeParams;
 
 // Where something runs. stream: a cudaStream_t.
@@ -14,11 +15,12 @@ struct Where {
   void* stream;
 };
 
-// Attention of `num_rows` sequences, of up to `query_rows` queries times query heads each, then, if `finish_blocks` is
-// not 0, the launch that puts splits together and updates scores. bits: of an element; head_size: as it is padded, 64,
-// 128 or 256. Heads of some rows have pages of their own where there are tables. Throws std::runtime_error.
-void attend(const AttendParams& params, int num_rows, int query_rows, bool is_bfloat16, int bits, int head_size,
-            int finish_blocks, const Where& where);
+// The lists of pieces that `attend` is given. Throws std::runtime_error, as all launches do.
+void divide(const DivideParams& params, const Where& where);
+
+// Attention, then the launch that puts pieces together and updates scores. bits: of an element; head_size: as it is
+// padded, 64, 128 or 256. Heads of some rows have pages of their own where there are tables.
+void attend(const AttendParams& params, bool is_bfloat16, int bits, int head_size, const Where& where);
 
 // Shared memory of a block of `attend`, which may be more than a GPU has for one. pages: with tables.
 int attend_bytes(int query_rows, int bits, int head_size, bool pages);

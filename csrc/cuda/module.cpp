@@ -113,13 +113,36 @@ float* set_plane(Params& p, const Arguments& arguments, const char* name, const 
   return data;
 }
 
+void call_divide(TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails, TensorView pieces,
+                 TensorView parts, TensorView order, int64_t slots, int64_t least, int64_t stream) {
+  const Arguments arguments(query_lens);
+  DivideParams p{};
+  const int64_t rows = order.numel();
+  const auto list = [&](const char* name, const TensorView& t, int64_t size) {
+    return arguments.get<int32_t>(name, t, kDLInt, 32, {size});
+  };
+  p.query_lens = list("query_lens", query_lens, rows);
+  p.seq_lens = list("seq_lens", seq_lens, rows);
+  p.fronts = list("fronts", fronts, rows);
+  p.tails = list("tails", tails, rows);
+  p.pieces = list("pieces", pieces, -1);
+  p.parts = list("parts", parts, 2 * rows);
+  p.order = list("order", order, rows);
+  KVM_CHECK(slots > 0 && least > 0 && least % kStep == 0, ValueError) << "the pieces are not as they must be";
+  p.rows = static_cast<int>(rows);
+  p.num_pieces = static_cast<int>(pieces.numel());
+  p.slots = static_cast<int>(slots);
+  p.least = static_cast<int>(least);
+  if (rows > 0) divide(p, arguments.where(stream));
+}
+
 void call_attend(TensorView query, TensorView keys, TensorView values, TensorView log_votes, TensorView scores,
                  TensorView aux, TensorView output, TensorView block_table, TensorView query_starts,
                  TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
                  TensorView score_modes, TensorView score_decays, MaybeTensor tables, MaybeTensor addresses,
-                 int64_t layer, TensorView partial, TensorView lse, TensorView kept, double scale, double cap,
-                 MaybeTensor sinks, int64_t num_queries, int64_t splits, int64_t least, int64_t padded, int64_t kept_rows, int64_t num_combined,
-                 int64_t num_parts, int64_t stream) {
+                 int64_t layer, TensorView pieces, TensorView parts, TensorView order, TensorView partial,
+                 TensorView lse, TensorView kept, double scale, double cap, MaybeTensor sinks, int64_t num_queries,
+                 int64_t num_split, int64_t split_rows, int64_t padded, int64_t kept_rows, int64_t stream) {
   const Arguments arguments(query);
   AttendParams p{};
   set_cells(p, arguments, keys, values);
@@ -168,28 +191,31 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
   p.scale = static_cast<float>(scale) * kLog2E;
   p.cap = static_cast<float>(cap) * kLog2E;
   p.sinks = arguments.maybe<const float>("sinks", sinks, kDLFloat, 32, {p.heads, p.group});
-  p.splits = static_cast<int>(splits);
-  p.least = static_cast<int>(least);
   p.kept_rows = static_cast<int>(kept_rows);
-  p.num_combined = static_cast<int>(num_combined);
   const int64_t query_rows = num_queries * p.group;
   KVM_CHECK(0 < query_rows && query_rows <= max_query_rows(type.bits, padded), ValueError)
       << query_rows << " rows of queries are too many";
   KVM_CHECK((padded == 64 || padded == 128 || padded == 256) && p.head_size <= padded, ValueError)
       << "head size " << p.head_size << " is not padded to 64, 128 or 256";
-  KVM_CHECK(0 < splits && splits <= 128 && least % kStep == 0, ValueError) << "the splits are not as they must be";
   KVM_CHECK(kept_rows == 0 || kept_rows == query_rows, ValueError) << "logits of all rows are kept, or none";
-  const int64_t levels = rows * p.heads * splits * kRows;
+  p.pieces = arguments.get<const int32_t>("pieces", pieces, kDLInt, 32, {-1});
+  p.parts = arguments.get<const int32_t>("parts", parts, kDLInt, 32, {2 * rows});
+  p.order = arguments.get<const int32_t>("order", order, kDLInt, 32, {rows});
+  p.num_pieces = static_cast<int>(pieces.numel());
+  p.query_rows = static_cast<int>(query_rows);
+  p.num_combined = static_cast<int>(split_rows * query_rows);
+  KVM_CHECK(0 <= split_rows && split_rows <= rows, ValueError) << "no more rows are split than there are";
+  const int64_t level = p.heads * kRows;
   p.partial = arguments.get<float>("partial", partial, kDLFloat, 32, {-1});
   p.lse = arguments.get<float>("lse", lse, kDLFloat, 32, {-1});
   p.kept = arguments.get<float>("kept", kept, kDLFloat, 32, {-1});
-  KVM_CHECK(lse.numel() >= levels && (splits == 1 || partial.numel() >= levels * padded) &&
+  KVM_CHECK(lse.numel() >= level * p.num_pieces &&
+                (split_rows == 0 || partial.numel() >= level * num_split * padded) &&
                 kept.numel() >= keys.size(0) * p.heads * kept_rows * p.block_size,
             ValueError)
       << "the workspace is too small";
   if (rows == 0) return;
-  attend(p, static_cast<int>(rows), static_cast<int>(query_rows), code == kDLBfloat, type.bits,
-         static_cast<int>(padded), static_cast<int>(num_combined + num_parts), arguments.where(stream));
+  attend(p, code == kDLBfloat, type.bits, static_cast<int>(padded), arguments.where(stream));
 }
 
 void call_merge(TensorView keys, TensorView values, TensorView log_votes, TensorView addresses, TensorView layer,
@@ -252,5 +278,6 @@ std::string call_targets() { return targets(); }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, kvmerge::call_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_bytes, kvmerge::call_attend_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(divide, kvmerge::call_divide);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, kvmerge::call_merge);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(targets, kvmerge::call_targets);

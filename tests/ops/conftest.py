@@ -1,5 +1,6 @@
 """Random paged caches and the dense sequences they stand for."""
 
+import heapq
 import importlib.util
 import logging
 import os
@@ -19,6 +20,7 @@ from tests.engine.cuda.gpu import GPU, SimulatedGPU
 from tests.entries import write_front
 from tests.ops.on_gpu import OnGPU
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, cell_bytes, cpu, reference, write_tokens
+from vllm_kvmerge.ops.pieces import Division
 from vllm_kvmerge.ops.types import NO_UPDATE, QUANTISED, Softmax, stored
 from vllm_kvmerge.policies.base import DEAD, Entries
 
@@ -286,6 +288,16 @@ def batch_of(
 def first_in_window(position, window, chunked):
     """Position of the first token that the one at ``position`` sees."""
     return position - position % window if chunked else max(0, position - window + 1)
+
+
+def longest_chain(plan: Division, found: list[tuple[int, int]], num_heads: int = 8) -> float:
+    """Entries that the busiest of as many programs as run at a time reads, each taking the next piece when it is free,
+    over the entries of each if all had equally many. found: pieces of one KV head, pairs of a tile and its entries."""
+    programs = [0] * (plan.slots * num_heads)
+    for _, size in found:
+        for _ in range(num_heads):
+            heapq.heapreplace(programs, programs[0] + size)
+    return max(programs) / (num_heads * sum(size for _, size in found) / len(programs))
 
 
 def padded(batch: AttentionBatch, max_query_len: int | None) -> AttentionBatch:

@@ -107,7 +107,7 @@ struct Collides : Kernel<1> {
 
 template <class K>
 void run(const Params& params) {
-  launch<K>(Grid{2, 1, 1}, 256, params, 0, nullptr);
+  launch<K>(Grid{2, 1}, 256, params, 0, nullptr);
 }
 
 }  // namespace

@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,18 @@ from hypothesis import strategies as st
 
 from tests.entries import gather_entries
 from tests.examples import examples
-from tests.ops.conftest import NUM_BLOCKS, SOFTMAXES, CacheMaker, Watch, batch_of, cuda_builder, cuda_on_gpu, padded
+from tests.ops.conftest import (
+    NUM_BLOCKS,
+    SOFTMAXES,
+    CacheMaker,
+    Watch,
+    batch_of,
+    cuda_builder,
+    cuda_on_gpu,
+    longest_chain,
+    padded,
+)
+from tests.ops.on_gpu import OnGPU
 from tests.ops.test_cpu import (
     UPDATES,
     check_against_reference,
@@ -37,7 +50,9 @@ from vllm_kvmerge.ops import (
     dispatch,
     reference,
 )
-from vllm_kvmerge.ops.cuda.plan import AttentionPlan
+from vllm_kvmerge.ops.cuda import backend
+from vllm_kvmerge.ops.cuda.plan import LEAST_ENTRIES, AttentionPlan
+from vllm_kvmerge.ops.pieces import Division
 from vllm_kvmerge.ops.types import PLANES
 from vllm_kvmerge.ops.workspace import Workspace
 from vllm_kvmerge.policies import CompressionContext
@@ -53,7 +68,7 @@ without_a_gpu = pytest.mark.parametrize("strict", ["emulated"], indirect=True)
 """For tests that look at what the CPU is told."""
 
 SHAPES = [(129, 200, 530, 9), (0, 0, 333, 0), (17, 290, 301, 2)]
-"""front, tail, seq_len, dead entries: of two splits in the emulation, one, and hardly any."""
+"""front, tail, seq_len, dead entries: of two pieces, of two, and of one with hardly any."""
 
 
 @pytest.fixture(params=PLACES)
@@ -87,7 +102,7 @@ def strict(request, monkeypatch):
     ],
 )
 def test_attention_is_the_references(strict, dtype, groups, head_size, lens, turn):
-    """Splits, holes, dead entries, several queries; statistics that new tokens' places held count for nothing.
+    """Pieces, holes, dead entries, several queries; statistics that new tokens' places held count for nothing.
 
     Each case has one of the three ways in which the sequences can take turns with the score updates.
     """
@@ -249,27 +264,182 @@ def test_a_workspace_that_was_reserved_does_not_grow(strict):
     assert work.num_bytes == before
 
 
-@pytest.mark.parametrize("rows", [1, 8, 33, 35, 40, 64, 256])
-def test_splits_fill_a_gpu(rows, monkeypatch):
-    """132 multiprocessors with 2 blocks each, as on an H200: no split of less than 256 entries. Of 35 and 40 sequences,
-    one split each would leave a second wave of 16 or 56 blocks."""
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_blocks_fill_a_gpu(rows, monkeypatch):
+    """132 multiprocessors with 2 blocks each, as on an H200, for 8 heads: 33 of each. No share of less than 256."""
     monkeypatch.setattr("vllm_kvmerge.ops.cuda.plan.multiprocessors", lambda device: 132)
     cache = torch.empty(8, 8, 16, cell_bytes(128, torch.bfloat16) // 2, dtype=torch.bfloat16)
     pages = PagedKVCache.of(cache, 128, row_major_keys=True)
-    others = {33: 1, 64: 1, 256: 1}
-    for entries, expected in (
-        (1024, {1: 4, 8: 4, 35: 2, 40: 2, **others}),
-        (65536, {1: 32, 8: 4, 35: 5, 40: 4, **others}),
-    ):
+    for entries, most in ((0, 1), (256, 1), (1024, 4), (65536, 33)):
         plan = AttentionPlan.of(pages, 32, 1, rows, entries // 16)
-        assert plan.splits == expected[rows] and plan.kept == 4 and plan.least % 64 == 0
-        assert plan.num_combined == (4 if plan.splits > 1 else 0) and plan.num_parts >= 1
-        blocks = rows * 8 * plan.splits
-        least = 0.85 if entries > 1024 and rows != 8 else 0.6 if rows > 1 else 0.1
-        assert blocks / (-(-blocks // 264) * 264) >= least, "of the GPU's room for blocks is in use"
-        assert len(plan.sizes) == 2 + (plan.splits > 1) and plan.sizes["lse"] == 16 * blocks
+        assert (plan.num_tiles, plan.kept, plan.slots, plan.most) == (rows, 4, 33, most)
+        assert plan.num_pieces == min(rows + 33, rows * most)
+        assert plan.split_tiles == (0 if most == 1 else min(rows, 16, rows * most // 2))
+        levels = 16 * 8
+        assert plan.sizes == {"lse": levels * plan.num_pieces, "kept": 8 * 8 * 4 * 16} | (
+            {"partial": levels * plan.num_split * 128} if most > 1 else {}
+        )
     assert AttentionPlan.obstacle(pages, 32, 4) is None
     assert AttentionPlan.obstacle(pages, 32, 5) == "20 rows of queries of a KV head are not from 1 to 16"
+
+
+def divided(operators, lengths, slots, most=1 << 20, least=LEAST_ENTRIES):
+    """(division, the three lists) that the kernel makes of rows that see so many entries."""
+    division = Division(len(lengths), slots, most)
+    generator = torch.Generator().manual_seed(len(lengths))
+    fronts, gaps, others = torch.randint(0, 5000, (3, len(lengths)), dtype=torch.int32, generator=generator)
+    ends = torch.tensor(lengths, dtype=torch.int32)
+    query_lens = torch.where(ends > 0, torch.randint(1, 5, ends.shape, generator=generator), 0).int()
+    seq_lens = torch.where(ends > 0, ends + gaps, others)  # those of rows without queries may be anything
+
+    def call(*rows):
+        sizes = division.num_pieces, 2 * len(lengths), len(lengths)
+        lists = [torch.full((size,), 99, dtype=torch.int32, device=rows[0].device) for size in sizes]
+        backend.library().divide(*rows, *lists, slots, least, backend.stream(rows[0].device))
+        return lists
+
+    on_gpu = operators._call if isinstance(operators, OnGPU) else lambda call, *rows: call(*rows)
+    return division, [found.tolist() for found in on_gpu(call, query_lens, seq_lens, fronts, fronts + gaps)]
+
+
+def by_the_rule(lengths, slots, least=LEAST_ENTRIES):
+    """(pieces, parts, order): the share is the smallest number of whole steps with which ``slots`` blocks at a time
+    could do all, one for each piece of a row longer than it, and the others for the rest together."""
+
+    def fits(share):
+        blocks = sum(-(-length // share) for length in lengths if length > share)
+        return sum(length for length in lengths if length <= share) <= (slots - blocks) * share
+
+    share = next(share for share in range(least, 1 << 30, 64) if fits(share))
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    counts = [-(-length // share) for length in lengths]
+    pieces = [row for row in order for _ in range(counts[row])]
+    firsts = [sum(counts[other] for other in order[: order.index(row)]) for row in range(len(lengths))]
+    return pieces, [number for pair in zip(firsts, counts, strict=True) for number in pair], order
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "slots", "least"),
+    [
+        (1, 4000, 1, 256), (1, 100000, 33, 256), (1, 200, 33, 256), (1, 200000, 600, 64), (2, 5000, 3, 128),
+        (7, 9000, 33, 256), (40, 3000, 8, 256), (40, 130000, 66, 256), (256, 700, 8, 256), (257, 9000, 264, 64),
+        (600, 2000, 33, 256),
+    ],
+)  # fmt: skip
+def test_pieces_are_by_the_rule(strict, rows, longest, slots, least):
+    """Of rows of any lengths, of equal ones, of one long one among short ones, without queries, and of more rows than a
+    block of the kernel has threads."""
+    generator = torch.Generator().manual_seed(rows + slots)
+    uneven = (torch.rand(rows, generator=generator) ** 4 * longest).int() + 1
+    some = torch.where(torch.rand(rows, generator=generator) < 0.3, 0, uneven)
+    one = torch.full((rows,), 60)
+    one[rows // 2] = longest
+    for lengths in (uneven, some, one, torch.full((rows,), longest), torch.zeros(rows, dtype=torch.int32)):
+        lengths = lengths.tolist()
+        division, (pieces, parts, order) = divided(strict, lengths, slots, least=least)
+        expected, expected_parts, expected_order = by_the_rule(lengths, slots, least)
+        assert pieces == expected + [-1] * (division.num_pieces - len(expected))
+        assert parts == expected_parts and order == expected_order
+        counts = [parts[2 * row + 1] for row in order]
+        assert max(counts[division.split_tiles :], default=0) <= 1
+        assert sum(count for count in counts if count > 1) <= division.num_split
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [131072] + [1024] * 63, [1024] * 63 + [131072], [65536] * 3 + [700] * 40, [65536], [8192] * 8, [8192] * 33,
+        [8192] * 256,
+    ],
+)  # fmt: skip
+def test_work_is_divided_by_length(strict, lengths):
+    """A long row among short ones costs what its entries do: of an H200's blocks the busiest has hardly more than if
+    all had equally many. With as many pieces as each of the others, one, it would have 44 times as many."""
+    division, (pieces, parts, _) = divided(strict, lengths, 33, min(33, -(-max(lengths) // LEAST_ENTRIES)))
+    found = []
+    for place, row in enumerate(pieces):
+        if row >= 0:
+            first, count = parts[2 * row : 2 * row + 2]
+            size = -(-lengths[row] // (64 * count)) * 64
+            found.append((row, min(size, lengths[row] - (place - first) * size)))
+    assert sum(size for _, size in found) == sum(lengths) and min(size for _, size in found) > 0
+    assert longest_chain(division, found) <= 1.1
+
+
+SKEWED = [(0, 0, 40), (300, 352, 400), (1500, 1600, 3000), (0, 0, 64), (0, 0, 256), (64, 96, 289), (0, 0, 257)]
+"""front, tail, seq_len: one row longer than all others, and lengths about the bounds of steps and pieces."""
+
+
+@pytest.mark.parametrize(("multiprocessors", "turn"), [(1, 0), (2, 1), (8, 2), (40, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "groups", "head_size", "lens", "kind"),
+    [
+        (torch.bfloat16, 4, 64, [1, 2, 4, 1, 0, 3, 1], "capped-sinks"),
+        (torch.float16, 1, 128, [1, 1, 1, 0, 1, 1, 1], "sinks"),
+        (torch.float32, 2, 64, [1, 0, 2, 1, 1, 2, 2], "plain"),
+    ],
+)
+def test_rows_of_all_lengths_share_a_batch(
+    strict, dtype, groups, head_size, lens, kind, multiprocessors, turn, monkeypatch
+):
+    """In one piece each, in a few large ones and in many; rows without queries stay as they are. Each turn updates the
+    scores of the longest row in another way."""
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.plan.multiprocessors", lambda device: multiprocessors)
+    maker = CacheMaker(turn, 2, head_size, 32, dtype)
+    sequences = [maker.sequence(*shape, num_dead=shape[0] // 10) for shape in SKEWED]
+    updates = [UPDATES[1 + (row + turn) % 3] for row in range(len(SKEWED))]
+    updates[3 + turn] = None
+    check_against_reference(strict, maker, sequences, lens, updates, groups, kind)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_pieces", "num_split"), [([1024], 4, 4), ([2048], 8, 8), ([1280] * 2, 8, 8), ([256] * 9, 9, 0)]
+)
+def test_there_may_be_as_many_pieces_as_there_is_room_for(strict, lengths, num_pieces, num_split, monkeypatch):
+    """In the workspace, which has no element more than a call needs, and in the lists."""
+    plans = []
+
+    class Work(Workspace):
+        def take(self, name, size):
+            return torch.full((size,), torch.nan, device=self.device)
+
+    of = AttentionPlan.of
+    monkeypatch.setattr(AttentionPlan, "of", lambda *given: plans.append(of(*given)) or plans[-1])
+    maker = CacheMaker(0, 2, 64, 16, torch.float16)
+    sequences = [maker.sequence(0, 0, length) for length in lengths]
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.attention.workspace_of", Work)
+    check_against_reference(strict, maker, sequences, [1] * len(lengths), [UPDATES[1]] * len(lengths), 4, "sinks")
+    (plan,) = plans
+    _, (pieces, _, _) = divided(strict, lengths, plan.slots, plan.most)
+    assert len([row for row in pieces if row >= 0]) == num_pieces
+    assert num_pieces <= plan.num_pieces and num_split <= plan.num_split
+    assert (num_split == plan.num_split) == (num_split > 0) and (num_split > 0) == (plan.split_tiles > 0)
+
+
+@without_a_gpu
+def test_one_list_of_pieces_serves_all_layers(strict, monkeypatch):
+    """It is made once in each forward pass, by its first layer, whatever was made before; and by any batch's own."""
+    library, called = backend.library(), []
+
+    def recorded(name, *given):
+        called.append((name, given[0 if name == "divide" else 18].data_ptr()))
+        return getattr(library, name)(*given)
+
+    names = "attend", "divide"
+    monkeypatch.setattr(backend, "library", lambda: SimpleNamespace(**{n: partial(recorded, n) for n in names}))
+    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
+    layers = [maker.pages, *(PagedKVCache.of(maker.cache.clone(), 64) for _ in range(2))]
+    query = maker.randn(3, 8, 64).bfloat16()
+    batch = batch_of([maker.sequence(0, 0, 300) for _ in range(3)], [1] * 3, [UPDATES[1]] * 3, 1)
+    for _ in range(2):
+        called.clear()
+        for layer in layers:
+            strict.paged_attention(query, layer, replace(batch), 0.1, query.clone())
+        assert [name for name, _ in called] == ["divide", "attend", "attend", "attend"]
+        assert len({lists for name, lists in called if name == "attend"}) == 1
+    called.clear()
+    strict.paged_attention(query, layers[1], batch.map(lambda tensor: tensor[1:], 1), 0.1, query)
+    assert [name for name, _ in called] == ["divide", "attend"]
 
 
 def random_merge(maker, sequence, num_places, kind):
@@ -471,6 +641,7 @@ KERNELS = {
     "Attend<MatrixUnits<F16, 256>, 4, 2, false>": ["HMMA.16816.F32", "LDSM.16.M"],
     "Attend<Cores<Bf16, 128, 1>, 4, 3, false>": ["LDGSTS.E.BYPASS.LTC128B.128", "LDS.128"],
     "Finish<128, void>": [],
+    "Divide": [],
     "Merge<Bf16, false>": ["STG.E.128", "LDGSTS.E.BYPASS.LTC128B.128"],
 }  # fmt: skip
 """Some of the ops, and instructions that are meant to be in them."""
@@ -483,7 +654,7 @@ def check_compiled(kernels, target, folder):
     if compiler is None:
         pytest.skip("there is no nvcc")
     source, binary = folder / "ops.cu", folder / "ops.cubin"
-    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "merge")]
+    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "divide", "merge")]
     instances = [f"template __global__ void run_kernel<{kernel}>(const __grid_constant__ {kernel}::Params);"
                  for kernel in kernels]  # fmt: skip
     source.write_text("\n".join([*includes, "namespace kvmerge {", *instances, "}"]))

@@ -160,8 +160,11 @@ class Pool:
         return copies
 
 
-ROWS = [(0, 400, 470, (301, 77)), (129, 200, 290, None), (0, 96, 130, (40, 0)), (0, 0, 150, None)]
-"""front, tail and seq_len of each row, and, where they have pages of their own, the entries of its heads."""
+ROWS = [(189, 400, 470, (301, 77)), (129, 200, 290, None), (0, 96, 130, (40, 0)), (0, 0, 150, None)]
+"""front, tail and seq_len of each row, and, where they have pages of their own, the entries of its heads. Of these only
+how many pieces a row has depends on its front, so any number will do."""
+SKEWED = [(0, 0, 33, None), (600, 900, 921, (1100, 1)), (0, 320, 331, (0, 300)), (100, 128, 150, (150, 49))]
+"""The same, of fronts that are as long as their heads' on average, or said to be none."""
 
 
 @pytest.mark.parametrize(
@@ -178,12 +181,36 @@ ROWS = [(0, 400, 470, (301, 77)), (129, 200, 290, None), (0, 96, 130, (40, 0)), 
     ids=str,
 )
 def test_rows_of_all_kinds_share_a_batch(operators, dtype, groups, head_size, block_size, lens, modes):
-    """Fronts of two splits and of none, in pages of all layers, beside ordinary ones; holes, several queries, pages
+    """Fronts of two pieces and of none, in pages of all layers, beside ordinary ones; holes, several queries, pages
     that end within a step. Statistics change where they should, in all layers, and nowhere else."""
-    pool = Pool(groups + head_size, head_size, block_size, dtype, num_blocks=80)
-    blocks = torch.zeros(len(ROWS), pool.count(470), dtype=torch.int32)
-    ids, fronts = torch.full((len(ROWS), HEADS, pool.count(301)), -1), torch.zeros(len(ROWS), HEADS, dtype=torch.int64)
-    for row, (front, tail, seq_len, own) in enumerate(ROWS):
+    check_rows(operators, ROWS, dtype, groups, head_size, block_size, lens, modes)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("dtype", "groups", "head_size", "block_size", "lens", "modes"),
+    [
+        (torch.bfloat16, 4, 64, 32, [1, 1, 1, 1], ["sum", "mean", "sum", "log_ema"]),
+        (torch.float16, 1, 64, 16, [0, 1, 2, 1], ["sum", "log_ema", "mean", "sum"]),
+        (torch.float32, 1, 64, 16, [1, 2, 1, 0], ["mean", "sum", "none", "sum"]),
+    ],
+    ids=str,
+)
+def test_heads_of_all_lengths_share_a_row(
+    operators, dtype, groups, head_size, block_size, lens, modes, multiprocessors, monkeypatch
+):
+    """Each head's entries are cut into as many pieces as the row has, of which it may leave some empty."""
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.plan.multiprocessors", lambda device: multiprocessors)
+    check_rows(operators, SKEWED, dtype, groups, head_size, block_size, lens, modes)
+
+
+def check_rows(operators, rows, dtype, groups, head_size, block_size, lens, modes):
+    """Attention and statistics of all layers against the reference's."""
+    longest, most = max(row[2] for row in rows), max(max(row[3] or (0,)) for row in rows)
+    pool = Pool(groups + head_size, head_size, block_size, dtype, num_blocks=100)
+    blocks = torch.zeros(len(rows), pool.count(longest), dtype=torch.int32)
+    ids, fronts = torch.full((len(rows), HEADS, pool.count(most)), -1), torch.zeros(len(rows), HEADS, dtype=torch.int64)
+    for row, (front, tail, seq_len, own) in enumerate(rows):
         num_front = pool.count(front if own is None else sum(own) // 2)
         blocks[row, :num_front] = pool.blocks(num_front)
         blocks[row, tail // block_size : pool.count(seq_len)] = pool.blocks(pool.count(seq_len) - tail // block_size)
@@ -193,7 +220,7 @@ def test_rows_of_all_kinds_share_a_batch(operators, dtype, groups, head_size, bl
             ids[row] = 1 << 29  # no page
             for head, count in enumerate(own):
                 ids[row, head, : pool.count(count)] = torch.tensor([pages.pop() for _ in range(pool.count(count))])
-    front, tail, seq_len = torch.tensor([row[:3] for row in ROWS]).T
+    front, tail, seq_len = torch.tensor([row[:3] for row in rows]).T
     lens = torch.tensor(lens)
     updates = [UPDATES[mode] for mode in modes]
     batch = AttentionBatch(

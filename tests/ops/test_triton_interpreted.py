@@ -1,6 +1,5 @@
 """Triton's operators in its interpreter: what the tests of all operators leave open. Run by ``test_triton``."""
 
-import heapq
 import math
 import os
 from dataclasses import replace
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.entries import gather_entries
-from tests.ops.conftest import CacheMaker, batch_of, first_in_window, padded, softmax_of
+from tests.ops.conftest import CacheMaker, batch_of, first_in_window, longest_chain, padded, softmax_of
 from tests.ops.test_cpu import UPDATES, relative_error
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cell_bytes, reference
@@ -135,16 +134,6 @@ def pieces_of(lengths, monkeypatch, queries=1, window=0, at_once=1024):
     assert not any(is_split[plan.split_tiles :]) and sum(number for number in count if number > 1) <= plan.num_split
     assert all(size > 0 for _, size in found[: plan.slots // 2])
     return plan, found
-
-
-def longest_chain(plan, found, num_heads=8):
-    """Entries that the busiest of as many programs as run at a time reads, each taking the next piece when it is free,
-    over the entries of each if all had equally many."""
-    programs = [0] * (plan.slots * num_heads)
-    for _, size in found:
-        for _ in range(num_heads):
-            heapq.heapreplace(programs, programs[0] + size)
-    return max(programs) / (num_heads * sum(size for _, size in found) / len(programs))
 
 
 @pytest.mark.parametrize("lengths", [[131072] + [1024] * 63, [1024] * 63 + [131072], [65536] * 3 + [700] * 40])

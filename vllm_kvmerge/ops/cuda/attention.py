@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops.cuda import backend
-from vllm_kvmerge.ops.cuda.plan import AttentionPlan, shared_memory
+from vllm_kvmerge.ops.cuda.plan import LEAST_ENTRIES, AttentionPlan, shared_memory
 from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, AttentionBatch, PagedKVCache, PageTables, Softmax, addresses_on
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
 
@@ -81,7 +81,13 @@ def paged_attention(
     work = workspace or workspace_of(query.device)
     buffers = {name: work.take(name, size) for name, size in plan.sizes.items()}
     *integers, decays = batch.tensors
-    backend.library().attend(
+    rows = [tensor.to(torch.int32).contiguous() for tensor in integers]
+    library, stream = backend.library(), backend.stream(query.device)
+
+    def divide(*lists: Tensor) -> None:
+        library.divide(*rows[2:6], *lists, plan.slots, LEAST_ENTRIES, stream)
+
+    library.attend(
         query,
         cache.keys,
         cache.values,
@@ -89,9 +95,10 @@ def paged_attention(
         cache.scores,
         cache.aux,
         output,
-        *(tensor.to(torch.int32).contiguous() for tensor in integers),
+        *rows,
         decays.float().contiguous(),
         *((None, None, 0) if tables is None else _pages(tables, query.device)),
+        *plan.lists(batch, cache, ("cuda",), divide),
         buffers.get("partial", buffers["lse"]),
         buffers["lse"],
         buffers["kept"],
@@ -99,11 +106,9 @@ def paged_attention(
         softmax.cap,
         softmax.sinks,
         num_queries,
-        plan.splits,
-        plan.least,
+        plan.num_split,
+        plan.split_tiles,
         plan.head_size,
         plan.kept,
-        plan.num_combined,
-        plan.num_parts,
-        backend.stream(query.device),
+        stream,
     )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_kvmerge.ops.pieces import Lists
 from vllm_kvmerge.ops.triton import attention_kernels
 from vllm_kvmerge.ops.triton.backend import layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.plan import AttentionPlan, power_of_two, settings_for, shares
@@ -88,29 +89,18 @@ class _Call:
         return self.constants | {"HEADS": self.cache.num_kv_heads, "WINDOW": self.window, "CHUNKED": self.chunked}
 
     @cached_property
-    def pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The lists that ``divide`` makes, of this call or of an earlier one for the same rows.
+    def pieces(self) -> Lists:
+        """The lists that ``divide`` makes, of this call or of an earlier one for the same rows."""
+        plan, settings, queries = self.plan, self.plan.settings, self.plan.block_m // self.groups
 
-        The layer that was the first to need them makes them anew at each of its calls. So each forward pass has its
-        own, and a captured graph contains the launch.
-        """
-        _, _, query_lens, seq_lens, fronts, tails, *_ = rows = self.rows
-        plan, settings = self.plan, self.plan.settings
-        layer, places = self.cache.keys.data_ptr(), tuple(row.data_ptr() for row in rows[2:6])
-        key = (*places, plan.num_tiles, plan.slots, plan.most, settings, plan.block_m // self.groups, self.window,
-               self.chunked)  # fmt: skip
-        maker, found = self.batch.shared.get(key, (layer, None))
-        if found is None or maker == layer:
-            sizes = (plan.num_pieces, 2 * plan.num_tiles, plan.num_tiles)
-            lists = torch.empty(sum(sizes), dtype=torch.int32, device=self.query.device).split(sizes)
+        def divide(*lists: Tensor) -> None:
             attention_kernels.divide[(plan.num_tiles,)](
-                query_lens, seq_lens, fronts, tails, *lists, plan.num_tiles, plan.tiles, plan.num_pieces, plan.slots,
-                settings.least, plan.block_m // self.groups, self.window, int(self.chunked), settings.block_n,
+                *self.rows[2:6], *lists, plan.num_tiles, plan.tiles, plan.num_pieces, plan.slots, settings.least,
+                queries, self.window, int(self.chunked), settings.block_n,
                 BLOCK=1024, num_warps=8, num_stages=1,
             )  # fmt: skip
-            self.batch.shared[key] = layer, lists
-            return lists  # type: ignore[return-value]
-        return found
+
+        return plan.lists(self.batch, self.cache, (settings, queries, self.window, self.chunked), divide)
 
     def attend(self, output: Tensor, values: bool) -> Tensor:
         """Launches ``attend`` and returns the log-sum-exp of its pieces, its only result without ``values``."""

@@ -1,14 +1,11 @@
-"""Division of attention into programs.
-
-How many there are is a function of shapes alone, so that captured graphs hold for any batch. What each of them does is
-in a list that a kernel (``divide``) makes of the rows' lengths, once for all layers that share a batch.
-"""
+"""Division of attention into programs: a function of shapes alone, so that captured graphs hold for any batch."""
 
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+from vllm_kvmerge.ops.pieces import Division
 from vllm_kvmerge.ops.triton.tuning import Settings, settings
 from vllm_kvmerge.ops.types import PagedKVCache
 from vllm_kvmerge.ops.workspace import uses_workspace
@@ -52,23 +49,16 @@ def shares(programs: int, others: int, most: int, cache: PagedKVCache) -> int:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionPlan(Division):
     """The shape of one call of attention.
 
-    A tile is some queries of a sequence, and a piece is a tile's share of the entries. Tiles are cut into pieces by
-    their lengths, which only the GPU knows, such that ``slots`` programs at a time would finish together.
-
-    settings: those of ``attend``. block_m: its rows. tiles: in each sequence. num_tiles: in all of them. slots:
-    programs of one KV head that run at a time. most: pieces that a tile may have. kept: rows of logits kept for the
-    score update; 0 if they are recomputed. sizes: elements of each buffer.
+    settings: those of ``attend``. block_m: its rows. tiles: in each sequence. kept: rows of logits kept for the score
+    update; 0 if they are recomputed. sizes: elements of each buffer.
     """
 
     settings: Settings
     block_m: int
     tiles: int
-    num_tiles: int
-    slots: int
-    most: int
     kept: int
     sizes: dict[str, int]
 
@@ -101,28 +91,13 @@ class AttentionPlan:
             most_entries = min(most_entries, window + block_m // groups - 1)
         most = min(slots, -(-most_entries // chosen.least))
         kept = groups * num_queries if few and not window else 0
-        plan = cls(chosen, block_m, tiles, rows * tiles, slots, most, kept, {})
+        plan = cls(rows * tiles, slots, most, chosen, block_m, tiles, kept, {})
         plan.sizes["lse"] = plan.num_pieces * num_kv_heads * block_m
         if most > 1:
             plan.sizes["partial"] = plan.num_split * num_kv_heads * block_m * power_of_two(cache.head_size)
         if kept:
             plan.sizes["kept"] = num_blocks * num_kv_heads * kept * cache.block_size
         return plan
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces that there may be: ``slots`` of tiles that are split, and one for each other tile."""
-        return min(self.num_tiles + self.slots, self.num_tiles * self.most)
-
-    @property
-    def num_split(self) -> int:
-        """Pieces that there may be of tiles that are split; these come first."""
-        return min(self.slots, self.num_tiles * self.most)
-
-    @property
-    def split_tiles(self) -> int:
-        """Tiles that may be split."""
-        return 0 if self.most == 1 else min(self.num_tiles, self.num_split // 2)
 
 
 @uses_workspace
