@@ -213,7 +213,7 @@ def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, u
 
 
 def newest_repeats(keys: Tensor, threshold: float, found: Tensor, start: int, stop: int) -> Tensor:
-    similarity = torch.empty(len(keys), stop - start)
+    similarity = torch.empty(keys.shape[0], stop - start)
     _function("newest_repeats")(keys.contiguous(), threshold, found, start, stop, similarity)
     return similarity
 
@@ -327,7 +327,7 @@ def newest(positions: Tensor, count: int, num_sinks: int) -> Tensor:
 
 def in_place(mask: Tensor, count: int | Tensor, num_places: int | None = None) -> Tensor:
     num_places = int(count) if num_places is None else num_places
-    index = torch.empty(len(mask), num_places, dtype=torch.int64)
+    index = torch.empty(mask.shape[0], num_places, dtype=torch.int64)
     _function("in_place")(mask.contiguous(), _counts(count), index)
     return index
 
@@ -340,13 +340,13 @@ def by_position(positions: Tensor) -> Tensor:
 
 def padded_nonzero(mask: Tensor, width: int | None = None) -> Tensor:
     mask = mask.contiguous()
-    index = torch.empty(len(mask), _function("most_true")(mask) if width is None else width, dtype=torch.int64)
+    index = torch.empty(mask.shape[0], _function("most_true")(mask) if width is None else width, dtype=torch.int64)
     _function("padded_nonzero")(mask, index)
     return index
 
 
 def inverse(index: Tensor, size: int) -> Tensor:
-    where = torch.empty(len(index), size, dtype=torch.int64)
+    where = torch.empty(index.shape[0], size, dtype=torch.int64)
     _function("inverse")(index.contiguous(), where)
     return where
 
@@ -404,7 +404,7 @@ def log_contributions(log_votes: Tensor, scores: Tensor, counts: Tensor, decay: 
 
 
 def num_live(positions: Tensor) -> Tensor:
-    live = torch.empty(len(positions), dtype=torch.int64)
+    live = torch.empty(positions.shape[0], dtype=torch.int64)
     _function("num_live")(positions.contiguous(), live)
     return live
 
@@ -444,8 +444,8 @@ def hand_over(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if importance.dtype != torch.float32:
         return reference.hand_over(order, place, is_live, importance, width)
-    index, target, places = (torch.empty(len(order), width, dtype=torch.int64) for _ in range(3))
-    shares, count = torch.empty(len(order), width), torch.empty(len(order), dtype=torch.int64)
+    index, target, places = (torch.empty(order.shape[0], width, dtype=torch.int64) for _ in range(3))
+    shares, count = torch.empty(order.shape[0], width), torch.empty(order.shape[0], dtype=torch.int64)
     given = (t.contiguous() for t in (order, place, is_live, importance))
     _function("hand_over")(*given, index, target, shares, places, count)
     return index, target, shares, places, count
@@ -456,15 +456,15 @@ def line_up(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if aux.dtype != torch.float32 or scores.dtype != torch.float32:
         return reference.line_up(place, positions, aux, scores, count)
-    index, newest = (torch.empty(len(place), count, dtype=torch.int64) for _ in range(2))
-    weights, sums = (torch.empty(len(place), count) for _ in range(2))
+    index, newest = (torch.empty(place.shape[0], count, dtype=torch.int64) for _ in range(2))
+    weights, sums = (torch.empty(place.shape[0], count) for _ in range(2))
     given = (t.contiguous() for t in (place, positions, aux, scores))
     _function("line_up")(*given, index, newest, weights, sums)
     return index, newest, weights, sums
 
 
 def list_joined(places: Tensor, joins: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
-    joined = torch.empty(len(places), min(num_places, places.shape[1]), dtype=torch.int64)
+    joined = torch.empty(places.shape[0], min(num_places, places.shape[1]), dtype=torch.int64)
     row = torch.empty(places.shape, dtype=torch.int64)
     width = _function("list_joined")(places.contiguous(), joins.contiguous(), num_places, joined, row)
     return joined[:, :width], row
@@ -515,7 +515,7 @@ def zip_groups(
 
     def narrow(results: Tensor, number: int, width: int) -> Tensor:
         """As wide as the head that needs most of a list: so they lie in ``results``."""
-        return results.as_strided((len(sources), width), (width, 1), number * sources.numel())
+        return results.as_strided((sources.shape[0], width), (width, 1), number * sources.numel())
 
     target, source, group, newest = (narrow(wide[0], i, width) for i, width in enumerate((r, j, j, r)))
     shares, factors, log_votes, scores = (narrow(wide[1], i, width) for i, width in enumerate((j, r, r, r)))

@@ -459,7 +459,7 @@ class SequenceLayers:
     @property
     def num_heads(self) -> int:
         """``H``: KV heads of all sequence layers together."""
-        return len(self.layer) * self.layers[0].num_kv_heads
+        return self.layer.shape[0] * self.layers[0].num_kv_heads
 
     @property
     def device(self) -> torch.device:
@@ -555,7 +555,7 @@ class AttentionBatch:
         return AttentionBatch(*map(change, self.tensors), max_query_len, None, tables)  # type: ignore[call-arg, misc]
 
     def __len__(self) -> int:
-        return len(self.query_lens)
+        return self.query_lens.shape[0]
 
 
 @lru_cache(maxsize=64)

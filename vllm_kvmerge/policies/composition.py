@@ -239,7 +239,9 @@ class CompressionPolicy(BaseModel):
             for rows in (group[start : start + size] for start in range(0, len(group), size)):
                 order += rows
                 sources.append(entries.of_rows(rows) if len(rows) < entries.num_rows else entries)
-                some = replace(context.of_rows(rows), budget=max(budgets[row] for row in rows))
+                some, budget = context.of_rows(rows), max(budgets[row] for row in rows)
+                if budget != some.budget:
+                    some = replace(some, budget=budget)
                 if by_row:
                     counts = torch.tensor(some.shares, device="cpu")
                     some = replace(some, row_counts=sent(counts, entries.positions.device))
@@ -366,7 +368,7 @@ class CompressionPolicy(BaseModel):
     def _with_slots(self, context: CompressionContext) -> CompressionContext:
         """The same with the merger's part of the budget."""
         num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
-        return replace(context, num_slots=num_slots)
+        return context if num_slots == context.num_slots else replace(context, num_slots=num_slots)
 
     def _compress_unprotected(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
         """``context.budget`` places for each of these rows, filled as far as ``context.counts`` says."""

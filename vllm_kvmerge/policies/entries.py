@@ -55,7 +55,7 @@ class Entries:
     @property
     def num_rows(self) -> int:
         """``H``."""
-        return len(self.positions)
+        return self.positions.shape[0]
 
     @property
     def is_live(self) -> Tensor:

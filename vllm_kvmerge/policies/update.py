@@ -148,13 +148,12 @@ class CacheUpdate:
         """
         place = ops.overflowing(self.changed, self.log_votes, self.keys, self.values, dtype)
         overflows = place >= 0
-        count = overflows.sum(1)
-        if count.is_cpu and not count.any():  # a GPU would be waited for
-            return self, count
+        if place.is_cpu and not overflows.any():  # a GPU would be waited for
+            return self, torch.zeros_like(self.merged)
         source = select(self.kept, place)
         before = ops.take(source, [*entries.metadata], [*BLANK.values()])
         metadata = dict(zip(BLANK, ops.put(place, self.metadata, before), strict=True))
-        return replace(self, changed=self.changed.masked_fill(overflows, DEAD), **metadata), count
+        return replace(self, changed=self.changed.masked_fill(overflows, DEAD), **metadata), overflows.sum(1)
 
     def of_rows(self, rows: list[int]) -> "CacheUpdate":
         """The part of some rows."""
@@ -274,6 +273,8 @@ class CompressionResult:
         if not self.update.changed.shape[1]:
             return self
         update, as_before = self.update.finite(self.source, dtype)
+        if update is self.update:
+            return self
         return replace(self, update=update, kept=update.num_live, as_before=as_before)
 
     @cached_property

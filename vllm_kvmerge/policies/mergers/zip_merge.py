@@ -193,7 +193,7 @@ class ZipMerger(Merger):
         joins = first(joins, by_similarity, surplus)
         of_model = context.tracker_mode, context.softmax
         everything = rank.repeat(len(sources), 1)
-        merged = self._absorb(entries, everything, scores, sources, targets, joins, protected, *of_model)
+        merged = self._absorb(entries, everything, everything, scores, sources, targets, joins, protected, *of_model)
         gone = any_at(sources, joins, n)
         return merged.without(gone)
 
@@ -201,15 +201,15 @@ class ZipMerger(Merger):
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
         scores = self._scores(entries, importance, context)
-        stays = inverse(kept, len(entries)) >= 0
-        evicted = listed(scores.usable & ~stays, len(entries) - kept.shape[1])
+        place = inverse(kept, len(entries))
+        evicted = listed(scores.usable & (place < 0), len(entries) - kept.shape[1])
         if evicted.shape[1] == 0:
             return CacheUpdate.of(entries, kept)
         sources = evicted.clamp(min=0)
         similarity, targets = entries.most_similar(sources, kept, scores.usable.gather(1, kept))
         joins = (evicted >= 0) & (similarity > self.merge_threshold)
         of_model = context.tracker_mode, context.softmax
-        return self._absorb(entries, kept, scores, sources, targets, joins, protected, *of_model)
+        return self._absorb(entries, kept, place, scores, sources, targets, joins, protected, *of_model)
 
     def _scores(self, entries: Entries, importance: Tensor, context: CompressionContext) -> _Scores:
         """importance: ``[H, n]``, the tracker's; ``log_ema``'s is ln(p s_hat) itself."""
@@ -249,6 +249,7 @@ class ZipMerger(Merger):
         self,
         entries: Entries,
         kept: Tensor,
+        place: Tensor,
         scores: _Scores,
         sources: Tensor,
         targets: Tensor,
@@ -259,8 +260,9 @@ class ZipMerger(Merger):
     ) -> CacheUpdate:
         """KeepKV eq. 25: the entries at ``kept``, in which each target has taken in the sources that join it.
 
-        kept: ``[H, c]`` int64. sources, targets: ``[H, m]`` int64, indices of entries; targets are kept, and no entry
-        is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool. mode: the tracker's.
+        kept: ``[H, c]`` int64, and place: ``[H, n]``, its ``inverse``. sources, targets: ``[H, m]`` int64, indices of
+        entries; targets are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool. mode: the
+        tracker's.
         """
         known = entries.log_votes, entries.scores, entries.query_counts, entries.positions, protected
         planes = ZipPlanes(*known, scores.log_scores, scores.log_norms)
@@ -270,7 +272,7 @@ class ZipMerger(Merger):
         keys, values = entries.mixed("keys", *joining), entries.mixed("values", *joining)
         keys *= groups.factors.unsqueeze(-1)
         update = CacheUpdate.of(entries, kept)
-        changed = select(inverse(kept, len(entries)), groups.targets)
+        changed = select(place, groups.targets)
         before, new = (
             [update.log_votes, update.positions, update.scores],
             [groups.log_votes, groups.positions, groups.scores],
