@@ -346,7 +346,7 @@ def test_every_head_is_compressed_as_if_it_were_alone(policy, seed, num_heads, m
 
     mass = attention_mass(policy.tracker, entries)
     budgets = policy.allocator.head_budgets(entries, mass, replace(context, min_budget=policy.min_budget))
-    budgets = [min(b, context.capacity) for b in budgets]
+    budgets = [min(int(b), context.capacity) for b in budgets]
     num_live = result.entries.is_live.sum(1).tolist()
     assert all(live <= b <= context.capacity for live, b in zip(num_live, budgets, strict=True))
     if not isinstance(policy.merger, ResidualMerger):

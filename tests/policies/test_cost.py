@@ -132,12 +132,12 @@ def test_a_later_compression_of_a_long_prompt():
 
 def test_cam_costs_the_same_for_any_number_of_receivers():
     peaks = []
-    for num_receivers in (64, 4096):
+    for num_receivers in (64, 64, 4096):  # the first makes what is remembered
         torch.manual_seed(0)
         parameters = {"policy": "cam", "merge_prompt": True, "num_receivers": num_receivers}
         scene = Scene(Sizes(kv_heads=2), parameters, 1200, 60, interval=16)
         peaks.append(peak_bytes(lambda: scene.run(scene.first)))  # noqa: B023
-    assert peaks[0] == peaks[1]
+    assert peaks[1] == peaks[2]
 
 
 def policy_of(preset: str) -> CompressionPolicy:

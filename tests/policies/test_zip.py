@@ -75,7 +75,8 @@ def absorb(
     context = context_of(entries, len(entries), queries)
     mode = context.tracker_mode
     scores = merger._scores(entries, TRACKER.importance(entries), context)
-    merged = merger._absorb(entries, everything, scores, index, carriers, joins, protected, mode).apply(entries)
+    merge = everything, everything, scores, index, carriers, joins, protected, mode
+    merged = merger._absorb(entries, *merge).apply(entries)
     merged.kill(torch.zeros_like(protected).scatter_(1, index, True))
     return merged
 
