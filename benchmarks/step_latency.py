@@ -11,6 +11,7 @@ turns, ``--repeats`` times.
 """
 
 import argparse
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rich.progress import track
 from sides import add_shape, shape_of
 from vllm_side import CLOCKS, plugin_engine
 
+from vllm_kvmerge.engine import scheduler
 from vllm_kvmerge.evaluation.options import print_table
 
 POLICIES = [
@@ -170,13 +172,18 @@ def main() -> None:
     own = arguments.length if arguments.share else 32
     running = rng.integers(1, 32_000, (arguments.running, own)).tolist()
     num_blocks = (2 + arguments.running * arguments.share) * longest // block + 500
+    chunk = 2048
+    if arguments.share and arguments.apart == 0:
+        # Requests are in step if their prompts end in one, those too that a policy wants to be computed anew, and no
+        # compression there is left for a later step.
+        chunk, scheduler.STEP_SECONDS = max(2048, arguments.running * arguments.length), math.inf
     with tempfile.TemporaryDirectory() as folder:
         slot = shape.bytes_per_token + shape.metadata_bytes_per_token
         llm = plugin_engine(
             shape.write(Path(folder)),
             num_blocks * block * slot,
             longest,
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=chunk,
             additional_config={"kvmerge": {"max_compaction_seconds": 600, "shared_contexts": False}},
         )
         if arguments.share:
