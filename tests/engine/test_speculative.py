@@ -44,7 +44,9 @@ def arguments(**others: Any) -> dict[str, Any]:
 
 
 def ours(**others: Any) -> dict[str, Any]:
-    return kvmerge_engine_args(**arguments(**others), additional_config={"kvmerge": {"kvzap": demo.kvzap_path()}})
+    # Not what is faster when a process starts: its answers are compared with another's.
+    config = {"kvzap": demo.kvzap_path(), "plain_attention": "vllm"}
+    return kvmerge_engine_args(**arguments(**others), additional_config={"kvmerge": config})
 
 
 THREADS = {"NUMBA_THREADING_LAYER": "workqueue"}
