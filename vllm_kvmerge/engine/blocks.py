@@ -364,6 +364,10 @@ class MergeableAttentionManager(FullAttentionManager):
         replaced = row[: max(new_front.num_blocks, num_tokens // self.block_size)]
         return sum(not block.is_null and block.ref_cnt == 1 for block in replaced) - new_front.num_blocks
 
+    @property
+    def has_retired(self) -> bool:
+        return bool(self._retired)
+
     def release_retired(self) -> None:
         """Returns retired blocks to the pool, after all relocations of a step."""
         # Last blocks first, as vLLM frees a request: a prefix's tail is evicted before its head.

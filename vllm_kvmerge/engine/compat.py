@@ -249,9 +249,24 @@ def register_cache_spec() -> None:
         )
 
 
+class Hook:
+    """Has a method of one of vLLM's objects call ours instead, while it is on: a step without compressed requests asks
+    it for each of its requests in vain."""
+
+    def __init__(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        self._owner, self._name, self._method = owner, name, method
+        self.switch(True)
+
+    def switch(self, is_on: bool) -> None:
+        if is_on:
+            setattr(self._owner, self._name, self._method)
+        else:
+            vars(self._owner).pop(self._name, None)
+
+
 def hash_blocks_of(
     coordinator: "KVCacheCoordinator", changed: Container[str], may_hash: Callable[["Request"], bool]
-) -> None:
+) -> Hook:
     """Makes the blocks of requests for which ``may_hash`` is false stay out of the prefix cache, those of all layers.
     It is asked of requests in ``changed``, and of internal ones, which are of another class than vLLM's.
 
@@ -267,10 +282,10 @@ def hash_blocks_of(
         if is_plain or may_hash(request):
             hash_blocks(request, num_computed_tokens)
 
-    coordinator.cache_blocks = hash_some_blocks  # type: ignore[method-assign]
+    return Hook(coordinator, "cache_blocks", hash_some_blocks)
 
 
-def watch_asked_blocks(coordinator: "KVCacheCoordinator", note: Callable[[str, int], None]) -> None:
+def watch_asked_blocks(coordinator: "KVCacheCoordinator", note: Callable[[str, int], None]) -> Hook:
     """Tells ``note`` of which request vLLM asks whether it finds room, and how many blocks of all layers it needs.
 
     vLLM tells a scheduler that a request found none, not how much was missing. An attribute of the cache manager with
@@ -283,7 +298,7 @@ def watch_asked_blocks(coordinator: "KVCacheCoordinator", note: Callable[[str, i
         note(request_id, needed)
         return needed
 
-    coordinator.get_num_blocks_to_allocate = ask_and_note  # type: ignore[method-assign]
+    return Hook(coordinator, "get_num_blocks_to_allocate", ask_and_note)
 
 
 def watch_new_blocks(pool: "BlockPool", note: Callable[[list["KVCacheBlock"]], None]) -> None:

@@ -208,6 +208,10 @@ class FrontCache:
         """Takes back that workers shall forget a front, which they are given anew."""
         self._forgotten = [one for one in self._forgotten if one != key]
 
+    @property
+    def has_forgotten(self) -> bool:
+        return bool(self._forgotten)
+
     def take_forgotten(self) -> list[BlockHash]:
         """Keys of fronts that are gone since the last call."""
         forgotten, self._forgotten = self._forgotten, []

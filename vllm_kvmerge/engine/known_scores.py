@@ -48,6 +48,10 @@ class KnownScores:
         for key in list(self._known):
             self._drop(key)
 
+    @property
+    def has_forgotten(self) -> bool:
+        return bool(self._forgotten)
+
     def take_forgotten(self) -> list[int]:
         """Numbers of scores that workers need not keep any longer, once each."""
         forgotten, self._forgotten = self._forgotten, []

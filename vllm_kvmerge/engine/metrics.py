@@ -131,8 +131,12 @@ def count_context(policy: str, engine: int, num_tokens: int) -> None:
 
 @cache
 def _of(metric: Any, policy: str, engine: int) -> Any:
-    """That of a policy, for metrics that every compaction adds to: finding it takes longer than adding."""
+    """That of a policy, for metrics that steps add to: finding it takes longer than adding."""
     return metric.labels(policy, engine)
+
+
+def count_generated(policy: str, engine: int, num_tokens: int) -> None:
+    _of(GENERATED, policy, engine).inc(num_tokens)
 
 
 def count_entries(policy: str, engine: int, num_merged: int, num_evicted: int, num_overflows: int) -> None:

@@ -1,7 +1,6 @@
 """vLLM's scheduler with compression: carries out each request's ``schedule``, step by step."""
 
 import time
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +27,20 @@ from vllm_kvmerge.engine.fronts import FrontCache
 from vllm_kvmerge.engine.gathering import MAX_STEPS, NextCompression, held_back
 from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.metrics import (
-    GENERATED,
     CacheGauges,
     count_compression,
     count_freed,
+    count_generated,
     count_not_offloaded,
     count_refresh,
     count_relief,
     count_request,
 )
 from vllm_kvmerge.engine.plan import (
+    NO_REPORT,
     NO_STEP,
     CompressionPlan,
+    CompressionReport,
     CompressionStep,
     Failure,
     FrontReport,
@@ -95,7 +96,7 @@ class CompressionSchedulerMixin(Scheduler):
         for one in self._managers:
             if isinstance(one.kv_cache_spec, AttentionSpec):
                 one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
-        compat.hash_blocks_of(coordinator, manager.segments, manager.hashes_blocks_of)
+        self._hooks = [compat.hash_blocks_of(coordinator, manager.segments, manager.hashes_blocks_of)]
         self._default = plugin_config(self.vllm_config).default
         num_slots = (self.kv_cache_config.num_blocks - 1) * manager.block_size
         windows = window_blocks(self.kv_cache_config, self.vllm_config)
@@ -157,7 +158,8 @@ class CompressionSchedulerMixin(Scheduler):
             num_drafts=self.num_spec_tokens,
             is_async=isinstance(self, AsyncScheduler),
         )
-        compat.watch_asked_blocks(coordinator, self._pressure.note_asked)
+        self._hooks.append(compat.watch_asked_blocks(coordinator, self._pressure.note_asked))
+        self._are_hooked = True
         self._hidden = HiddenRequests(group)
         if self.connector is not None:
             compat.keep_from_connector(self.connector, lambda request: request.request_id in self._hidden)
@@ -352,8 +354,17 @@ class CompressionSchedulerMixin(Scheduler):
         self._pressure.begin_step()
         if self._freed is not None:
             self._freed.begin_step()
+        are_asked = bool(self._compressions or self._repeating)
+        if are_asked != self._are_hooked:
+            self._are_hooked = are_asked
+            for hook in self._hooks:
+                hook.switch(are_asked)
         output = super().schedule(*args, **kwargs)
         self._num_drafts = {one: len(drafts) for one, drafts in output.scheduled_spec_decode_tokens.items()}
+        if self._is_plain():
+            attach(output, None)
+            self._set_gauges(False)
+            return output
         self._end_orphans()
         if self._kept_bytes or self._external_bytes:
             # Room is reserved before vLLM looks for blocks: a request that found none must not keep others waiting.
@@ -388,13 +399,35 @@ class CompressionSchedulerMixin(Scheduler):
         if self._freed is not None:
             step.poisoned = self._freed.take()
         attach(output, None if step == NO_STEP else step)
-        if self.log_stats and self._gauges.are_due(len(self.running), bool(step.plans)):
-            users = [one for one in self.running if not isinstance(one, RepeatingRequest)]
-            self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
-            if self._manager.fronts is not None:
-                fronts, contexts = self._manager.fronts, self._contexts
-                self._gauges.update_contexts(len(fronts), fronts.num_blocks, len(contexts), contexts.num_blocks)
+        self._set_gauges(bool(step.plans))
         return output
+
+    def _is_plain(self) -> bool:
+        """Whether a step that vLLM has scheduled has nothing of ours: no request is compressed or reports its cache,
+        and there is nothing to tell workers. Most steps of most servers."""
+        fronts = self._manager.fronts
+        return not (
+            self._compressions
+            or self._repeating
+            or self._orphans
+            or self._usage
+            or self._kept_bytes
+            or self._external_bytes
+            or self._manager.has_retired
+            or self._sharing.has_turns
+            or self._known_scores.has_forgotten
+            or (fronts is not None and fronts.has_forgotten)
+            or self._freed is not None
+        )
+
+    def _set_gauges(self, has_compressed: bool) -> None:
+        if not self.log_stats or not self._gauges.are_due(len(self.running), has_compressed):
+            return
+        users = [one for one in self.running if not isinstance(one, RepeatingRequest)]
+        self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
+        if self._manager.fronts is not None:
+            fronts, contexts = self._manager.fronts, self._contexts
+            self._gauges.update_contexts(len(fronts), fronts.num_blocks, len(contexts), contexts.num_blocks)
 
     def _compress_due(self, step: CompressionStep, output: SchedulerOutput) -> None:
         """Adds the compressions due after ``step``, and parts of those that are spread."""
@@ -558,9 +591,10 @@ class CompressionSchedulerMixin(Scheduler):
         # preempted request recomputes its prompt and generated tokens, in chunks that end where it was compressed the
         # first time, so that its cache comes out the same.
         num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        num_certain = request.num_tokens + request.num_output_placeholders - num_computed_tokens
-        if num_new_tokens > num_certain:
-            num_new_tokens = max(num_certain, min(num_new_tokens, self._draft_end(request) - num_computed_tokens))
+        if num_new_tokens > 1:
+            num_certain = request.num_tokens + request.num_output_placeholders - num_computed_tokens
+            if num_new_tokens > num_certain:
+                num_new_tokens = max(num_certain, min(num_new_tokens, self._draft_end(request) - num_computed_tokens))
         compression = self._compressions.get(request.request_id)
         if compression is None:
             return num_new_tokens
@@ -831,6 +865,26 @@ class CompressionSchedulerMixin(Scheduler):
         if self.connector is not None:
             failures = report.failures | self._failed_sharers(model_runner_output, scheduler_output)
             report = replace(report, failures=failures)
+        step = attached_step(scheduler_output)
+        if report is not NO_REPORT:
+            self._learn(report)
+        for plan in step.plans:
+            self._sharing.share(plan, report)
+        # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
+        self._end_failed()
+        if step.usage:
+            self._usage.computed(step.usage)
+        self._num_drafts = {}  # vLLM takes back those that were rejected
+        policies = {request_id: one.config.name for request_id, one in self._compressions.items()}  # some end now
+        outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
+        self._count_generated(outputs_by_client, policies)
+        self._end_orphans()
+        self._failed.tell(outputs_by_client)
+        self._usage.add_steps(outputs_by_client)
+        self._proofs.add_to(outputs_by_client)
+        return outputs_by_client
+
+    def _learn(self, report: CompressionReport) -> None:
         if report.rates is not None:
             self._limits = replace(self._limits, rates=report.rates)
         for request_id, front in report.fronts.items():
@@ -842,26 +896,17 @@ class CompressionSchedulerMixin(Scheduler):
             if request_id in self._spread:
                 self._spread[request_id].learn(progress)
         self._proofs.count(report)
-        for plan in attached_step(scheduler_output).plans:
-            self._sharing.share(plan, report)
         self._failed.update(report.failures)
-        # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
-        self._end_failed()
-        self._usage.computed(attached_step(scheduler_output).usage)
-        self._num_drafts = {}  # vLLM takes back those that were rejected
-        policies = {request_id: one.config.name for request_id, one in self._compressions.items()}  # some end now
-        outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
-        generated = Counter[str]()
+
+    def _count_generated(self, outputs_by_client: dict[int, EngineCoreOutputs], policies: dict[str, str]) -> None:
+        """policies: of the compressed requests."""
+        generated = dict[str, int]()
         for outputs in outputs_by_client.values():
             for output in outputs.outputs:
-                generated[policies.get(output.request_id, FULL)] += len(output.new_token_ids)
-        for policy, count in generated.items():
-            GENERATED.labels(policy, self._engine).inc(count)
-        self._end_orphans()
-        self._failed.tell(outputs_by_client)
-        self._usage.add_steps(outputs_by_client)
-        self._proofs.add_to(outputs_by_client)
-        return outputs_by_client
+                policy = policies.get(output.request_id, FULL)
+                generated[policy] = generated.get(policy, 0) + len(output.new_token_ids)
+        for policy, num_tokens in generated.items():
+            count_generated(policy, self._engine, num_tokens)
 
     def _end_failed(self) -> None:
         if self._failed:

@@ -270,6 +270,10 @@ class ContextSharing:
         self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept, windows))
         self._turns[request.request_id] = KeptTurn(key, num_tokens, num_bytes > 0)
 
+    @property
+    def has_turns(self) -> bool:
+        return bool(self._turns)
+
     def take_turns(self) -> dict[str, KeptTurn]:
         """Turns kept since the last call, by request."""
         turns, self._turns = self._turns, {}
