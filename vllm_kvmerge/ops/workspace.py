@@ -57,7 +57,7 @@ class Workspace:
         ``max_query_len``.
         """
         most: dict[str, int] = {}
-        for rows, num_queries in batches:  # fewer sequences are split more
+        for rows, num_queries in batches:
             for sizes in _sizes:
                 for name, size in sizes(cache, num_heads, num_queries, rows, max_blocks).items():
                     most[name] = max(size, most.get(name, 0))

@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops.attention import log_bias_correction
 from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, Repetition, ScoreMode, ServedModel, Tracker
 from vllm_kvmerge.policies.registry import register
 
@@ -112,15 +111,6 @@ class LogEmaTracker(ScoringTracker):
     @property
     def update_decay(self) -> float:
         return self.ema_decay
-
-    def corrected(self, entries: Entries) -> Tensor:
-        """``[H, n]``: L = ln s_hat = S - ln(1 - a^t) (KeepKV eq. 8); -inf for an entry that was never scored."""
-        counts = entries.query_counts
-        return torch.where(counts > 0, entries.scores - log_bias_correction(counts, self.ema_decay), -torch.inf)
-
-    def uncorrected(self, log_scores: Tensor, aux: Tensor) -> Tensor:
-        """``[H, n]``: the S whose bias-corrected value after ``aux`` queries is L; the inverse of ``corrected``."""
-        return log_scores + log_bias_correction(aux, self.ema_decay)
 
     def importance(self, entries: Entries) -> Tensor:
         """ln(p s_hat): the logarithm of the entry's contribution to attention's denominator."""
