@@ -114,7 +114,7 @@ def test_entries_are_mixed(operators, dtype, shape, plane, has_targets):
     sources[:, 1:2], targets[1, :1] = -1, -1
     num_places = targets.shape[1] if has_targets else sources.shape[1]
     row = torch.randint(-1, num_places, sources.shape, generator=maker.generator)
-    shares = torch.rand(sources.shape, generator=maker.generator)
+    shares = torch.rand(sources.shape, generator=maker.generator).masked_fill(sources < 0, 0.0)
     given = row, shares, targets if has_targets else None
     mixed = operators.mix_entries(seq_layers(maker, s), plane, sources, *given)
     before = by_index(dense, targets) if has_targets else torch.zeros(3, num_places, 48).double()

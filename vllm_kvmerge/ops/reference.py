@@ -551,11 +551,11 @@ def mix_entries(
     operators: Any = sys.modules[__name__],
 ) -> Tensor:
     """``mix_in`` for a plane of entries: ``sources``, ``[H, m]`` int64, join ``targets``, ``[H, r]`` int64 (None:
-    zeros, as many as sources); both negative where there is none. operators: the module whose operators do the parts.
+    zeros, as many as sources); both negative where there is none, and what such a source has then is a negative row or
+    no share. operators: the module whose operators do the parts.
     """
     own = None if targets is None else operators.gather_rows(seq_layers, plane, targets)
-    joining, row = operators.gather_rows(seq_layers, plane, sources), row.masked_fill(sources < 0, -1)
-    mixed: Tensor = operators.mix_in(joining, row, shares, own)
+    mixed: Tensor = operators.mix_in(operators.gather_rows(seq_layers, plane, sources), row, shares, own)
     return mixed
 
 

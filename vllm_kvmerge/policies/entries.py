@@ -109,10 +109,10 @@ class Entries:
         self, plane: Literal["keys", "values"], sources: Tensor, row: Tensor, shares: Tensor, targets: Tensor | None
     ) -> Tensor:
         """``ops.mix_in`` for the keys or values of the entries at ``sources`` (``[H, m]`` int64) and ``targets`` (``[H,
-        r]`` int64; None: zeros), both negative where there is none."""
+        r]`` int64; None: zeros), both negative where there is none; such a source has a negative row or no share."""
         read = self.keys_at if plane == "keys" else self.values_at
         own = None if targets is None else read(targets)
-        return ops.mix_in(read(sources), row.masked_fill(sources < 0, DEAD), shares, own)
+        return ops.mix_in(read(sources), row, shares, own)
 
     def join_slots(
         self, slots: Tensor, sources: Tensor, source_weights: Tensor, slot_weights: Tensor

@@ -14,6 +14,7 @@ from vllm_kvmerge.ops.similarity import slot_products
 from vllm_kvmerge.ops.triton import entry_kernels, places
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
 from vllm_kvmerge.ops.triton.backend import ELEMENTS, layer_addresses, product_type, rounded
+from vllm_kvmerge.ops.triton.indexing import mix_in as mix_in  # for mix_entries
 from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
