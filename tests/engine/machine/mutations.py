@@ -159,3 +159,8 @@ def _(original: Any, self: Any, *args: Any) -> Any:
 def _(original: Any, self: Any, request_id: str, manager: Any, first: int, num_rows: int, given_up: Any) -> WindowMove:
     ids = [block.block_id for block in manager.req_to_blocks[request_id][first : first + num_rows]]
     return WindowMove(manager.kv_cache_group_id, first, ids, ids)
+
+
+@mutation("workers hear of nothing in steps of plain requests", CompressionSchedulerMixin, "_is_plain", "front|scores|knows")
+def _(original: Any, self: Any) -> bool:
+    return not (self._compressions or self._repeating)

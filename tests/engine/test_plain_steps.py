@@ -1,0 +1,68 @@
+"""Steps without compressed requests: they are vLLM's, and workers learn even so of what has gone."""
+
+import pytest
+
+from tests.engine.machine.driver import Driver
+from tests.engine.machine.machine import TEXTS
+from tests.engine.machine.setting import Setting
+from vllm_kvmerge.engine.plan import NO_STEP, attached_step
+from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
+
+pytestmark = pytest.mark.engine
+
+FIELDS = {"policy": "adakv", "budget": 13, "decode": "bounded", "interval": 1, "window_size": 5, "score_window": 4}
+
+
+@pytest.fixture
+def relieved(monkeypatch):
+    """Names of the requests of each step after which the scheduler of ours went on."""
+    seen = []
+    relieve = CompressionSchedulerMixin._relieve_pressure
+
+    def note(self, step):
+        seen.append(sorted(self.requests))
+        return relieve(self, step)
+
+    monkeypatch.setattr(CompressionSchedulerMixin, "_relieve_pressure", note)
+    return seen
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_is_vllms_once_no_request_is_compressed(is_async, relieved):
+    driver = Driver(Setting(num_blocks=64, is_async=is_async))
+    coordinator = driver.scheduler.kv_cache_manager.coordinator
+    methods = {"cache_blocks", "get_num_blocks_to_allocate"}
+    plain = [driver.add(TEXTS[1][:20], 60, None) for _ in range(2)]
+    for _ in range(5):
+        driver.step()
+    assert not relieved and not methods & set(vars(coordinator))
+    compressed = driver.add(TEXTS[0][:23], 5, FIELDS)
+    while compressed in driver.scheduler.requests:
+        driver.step()
+        assert methods <= set(vars(coordinator))
+    assert compressed in relieved[0] and compressed in relieved[-1]
+    driver.step()  # workers hear of what has gone with it
+    del relieved[:]
+    for _ in range(5):
+        driver.step()
+    assert sorted(driver.scheduler.requests) == plain and not relieved and not methods & set(vars(coordinator))
+    driver.finish()
+
+
+def test_workers_hear_in_a_step_of_plain_requests_which_fronts_have_gone(monkeypatch):
+    driver = Driver(Setting(num_blocks=64))
+    driver.add(TEXTS[0][:23], 5, FIELDS)
+    driver.run_to_end()
+    assert driver.worker.fronts
+    driver.step()
+    driver.reset(reset_running=False)
+    driver.add(TEXTS[1][:20], 5, None)
+    output = driver.scheduler.schedule()
+    assert output.total_num_scheduled_tokens == 20
+    assert set(attached_step(output).forgotten) == set(driver.worker.fronts)
+    driver.scheduler.update_from_output(output, driver.worker.execute(output))
+    assert not driver.worker.fronts
+    output = driver.scheduler.schedule()
+    assert attached_step(output) is NO_STEP
+    driver.scheduler.update_from_output(output, driver.worker.execute(output))
+    driver.finish()
