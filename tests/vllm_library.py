@@ -14,6 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 
 AMX = "_C_AMX"
@@ -21,6 +22,10 @@ FEATURES = "avx512", "avx512_bf16", "amx_tile"
 LIBRARIES = {"_C": FEATURES[:2], AMX: FEATURES, "_C_AVX512": FEATURES[:1], "_C_AVX2": ()}
 """What each needs a processor to have, as PyTorch calls it; on those that have more, this is left unused. ``_C_AMX`` is
 ``_C`` where it may use AMX."""
+
+needs_avx512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="needs AVX-512, without which vLLM has no caches of 8 bits"
+)
 
 ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
 """What oneDNN, which asks the processor itself, may use."""

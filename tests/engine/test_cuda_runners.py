@@ -16,6 +16,7 @@ from tests.engine.full_graphs import SIZES
 from tests.gpu.compare import NUM_CANDIDATES, Generated
 from tests.gpu.setting import Setting
 from tests.gpu.test_serving import check
+from tests.vllm_library import needs_avx512
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 
@@ -246,6 +247,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
     }
 
 
+@needs_avx512
 def test_a_cache_of_8_bits():
     """Policies compress it, and one to which nothing has to go gives the tokens of plain requests. No row of it is
     FlashAttention's."""

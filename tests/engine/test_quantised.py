@@ -11,8 +11,11 @@ from tests.engine.conftest import random_prompt
 from tests.engine.generating import BUDGET, MAX_TOKENS, generate
 from tests.models.architectures import ARGUMENTS, write_model
 from tests.presets import SMALL
+from tests.vllm_library import needs_avx512
 from vllm_kvmerge import demo
 from vllm_kvmerge.policies import PRESETS
+
+pytestmark = needs_avx512
 
 NUM_BLOCKS = 150
 LENGTHS = (5, 130, 600)

@@ -300,11 +300,16 @@ def test_members_join_the_slots_of_largest_product(operators, members, slots):
 
 
 def test_planes_are_taken_together(operators):
+    """Single elements, and runs of elements that follow each other, which end where planes and index do, or in none."""
     generator = torch.Generator().manual_seed(1)
     planes = [torch.randn(3, 50, generator=generator), torch.randint(-9, 9, (3, 50), generator=generator)]
     planes += [torch.randn(50, 3, generator=generator).T, planes[0].double()]
     blanks = [-torch.inf, -1, 0.0, 7.0]
     index = torch.randint(-1, 50, (3, 70), generator=generator)
+    for row, (first, length) in enumerate([(0, 50), (45, 5), (7, 13)]):
+        index[row, 9 : 9 + length] = torch.arange(first, first + length)
+        index[row, 70 - length % 50 :] = torch.arange(50 - length % 50, 50)
+    index[:, 12:15] = -1
     for taken, plane, blank in zip(operators.take(index, planes, blanks), planes, blanks, strict=True):
         rows = zip(plane.tolist(), index.tolist(), strict=True)
         assert taken.tolist() == [[blank if i < 0 else row[i] for i in some] for row, some in rows]
