@@ -225,7 +225,7 @@ def main() -> None:
         arguments.hidden_size,
         getattr(torch, arguments.dtype),
     )
-    rates = measure_rates()
+    rates = measure_rates(dtype=sizes.dtype)
     cases = [{"policy": policy} for policy in arguments.policies or sorted(PRESETS)]
     if not arguments.policies:
         cases += EXPENSIVE

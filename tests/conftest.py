@@ -111,7 +111,7 @@ def pytest_ignore_collect(collection_path, config):
     """Files that the inner loop leaves out as a whole are not imported: most of them import vLLM."""
     if config.getoption("markexpr") != INNER_LOOP or not collection_path.match("test_*.py"):
         return None
-    return True if "\npytestmark = pytest.mark.engine\n" in collection_path.read_text() else None
+    return True if re.search(r"^pytestmark = \[?pytest\.mark\.engine\b", collection_path.read_text(), re.M) else None
 
 
 SHARED = ("server", "engine")

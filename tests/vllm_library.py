@@ -26,6 +26,11 @@ LIBRARIES = {"_C": FEATURES[:2], AMX: FEATURES, "_C_AVX512": FEATURES[:1], "_C_A
 needs_avx512 = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="needs AVX-512, without which vLLM has no caches of 8 bits"
 )
+needs_avx512_bf16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(),
+    reason="needs AVX-512 with BF16, without which vLLM's linear attention keeps smaller states and rounds otherwise "
+    "beside other requests",
+)
 
 ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
 """What oneDNN, which asks the processor itself, may use."""

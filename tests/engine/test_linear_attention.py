@@ -12,8 +12,9 @@ from tests.engine.test_hybrid import add, check_prefix_cache, greedy, num_taken,
 from tests.engine.test_mamba import BLOCK_SIZE, jobs
 from tests.engine.test_speculative import DRAFTING, THREADS
 from tests.random_model import write_qwen3_next
+from tests.vllm_library import needs_avx512_bf16
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, needs_avx512_bf16]
 
 ARGUMENTS = {
     "dtype": "bfloat16",

@@ -252,6 +252,38 @@ def test_bad_arguments_raise(change, error, message):
         cpu.paged_attention(cache=maker.pages, batch=batch, scale=1.0, **(arguments | of_query))
 
 
+LAYOUTS = {
+    "side by side": lambda ids: ids.clone(),
+    "rows of a wider table": lambda ids: torch.cat([ids, torch.full_like(ids, NUM_BLOCKS)], 1)[:, : ids.shape[1]],
+    "every other column": lambda ids: torch.stack([ids, torch.full_like(ids, NUM_BLOCKS)], 2).flatten(1)[:, ::2],
+    "columns first": lambda ids: ids.T.contiguous().T,
+}
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_ids_are_read_where_they_lie(layout, dtype):
+    """Whatever lies between them is no block's id."""
+    maker = CacheMaker(0, 2, 32, 32, torch.float32)
+    sequences = [maker.sequence(33, 64, 99) for _ in range(2)]
+    batch, query = batch_of(sequences, [1, 1], [None, None]), maker.randn(2, 4, 32)
+    assert batch.block_table.dtype == torch.int32 and batch.block_table.shape[1] > 2
+    table = LAYOUTS[layout](batch.block_table.to(dtype))
+    outputs = []
+    for one in (batch, replace(batch, block_table=table)):
+        outputs.append(torch.empty(2, 4, 32))
+        cpu.paged_attention(query, maker.pages, one, 1.0, outputs[-1])
+    assert torch.equal(*outputs)
+    segments = torch.stack([batch.fronts, batch.tails, batch.seq_lens], 1).long()
+    found = [
+        cpu.gather_metadata(SequenceLayers([maker.pages], torch.tensor([0, 0]), ids, segments))
+        for ids in (batch.block_table, table)
+    ]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 @needs_library
 def test_bad_entries_and_slots_raise():
     maker = CacheMaker(0, 2, 32, 32, torch.float32)
@@ -267,6 +299,8 @@ def test_bad_entries_and_slots_raise():
         cpu.write_rows(seq_layers, blocks[None], index, torch.zeros(2, 1, 32), None)
     with pytest.raises(IndexError, match="no entry 64"):
         cpu.most_similar(seq_layers, index, index, torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(IndexError, match="no target 1 of 1"):
+        cpu.mix_entries(seq_layers, "keys", index // 64, index // 64, torch.ones(2, 1), index // 64)
     with pytest.raises(IndexError, match="no entry -1"):
         cpu.most_similar(seq_layers, index - 1, index, torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):

@@ -194,8 +194,9 @@ def test_what_does_not_fit_raises():
         cpu.free_places(torch.tensor([[0, 1, 2]]), 2)
     with pytest.raises(ValueError, match="does not fit"):
         cpu.free_places(torch.tensor([[1, 1]]), 2)
-    with pytest.raises(IndexError, match="not among 3"):
-        cpu.take(torch.tensor([[0, 3]]), [torch.zeros(1, 3)], [0.0])
+    for index in ([0, 3], [1, 2, 3]):
+        with pytest.raises(IndexError, match="not among 3"):
+            cpu.take(torch.tensor([index]), [torch.zeros(1, 3), torch.zeros(1, 4)], [0.0, 0.0])
     nothing = torch.full((1, 3), -1)
     with pytest.raises(ValueError, match="at most 1 take part"):
         cpu.hand_over(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, -1, 0]]), nothing < 0, torch.zeros(1, 3), 1)
@@ -299,12 +300,14 @@ def test_members_join_the_slots_of_largest_product(operators, members, slots):
     assert torch.equal(total, expected)
 
 
-def test_planes_are_taken_together(operators):
-    """Single elements, and runs of elements that follow each other, which end where planes and index do, or in none."""
+@pytest.mark.parametrize("has_others", [False, True])
+def test_planes_are_taken_together(operators, has_others):
+    """Single elements, and runs of elements that follow each other, which end where planes and index do, or in none.
+    has_others: dtypes that CPU operators leave to the reference."""
     generator = torch.Generator().manual_seed(1)
     planes = [torch.randn(3, 50, generator=generator), torch.randint(-9, 9, (3, 50), generator=generator)]
-    planes += [torch.randn(50, 3, generator=generator).T, planes[0].double()]
-    blanks = [-torch.inf, -1, 0.0, 7.0]
+    planes += [torch.randn(50, 3, generator=generator).T, *([planes[0].double()] if has_others else [])]
+    blanks = [-torch.inf, -1, 0.0, 7.0][: len(planes)]
     index = torch.randint(-1, 50, (3, 70), generator=generator)
     for row, (first, length) in enumerate([(0, 50), (45, 5), (7, 13)]):
         index[row, 9 : 9 + length] = torch.arange(first, first + length)

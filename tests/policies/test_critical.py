@@ -162,8 +162,8 @@ def test_it_may_wait_between_values():
             pieces.append(next(running))
     except StopIteration as done:
         assert torch.equal(done.value, critical.norms_in_pieces(values, weights))
-    assert sum(piece.products for piece in pieces) == weights.numel() * values.shape[1]
-    assert len(pieces) > 1 and max(piece.products for piece in pieces) <= 4 * PIECE_PRODUCTS
+    assert sum(piece.projections for piece in pieces) == weights.numel() * values.shape[1]
+    assert len(pieces) > 1 and max(piece.projections for piece in pieces) <= 4 * PIECE_PRODUCTS
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

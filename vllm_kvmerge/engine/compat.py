@@ -11,7 +11,7 @@ import pkgutil
 import shutil
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable, Container
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -264,22 +264,16 @@ class Hook:
             vars(self._owner).pop(self._name, None)
 
 
-def hash_blocks_of(
-    coordinator: "KVCacheCoordinator", changed: Container[str], may_hash: Callable[["Request"], bool]
-) -> Hook:
+def hash_blocks_of(coordinator: "KVCacheCoordinator", may_hash: Callable[["Request"], bool]) -> Hook:
     """Makes the blocks of requests for which ``may_hash`` is false stay out of the prefix cache, those of all layers.
-    It is asked of requests in ``changed``, and of internal ones, which are of another class than vLLM's.
 
     vLLM asks the manager of each group of layers, and only ours knows. A setting of requests for that, beside the one
     that has them read nothing from the prefix cache, would make this unnecessary.
     """
-    from vllm.v1.request import Request
-
     hash_blocks = coordinator.cache_blocks
 
-    def hash_some_blocks(request: Request, num_computed_tokens: int) -> None:
-        is_plain = type(request) is Request and request.request_id not in changed
-        if is_plain or may_hash(request):
+    def hash_some_blocks(request: "Request", num_computed_tokens: int) -> None:
+        if may_hash(request):
             hash_blocks(request, num_computed_tokens)
 
     return Hook(coordinator, "cache_blocks", hash_some_blocks)

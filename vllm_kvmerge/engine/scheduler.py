@@ -96,7 +96,7 @@ class CompressionSchedulerMixin(Scheduler):
         for one in self._managers:
             if isinstance(one.kv_cache_spec, AttentionSpec):
                 one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
-        self._hooks = [compat.hash_blocks_of(coordinator, manager.segments, manager.hashes_blocks_of)]
+        self._hooks = [compat.hash_blocks_of(coordinator, manager.hashes_blocks_of)]
         self._default = plugin_config(self.vllm_config).default
         num_slots = (self.kv_cache_config.num_blocks - 1) * manager.block_size
         windows = window_blocks(self.kv_cache_config, self.vllm_config)

@@ -1,7 +1,7 @@
 """A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Self
 
@@ -202,7 +202,7 @@ class CompressionPolicy(BaseModel):
             cost = part.cost(replace(shape, tracker_mode=self.tracker.mode))
             if not is_foreign(part):
                 return cost
-            numbers = [int(number) for number in (cost.numbers, cost.products, cost.touches)]
+            numbers = [int(number) for number in astuple(cost)]
             if min(numbers) < 0:
                 raise ValueError(f"cost must not be negative, got {cost}")
             return Cost(*numbers)

@@ -1,14 +1,15 @@
 """Costs of compactions, in units that devices do a known number of per second."""
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from time import perf_counter
 
 import torch
 from torch.nn.functional import normalize
 
-from vllm_kvmerge.ops import ScoreMode, newest_repeats
+from vllm_kvmerge.ops import ScoreMode, newest_repeats, projected_norms
 from vllm_kvmerge.ops.attention import MAX_ATTENTION_BYTES
 from vllm_kvmerge.ops.similarity import MAX_SIMILARITY_BYTES
 from vllm_kvmerge.policies.entries import PART_ENTRIES
@@ -63,34 +64,26 @@ class Cost:
     numbers: most 4-byte numbers held at once, besides the KV cache; an int64 is two. products: multiply-adds in matrix
     products. touches: numbers read or written in element-wise passes over memory; operations that take longer count
     several times (``sorting``, ``gathering``). comparisons: multiply-adds in ``ops.newest_repeats``, of each pair's
-    keys once.
+    keys once. projections: multiply-adds in ``ops.projected_norms``.
     """
 
     numbers: int = 0
     products: int = 0
     touches: int = 0
     comparisons: int = 0
+    projections: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.numbers + other.numbers,
-            self.products + other.products,
-            self.touches + other.touches,
-            self.comparisons + other.comparisons,
-        )
+        return Cost(*map(operator.add, astuple(self), astuple(other)))
 
     def __mul__(self, times: int) -> "Cost":
         """The same ``times`` times, one after the other."""
-        return Cost(self.numbers, self.products * times, self.touches * times, self.comparisons * times)
+        numbers, *others = astuple(self)
+        return Cost(numbers, *(times * one for one in others))
 
     def largest(self, other: "Cost") -> "Cost":
         """The larger of both in each respect."""
-        return Cost(
-            max(self.numbers, other.numbers),
-            max(self.products, other.products),
-            max(self.touches, other.touches),
-            max(self.comparisons, other.comparisons),
-        )
+        return Cost(*map(max, astuple(self), astuple(other)))
 
     def seconds(self, rates: "Rates") -> float:
         """Duration on a device with these rates."""
@@ -98,6 +91,7 @@ class Cost:
             self.products / rates.products_per_second
             + self.touches / rates.touches_per_second
             + self.comparisons / (rates.comparisons_per_second or rates.products_per_second)
+            + self.projections / (rates.projections_per_second or rates.products_per_second)
         )
 
 
@@ -134,18 +128,20 @@ def attending(num_entries: int, num_queries: int, group_size: int) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """Work that a device does per second, by the kinds that a ``Cost`` counts. comparisons_per_second: None: as many as
-    products."""
+    """Work that a device does per second, by the kinds that a ``Cost`` counts. comparisons_per_second and
+    projections_per_second: None: as many as products."""
 
     products_per_second: float
     touches_per_second: float
     comparisons_per_second: float | None = None
+    projections_per_second: float | None = None
 
 
-def measure_rates(device: torch.device | str = "cpu") -> Rates:
-    """Measures the rates of ``device`` in float32, as when nothing else runs on it.
+def measure_rates(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rates:
+    """Measures the rates of ``device`` in float32, but for projections of a model in ``dtype``, as when nothing else
+    runs on it.
 
-    Takes the fastest of many short runs, some 75 ms in all, since the machine may be busy while it starts. On the CPU
+    Takes the fastest of many short runs, some 100 ms in all, since the machine may be busy while it starts. On the CPU
     they run on one core, because threads that wait for each other on a busy machine measure nothing; half of PyTorch's
     threads are assumed to help. The element-wise pass takes exponentials, because hardly any part is limited by memory
     alone.
@@ -153,16 +149,18 @@ def measure_rates(device: torch.device | str = "cpu") -> Rates:
     one, other = torch.rand(2, 256, 256, device=device)
     plane = torch.rand(1 << 16, device=device)
     keys = normalize(torch.randn(1, 1024, 64, device=device), dim=-1)
+    values, weights = torch.rand(1, 256, 64, device=device), torch.rand(1, 1, 512, 64, device=device)
+    values, weights = values.to(dtype).float(), weights.to(dtype)  # as they are read from the cache
     n, d = keys.shape[1:]
     found = torch.full((1, n), -1, device=device)
     with _one_thread(one.device) as num_threads:
         products = _seconds(lambda: one @ other, one.device)
         passes = _seconds(lambda: plane.exp(), plane.device)
         searches = _seconds(lambda: newest_repeats(keys, 1.0, found.fill_(-1), 0, n), keys.device)
+        projections = _seconds(lambda: projected_norms(values, weights), values.device)
+    work = len(one) ** 3 / products, 2 * len(plane) / passes, n * n // 2 * d / searches
     helping = max(1.0, num_threads / 2)
-    return Rates(
-        helping * len(one) ** 3 / products, helping * 2 * len(plane) / passes, helping * n * n // 2 * d / searches
-    )
+    return Rates(*(helping * one for one in (*work, values.shape[1] * weights.numel() / projections)))
 
 
 @contextmanager

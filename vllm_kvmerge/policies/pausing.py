@@ -23,6 +23,7 @@ class Piece:
     products: int = 0
     touches: int = 0
     comparisons: int = 0
+    projections: int = 0
 
 
 class _Pausable(greenlet):
@@ -47,12 +48,12 @@ def in_pieces(run: Callable[[], R]) -> Generator[Piece, None, R]:
         running.throw()
 
 
-def may_pause(rows: int = 0, products: int = 0, touches: int = 0, comparisons: int = 0) -> None:
+def may_pause(rows: int = 0, products: int = 0, touches: int = 0, comparisons: int = 0, projections: int = 0) -> None:
     """A place where a computation may be left to wait, after so much work; see ``Piece``."""
     running = getcurrent()
     if isinstance(running, _Pausable):
         assert running.parent is not None
-        running.parent.switch(Piece(rows, products, touches, comparisons))
+        running.parent.switch(Piece(rows, products, touches, comparisons, projections))
 
 
 def at_once(count: int, products: int) -> int:

@@ -161,6 +161,8 @@ def _(original: Any, self: Any, request_id: str, manager: Any, first: int, num_r
     return WindowMove(manager.kv_cache_group_id, first, ids, ids)
 
 
-@mutation("workers hear of nothing in steps of plain requests", CompressionSchedulerMixin, "_is_plain", "front|scores|knows")
+@mutation(
+    "workers hear of nothing in steps of plain requests", CompressionSchedulerMixin, "_is_plain", "front|scores|knows"
+)
 def _(original: Any, self: Any) -> bool:
     return not (self._compressions or self._repeating)

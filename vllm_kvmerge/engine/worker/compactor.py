@@ -515,7 +515,8 @@ class Compactor:
         if self.rates is None or isinstance(batch.cost, PartError):
             return 0.0
         expected = batch.num_rows * batch.cost.seconds(self.rates)
-        return Cost(0, piece.products, piece.touches, piece.comparisons).seconds(self.rates) / expected
+        done = Cost(0, piece.products, piece.touches, piece.comparisons, piece.projections)
+        return done.seconds(self.rates) / expected
 
     def _shares(self, batch: _Batch, statistics: Tensor | None) -> Generator[None, None, list[list[int]]]:
         """``_Batch.shares`` by the policy's budgets; equal ones where it failed.

@@ -258,7 +258,7 @@ class Compression:
             index: self._window_layers(model, names) for index, names in groups.items() if index != self.group
         }
         override(plugin_config(self._config).operators)
-        limits, self.rates = request_limits(self._config), measure_rates(self._device)
+        limits, self.rates = request_limits(self._config), measure_rates(self._device, self._config.model_config.dtype)
         if (expected := limits.shape.num_layers) != len(layers):
             raise UnsupportedConfigError(
                 f"model layers: {len(layers)} have a cache of full attention, its config says {expected}"
@@ -272,11 +272,12 @@ class Compression:
                 if has and not known:  # requests are checked against what is known
                     raise UnsupportedConfigError(f"the model {trait}, which its configuration does not say")
         logger.info(
-            "Compressing one request may take %.0f MiB and, at %.3g products, %.3g comparisons and %.3g other "
-            "numbers a second, %g s",
+            "Compressing one request may take %.0f MiB and, at %.3g products, %.3g comparisons, %.3g projections and "
+            "%.3g other numbers a second, %g s",
             limits.max_bytes / 2**20,
             self.rates.products_per_second,
             self.rates.comparisons_per_second,
+            self.rates.projections_per_second,
             self.rates.touches_per_second,
             limits.max_seconds,
         )

@@ -63,7 +63,8 @@ class Critical(WindowTopK):
         # Of the output projection one query head's part at a time is in float32.
         return super().cost(shape) + Cost(
             numbers=10 * n + 2 * part * d + weights + d * d + min(part * shape.hidden_size, MAX_PRODUCT_BYTES // 4),
-            products=n * (shape.group_size * weights + d * d),
+            products=n * d * d,
+            projections=n * shape.group_size * weights,
             touches=20 * n + 2 * gathering(shape.row_numbers) + shape.group_size * weights,
         )
 
@@ -151,5 +152,5 @@ def norms_in_pieces(values: Tensor, weights: Tensor) -> Tensor:
     size, norms = at_once(values.shape[1], products // 4), []
     for part in values.split(size, dim=1):
         norms.append(ops.projected_norms(part, weights))
-        may_pause(products=part.shape[1] * products)
+        may_pause(projections=part.shape[1] * products)
     return torch.cat(norms, dim=1)
