@@ -12,6 +12,7 @@ import pytest
 
 import vllm_kvmerge
 from tests import random_model
+from tests.vllm_library import needs_avx512
 from vllm_kvmerge.engine import support
 from vllm_kvmerge.engine.arguments import (
     CUDA_WORKER_CLS,
@@ -267,7 +268,9 @@ def test_cache_options_are_refused(tmp_path: Path, engine_args: dict[str, Any], 
     assert said in refusal(vllm_config(tmp_path, LLAMA, **engine_args))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *support.QUANTISED])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(dtype, marks=needs_avx512) for dtype in support.QUANTISED)]
+)
 def test_dtypes_of_the_cache_that_pass(tmp_path: Path, dtype: str) -> None:
     config = vllm_config(tmp_path, LLAMA, block_size=64, kv_cache_dtype=dtype)
     check_config(config)
