@@ -9,6 +9,7 @@
 # make reliability  the test of the defect in row CASE of docs/reliability.md
 # make soak    a server under steady traffic of every kind for MINUTES, with its plot: docs/reliability.md
 # make fuzz    Schemathesis over the OpenAPI document of a real server: CASES requests; minutes
+# make test-gpu-code  more of the code for GPUs, compiled for more of them or interpreted, without one; half an hour
 # make test-benchmarks  each benchmark once, small, and what it compares with
 # make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
@@ -73,7 +74,7 @@ export CHECK_OWNER
 OWN = $(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
 	|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
 
-.PHONY: setup serve test test-levels test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz soak
+.PHONY: setup serve test test-levels test-gpu-code test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz soak
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -120,6 +121,10 @@ test-levels: setup
 		OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --vllm-library $$library \
 			tests/ops/test_operators.py tests/engine/test_plain.py -k "vllm or library" $(ARGS) || exit 1; \
 	done
+
+test-gpu-code: setup
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n 2 --dist load -m gpu_code $(ARGS) \
+		tests/ops/test_triton.py tests/engine/test_cuda_runners.py tests/engine/test_cuda_hybrid.py
 
 test-benchmarks: setup
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/benchmarks -m benchmarks $(ARGS)

@@ -92,7 +92,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> tuple[Case, Path, list]:
     """A case, its model, and what the CPU's runner generates."""
     case = CASES[request.param]
@@ -108,7 +108,21 @@ def served(request, tmp_path_factory) -> tuple[Case, Path, list]:
     return case, folder, [output.outputs[0] for output in outputs]
 
 
-@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+ON_BOTH_RUNNERS = "gemma3", "granite"
+"""Windows and states."""
+OF_EACH = [
+    pytest.param(name, is_v2, marks=[pytest.mark.gpu_code] if is_v2 and name not in ON_BOTH_RUNNERS else [])
+    for name in CASES
+    for is_v2 in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("served", "is_v2"),
+    OF_EACH,
+    ids=lambda one: one if isinstance(one, str) else ("v1", "v2")[one],
+    indirect=["served"],
+)
 def test_tokens_of_the_cpu_runner(served, is_v2):
     """With asynchronous scheduling, full graphs, preemptions and prefixes that are found. On V2 plain rows outside
     graphs are FlashAttention's, where it suits a kind of layers."""

@@ -196,8 +196,15 @@ def on_cpu(
     return json.loads(done.stdout.split("RESULT", 1)[1])
 
 
-@pytest.mark.parametrize("is_spread", [False, True], ids=["at once", "spread"])
-@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize(
+    ("is_v2", "is_spread"),
+    [
+        pytest.param(False, False, id="v1-at once"),
+        pytest.param(False, True, id="v1-spread"),
+        pytest.param(True, False, id="v2-at once"),
+        pytest.param(True, True, id="v2-spread", marks=pytest.mark.gpu_code),
+    ],
+)
 def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_pressure):
     """With asynchronous scheduling and full graphs; spread, which the scheduler decides, some of the requests. Plain
     rows outside graphs are FlashAttention's; when spread, that is turned off."""

@@ -52,7 +52,9 @@ STACK = 16
 """Bytes of a thread's stack that are no spill yet: a few, of a scalar. Twice as many where no loop uses them."""
 
 
-def test_everything_in_the_interpreter():
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("thin", [149, pytest.param(41, marks=pytest.mark.gpu_code)])
+def test_everything_in_the_interpreter(thin):
     """Some cases of each test of all operators, and those of ``test_triton_interpreted`` and of the CUDA backend.
 
     Left out: 40 query heads, and cells of 256 numbers in blocks of 16, which take the interpreter minutes, and
@@ -61,7 +63,7 @@ def test_everything_in_the_interpreter():
     names = ["operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "regression"]
     names += ["queries", "triton_interpreted"]
     files = [*(f"test_{name}.py" for name in names), "../engine/cuda/test_backend_interpreted.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", "41"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", str(thin)]
     command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -160,15 +162,16 @@ def run_all(
     ("dtype", "head_size", "groups", "num_queries", "capabilities", "paged_on"),
     [
         (torch.bfloat16, 128, 4, 1, [80], 90),
-        (torch.bfloat16, 128, 4, 1, [89, 90], None),
+        pytest.param(torch.bfloat16, 128, 4, 1, [89, 90], None, marks=pytest.mark.gpu_code),
         (torch.bfloat16, 128, 4, 64, [89, 90], 80),
         (torch.float16, 80, 7, 1, [90], None),
-        (torch.bfloat16, 256, 1, 1, [80], None),
-        (torch.bfloat16, 64, 8, 1, [90], None),
+        pytest.param(torch.bfloat16, 256, 1, 1, [80], None, marks=pytest.mark.gpu_code),
+        pytest.param(torch.bfloat16, 64, 8, 1, [90], None, marks=pytest.mark.gpu_code),
         (torch.float32, 128, 2, 1, [80], None),
-        (torch.float8_e4m3fn, 128, 4, 1, [89, 90], 90),
-        (torch.float8_e5m2, 64, 8, 1, [80], None),
-        (torch.float8_e4m3fn, 256, 1, 64, [89], None),
+        (torch.float8_e4m3fn, 128, 4, 1, [89], None),
+        pytest.param(torch.float8_e4m3fn, 128, 4, 1, [90], 90, marks=pytest.mark.gpu_code),
+        pytest.param(torch.float8_e5m2, 64, 8, 1, [80], None, marks=pytest.mark.gpu_code),
+        pytest.param(torch.float8_e4m3fn, 256, 1, 64, [89], None, marks=pytest.mark.gpu_code),
     ],
 )
 def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, capabilities, paged_on, tmp_path, gpu):
