@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -74,16 +74,16 @@ class Cost:
     projections: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*map(operator.add, astuple(self), astuple(other)))
+        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: int) -> "Cost":
         """The same ``times`` times, one after the other."""
-        numbers, *others = astuple(self)
+        numbers, *others = vars(self).values()
         return Cost(numbers, *(times * one for one in others))
 
     def largest(self, other: "Cost") -> "Cost":
         """The larger of both in each respect."""
-        return Cost(*map(max, astuple(self), astuple(other)))
+        return Cost(*map(max, vars(self).values(), vars(other).values()))
 
     def seconds(self, rates: "Rates") -> float:
         """Duration on a device with these rates."""
