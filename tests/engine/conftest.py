@@ -13,6 +13,7 @@ import pytest
 
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from vllm_kvmerge import demo
+from vllm_kvmerge.policies.cost import Rates
 
 if TYPE_CHECKING:  # vLLM must not be imported before it is known which of its libraries is asked for
     from vllm_kvmerge.engine.fronts import FrontCache
@@ -46,6 +47,9 @@ class Engine:
         self._fronts, self.manager.fronts = self.manager.fronts, None
         # By the clock, on a machine that other tests keep busy. Estimates are held to what they may be by default.
         self.compression._compactor = replace(self.compression.compactor, max_seconds=300.0)
+        # What is spread over steps, and so what runs beside what, must not depend on the machine: nothing is, unless a
+        # test asks for it.
+        self.compression.reporter.add_rates(Rates(1e13, 1e13))
 
     def generate(self, prompts: list[list[int]], params) -> list:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
