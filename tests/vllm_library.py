@@ -23,9 +23,8 @@ LIBRARIES = {"_C": FEATURES[:2], AMX: FEATURES, "_C_AVX512": FEATURES[:1], "_C_A
 """What each needs a processor to have, as PyTorch calls it; on those that have more, this is left unused. ``_C_AMX`` is
 ``_C`` where it may use AMX."""
 
-needs_avx512 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="needs AVX-512, without which vLLM has no caches of 8 bits"
-)
+HAS_AVX512 = torch.cpu._is_avx512_supported()
+needs_avx512 = pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512, without which vLLM has no caches of 8 bits")
 needs_avx512_bf16 = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),
     reason="needs AVX-512 with BF16, without which vLLM's linear attention keeps smaller states and rounds otherwise "
