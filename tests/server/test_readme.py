@@ -61,7 +61,7 @@ def outputs(server) -> list[str]:
 def readme_server() -> Iterator[Server]:
     """What ``make serve`` runs, in the environment of these tests, which counts as set up."""
     environment, port = Path(sys.executable).parents[1], free_port()
-    words = "-o", f"{environment}/.vllm-kvmerge-setup", "serve", f"VENV={environment}", f"PORT={port}"
+    words = "-o", f"{environment}/.vllm-kvmerge-setup", "serve", f"VENV={environment}", f"PORT={port}", "ARGS="
     recipe = run(["make", "--no-print-directory", "--dry-run", *words], cwd=ROOT, env=os.environ | {"MAKEFLAGS": ""})
     assert "pip install" not in recipe
     script = recipe.replace("VLLM_CPU_KVCACHE_SPACE=", "exec env VLLM_CPU_KVCACHE_SPACE=", 1)

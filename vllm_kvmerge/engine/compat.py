@@ -250,12 +250,12 @@ def register_cache_spec() -> None:
 
 
 class Hook:
-    """Has a method of one of vLLM's objects call ours instead, while it is on: a step without compressed requests asks
-    it for each of its requests in vain."""
+    """Has an object call another method instead of its own, while it is on. A step without compressed requests would
+    ask ours for each of its requests in vain."""
 
-    def __init__(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any, name: str, method: Callable[..., Any], is_on: bool = True) -> None:
         self._owner, self._name, self._method = owner, name, method
-        self.switch(True)
+        self.switch(is_on)
 
     def switch(self, is_on: bool) -> None:
         if is_on:

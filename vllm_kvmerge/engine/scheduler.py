@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
@@ -71,6 +72,8 @@ from vllm_kvmerge.request.parameters import (
     CompressionError,
     parse_compression,
 )
+
+_new_tokens = attrgetter("new_token_ids")
 
 
 class CompressionSchedulerMixin(Scheduler):
@@ -159,6 +162,7 @@ class CompressionSchedulerMixin(Scheduler):
             is_async=isinstance(self, AsyncScheduler),
         )
         self._hooks.append(compat.watch_asked_blocks(coordinator, self._pressure.note_asked))
+        self._shortcuts = self._to_vllm()
         self._are_hooked = True
         self._hidden = HiddenRequests(group)
         if self.connector is not None:
@@ -340,6 +344,15 @@ class CompressionSchedulerMixin(Scheduler):
         spoilt = self._hidden.spoilt(loads.invalid_block_ids if loads else set(), output)
         return dict.fromkeys(spoilt, Failure("a KV connector did not load blocks that the request began with"))
 
+    def _to_vllm(self) -> list[compat.Hook]:
+        """Hooks that are on while ``_hooks`` are off: vLLM's own methods, without what ours do before and after."""
+        num_blocks = super(MergeableAttentionManager, self._manager).get_num_blocks_to_allocate
+        hooks = [compat.Hook(self._manager, "get_num_blocks_to_allocate", num_blocks, is_on=False)]
+        if not self.num_spec_tokens:  # ours says where a plain request's drafts end, too
+            lookahead = super()._reserve_prefill_lookahead
+            hooks.append(compat.Hook(self, "_reserve_prefill_lookahead", lookahead, is_on=False))
+        return hooks
+
     # Scheduling of a step: first tokens, by vLLM, then the compressions that follow them.
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -359,6 +372,8 @@ class CompressionSchedulerMixin(Scheduler):
             self._are_hooked = are_asked
             for hook in self._hooks:
                 hook.switch(are_asked)
+            for hook in self._shortcuts:
+                hook.switch(not are_asked)
         output = super().schedule(*args, **kwargs)
         self._num_drafts = {one: len(drafts) for one, drafts in output.scheduled_spec_decode_tokens.items()}
         if self._is_plain():
@@ -902,6 +917,9 @@ class CompressionSchedulerMixin(Scheduler):
         """policies: of the compressed requests."""
         generated = dict[str, int]()
         for outputs in outputs_by_client.values():
+            if not policies:
+                generated[FULL] = generated.get(FULL, 0) + sum(map(len, map(_new_tokens, outputs.outputs)))
+                continue
             for output in outputs.outputs:
                 policy = policies.get(output.request_id, FULL)
                 generated[policy] = generated.get(policy, 0) + len(output.new_token_ids)

@@ -300,7 +300,7 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
 def _tensor_of(*numbers: float, dtype: torch.dtype) -> Tensor:
     """For operators that only read it: the same numbers recur, and to make a tensor takes as long as many an
     operator."""
-    return torch.tensor(numbers, dtype=dtype)
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 def _counts(count: int | Tensor) -> Tensor:

@@ -80,9 +80,9 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         self.rows: list[BatchRow] = []
         self.faster = Faster()
-        most = self.vllm_config.scheduler_config.max_num_seqs
-        self._one_query_each = torch.ones(most, dtype=torch.int32)
-        of_plain = compressed_batch([PLAIN] * most, *[self._one_query_each] * 4)
+        self._most = self.vllm_config.scheduler_config.max_num_seqs
+        self._one_query_each = torch.ones(self._most, dtype=torch.int32)
+        of_plain = compressed_batch([PLAIN] * self._most, *[self._one_query_each] * 4)
         self._of_plain = of_plain.fronts, of_plain.tails, of_plain.score_modes, of_plain.score_decays
 
     def _set_isa_to_layers(self, layer_names: list[str]) -> None:
@@ -122,7 +122,7 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     def _takes_all(self, common: CommonAttentionMetadata) -> bool:
         """Whether a step has plain rows alone, with one query each, and all are ours: most steps of most servers."""
         num_rows = common.num_reqs
-        has_one_each = common.max_query_len == 1 and common.num_actual_tokens == num_rows <= len(self._one_query_each)
+        has_one_each = common.max_query_len == 1 and common.num_actual_tokens == num_rows <= self._most
         return not self.rows and has_one_each and self.faster.takes(1, int(common.seq_lens.min()))
 
     def _all_ours(self, common: CommonAttentionMetadata) -> MergeableAttentionMetadata:
@@ -230,7 +230,8 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
         if attn_metadata is None:  # warm-up
             return output
         cache, metadata, softmax = self.paged(layer, kv_cache), attn_metadata, self.softmax
-        if self.owns_cache:
+        owns_cache = self.owns_cache
+        if owns_cache:
             if metadata.kept is not None:  # copied as they are, whatever their type
                 numbers = query.view(torch.int64)
                 keep_queries(numbers, metadata.kept.addresses, self.layer_index, metadata.kept.tokens)
@@ -240,13 +241,13 @@ class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):
             num_tokens = metadata.num_actual_tokens
             self.stock_attention(layer, query[:num_tokens], cache, metadata, output[:num_tokens])
             return output
-        if len(metadata.stock_tokens):
-            stock_output = torch.empty_like(output[: len(metadata.stock_tokens)])
+        if num_tokens := metadata.stock_tokens.numel():  # len() of a tensor takes longer
+            stock_output = torch.empty_like(output[:num_tokens])
             self.stock_attention(layer, query[metadata.stock_tokens], cache, metadata, stock_output)
             output[metadata.stock_tokens] = stock_output
         batch = metadata.ours
         assert batch is not None
-        if not self.owns_cache:
+        if not owns_cache:
             batch = replace(batch, score_modes=torch.zeros_like(batch.score_modes))
         if metadata.pages is not None:
             batch = replace(batch, pages=metadata.pages[self.layer_index])

@@ -142,7 +142,7 @@ class _Numbers(NamedTuple):
     by_head: Tensor
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _numbers_of(seq_layers: tuple[_SequenceLayer, ...], num_kv_heads: int) -> _Numbers:
     """Remembered, because a step's batch is often like one before it."""
     requests, layers = torch.tensor(seq_layers, device="cpu").unbind(1)

@@ -42,6 +42,7 @@ from vllm_kvmerge.engine.attention.rows import (
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, compressed_group, has_states, window_blocks
 from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.plan import (
+    NO_STEP,
     Adoption,
     CompressionPlan,
     CompressionStep,
@@ -363,10 +364,11 @@ class Compression:
         ):
             self._begun.pop(request_id, None)
             self.states.pop(request_id, None)
-        copied = [one for one in self.step.adoptions.values() if one.blocks]
-        self.copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
-        for request_id, adoption in self.step.adoptions.items():
-            self.states[request_id] = self._adopted(adoption)
+        if self.step.adoptions:
+            copied = [one for one in self.step.adoptions.values() if one.blocks]
+            self.copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
+            for request_id, adoption in self.step.adoptions.items():
+                self.states[request_id] = self._adopted(adoption)
         # Last: a request may begin with a front and, when its next compression takes the blocks, end it in one step.
         for key in self.step.forgotten:
             self._fronts.pop(key, None)
@@ -378,9 +380,10 @@ class Compression:
         if self.has_states:  # pages in one piece, metadata included
             yield
             return
-        copies, scheduler_output.kv_cache_block_copies = scheduler_output.kv_cache_block_copies or [], None
+        copies, scheduler_output.kv_cache_block_copies = scheduler_output.kv_cache_block_copies, None
         yield
-        self.copy([one.src_block_id for one in copies], [one.dst_block_id for one in copies])
+        if copies:
+            self.copy([one.src_block_id for one in copies], [one.dst_block_id for one in copies])
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copies blocks, given by their ids."""
@@ -607,6 +610,8 @@ class Compression:
 
         The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
         """
+        if self.step is NO_STEP:
+            return []
         self._share_scores()
         adoptions = self.step.adoptions.values()
         self.copy([id_ for one in adoptions for id_ in one.exact], [id_ for one in adoptions for id_ in one.restored])

@@ -12,6 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvmerge.engine.metrics import count_entries
 from vllm_kvmerge.engine.plan import (
+    NO_REPORT,
     CompressionPlan,
     CompressionReport,
     Failure,
@@ -97,10 +98,12 @@ class Reporter:
         """The model runner's output with the report; without one that is heard, the report waits for the next."""
         if output is None or not self.is_heard:
             return output
+        if not self._late and not self._compressed and self._report == NO_REPORT:
+            return output
         compressed = self._late + [one for one in self._compressed if not one.may_be_late]
         self._late, self._compressed = [one for one in self._compressed if one.may_be_late], []
         report, self._report = self._report, CompressionReport()
-        if report == CompressionReport() and not compressed:
+        if report == NO_REPORT and not compressed:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
             return _ReportingOutput(output, report, compressed)
