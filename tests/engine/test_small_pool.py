@@ -22,13 +22,13 @@ POOL = NUM_BLOCKS * BLOCK_SIZE
 def small_pool(engine: Engine) -> Iterator[None]:
     """The engine as if its pool had no other blocks."""
     assert engine.llm.reset_prefix_cache()
-    limits = engine.scheduler._limits
+    limits, is_small = engine.scheduler._limits, engine.scheduler._is_small
     with engine.with_blocks(NUM_BLOCKS):
-        engine.scheduler._limits = replace(limits, pool_tokens=POOL)
+        engine.scheduler._limits, engine.scheduler._is_small = replace(limits, pool_tokens=POOL), True
         try:
             yield
         finally:
-            engine.scheduler._limits = limits
+            engine.scheduler._limits, engine.scheduler._is_small = limits, is_small
     engine.assert_empty()
 
 

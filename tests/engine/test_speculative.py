@@ -424,7 +424,10 @@ def test_sampling(engine):
 
 def test_drafts_find_room_in_a_small_pool(engine):
     """Behind a request's last token there is none."""
-    prompt = repetitive(4, POOL - 40)
+    prompt, preemptions = repetitive(4, POOL - 40), []
     with small_pool(engine):
-        (output,) = engine.generate([prompt], params(max_tokens=200))
-        assert len(output.outputs[0].token_ids) == 40 and numbers([output])[0] > 0
+        engine.llm.llm_engine.add_request("0", {"prompt_token_ids": prompt}, params(max_tokens=200))
+        requests = list(engine.scheduler.requests.values())
+        tokens = run(engine, lambda: preemptions.extend(one.num_preemptions for one in requests))
+    assert len(tokens["0"]) == 40 and not any(preemptions)
+    assert len(preemptions) < 35, "no drafts were right"
