@@ -1,7 +1,13 @@
 """Steps without compressed requests: they are vLLM's, and workers learn even so of what has gone."""
 
+import json
+import os
+import sys
+
 import pytest
 
+from tests import preloaded
+from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments
 from tests.engine.machine.driver import Driver
 from tests.engine.machine.machine import TEXTS
 from tests.engine.machine.setting import Setting
@@ -11,6 +17,30 @@ from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
 pytestmark = pytest.mark.engine
 
 FIELDS = {"policy": "adakv", "budget": 13, "decode": "bounded", "interval": 1, "window_size": 5, "score_window": 4}
+
+CALLS = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm_kvmerge import kvmerge_engine_args
+arguments, is_ours = json.load(sys.stdin)
+engine = LLM(**(kvmerge_engine_args(**arguments) if is_ours else arguments)).llm_engine
+for index in range(8):
+    prompt = {"prompt_token_ids": [2 + index] * 200}
+    engine.add_request(str(index), prompt, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+for _ in range(20):
+    engine.step()
+calls = 0
+def count(frame, event, value):
+    global calls
+    calls += event in ("call", "c_call")
+sys.setprofile(count)
+for _ in range(32):
+    engine.step()
+sys.setprofile(None)
+print("CALLS", calls / 32)
+"""
+MORE_CALLS = 200
+"""Of functions in a step, at most, than stock vLLM's 3,000."""
 
 
 @pytest.fixture
@@ -74,3 +104,19 @@ def test_workers_hear_in_a_step_of_plain_requests_which_fronts_have_gone(monkeyp
     assert attached_step(output) is NO_STEP
     driver.scheduler.update_from_output(output, driver.worker.execute(output))
     driver.finish()
+
+
+@pytest.mark.parametrize("plain_attention", ["vllm", "ours"])
+def test_a_step_calls_hardly_more_than_vllms(plain_attention):
+    """Eight requests that generate, scheduler and worker in one thread."""
+    common = engine_arguments() | {"kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK, "disable_log_stats": False}
+    calls = []
+    for is_ours in (False, True):
+        own = {"additional_config": {"kvmerge": {"plain_attention": plain_attention}}} if is_ours else {}
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | ({} if is_ours else {"VLLM_PLUGINS": ""})
+        job = json.dumps([common | own, is_ours])
+        done = preloaded.run([sys.executable, "-c", CALLS], input=job, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        calls.append(float(done.stdout.split("CALLS", 1)[1]))
+    stock, ours = calls
+    assert 0 < ours - stock < MORE_CALLS
