@@ -114,7 +114,7 @@ def test_preempted_requests_begin_with_fronts(engine, fronts):
 
 
 def test_requests_that_share_contexts(engine, monkeypatch):
-    check_sharing(engine, 80, monkeypatch, 180, 100)
+    check_sharing(engine, 80, monkeypatch, 150, 80)
 
 
 def test_saved_contexts_are_there_again(engine, client, saved):

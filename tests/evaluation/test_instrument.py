@@ -118,7 +118,9 @@ def test_entries_are_what_provenance_says_after_several_compressions(layers, pol
         assert (mixed - stored.values)[live].norm() / stored.values[live].norm() < 1e-5
         own = provenance.origins >= 0
         keys = layer.keys[provenance.origins.clamp(min=0), torch.arange(2).unsqueeze(1)]
-        unmixed = own & (provenance.num_tokens_of_each == 1) & (policy != "grkv")  # which changes keys of others
+        # Beside what joins it, an entry's own value may weigh so little that it is lost in rounding.
+        has_own = provenance.shares.gather(2, provenance.origins.clamp(min=0).unsqueeze(2)).squeeze(2) != 0
+        unmixed = own & has_own & (provenance.num_tokens_of_each == 1) & (policy != "grkv")  # changes keys of others
         assert torch.equal(stored.keys[unmixed], keys[unmixed])
         num_mixed += int((provenance.num_tokens_of_each > 1).sum())
     assert num_mixed > 0
